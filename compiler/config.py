@@ -1,0 +1,32 @@
+"""Options of the compiler, in one frozen place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+CudaGraphMode = Literal["none", "piecewise", "full", "full_and_piecewise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileConfig:
+    """How a model is compiled.
+
+    mode: "compile" captures, rewrites, splits and compiles; "eager" runs the plain module.
+    disabled_passes: names of passes left out.
+    verify_passes: run the graph before and after each pass on the same random inputs and compare.
+    cudagraph_mode: how compiled pieces are replayed on CUDA (ignored on the CPU).
+    capture_sizes: token counts with a CUDA graph of their own; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
+    cache_dir: artifact store; None: the user's cache folder.
+    artifact_dir: an artifact made ahead of time; tried before the store.
+    """
+
+    mode: Literal["compile", "eager"] = "compile"
+    disabled_passes: frozenset[str] = frozenset()
+    verify_passes: bool = False
+    cudagraph_mode: CudaGraphMode = "full_and_piecewise"
+    capture_sizes: tuple[int, ...] | None = None
+    cache_dir: Path | None = None
+    artifact_dir: Path | None = None
+    use_cache: bool = True

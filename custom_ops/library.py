@@ -1,0 +1,52 @@
+"""The one `torch.library` namespace of this project (`cas`) and what the compiler must know of each op in it.
+
+Ops are defined with `Library.define` / `impl` (less call overhead than `torch.library.custom_op`). The Library object must stay
+alive as long as the ops are used, so it is a module attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+NAMESPACE = "cas"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+
+class OpKind(Enum):
+    """How the splitter treats an op of ours."""
+
+    CAPTURABLE = "capturable"  # may sit inside a compiled piece and inside a CUDA graph
+    SPLIT_POINT = "split point"  # ends a piece: runs between pieces, never inside one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpInfo:
+    """What the compiler knows of one op.
+
+    `version` enters every artifact key: raise it whenever the op's numerics, layout or signature change.
+    """
+
+    kind: OpKind
+    version: int
+
+
+OPS: dict[str, OpInfo] = {}
+
+
+def define(schema: str, *, kind: OpKind, version: int, fake: Callable, **impls: Callable) -> torch._ops.OpOverload:
+    """Define `cas::<schema>`, its fake and its kernels, and return the overload.
+
+    `schema`: as `Library.define` takes it, e.g. `"silu_mul(Tensor x) -> Tensor"`; every mutated argument is declared.
+    `fake`: shape function. `impls`: dispatch key → kernel, e.g. `CPU=...`, `CUDA=...`, `CompositeExplicitAutograd=...`.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key, fn in impls.items():
+        LIBRARY.impl(name, fn, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    OPS[f"{NAMESPACE}::{name}"] = OpInfo(kind=kind, version=version)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default

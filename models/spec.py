@@ -1,0 +1,41 @@
+"""`ModelSpec`: everything that the rest of the stack needs to know of a model beyond its `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+ShardStyle = Literal["colwise", "rowwise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCacheSpec:
+    """What one attention layer keeps a token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A model on the meta device, and what lies outside its `forward`.
+
+    module: `forward(input_ids int64 [T], positions int64 [T], kv_caches list of [N, 2, K, P, E], logits_indices int64 [S])
+        → logits [S, V]`; one kv cache a layer, in the order of `kv_cache_specs`.
+    config: the checkpoint's config.json.
+    kv_cache_specs: one a layer.
+    weight_map: checkpoint tensor name → parameter name, where they differ; None: the tensor is not used and may be skipped.
+    tp_plan: glob over module names → how its weight is sharded.
+    max_model_len: longest sequence that the positions encode.
+    """
+
+    module: nn.Module
+    config: Mapping[str, Any]
+    kv_cache_specs: tuple[KVCacheSpec, ...]
+    vocab_size: int
+    max_model_len: int
+    weight_map: Mapping[str, str | None] = field(default_factory=dict)
+    tp_plan: Mapping[str, ShardStyle] = field(default_factory=dict)

@@ -1,0 +1,69 @@
+"""Options of the engine: frozen dataclasses, made in one place from CLI flags or from `LLM(...)` arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from compiler.config import CompileConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model, and how its weights are read.
+
+    model: what the user wrote (folder, .gguf file, known name, Hub id); path: the local folder or file that it resolved to.
+    tokenizer: folder or file of another tokenizer; None: the model's own.
+    dtype: "auto" is bfloat16 where the device computes in it, else float32.
+    max_model_len: None: the model's own limit.
+    """
+
+    model: str
+    path: Path
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    max_model_len: int | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    skip_tokenizer_init: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    num_blocks: forced block count (tests); memory_bytes: forced size; neither: from what is free (CUDA: gpu_memory_utilization of
+    the device; CPU: enough for max_num_seqs sequences of max_model_len, at most 4 GiB or a quarter of what is free).
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step. max_num_batched_tokens: the token budget that decodes and prefill chunks share."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool = False
+    max_waiting: int | None = None  # requests that may wait; beyond it new ones are refused (HTTP 503)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """All options of one engine. device: "auto" is CUDA where there is one."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention_backend: str | None = None  # None: the first that supports the combination
+    num_threads: int | None = None  # CPU threads of the engine; None: every core

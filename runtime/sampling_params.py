@@ -1,0 +1,91 @@
+"""`SamplingParams`: how one request's tokens are chosen. Names and defaults are those of vLLM."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling options of one request; `verify()` raises `ValueError` with one sentence for a value out of range.
+
+    n: completions of one prompt. temperature: 0 is greedy. top_k: 0 or -1 is off. min_p: 0 is off.
+    max_tokens: None is up to the model's limit. min_tokens: no stop before that many tokens.
+    stop: strings, stop_token_ids: ids; include_stop_str_in_output keeps the stop string in the text.
+    logprobs / prompt_logprobs: None is off; k returns the chosen token's and the k likeliest. -1 is not supported.
+    logit_bias: token id → added to its logit. allowed_token_ids: only these. bad_words: never these strings
+        (`bad_words_token_ids` are their token sequences, filled in by whoever holds the tokenizer).
+    seed: None draws from the engine's generator; otherwise the request's own stream, the same alone or in a batch.
+    detokenize: False skips making text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    bad_words_token_ids: list[list[int]] = []
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    def verify(self) -> None:
+        """Raise `ValueError` naming the first parameter out of range, its limits and its value."""
+        _check(self.n >= 1, "n", "at least 1", self.n)
+        _check(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
+        _check(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
+        _check(self.top_k >= -1, "top_k", "-1 (off), 0 (off) or positive", self.top_k)
+        _check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
+        _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]", self.presence_penalty)
+        _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]", self.frequency_penalty)
+        _check(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty", "in (0, 2]", self.repetition_penalty)
+        _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0", self.max_tokens)
+        _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
+        if self.max_tokens is not None:
+            _check(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens={self.max_tokens}", self.min_tokens)
+        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
+        _check(all(self.stop), "stop", "without empty strings", self.stop)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]", value)
+        _check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "not empty", "[]")
+        _check(all(self.bad_words), "bad_words", "without empty strings", self.bad_words)
+        _check(
+            self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1,
+            "truncate_prompt_tokens", "-1 (to the model's limit) or positive", self.truncate_prompt_tokens,
+        )  # fmt: skip
+
+
+class SamplingParamsError(ValueError):
+    """A sampling parameter out of range; `param` is its name (OpenAI's error shape wants it)."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def _check(ok: bool, param: str, limits: str, value: object) -> None:
+    if not ok:
+        raise SamplingParamsError(param, f"{param} must be {limits}, got {value!r:.200}.")
