@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 ShardStyle = Literal["colwise", "rowwise"]
@@ -30,6 +31,7 @@ class ModelSpec:
     weight_map: checkpoint tensor name → parameter name, where they differ; None: the tensor is not used and may be skipped.
     tp_plan: glob over module names → how its weight is sharded.
     max_model_len: longest sequence that the positions encode.
+    buffers: name → value of the buffers that no checkpoint holds (RoPE frequencies); the module's own are on the meta device.
     """
 
     module: nn.Module
@@ -39,3 +41,4 @@ class ModelSpec:
     max_model_len: int
     weight_map: Mapping[str, str | None] = field(default_factory=dict)
     tp_plan: Mapping[str, ShardStyle] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
