@@ -1,0 +1,162 @@
+"""Fixtures that every folder of tests uses: tiny checkpoints with a tokenizer, and the real SmolLM2-135M-Instruct."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+TINY_VOCAB_SIZE = 320
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count()
+    for item in items:
+        needed = 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
+        if needed > num_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_gpus}"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 2 layers, 4 query and 2 key/value heads of 16, untied, float32, with tokenizer and chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _write_tiny(tmp_path_factory.mktemp("tiny-llama"), LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 2 layers, 4 query and 2 key/value heads of 32, tied, float32, with tokenizer and chat template."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    return _write_tiny(folder, Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True, head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as the product itself fetches it into the user's cache."""
+    from runtime.weights import resolve_model
+
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as a Hugging Face folder in bfloat16, so that transformers can be the reference."""
+    from safetensors.torch import save_file
+
+    from runtime.weights import iter_tensors, read_config
+    from runtime.weights.gguf import read_metadata
+
+    folder = tmp_path_factory.mktemp("smollm2-135m-instruct")
+    config = read_config(smollm2_gguf) | {"model_type": "llama", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in iter_tensors(smollm2_gguf)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    metadata = read_metadata(smollm2_gguf)
+    vocabulary = metadata["tokenizer.ggml.tokens"]
+    control = [
+        token for token, kind in zip(vocabulary, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 3
+    ]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    _write_tokenizer(
+        folder,
+        vocabulary={token: i for i, token in enumerate(vocabulary)},
+        merges=merges,
+        special_tokens=control,
+        bos_token=vocabulary[metadata["tokenizer.ggml.bos_token_id"]],
+        eos_token=vocabulary[metadata["tokenizer.ggml.eos_token_id"]],
+        chat_template=metadata["tokenizer.chat_template"],
+        split_digits=True,
+    )
+    return folder
+
+
+def _write_tiny(folder: Path, model_class: type, config_class: type, **overrides: object) -> Path:
+    sizes = {
+        "vocab_size": TINY_VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        # wide enough that greedy choices are not near ties
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    model_class(config_class(**(sizes | overrides))).save_pretrained(folder)
+    bytes_alphabet = _byte_alphabet()
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *bytes_alphabet])}
+    merges = [pair for pair in _common_pairs() if all(part in vocabulary for part in pair)]
+    for left, right in merges[: TINY_VOCAB_SIZE - len(vocabulary)]:
+        vocabulary[left + right] = len(vocabulary)
+    _write_tokenizer(
+        folder,
+        vocabulary=vocabulary,
+        merges=[pair for pair in merges if "".join(pair) in vocabulary],
+        special_tokens=list(SPECIAL_TOKENS),
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+        split_digits=False,
+    )
+    return folder
+
+
+def _byte_alphabet() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def _common_pairs() -> list[tuple[str, str]]:
+    pairs = "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic"
+    return [(pair[0], pair[1]) for pair in pairs.split()] + [("Ġ", letter) for letter in "taoswcbpfmdrhln"]
+
+
+def _write_tokenizer(
+    folder: Path,
+    *,
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, ...]],
+    special_tokens: list[str],
+    bos_token: str,
+    eos_token: str,
+    chat_template: str,
+    split_digits: bool,
+) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if split_digits else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+        "pad_token": eos_token,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,101 @@
+"""The registry: what a spec holds, and one clear sentence for a config that cannot be built."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.config import ModelConfigError
+from models.registry import ARCHITECTURES, build_model
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def config_of(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], **SIZES, **overrides}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_module_is_on_meta_in_the_wanted_dtype(architecture: str) -> None:
+    spec = build_model(config_of(architecture), dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in spec.module.parameters()} == {("meta", torch.bfloat16)}
+    assert len(spec.kv_cache_specs) == 3
+    assert {c.num_kv_heads for c in spec.kv_cache_specs} == {2}
+    module_buffers = {name: (b.shape, b.dtype) for name, b in spec.module.named_buffers()}
+    assert module_buffers == {name: (b.shape, b.dtype) for name, b in spec.buffers.items()}
+    assert all(b.device.type == "cpu" for b in spec.buffers.values())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameter_names_are_those_of_transformers(architecture: str) -> None:
+    import transformers
+
+    config_class = transformers.LlamaConfig if architecture == "LlamaForCausalLM" else transformers.Qwen3Config
+    with torch.device("meta"):
+        theirs = getattr(transformers, architecture)(config_class(**SIZES, attention_bias=True))
+    ours = build_model(config_of(architecture, attention_bias=True), dtype=torch.float32).module
+    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+
+
+def test_tied_embeddings_are_one_parameter() -> None:
+    spec = build_model(config_of(tie_word_embeddings=True), dtype=torch.float32)
+    names = dict(spec.module.named_parameters())
+    assert "lm_head.weight" not in names
+    assert spec.module.lm_head.weight is names["model.embed_tokens.weight"]
+    assert spec.weight_map["lm_head.weight"] is None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
+    spec = build_model(config_of(architecture), dtype=torch.float32)
+    linears = [n for n, m in spec.module.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
+    assert len(linears) == 3 * 7
+    for name in linears:
+        styles = [style for pattern, style in spec.tp_plan.items() if fnmatch(name, pattern)]
+        assert styles == ["rowwise" if name.endswith(("o_proj", "down_proj")) else "colwise"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**SIZES}, 'names no architecture: expected "architectures" to be one of LlamaForCausalLM, Qwen3ForCausalLM'),
+        (
+            config_of("MambaForCausalLM"),
+            "'MambaForCausalLM' is not supported: supported are LlamaForCausalLM, Qwen3For",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "lacks vocab_size, hidden_size, intermediate_size, num_hidden_layers",
+        ),
+        (
+            config_of(num_key_value_heads=3),
+            "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3",
+        ),
+        (config_of(hidden_size="big"), "hidden_size in the model's config must be a positive integer, got 'big'"),
+        (config_of(hidden_size=62), "hidden_size must be a multiple of num_attention_heads"),
+        (config_of(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
+        (config_of("Qwen3ForCausalLM", use_sliding_window=True), "use_sliding_window is not supported"),
+        (
+            config_of(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            "'yarn' is not supported: expected one of default",
+        ),
+        (config_of(rope_scaling={"rope_type": "linear"}), "RoPE type 'linear' needs 'factor'"),
+        (config_of(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
+    ],
+)
+def test_bad_config_is_one_sentence(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError) as error:
+        build_model(config, dtype=torch.float32)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
