@@ -1,0 +1,121 @@
+"""The one place that turns options (CLI flags, `LLM(...)` arguments) into an `EngineConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from compiler.config import CompileConfig, CudaGraphMode
+from runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+
+
+def make_engine_config(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    served_model_name: str | None = None,
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    max_model_len: int | None = None,
+    load_format: Literal["auto", "dummy"] = "auto",
+    skip_tokenizer_init: bool = False,
+    seed: int = 0,
+    block_size: int = 16,
+    num_kv_blocks: int | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float = 0.9,
+    enable_prefix_caching: bool = True,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
+    async_scheduling: bool = False,
+    max_waiting: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    attention_backend: str | None = None,
+    num_threads: int | None = None,
+    enforce_eager: bool = False,
+    disabled_passes: Iterable[str] = (),
+    verify_passes: bool = False,
+    cudagraph_mode: CudaGraphMode = "full_and_piecewise",
+    capture_sizes: Iterable[int] | None = None,
+    cache_dir: str | Path | None = None,
+    artifact_dir: str | Path | None = None,
+    use_cache: bool = True,
+) -> EngineConfig:
+    """Resolve `model` (folder, .gguf file, known name, Hub id) to local files and check every option.
+
+    Raises `ValueError` (one sentence) for an option out of range and whatever `resolve_model` raises for an unknown model.
+    """
+    from runtime.weights import resolve_model
+
+    _require(bool(model), "model", "a folder, a .gguf file, a known name or a Hub id", model)
+    _choice("dtype", dtype, ("auto", "bfloat16", "float32"))
+    _choice("load_format", load_format, ("auto", "dummy"))
+    _choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
+    _choice("device", device, ("auto", "cpu", "cuda"))
+    _choice("cudagraph_mode", cudagraph_mode, ("none", "piecewise", "full", "full_and_piecewise"))
+    for name, value in (
+        ("max_model_len", max_model_len),
+        ("block_size", block_size),
+        ("num_kv_blocks", num_kv_blocks),
+        ("kv_cache_memory_bytes", kv_cache_memory_bytes),
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+        ("num_threads", num_threads),
+    ):
+        _require(value is None or value >= 1, name, "at least 1", value)
+    _require(max_waiting is None or max_waiting >= 0, "max_waiting", "at least 0", max_waiting)
+    _require(0.0 < gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "in (0, 1]", gpu_memory_utilization)
+    if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
+        raise ValueError("num_kv_blocks and kv_cache_memory_bytes both size the KV cache: give one of them.")
+    sizes = None if capture_sizes is None else tuple(sorted(set(capture_sizes)))
+    _require(sizes is None or (len(sizes) > 0 and sizes[0] >= 1), "capture_sizes", "positive token counts", sizes)
+    return EngineConfig(
+        model=ModelConfig(
+            model=model,
+            path=resolve_model(model),
+            tokenizer=tokenizer,
+            served_model_name=served_model_name,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            skip_tokenizer_init=skip_tokenizer_init,
+            seed=seed,
+        ),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_blocks=num_kv_blocks,
+            memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            policy=scheduling_policy,
+            async_scheduling=async_scheduling,
+            max_waiting=max_waiting,
+        ),
+        compile=CompileConfig(
+            mode="eager" if enforce_eager else "compile",
+            disabled_passes=frozenset(disabled_passes),
+            verify_passes=verify_passes,
+            cudagraph_mode=cudagraph_mode,
+            capture_sizes=sizes,
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+            artifact_dir=None if artifact_dir is None else Path(artifact_dir),
+            use_cache=use_cache,
+        ),
+        device=device,
+        attention_backend=attention_backend,
+        num_threads=num_threads,
+    )
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, name, "one of " + ", ".join(allowed), value)
+
+
+def _require(ok: bool, name: str, expected: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {expected}, got {value!r:.200}.")

@@ -1,0 +1,49 @@
+"""`ServerSettings`: everything about the HTTP side that is not the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """Options of the API server.
+
+    served_model_names: what clients may write in `model`; the first is the one in answers and metrics.
+    api_keys: any of them is accepted as `Authorization: Bearer`; empty: no key is asked for.
+    chat_template: source of a template that replaces the model's own.
+    default_sampling: sampling fields used where a request leaves them out (from the model's generation_config.json).
+    max_in_flight: requests (sequences) that may wait or run at once; more are refused with 503. None: no limit.
+    max_body_bytes: larger request bodies are refused.
+    shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM; then they are cancelled.
+    health_timeout: seconds in which the engine must answer /health.
+    """
+
+    served_model_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    chat_template: str | None = None
+    response_role: str = "assistant"
+    return_tokens_as_token_ids: bool = False
+    default_sampling: Mapping[str, float | int] = field(default_factory=dict)
+    max_in_flight: int | None = None
+    max_body_bytes: int = 32 * 1024 * 1024
+    shutdown_timeout: float = 30.0
+    health_timeout: float = 10.0
+    log_level: str = "info"
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise ValueError("served_model_names must hold at least one name, none empty.")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be in [0, 65535], got {self.port}.")
+        if not all(self.api_keys):
+            raise ValueError("api_keys must not hold an empty key.")
