@@ -54,7 +54,7 @@ def pack_linear_weight(weight_OI: torch.Tensor) -> torch.Tensor:
     blocks, groups, width = shape
     lanes = width // BLOCK_OUTPUTS
     padded_OI = F.pad(weight_OI, (0, groups * lanes - in_features, 0, blocks * BLOCK_OUTPUTS - out_features))
-    return padded_OI.view(blocks, BLOCK_OUTPUTS, groups, lanes).transpose(1, 2).reshape(shape)
+    return padded_OI.view(blocks, BLOCK_OUTPUTS, groups, lanes).transpose(1, 2).contiguous().view(shape)
 
 
 def unpack_linear_weight(packed: torch.Tensor, out_features: int, in_features: int) -> torch.Tensor:

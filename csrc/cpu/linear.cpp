@@ -1,0 +1,216 @@
+// Linear layers over blocked weights: outputs in blocks of 16, one vector of weights a step of the inputs, so that one row streams the
+// weights once from memory and many rows are register tiles of rows x blocks. See kernels.h for the layout.
+//
+// Names: T rows (tokens), I inputs, O outputs; a group is the Dot<T>::kInputs inputs of one lane; a tile is at most kMaxRows rows by
+// kTileBlocks blocks of 16 outputs.
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace cas {
+namespace {
+
+constexpr int kMaxRows = 16;       // rows that one pass over one weight block serves
+constexpr int kMaxRowsPaired = 12;  // rows when two blocks are in flight: 24 sums, 2 weights and a broadcast fit 32 registers
+constexpr int kMaxTileBlocks = 3;
+constexpr int kTileWidth = kMaxTileBlocks * kLanes;
+constexpr int64_t kChunkBytes = 512 << 10;  // activations that one pass over the weights keeps in the L2 cache
+constexpr int kPrefetchGroups = 64;         // weight vectors (64 bytes) ahead of the one in use
+
+template <class T, int kRows, int kBlocks>
+__attribute__((noinline)) void multiply(
+    const T* x, int64_t x_stride, const T* const* weights, int64_t groups, float* tile
+) {
+    using D = Dot<T>;
+    constexpr int kVector = D::kInputs * kLanes;
+    f32x16 sums[kRows][kBlocks];
+    for (int r = 0; r < kRows; ++r)
+        for (int b = 0; b < kBlocks; ++b) sums[r][b] = f32x16{};
+    const T* w[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) w[b] = weights[b];
+    for (int64_t g = 0; g < groups; ++g) {
+        typename D::Weights vectors[kBlocks];
+#pragma GCC unroll 4
+        for (int b = 0; b < kBlocks; ++b) {
+            vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
+            if (kRows <= kMaxRows) __builtin_prefetch(w[b] + (g + kPrefetchGroups) * kVector);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+            const auto lane = load_raw<typename D::Lane>(x + r * x_stride + g * D::kInputs);
+#pragma GCC unroll 4
+            for (int b = 0; b < kBlocks; ++b) sums[r][b] = D::add(sums[r][b], vectors[b], lane);
+        }
+    }
+    for (int r = 0; r < kRows; ++r)
+        for (int b = 0; b < kBlocks; ++b) store16(tile + r * kTileWidth + b * kLanes, sums[r][b]);
+}
+
+template <class T>
+using Multiply = void (*)(const T*, int64_t, const T* const*, int64_t, float*);
+
+template <class T, int kBlocks, int... kRows>
+constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
+    constexpr Multiply<T> table[] = {multiply<T, kRows + 1, kBlocks>...};
+    return table[rows - 1];
+}
+
+template <class T>
+void multiply_tile(
+    const T* x, int64_t x_stride, int rows, const T* const* weights, int blocks, int64_t groups, float* tile
+) {
+    int b = 0;
+    if (rows <= kMaxRowsPaired) {
+        const auto paired = pick<T, 2>(rows, std::make_integer_sequence<int, kMaxRowsPaired>{});
+        for (; b + 2 <= blocks; b += 2) paired(x, x_stride, weights + b, groups, tile + b * kLanes);
+    }
+    const auto single = pick<T, 1>(rows, std::make_integer_sequence<int, kMaxRows>{});
+    for (; b < blocks; ++b) single(x, x_stride, weights + b, groups, tile + b * kLanes);
+}
+
+f32x16 silu(f32x16 x) { return x / (1.0f + exp16(-x)); }
+
+// Columns column .. column + count - 1 of `rows` rows of the output, from the sums in `tile`.
+template <class T>
+void finish_tile(const CasLinear& a, const float* tile, int64_t row, int rows, int64_t column, int count, int up_offset) {
+    const T* bias = static_cast<const T*>(a.bias);
+    const T* residual = static_cast<const T*>(a.residual);
+    T* out = static_cast<T*>(a.out);
+    const int64_t half = a.out_features / 2;
+    const auto load = [](const T* address, int n) { return n == kLanes ? load16(address) : load_part(address, n); };
+    for (int done = 0; done < count; done += kLanes) {
+        const int64_t c = column + done;
+        const int n = std::min(kLanes, count - done);
+        const f32x16 bias_first = bias ? load(bias + c, n) : f32x16{};
+        const f32x16 bias_up = bias && a.silu_mul ? load(bias + half + c, n) : f32x16{};
+        for (int r = 0; r < rows; ++r) {
+            f32x16 y = load16(tile + r * kTileWidth + done) + bias_first;
+            if (a.silu_mul) y = silu(y) * (load16(tile + r * kTileWidth + up_offset + done) + bias_up);
+            if (residual) y += load(residual + (row + r) * a.residual_stride + c, n);
+            T* address = out + (row + r) * a.out_stride + c;
+            if (n == kLanes) store16(address, y);
+            else store_part(address, y, n);
+        }
+    }
+}
+
+// y = x / sqrt(mean(x^2) + eps) * weight, zero-padded to padded_width; a plain copy without a weight.
+template <class T>
+void prepare_row(const T* x, const T* norm_weight, float eps, int64_t width, int64_t padded_width, T* y) {
+    float scale = 1.0f;
+    int64_t i = 0;
+    if (norm_weight) {
+        f32x16 squares{};
+        for (; i + kLanes <= width; i += kLanes) {
+            const f32x16 v = load16(x + i);
+            squares += v * v;
+        }
+        float total = sum16(squares);
+        for (; i < width; ++i) total += to_float(x[i]) * to_float(x[i]);
+        scale = 1.0f / __builtin_sqrtf(total / float(width) + eps);
+    }
+    for (i = 0; i + kLanes <= width; i += kLanes) {
+        f32x16 v = load16(x + i);
+        if (norm_weight) v = v * scale * load16(norm_weight + i);
+        store16(y + i, v);
+    }
+    for (; i < width; ++i) store_scalar(y + i, norm_weight ? to_float(x[i]) * scale * to_float(norm_weight[i]) : to_float(x[i]));
+    for (; i < padded_width; ++i) store_scalar(y + i, 0.0f);
+}
+
+// Scratch of the calling thread, kept between calls.
+void* scratch(size_t bytes) {
+    struct Free {
+        void operator()(void* memory) const { std::free(memory); }
+    };
+    thread_local std::unique_ptr<void, Free> memory;
+    thread_local size_t capacity = 0;
+    if (capacity < bytes) {
+        capacity = (bytes + 4095) / 4096 * 4096;
+        memory.reset(std::aligned_alloc(64, capacity));
+    }
+    return memory.get();
+}
+
+template <class T>
+void linear(const CasLinear& a) {
+    constexpr int kInputs = Dot<T>::kInputs;
+    const int64_t groups = (a.in_features + kInputs - 1) / kInputs;
+    const int64_t padded_width = groups * kInputs;
+    const int64_t block_size = groups * kInputs * kLanes;
+    const int64_t columns = a.silu_mul ? a.out_features / 2 : a.out_features;
+    const int64_t up_block = columns / kLanes;
+    const int up_shift = a.silu_mul ? int(columns % kLanes) : 0;
+    const int64_t all_blocks = (a.out_features + kLanes - 1) / kLanes;
+    // A panel: the outputs that one tile covers. With silu_mul it is 16 columns, made from a gate and one or two up blocks.
+    const int panel_columns = a.silu_mul ? kLanes : 2 * kLanes;
+    const int64_t panels = (columns + panel_columns - 1) / panel_columns;
+
+    const T* packed = static_cast<const T*>(a.packed);
+    const T* x = static_cast<const T*>(a.x);
+    const T* norm_weight = static_cast<const T*>(a.norm_weight);
+    int64_t x_stride = a.x_stride;
+    T* prepared = nullptr;
+    const bool prepares = norm_weight || padded_width != a.in_features;
+    if (prepares) prepared = static_cast<T*>(scratch(sizeof(T) * padded_width * a.num_tokens));
+
+    const int64_t chunk_rows_limit = std::max<int64_t>(4 * kMaxRowsPaired, kChunkBytes / int64_t(sizeof(T) * padded_width));
+    const int64_t chunks = (a.num_tokens + chunk_rows_limit - 1) / chunk_rows_limit;
+    const int64_t items = chunks * panels;
+    const int max_rows = a.num_tokens <= kMaxRows ? kMaxRows : kMaxRowsPaired;
+
+#pragma omp parallel num_threads(a.num_threads)
+    {
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const T* rows_x = x;
+        int64_t rows_stride = x_stride;
+        if (prepares) {
+            const int64_t begin = a.num_tokens * thread / threads, end = a.num_tokens * (thread + 1) / threads;
+            for (int64_t t = begin; t < end; ++t)
+                prepare_row(x + t * x_stride, norm_weight, a.eps, a.in_features, padded_width, prepared + t * padded_width);
+            rows_x = prepared;
+            rows_stride = padded_width;
+#pragma omp barrier
+        }
+        alignas(64) float tile[kMaxRows * kTileWidth];
+        const int64_t last = items * (thread + 1) / threads;
+        for (int64_t item = items * thread / threads; item < last; ++item) {
+            const int64_t chunk = item / panels, panel = item % panels;
+            const int64_t chunk_begin = a.num_tokens * chunk / chunks, chunk_end = a.num_tokens * (chunk + 1) / chunks;
+            const int64_t column = panel * panel_columns;
+            const int count = int(std::min<int64_t>(panel_columns, columns - column));
+            const T* weights[kMaxTileBlocks];
+            int blocks = 0;
+            const int64_t first_block = column / kLanes;
+            for (int64_t b = first_block; b * kLanes < column + count; ++b) weights[blocks++] = packed + b * block_size;
+            const int up_offset = blocks * kLanes + up_shift;
+            if (a.silu_mul) {
+                weights[blocks++] = packed + (first_block + up_block) * block_size;
+                if (up_shift && first_block + up_block + 1 < all_blocks)
+                    weights[blocks++] = packed + (first_block + up_block + 1) * block_size;
+            }
+            const int64_t chunk_rows = chunk_end - chunk_begin;
+            const int64_t tiles = (chunk_rows + max_rows - 1) / max_rows;
+            for (int64_t t = 0; t < tiles; ++t) {
+                const int64_t row = chunk_begin + chunk_rows * t / tiles;
+                const int rows = int(chunk_begin + chunk_rows * (t + 1) / tiles - row);
+                multiply_tile(rows_x + row * rows_stride, rows_stride, rows, weights, blocks, groups, tile);
+                finish_tile<T>(a, tile, row, rows, column, count, up_offset);
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace cas
+
+extern "C" void cas_linear(const CasLinear* args) {
+    if (args->num_tokens == 0) return;
+    if (args->dtype == CAS_BFLOAT16) cas::linear<cas::bf16>(*args);
+    else cas::linear<float>(*args);
+}

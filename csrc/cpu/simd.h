@@ -1,0 +1,173 @@
+// Vectors of 16 floats for every CPU: GCC's vector extension, which becomes one AVX-512 register or several smaller ones. Only where
+// an instruction has no such spelling (bfloat16 dot product and rounding) is there an intrinsic, with a generic version beside it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace cas {
+
+constexpr int kLanes = 16;
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+// A bfloat16 in memory: the upper half of a float.
+struct bf16 {
+    uint16_t bits;
+};
+
+inline f32x16 splat(float value) { return f32x16{} + value; }
+
+template <class V>
+inline V load_raw(const void* address) {
+    V value;
+    std::memcpy(&value, address, sizeof(V));
+    return value;
+}
+
+inline float to_float(float value) { return value; }
+inline float to_float(bf16 value) {
+    const uint32_t bits = uint32_t(value.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof(float));
+    return result;
+}
+
+// Round to nearest even, as torch does; NaN stays NaN.
+inline uint16_t round_to_bf16_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    if (value != value) return uint16_t((bits >> 16) | 0x40);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void store_scalar(float* address, float value) { *address = value; }
+inline void store_scalar(bf16* address, float value) { address->bits = round_to_bf16_bits(value); }
+
+inline f32x16 load16(const float* address) { return load_raw<f32x16>(address); }
+inline f32x16 load16(const bf16* address) {
+    const u32x16 bits = __builtin_convertvector(load_raw<u16x16>(address), u32x16) << 16;
+    return (f32x16)bits;
+}
+
+inline void store16(float* address, f32x16 value) { std::memcpy(address, &value, sizeof(value)); }
+inline void store16(bf16* address, f32x16 value) {
+#if defined(__AVX512BF16__)
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+    std::memcpy(address, &rounded, sizeof(rounded));
+#else
+    const u32x16 bits = (u32x16)value;
+    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const u32x16 is_nan = (u32x16)(value != value);
+    const u16x16 result = __builtin_convertvector((rounded & ~is_nan) | (((bits >> 16) | 0x40) & is_nan), u16x16);
+    std::memcpy(address, &result, sizeof(result));
+#endif
+}
+
+// The first `count` (< 16) elements; the rest reads as zero.
+template <class T>
+inline f32x16 load_part(const T* address, int count) {
+    f32x16 value{};
+    for (int i = 0; i < count; ++i) value[i] = to_float(address[i]);
+    return value;
+}
+
+template <class T>
+inline void store_part(T* address, f32x16 value, int count) {
+    for (int i = 0; i < count; ++i) store_scalar(address + i, value[i]);
+}
+
+inline float sum16(f32x16 value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)value);
+#else
+    float total = 0;
+    for (int i = 0; i < kLanes; ++i) total += value[i];
+    return total;
+#endif
+}
+
+inline float max16(f32x16 value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
+    float largest = value[0];
+    for (int i = 1; i < kLanes; ++i) largest = value[i] > largest ? value[i] : largest;
+    return largest;
+#endif
+}
+
+inline f32x16 max_of(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-6 polynomial for e^r, then 2^n by the exponent
+// bits. Below e^-87 the result is 0, above e^88 it is the largest of them (softmax and sigmoid need no infinities).
+inline f32x16 exp16(f32x16 x) {
+    const i32x16 vanishes = x < splat(-87.0f);
+    x = max_of(x, splat(-87.0f));
+    x = -max_of(-x, splat(-88.0f));
+    const f32x16 scaled = x * 1.44269504088896341f;
+    // Adding and taking away 1.5 * 2^23 rounds to an integer.
+    const f32x16 shifted = scaled + 12582912.0f;
+    const f32x16 n = shifted - 12582912.0f;
+    f32x16 r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    f32x16 p = splat(1.0f / 720.0f);
+    p = p * r + 1.0f / 120.0f;
+    p = p * r + 1.0f / 24.0f;
+    p = p * r + 1.0f / 6.0f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const i32x16 exponent = ((i32x16)shifted << 23) + (127 << 23);
+    const f32x16 result = p * (f32x16)exponent;
+    return (f32x16)((i32x16)result & ~vanishes);
+}
+
+// A weight vector holds, for 16 outputs, `kInputs` consecutive inputs each. A lane of the activation holds the same inputs of one row.
+template <class T>
+struct Dot;
+
+template <>
+struct Dot<float> {
+    static constexpr int kInputs = 1;
+    using Weights = f32x16;
+    using Lane = float;
+    static inline f32x16 add(f32x16 sum, Weights w, Lane x) { return sum + w * x; }
+};
+
+template <>
+struct Dot<bf16> {
+    static constexpr int kInputs = 2;
+    using Lane = uint32_t;
+#if defined(__AVX512BF16__)
+    using Weights = __m512i;
+    static inline f32x16 add(f32x16 sum, Weights w, Lane x) {
+        return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(x)));
+    }
+#else
+    using Weights = u32x16;
+    static inline f32x16 add(f32x16 sum, Weights w, Lane x) {
+        const uint32_t low_bits = x << 16, high_bits = x & 0xffff0000u;
+        float low, high;
+        std::memcpy(&low, &low_bits, 4);
+        std::memcpy(&high, &high_bits, 4);
+        sum = sum + (f32x16)(w << 16) * low;
+        return sum + (f32x16)(w & 0xffff0000u) * high;
+    }
+#endif
+};
+
+}  // namespace cas

@@ -1,0 +1,70 @@
+"""What the Triton kernels share: programmatic dependent launch, and buffers that outlive a launch.
+
+Programmatic dependent launch (Hopper and later): a kernel launched with `launch_pdl` may start while the one before it still runs.
+Until `wait_for_previous` returns it may touch only what no kernel of the step writes (weights). Every kernel that takes part calls it,
+so that the end of one kernel implies the end of all before it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+SPLIT_COUNTERS = 1 << 16  # output tiles that one split launch may have
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Block until everything that earlier kernels of the stream wrote is visible."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Allow the next kernel of the stream to start once every program of this one has come here."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@functools.cache
+def supports_pdl(device: torch.device) -> bool:
+    """Whether kernels on this device may be launched with `launch_pdl`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device (1 for a CPU, where kernels run in Triton's interpreter)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def split_counters(device: torch.device) -> torch.Tensor:
+    """int32 zeros [SPLIT_COUNTERS] of the current stream; a kernel that counts its splits' arrivals leaves them at zero again.
+
+    Made at the first use, which must not be inside a graph capture: warm up before capturing, on any stream
+    (while a stream captures, the buffer that another stream made is used: graphs are replayed on one stream).
+    """
+    if device.type != "cuda":
+        return _counters.setdefault((device, 0), torch.zeros(SPLIT_COUNTERS, dtype=torch.int32))
+    if torch.cuda.is_current_stream_capturing():
+        for (owner, _), buffer in _counters.items():
+            if owner == device:
+                return buffer
+        raise AssertionError("a split kernel was captured before it ran once")
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(SPLIT_COUNTERS, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Launch options of a kernel that takes part in programmatic dependent launch, where the device has it."""
+    return {"launch_pdl": True} if pdl else {}

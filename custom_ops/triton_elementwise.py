@@ -1,0 +1,67 @@
+"""Row-wise kernels around a library GEMM: RMSNorm and SiLU-mul.
+
+Shape legend: T tokens, I features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, num_features, x_stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols_I = tl.arange(0, BLOCK)
+    ok_I = cols_I < num_features
+    weight_I = tl.load(weight_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    x_I = tl.load(x_ptr + row * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
+    tl.store(out_ptr + row * num_features + cols_I, (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty), mask=ok_I)
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, half, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols_I = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok_I = cols_I < half
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    gate_I = tl.load(x_ptr + row * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    up_I = tl.load(x_ptr + row * x_stride + half + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    y_I = gate_I / (1.0 + tl.exp(-gate_I)) * up_I
+    tl.store(out_ptr + row * half + cols_I, y_I.to(out_ptr.dtype.element_ty), mask=ok_I)
+
+
+def rms_norm(x_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> torch.Tensor:
+    """y = x / sqrt(mean(x²) + eps) · weight, in float32, rounded once. x_TI: [T, I], rows may be strided. → [T, I], x's dtype."""
+    num_tokens, num_features = x_TI.shape
+    out_TI = x_TI.new_empty(num_tokens, num_features)
+    if num_tokens:
+        block = triton.next_power_of_2(num_features)
+        pdl = supports_pdl(x_TI.device)
+        _rms_norm_kernel[(num_tokens,)](
+            x_TI, weight_I, out_TI, num_features, x_TI.stride(0), eps, BLOCK=block, PDL=pdl,
+            num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
+        )  # fmt: skip
+    return out_TI
+
+
+def silu_mul_rows(x_TI: torch.Tensor) -> torch.Tensor:
+    """y = silu(first half) · second half, in float32, rounded once. x_TI: [T, 2 * I], rows may be strided. → [T, I], x's dtype."""
+    num_tokens, half = x_TI.shape[0], x_TI.shape[1] // 2
+    out_TI = x_TI.new_empty(num_tokens, half)
+    if num_tokens:
+        block = min(1024, triton.next_power_of_2(half))
+        pdl = supports_pdl(x_TI.device)
+        _silu_mul_kernel[(num_tokens, triton.cdiv(half, block))](
+            x_TI, out_TI, half, x_TI.stride(0), BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+        )
+    return out_TI
