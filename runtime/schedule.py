@@ -1,12 +1,15 @@
-"""What the scheduler tells the model runner for one step, and what comes back. Plain data: it must survive a trip to another process.
+"""What the scheduler tells the model runner for one step, and what comes back: plain data that can cross processes.
 
-The runner keeps, for each request that it holds, the token ids, the block ids and `num_computed_tokens`. It advances these by itself, so
-that a step of unchanged decodes says almost nothing:
-- `num_computed_tokens` grows by `num_scheduled_tokens[id]` with every step that has the request (also when its tokens are unknown yet).
-- A request samples in a step when its computed tokens then reach all tokens that it has: `num_computed_tokens + num_scheduled_tokens[id]
-  == len(token_ids)`, `token_ids` growing by the one sampled. An earlier step of a prefill samples nothing.
-- Steps run on the device in the order of `step`. With async scheduling, step k+1 arrives before step k's tokens were read back: its
-  decodes take as input the token that step k left on the device. A freed block may be written by the step that comes next, never earlier.
+The runner keeps, for each request that it holds, the token ids, the block ids and `num_computed_tokens`. It advances
+these by itself, so that a step of unchanged decodes says almost nothing:
+- `num_computed_tokens` grows by `num_scheduled_tokens[id]` with every step that has the request (also when its tokens
+  are unknown yet).
+- A request samples in a step when its computed tokens then reach all tokens that it has: `num_computed_tokens +
+  num_scheduled_tokens[id] == len(token_ids)`, `token_ids` growing by the one sampled. An earlier step of a prefill
+  samples nothing.
+- Steps run on the device in the order of `step`. With async scheduling, step k+1 arrives before step k's tokens were
+  read back: its decodes take as input the token that step k left on the device. A freed block may be written by the
+  step that comes next, never earlier.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from runtime.sampling_params import SamplingParams
 class NewRequestData(msgspec.Struct, kw_only=True):
     """A request that the runner does not hold yet (first scheduled, or resumed after a preemption).
 
-    token_ids: prompt and, after a preemption, what was generated before it; num_prompt_tokens says where the prompt ends.
+    token_ids: prompt and, after a preemption, what was generated before it; num_prompt_tokens says where that ends.
     stop_token_ids: every id that ends the request, the model's end ids among them (what min_tokens must mask).
     block_ids: blocks for all of token_ids, the first `num_computed_tokens` of which are in the cache already.
     """
@@ -45,8 +48,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     """One step. `num_scheduled_tokens` has every request of the step, in batch order: decodes, then prefill chunks.
 
     cached_requests: only the requests that got new blocks; the others go on as they are.
-    finished_request_ids: ended or preempted since the last step. The runner forgets them before it takes in `new_requests`: one id may
-        be in both.
+    finished_request_ids: ended or preempted since the last step. The runner forgets them before it takes in
+        `new_requests`: one id may be in both.
     """
 
     step: int
@@ -60,8 +63,9 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     """What a step sampled. A request whose prefill is not complete has no entry in sampled_token_ids.
 
-    prompt_logprobs: for a request that asks for them and whose step computed positions a … b-1 of a prompt of P tokens: the entries of
-        the prompt tokens a+1 … min(b, P-1), in order (a position's logits speak of the token after it). May be left out when empty.
+    prompt_logprobs: for a request that asks for them and whose step computed positions a … b-1 of a prompt of P
+        tokens: the entries of the prompt tokens a+1 … min(b, P-1), in order (a position's logits speak of the token
+        after it). May be left out when empty.
     errors: request → sentence; that request ends with finish_reason "error" and needs no other entry.
     """
 
