@@ -15,14 +15,15 @@ from torch import nn
 
 from models.config import DecoderConfig, ModelConfigError
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "divisors")
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     """θ^(-2i/E) for i < E/2, scaled as `rope["rope_type"]` says. → float32 [E/2]
 
     "linear" divides by `factor` (position interpolation, arXiv:2306.15595); "llama3" divides only the long wavelengths and
-    blends in between (Llama 3.1's reference code). Raises `ModelConfigError` for another type or a missing parameter.
+    blends in between (Llama 3.1's reference code); "divisors" is llama3's outcome as a list, which is what GGUF files hold.
+    Raises `ModelConfigError` for another type or a missing parameter.
     """
     rope_type = rope["rope_type"]
     if rope_type not in ROPE_TYPES:
@@ -37,6 +38,8 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
         turns = _rope_parameter(rope, "original_max_position_embeddings") * frequencies / (2 * math.pi)
         unscaled_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - unscaled_share) * frequencies / factor + unscaled_share * frequencies
+    if rope_type == "divisors":
+        return frequencies / torch.tensor(rope["divisors"], dtype=torch.float32)
     return frequencies
 
 
