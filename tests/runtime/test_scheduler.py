@@ -1,0 +1,564 @@
+"""The scheduler against a runner that keeps its cache in plain dicts: a block handed out wrongly shows as a wrong token."""
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.config import CacheConfig, SchedulerConfig
+from runtime.messages import EngineRequest, RequestOutput, TokenLogprobs
+from runtime.request import RequestStatus
+from runtime.sampling_params import SamplingParams
+from runtime.schedule import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from runtime.scheduler import QueueFullError, Scheduler
+
+BLOCK = 4
+VOCAB = 40
+END_ID = 0
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: a function of every token and its place."""
+    state = 17
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1_000_003
+    return state * 7919 % 1_000_003 % VOCAB
+
+
+@dataclass
+class Held:
+    data: NewRequestData
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+
+
+class FakeRunner:
+    """Keeps the contract of runtime/schedule.py. `fail_on`: request → sentence, reported the next time that it runs."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Held] = {}
+        self.cache: dict[tuple[int, int], int] = {}
+        self.fail_on: dict[str, str] = {}
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in step.finished_request_ids:
+            del self.held[request_id]
+        for new in step.new_requests:
+            assert new.request_id not in self.held
+            self.held[new.request_id] = Held(new, list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
+        for grown in step.cached_requests:
+            self.held[grown.request_id].blocks += grown.new_block_ids
+        result = ModelRunnerOutput(step=step.step, sampled_token_ids={}, logprobs={}, prompt_logprobs={}, errors={})
+        for request_id, count in step.num_scheduled_tokens.items():
+            self._run(request_id, count, result)
+            if request_id in self.fail_on:
+                result.errors[request_id] = self.fail_on[request_id]
+                result.sampled_token_ids.pop(request_id, None)
+        return result
+
+    def _run(self, request_id: str, count: int, result: ModelRunnerOutput) -> None:
+        held = self.held[request_id]
+        start, end = held.computed, held.computed + count
+        assert end <= len(held.tokens), "a token that does not exist was scheduled"
+        for position in range(start, end):
+            self.cache[held.blocks[position // BLOCK], position % BLOCK] = held.tokens[position]
+        held.computed = end
+        context = [self.cache[held.blocks[position // BLOCK], position % BLOCK] for position in range(end)]
+        assert context == held.tokens[:end], "the cache holds something else than this sequence"
+        if held.data.sampling_params.prompt_logprobs is not None:
+            last = min(end, held.data.num_prompt_tokens - 1)
+            result.prompt_logprobs[request_id] = [
+                prompt_logprob(position, held.tokens[position]) for position in range(start + 1, last + 1)
+            ]
+        if end == len(held.tokens):
+            token = next_token(context)
+            held.tokens.append(token)
+            result.sampled_token_ids[request_id] = token
+            if held.data.sampling_params.logprobs is not None:
+                result.logprobs[request_id] = TokenLogprobs([token], [-1.0], 1)
+
+
+def prompt_logprob(position: int, token: int) -> TokenLogprobs:
+    return TokenLogprobs([token], [-float(position)], 1)
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+    def take(self, output: RequestOutput) -> None:
+        assert self.finish_reason is None, "output after the end"
+        self.tokens += output.new_token_ids
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "prompt logprobs came twice"
+            self.prompt_logprobs = output.prompt_logprobs
+        self.outputs.append(output)
+
+
+def expected_answer(request: EngineRequest, max_len: int) -> Answer:
+    """What the request gives alone, without a scheduler."""
+    params = request.sampling_params
+    tokens = list(request.prompt_token_ids)
+    limit = max_len if params.max_tokens is None else min(max_len, len(tokens) + params.max_tokens)
+    answer = Answer(finish_reason="length")
+    while len(tokens) < limit:
+        token = next_token(tokens)
+        tokens.append(token)
+        answer.tokens.append(token)
+        if len(answer.tokens) >= params.min_tokens:
+            if token in request.eos_token_ids and not params.ignore_eos:
+                answer.finish_reason = "stop"
+                break
+            if token in request.stop_token_ids:
+                answer.finish_reason, answer.stop_reason = "stop", token
+                break
+    if params.prompt_logprobs is not None:
+        prompt = request.prompt_token_ids
+        answer.prompt_logprobs = [None, *(prompt_logprob(index, prompt[index]) for index in range(1, len(prompt)))]
+    return answer
+
+
+class Driver:
+    """Runs a scheduler with `depth` steps in flight, checks its invariants before and after each, collects the answers."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 0) -> None:
+        self.scheduler, self.depth = scheduler, depth
+        self.runner = FakeRunner()
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.answers: dict[str, Answer] = {}
+        self.steps: list[SchedulerOutput] = []
+
+    def add(self, *requests: EngineRequest) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+            self.answers[request.request_id] = Answer()
+
+    def step(self) -> SchedulerOutput | None:
+        step = self.scheduler.schedule()
+        self.check(step)
+        if step is not None:
+            self.steps.append(step)
+            self.in_flight.append((step, self.runner.execute(step)))
+        while self.in_flight and (len(self.in_flight) > self.depth or step is None):
+            self.update()
+        return step
+
+    def update(self) -> None:
+        for output in self.scheduler.update(*self.in_flight.popleft()):
+            self.answers[output.request_id].take(output)
+        self.check(None)
+
+    def run(self, max_steps: int = 5000) -> dict[str, Answer]:
+        while self.scheduler.has_work() or self.in_flight:
+            max_steps -= 1
+            assert max_steps > 0, "requests do not finish"
+            assert self.step() is not None or not self.scheduler.has_work() or self.depth > 0, (
+                "nothing runs, nothing comes"
+            )
+        assert self.scheduler.manager.pool.num_free == self.scheduler.manager.pool.num_blocks
+        return self.answers
+
+    def check(self, step: SchedulerOutput | None) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.manager.pool
+        running = scheduler._running
+        owners = Counter(block_id for request in running for block_id in request.block_ids)
+        assert {block.block_id: block.ref_count for block in pool.blocks if block.ref_count != 0} == owners
+        free = pool.free_queue.block_ids()
+        assert sorted(free) == [block.block_id for block in pool.blocks if block.ref_count == 0]
+        assert len(free) == pool.num_free
+        assert all(pool.blocks[block_id].block_hash is not None for block_id, count in owners.items() if count > 1)
+        assert all(len(set(request.block_ids)) == len(request.block_ids) for request in running)
+        assert all(request.status is RequestStatus.RUNNING for request in running)
+        assert [request.key for request in running] == sorted(request.key for request in running)
+        assert all(not request.block_ids for _, request in scheduler._waiting)
+        if step is not None:
+            counts = step.num_scheduled_tokens
+            assert step.total_num_scheduled_tokens == sum(counts.values()) <= scheduler.config.max_num_batched_tokens
+            assert 1 <= len(counts) <= scheduler.config.max_num_seqs
+            assert min(counts.values()) >= 1
+
+
+def make_scheduler(
+    *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
+    policy: str = "fcfs", max_waiting: int | None = None,
+) -> Scheduler:  # fmt: skip
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy, max_waiting=max_waiting  # type: ignore[arg-type]
+    )  # fmt: skip
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
+    return Scheduler(config, cache, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def make_request(
+    request_id: str, prompt: Iterable[int], *, priority: int = 0, salt: str | None = None, end_ids: Iterable[int] = (),
+    stop_ids: Iterable[int] = (), max_tokens: int | None = 8, **params: int | bool | None,
+) -> EngineRequest:  # fmt: skip
+    sampling_params = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=list(prompt), sampling_params=sampling_params, priority=priority, cache_salt=salt,
+        eos_token_ids=list(end_ids), stop_token_ids=list(stop_ids),
+    )  # fmt: skip
+
+
+def assert_as_alone(answer: Answer, request: EngineRequest, max_len: int) -> None:
+    expected = expected_answer(request, max_len)
+    assert answer.tokens == expected.tokens
+    assert (answer.finish_reason, answer.stop_reason) == (expected.finish_reason, expected.stop_reason)
+    assert answer.prompt_logprobs == expected.prompt_logprobs
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_requests=st.integers(1, 16),
+    num_blocks=st.integers(6, 24),
+    max_num_seqs=st.integers(1, 8),
+    budget=st.integers(1, 24),
+    depth=st.integers(0, 2),
+    caching=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    num_aborts=st.integers(0, 3),
+)
+def test_random_workloads(
+    seed: int, num_requests: int, num_blocks: int, max_num_seqs: int, budget: int, depth: int, caching: bool, policy: str,
+    num_aborts: int,
+) -> None:  # fmt: skip
+    """Whatever the limits, arrivals, preemptions and aborts: every other request gets its tokens, and every block comes back."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        budget=budget,
+        max_model_len=60,
+        caching=caching,
+        policy=policy,
+    )
+    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(14))] for _ in range(2)]
+    requests = []
+    for index in range(num_requests):
+        prompt = rng.choice(prefixes) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
+        max_tokens = rng.choice([None, None, 0, 1, rng.randint(2, 40), rng.randint(2, 40)])
+        request = make_request(
+            f"r{index}", prompt, priority=rng.randrange(3), salt=rng.choice([None, None, "a"]), end_ids=[END_ID],
+            stop_ids=[END_ID, *rng.sample(range(VOCAB), rng.randrange(2))], max_tokens=max_tokens,
+            min_tokens=0 if max_tokens in (0, 1) else rng.choice([0, 2]), ignore_eos=False,
+            prompt_logprobs=rng.choice([None, None, 0]), logprobs=rng.choice([None, 0]),
+        )  # fmt: skip
+        requests.append(request)
+    driver = Driver(scheduler, depth)
+    aborted: set[str] = set()
+    to_add = requests.copy()
+    while to_add:
+        for _ in range(rng.randint(0, 4)):
+            if to_add:
+                driver.add(to_add.pop(0))
+        for _ in range(rng.randint(0, 5)):
+            driver.step()
+        if num_aborts > len(aborted) and rng.random() < 0.5:
+            request_id = f"r{rng.randrange(num_requests)}"
+            if request_id in driver.answers and driver.answers[request_id].finish_reason is None:
+                aborted.add(request_id)
+            if request_id in driver.answers:
+                scheduler.abort([request_id, "unknown"])
+                driver.check(None)
+    answers = driver.run()
+
+    for request in requests:
+        if request.request_id not in aborted:
+            assert_as_alone(answers[request.request_id], request, scheduler.max_len)
+    if policy == "fcfs":
+        first_scheduled = list(dict.fromkeys(new.request_id for step in driver.steps for new in step.new_requests))
+        assert first_scheduled == sorted(first_scheduled, key=lambda request_id: int(request_id[1:]))
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    assert stats.prefix_cache_hits <= stats.prefix_cache_queries
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("caching", [False, True])
+def test_preemption_in_a_tiny_pool_changes_no_token(depth: int, caching: bool) -> None:
+    """6 sequences that grow to 9 blocks each share 12: most must be recomputed, some of them several times."""
+    scheduler = make_scheduler(num_blocks=12, caching=caching, max_model_len=60)
+    requests = [make_request(f"r{index}", [index, 1, 2], max_tokens=30) for index in range(6)]
+    driver = Driver(scheduler, depth)
+    driver.add(*requests)
+    answers = driver.run()
+    assert scheduler.stats().num_preemptions >= 3
+    for request in requests:
+        assert_as_alone(answers[request.request_id], request, 48)
+    resumed = [new for step in driver.steps for new in step.new_requests if len(new.token_ids) > new.num_prompt_tokens]
+    assert len(resumed) > 0
+    assert any(new.num_computed_tokens > 0 for new in resumed) == caching
+
+
+def test_the_last_to_come_is_preempted_and_resumes_before_those_behind_him() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2, max_model_len=24)
+    driver = Driver(scheduler)
+    driver.add(*(make_request(name, [index] * 7, max_tokens=14) for index, name in enumerate("abc")))
+    driver.run()
+    order = [new.request_id for step in driver.steps for new in step.new_requests]
+    assert order[:3] == ["a", "b", "b"]
+    assert order[-1] == "c"
+
+
+def test_the_lowest_priority_is_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=8, policy="priority", max_model_len=32)
+    driver = Driver(scheduler)
+    driver.add(make_request("low", [1] * 6, priority=5, max_tokens=14))
+    driver.step()
+    driver.add(make_request("high", [2] * 6, priority=-1, max_tokens=14))
+    answers = driver.run()
+    preempted = {request_id for step in driver.steps for request_id in step.finished_request_ids} & {"low"}
+    assert scheduler.stats().num_preemptions > 0
+    assert preempted == {"low"}
+    admissions = [new.request_id for step in driver.steps for new in step.new_requests]
+    assert admissions.count("high") == 1
+    assert len(answers["low"].tokens) == len(answers["high"].tokens) == 14
+
+
+def test_priority_orders_the_waiting() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, policy="priority")
+    driver = Driver(scheduler)
+    driver.add(*(make_request(f"p{priority}", [1, 2], priority=priority, max_tokens=2) for priority in (2, 0, 1, -1)))
+    driver.run()
+    assert [new.request_id for step in driver.steps for new in step.new_requests] == ["p-1", "p0", "p1", "p2"]
+
+
+def test_long_prefill_is_chunked_and_delays_no_decode() -> None:
+    scheduler = make_scheduler(budget=16, num_blocks=128)
+    driver = Driver(scheduler)
+    driver.add(*(make_request(f"d{index}", [index], max_tokens=40) for index in range(4)))
+    driver.step()
+    driver.add(make_request("long", [7] * 100, max_tokens=2), make_request("short", [8] * 3, max_tokens=2))
+    for index in range(9):
+        step = driver.step()
+        assert step is not None
+        assert [step.num_scheduled_tokens[f"d{decode}"] for decode in range(4)] == [1] * 4
+        assert step.total_num_scheduled_tokens == (16 if index < 8 else 4 + 4 + 3)
+    assert step.num_scheduled_tokens["long"] == 100 - 8 * 12
+    assert step.num_scheduled_tokens["short"] == 3
+    assert list(step.num_scheduled_tokens)[:4] == ["d0", "d1", "d2", "d3"]
+    assert len(driver.answers["long"].tokens) == 1
+    driver.run()
+
+
+def test_more_sequences_than_budget_still_all_advance() -> None:
+    scheduler = make_scheduler(budget=4, max_num_seqs=8)
+    driver = Driver(scheduler)
+    driver.add(*(make_request(f"r{index}", [index] * 2, max_tokens=20) for index in range(8)))
+    answers = driver.run()
+    assert all(len(answer.tokens) == 20 for answer in answers.values())
+    assert max(len(step.num_scheduled_tokens) for step in driver.steps) == 4
+
+
+def test_a_step_of_unchanged_decodes_says_nothing_more() -> None:
+    driver = Driver(make_scheduler())
+    driver.add(*(make_request(f"r{index}", [index], max_tokens=9) for index in range(4)))
+    steps = [driver.step() for _ in range(8)]
+    assert [len(step.cached_requests) for step in steps if step] == [0, 0, 0, 0, 4, 0, 0, 0]
+    assert all(not step.new_requests for step in steps[1:] if step)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    "params, num_tokens, finish_reason, stop_reason",
+    [
+        ({"max_tokens": 3}, 3, "length", None),
+        ({"max_tokens": None}, 60, "length", None),
+        ({"max_tokens": 0}, 0, "length", None),
+        ({"end": 4}, 5, "stop", None),
+        ({"end": 4, "ignore_eos": True}, 12, "length", None),
+        ({"stop": 2}, 3, "stop", "token"),
+        ({"stop": 2, "end": 4}, 3, "stop", "token"),
+        ({"stop": 2, "end": 4, "min_tokens": 4}, 5, "stop", None),
+        ({"stop": 2, "max_tokens": 3}, 3, "stop", "token"),
+        ({"stop": 0}, 1, "stop", "token"),
+    ],
+)
+def test_stop_conditions(
+    depth: int, params: dict[str, int | None], num_tokens: int, finish_reason: str, stop_reason: str | None
+) -> None:
+    """`end` and `stop` say at which output position the (then unique) end or stop token comes."""
+    prompt = [5, 9, 2, 31]
+    free_run = expected_answer(make_request("r", prompt, max_tokens=12), 64).tokens
+    params = {"max_tokens": 12} | params
+    end, stop = params.pop("end", None), params.pop("stop", None)
+    end_ids = [] if end is None else [free_run[end]]
+    stop_ids = ([] if params.get("ignore_eos") else end_ids) + ([] if stop is None else [free_run[stop]])
+    for position in (end, stop):
+        assert position is None or free_run.index(free_run[position]) == position
+    request = make_request("r", prompt, end_ids=end_ids, stop_ids=stop_ids, **params)
+    driver = Driver(make_scheduler(max_model_len=64), depth)
+    driver.add(request)
+    answer = driver.run()["r"]
+    assert (len(answer.tokens), answer.finish_reason) == (num_tokens, finish_reason)
+    assert answer.stop_reason == (None if stop_reason is None else answer.tokens[-1])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_never_scheduled_beyond_the_length_limit(depth: int) -> None:
+    driver = Driver(make_scheduler(), depth)
+    driver.add(make_request("r", [1, 2, 3], max_tokens=5))
+    driver.run()
+    assert sum(step.total_num_scheduled_tokens for step in driver.steps) == 3 + 4
+
+
+def test_async_gives_a_step_before_the_last_one_is_known() -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner()
+    scheduler.add_request(make_request("r", [1, 2], max_tokens=3))
+    steps = [scheduler.schedule() for _ in range(4)]
+    assert [None if step is None else dict(step.num_scheduled_tokens) for step in steps] == [
+        {"r": 2},
+        {"r": 1},
+        {"r": 1},
+        None,
+    ]
+    outputs = [output for step in steps if step for output in scheduler.update(step, runner.execute(step))]
+    assert [output.finish_reason for output in outputs] == [None, None, "length"]
+    assert not scheduler.has_work()
+
+
+def test_token_computed_after_the_end_is_discarded_and_the_id_may_be_used_again() -> None:
+    prompt = [5, 9, 2, 31]
+    end_id = next_token(prompt)
+    driver = Driver(make_scheduler(num_blocks=3, max_model_len=12), depth=1)
+    driver.add(make_request("r", prompt, end_ids=[end_id], max_tokens=6))
+    driver.step()
+    driver.step()  # schedules the decode, then learns that the first token was the last
+    assert driver.answers["r"].finish_reason == "stop"
+    assert len(driver.in_flight) == 1
+    assert driver.scheduler.manager.pool.num_free == 3
+    again = make_request("r", [1, 2, 3, 4, 5], max_tokens=6)
+    driver.add(again)
+    assert_as_alone(driver.run()["r"], again, 12)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 6])
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+def test_abort_in_every_state(depth: int, num_steps: int, victim: str) -> None:
+    """Waiting, between prefill chunks, decoding, preempted, with and without steps in flight."""
+    scheduler = make_scheduler(num_blocks=5, max_num_seqs=2, budget=5, max_model_len=20)
+    requests = {name: make_request(name, [index] * 7, max_tokens=9) for index, name in enumerate("abc")}
+    driver = Driver(scheduler, depth)
+    driver.add(*requests.values())
+    for _ in range(num_steps):
+        driver.step()
+    finished = driver.answers[victim].finish_reason is not None
+    scheduler.abort([victim, victim])
+    driver.check(None)
+    answers = driver.run()
+    for name, request in requests.items():
+        if name != victim or finished:
+            assert_as_alone(answers[name], request, 20)
+        else:
+            assert answers[name].finish_reason is None
+
+
+def test_first_token_carries_times_and_cached_tokens() -> None:
+    driver = Driver(make_scheduler())
+    driver.add(make_request("a", range(9), max_tokens=2))
+    driver.run()
+    driver.add(make_request("b", range(9), max_tokens=2))
+    first, second = driver.run()["b"].outputs
+    assert first.num_cached_tokens == 8
+    assert first.queue_seconds is not None
+    assert first.queue_seconds >= 0
+    assert first.prefill_seconds is not None
+    assert first.prefill_seconds >= 0
+    assert (second.queue_seconds, second.prefill_seconds) == (None, None)
+    stats = driver.scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (18, 8)
+
+
+def test_salts_share_nothing() -> None:
+    driver = Driver(make_scheduler())
+    for name, salt in [("a", "x"), ("b", "y"), ("c", None), ("d", "x")]:
+        driver.add(make_request(name, range(9), salt=salt, max_tokens=2))
+        driver.run()
+    cached = [driver.answers[name].outputs[0].num_cached_tokens for name in "abcd"]
+    assert cached == [0, 0, 0, 8]
+
+
+def test_one_failed_request_takes_no_other_down() -> None:
+    driver = Driver(make_scheduler())
+    good = make_request("good", [1, 2], max_tokens=5)
+    driver.add(good, make_request("bad", [3, 4], max_tokens=5))
+    driver.step()
+    driver.runner.fail_on["bad"] = "Its logits are not finite."
+    answers = driver.run()
+    assert answers["bad"].finish_reason == "error"
+    assert answers["bad"].outputs[-1].error == "Its logits are not finite."
+    assert_as_alone(answers["good"], good, 128)
+
+
+def test_fail_all_ends_everything_with_the_reason() -> None:
+    driver = Driver(make_scheduler(max_num_seqs=1), depth=1)
+    driver.add(make_request("a", [1]), make_request("b", [2]))
+    driver.step()
+    outputs = driver.scheduler.fail_all("The device is lost.")
+    assert {(output.request_id, output.finish_reason, output.error) for output in outputs} == {
+        ("a", "error", "The device is lost."),
+        ("b", "error", "The device is lost."),
+    }
+    assert not driver.scheduler.has_work()
+    assert driver.scheduler.manager.usage == 0.0
+    assert driver.scheduler.schedule() is None
+
+
+def test_what_can_never_run_is_refused_in_a_sentence() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_model_len=32)
+    for request, message in [
+        (make_request("r", []), "no tokens"),
+        (make_request("r", range(32)), "no room for output in the model's 32"),
+        (make_request("r", range(16)), "the whole KV cache holds 16"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            scheduler.add_request(request)
+    assert not scheduler.has_work()
+    scheduler.add_request(make_request("r", range(15)))
+    scheduler.add_request(make_request("prompt only", range(16), max_tokens=0))
+    with pytest.raises(ValueError, match="ids must be unique"):
+        scheduler.add_request(make_request("r", [1]))
+
+
+def test_full_queue_refuses_and_opens_again() -> None:
+    driver = Driver(make_scheduler(max_num_seqs=2, max_waiting=1))
+    driver.add(*(make_request(f"r{index}", [index]) for index in range(3)))
+    with pytest.raises(QueueFullError, match="3 requests"):
+        driver.scheduler.add_request(make_request("r3", [1]))
+    driver.run()
+    driver.add(make_request("r3", [1]))
+    driver.run()
+
+
+def test_a_cache_smaller_than_the_model_ends_a_lone_sequence_with_length(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(num_blocks=3, max_model_len=100)
+    assert "sequences end at 12 tokens" in caplog.text
+    driver = Driver(scheduler)
+    driver.add(make_request("r", [1, 2, 3], max_tokens=None))
+    answer = driver.run()["r"]
+    assert (len(answer.tokens), answer.finish_reason) == (9, "length")
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_reset_prefix_cache_only_when_idle() -> None:
+    driver = Driver(make_scheduler())
+    driver.add(make_request("a", range(9), max_tokens=2))
+    driver.step()
+    assert not driver.scheduler.reset_prefix_cache()
+    driver.run()
+    assert driver.scheduler.reset_prefix_cache()
+    driver.add(make_request("b", range(9), max_tokens=2))
+    assert driver.run()["b"].outputs[0].num_cached_tokens == 0
