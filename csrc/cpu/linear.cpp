@@ -6,72 +6,17 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 
 #include "kernels.h"
+#include "multiply.h"
 #include "simd.h"
 
 namespace cas {
 namespace {
 
-constexpr int kMaxRows = 16;       // rows that one pass over one weight block serves
-constexpr int kMaxRowsPaired = 12;  // rows when two blocks are in flight: 24 sums, 2 weights and a broadcast fit 32 registers
 constexpr int kMaxTileBlocks = 3;
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
 constexpr int64_t kChunkBytes = 512 << 10;  // activations that one pass over the weights keeps in the L2 cache
-constexpr int kPrefetchGroups = 64;         // weight vectors (64 bytes) ahead of the one in use
-
-template <class T, int kRows, int kBlocks>
-__attribute__((noinline)) void multiply(
-    const T* x, int64_t x_stride, const T* const* weights, int64_t groups, float* tile
-) {
-    using D = Dot<T>;
-    constexpr int kVector = D::kInputs * kLanes;
-    f32x16 sums[kRows][kBlocks];
-    for (int r = 0; r < kRows; ++r)
-        for (int b = 0; b < kBlocks; ++b) sums[r][b] = f32x16{};
-    const T* w[kBlocks];
-    for (int b = 0; b < kBlocks; ++b) w[b] = weights[b];
-    for (int64_t g = 0; g < groups; ++g) {
-        typename D::Weights vectors[kBlocks];
-#pragma GCC unroll 4
-        for (int b = 0; b < kBlocks; ++b) {
-            vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
-            if (kRows <= kMaxRows) __builtin_prefetch(w[b] + (g + kPrefetchGroups) * kVector);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-            const auto lane = load_raw<typename D::Lane>(x + r * x_stride + g * D::kInputs);
-#pragma GCC unroll 4
-            for (int b = 0; b < kBlocks; ++b) sums[r][b] = D::add(sums[r][b], vectors[b], lane);
-        }
-    }
-    for (int r = 0; r < kRows; ++r)
-        for (int b = 0; b < kBlocks; ++b) store16(tile + r * kTileWidth + b * kLanes, sums[r][b]);
-}
-
-template <class T>
-using Multiply = void (*)(const T*, int64_t, const T* const*, int64_t, float*);
-
-template <class T, int kBlocks, int... kRows>
-constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
-    constexpr Multiply<T> table[] = {multiply<T, kRows + 1, kBlocks>...};
-    return table[rows - 1];
-}
-
-template <class T>
-void multiply_tile(
-    const T* x, int64_t x_stride, int rows, const T* const* weights, int blocks, int64_t groups, float* tile
-) {
-    int b = 0;
-    if (rows <= kMaxRowsPaired) {
-        const auto paired = pick<T, 2>(rows, std::make_integer_sequence<int, kMaxRowsPaired>{});
-        for (; b + 2 <= blocks; b += 2) paired(x, x_stride, weights + b, groups, tile + b * kLanes);
-    }
-    const auto single = pick<T, 1>(rows, std::make_integer_sequence<int, kMaxRows>{});
-    for (; b < blocks; ++b) single(x, x_stride, weights + b, groups, tile + b * kLanes);
-}
 
 f32x16 silu(f32x16 x) { return x / (1.0f + exp16(-x)); }
 
@@ -121,20 +66,6 @@ void prepare_row(const T* x, const T* norm_weight, float eps, int64_t width, int
     }
     for (; i < width; ++i) store_scalar(y + i, norm_weight ? to_float(x[i]) * scale * to_float(norm_weight[i]) : to_float(x[i]));
     for (; i < padded_width; ++i) store_scalar(y + i, 0.0f);
-}
-
-// Scratch of the calling thread, kept between calls.
-void* scratch(size_t bytes) {
-    struct Free {
-        void operator()(void* memory) const { std::free(memory); }
-    };
-    thread_local std::unique_ptr<void, Free> memory;
-    thread_local size_t capacity = 0;
-    if (capacity < bytes) {
-        capacity = (bytes + 4095) / 4096 * 4096;
-        memory.reset(std::aligned_alloc(64, capacity));
-    }
-    return memory.get();
 }
 
 template <class T>
@@ -199,7 +130,7 @@ void linear(const CasLinear& a) {
             for (int64_t t = 0; t < tiles; ++t) {
                 const int64_t row = chunk_begin + chunk_rows * t / tiles;
                 const int rows = int(chunk_begin + chunk_rows * (t + 1) / tiles - row);
-                multiply_tile(rows_x + row * rows_stride, rows_stride, rows, weights, blocks, groups, tile);
+                multiply_tile<T, true>(rows_x + row * rows_stride, rows_stride, rows, weights, blocks, groups, tile, kTileWidth);
                 finish_tile<T>(a, tile, row, rows, column, count, up_offset);
             }
         }

@@ -1,0 +1,421 @@
+// Paged attention with rotary embedding and KV write, one parallel region a call.
+//
+// Work item: (sequence, tile of its query tokens, range of its keys) x key/value head. All query heads of a key/value head share an item,
+// as rows (token, head) of the tile, so that keys and values are read once for them. Inside an item the keys go by in blocks of kKeys:
+// the block is repacked into the layout of multiply.h (keys transposed, values in pairs), then scores, online softmax
+// (https://arxiv.org/abs/2205.14135) and the weighted sum are two register-tiled products.
+//
+// Names: G query heads of one key/value head, E head size, P tokens a cache block, R rows of a tile.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels.h"
+#include "multiply.h"
+#include "simd.h"
+
+namespace cas {
+namespace {
+
+constexpr int kKeys = 64;          // keys of one step of the online softmax
+constexpr int kTileRows = 96;      // rows that share one repacked block of keys
+constexpr int kSubtile = kMaxRowsPaired;
+constexpr int kMinSplitKeys = 256;  // a shorter range of keys is not worth a second item
+constexpr int kMaxHeadDim = 512;
+constexpr float kLowest = -1e30f;   // maximum over no keys; finite, so that differences stay numbers
+
+struct Item {
+    int32_t seq;
+    int32_t token_begin, token_end;  // within the batch
+    int32_t key_begin, key_end;      // within the sequence
+    int32_t split, num_splits;
+    int32_t partial;  // index of the first split's partial result, for all heads; -1 without splits
+};
+
+// What one item leaves behind when its keys are only a part: the unnormalized sums, and per row maximum and denominator.
+struct Partials {
+    float *sums, *maxima, *denominators;
+};
+
+struct Plan {
+    std::vector<Item> items;
+    int64_t num_partials = 0;
+};
+
+int64_t tokens_per_tile(const CasAttention& a) { return std::max<int64_t>(1, kTileRows / (a.num_heads / a.num_kv_heads)); }
+
+Plan make_plan(const CasAttention& a) {
+    Plan plan;
+    const int64_t tile_tokens = tokens_per_tile(a);
+    int64_t all_keys = 0;
+    for (int64_t s = 0; s < a.num_seqs; ++s) {
+        const int32_t begin = a.query_start_loc[s], end = a.query_start_loc[s + 1];
+        for (int32_t token = begin; token < end; token += int32_t(tile_tokens)) {
+            const int32_t tile_end = std::min<int32_t>(end, token + int32_t(tile_tokens));
+            const int32_t keys = a.seq_lens[s] - (end - tile_end);
+            plan.items.push_back({int32_t(s), token, tile_end, 0, keys, 0, 1, -1});
+            all_keys += keys;
+        }
+    }
+    const int64_t wanted = 4 * a.num_threads;
+    const int64_t units = int64_t(plan.items.size()) * a.num_kv_heads;
+    if (a.num_threads > 1 && units < wanted) {
+        const int64_t fair = std::max<int64_t>(kMinSplitKeys, all_keys * a.num_kv_heads / wanted);
+        std::vector<Item> split_items;
+        for (const Item& item : plan.items) {
+            const int64_t splits = std::max<int64_t>(1, (item.key_end + fair / 2) / fair);
+            const int64_t length = ((item.key_end + splits - 1) / splits + kKeys - 1) / kKeys * kKeys;
+            const int64_t used = (item.key_end + length - 1) / length;
+            for (int64_t i = 0; i < used; ++i) {
+                Item part = item;
+                part.key_begin = int32_t(i * length);
+                part.key_end = int32_t(std::min<int64_t>(item.key_end, (i + 1) * length));
+                part.split = int32_t(i);
+                part.num_splits = int32_t(used);
+                part.partial = used > 1 ? int32_t(plan.num_partials) : -1;
+                split_items.push_back(part);
+            }
+            if (used > 1) plan.num_partials += used;
+        }
+        plan.items.swap(split_items);
+    }
+    // Long items first, so that the threads finish together.
+    std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& x, const Item& y) {
+        return int64_t(x.token_end - x.token_begin) * (x.key_end - x.key_begin) >
+               int64_t(y.token_end - y.token_begin) * (y.key_end - y.key_begin);
+    });
+    return plan;
+}
+
+// cos and sin of one token as floats.
+struct Rotation {
+    alignas(64) float cos[kMaxHeadDim], sin[kMaxHeadDim];
+
+    void load(const CasAttention& a, int64_t token) {
+        if (a.rope_dtype == CAS_BFLOAT16) fill<bf16>(a, token);
+        else fill<float>(a, token);
+    }
+
+   private:
+    template <class R>
+    void fill(const CasAttention& a, int64_t token) {
+        const R* c = static_cast<const R*>(a.cos) + token * a.cos_stride;
+        const R* s = static_cast<const R*>(a.sin) + token * a.sin_stride;
+        for (int64_t e = 0; e < a.head_dim; e += kLanes) {
+            store16(cos + e, load16(c + e));
+            store16(sin + e, load16(s + e));
+        }
+    }
+};
+
+// y = rope(rms_norm(x)) of one head, in float32, rounded once; a copy without cos and without a weight.
+template <class T>
+void prepare_head(const CasAttention& a, const T* x, const T* norm_weight, const Rotation& rotation, T* y) {
+    const int64_t width = a.head_dim, half = width / 2;
+    if (!norm_weight && !a.cos) {
+        std::memcpy(y, x, width * sizeof(T));
+        return;
+    }
+    alignas(64) float values[kMaxHeadDim];
+    f32x16 squares{};
+    for (int64_t e = 0; e < width; e += kLanes) {
+        const f32x16 v = load16(x + e);
+        squares += v * v;
+        store16(values + e, v);
+    }
+    if (norm_weight) {
+        const float scale = 1.0f / __builtin_sqrtf(sum16(squares) / float(width) + a.eps);
+        for (int64_t e = 0; e < width; e += kLanes) store16(values + e, load16(values + e) * scale * load16(norm_weight + e));
+    }
+    if (!a.cos) {
+        for (int64_t e = 0; e < width; e += kLanes) store16(y + e, load16(values + e));
+        return;
+    }
+    alignas(64) float rotated[kMaxHeadDim];
+    for (int64_t e = 0; e < half; ++e) {
+        rotated[e] = -values[half + e];
+        rotated[half + e] = values[e];
+    }
+    for (int64_t e = 0; e < width; e += kLanes)
+        store16(y + e, load16(values + e) * load16(rotation.cos + e) + load16(rotated + e) * load16(rotation.sin + e));
+}
+
+template <class T>
+void write_cache(const CasAttention& a, int64_t token, const Rotation& rotation) {
+    const int64_t slot = a.slot_mapping[token];
+    if (slot < 0) return;
+    const int64_t E = a.head_dim, P = a.block_size, K = a.num_kv_heads;
+    T* block = static_cast<T*>(a.kv_cache) + (slot / P) * 2 * K * P * E + (slot % P) * E;
+    const T* k = static_cast<const T*>(a.k) + token * a.k_stride;
+    const T* v = static_cast<const T*>(a.v) + token * a.v_stride;
+    for (int64_t head = 0; head < K; ++head) {
+        prepare_head(a, k + head * a.k_head_stride, static_cast<const T*>(a.k_norm_weight), rotation, block + head * P * E);
+        std::memcpy(block + (K + head) * P * E, v + head * a.v_head_stride, E * sizeof(T));
+    }
+}
+
+// to[lane][key] = rows[key][lane] for 16 keys, in units of 32 bits.
+inline void transpose16(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
+    u32x16 v[16], t[16];
+    for (int i = 0; i < 16; ++i) v[i] = load_raw<u32x16>(rows[i] + offset);
+    // Four rounds of butterflies: in the round of distance d, elements whose row and column differ in bit d change places.
+#pragma GCC unroll 4
+    for (int d = 8; d >= 1; d /= 2) {
+        u32x16 first{}, second{};
+        for (uint32_t lane = 0; lane < 16; ++lane) {
+            first[lane] = (lane & d) ? (lane - d) + 16 : lane;
+            second[lane] = (lane & d) ? lane + 16 : lane + d;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+            if (i & d) continue;
+            t[i] = __builtin_shuffle(v[i], v[i + d], first);
+            t[i + d] = __builtin_shuffle(v[i], v[i + d], second);
+        }
+        for (int i = 0; i < 16; ++i) v[i] = t[i];
+    }
+    for (int i = 0; i < 16; ++i) std::memcpy(to + i * 16, &v[i], sizeof(v[i]));
+}
+
+// The scratch of one thread.
+template <class T>
+struct Scratch {
+    T *queries, *keys, *values, *probabilities;
+    float *scores, *sums, *products, *maxima, *denominators;
+
+    static size_t bytes(int64_t head_dim) {
+        const size_t elements = kTileRows * head_dim + 2 * kKeys * head_dim + kSubtile * kKeys;
+        const size_t floats = kSubtile * kKeys + kTileRows * head_dim + kSubtile * head_dim + 2 * (kTileRows + kLanes);
+        return (elements * sizeof(T) + floats * sizeof(float) + 4095) / 4096 * 4096;
+    }
+
+    Scratch(void* memory, int64_t head_dim) {
+        queries = static_cast<T*>(memory);
+        keys = queries + kTileRows * head_dim;
+        values = keys + kKeys * head_dim;
+        probabilities = values + kKeys * head_dim;
+        scores = reinterpret_cast<float*>(probabilities + kSubtile * kKeys);
+        sums = scores + kSubtile * kKeys;
+        products = sums + kTileRows * head_dim;
+        maxima = products + kSubtile * head_dim;
+        denominators = maxima + kTileRows + kLanes;
+    }
+};
+
+// Keys [begin, begin + count) of one sequence and head into scratch, in the layout of multiply.h. Rows past `count` read as some key
+// (their scores are masked) and their values as zero.
+template <class T>
+void pack_keys_values(const CasAttention& a, const int32_t* blocks, int64_t head, int64_t begin, int count, Scratch<T>& s) {
+    constexpr int kInputs = Dot<T>::kInputs;
+    constexpr int kVector = kInputs * kLanes;
+    const int64_t E = a.head_dim, P = a.block_size, K = a.num_kv_heads;
+    const T* cache = static_cast<const T*>(a.kv_cache);
+    const int padded = (count + kLanes - 1) / kLanes * kLanes;
+    const T* rows[kKeys];
+    for (int c = 0; c < padded; ++c) {
+        const int64_t key = begin + std::min(c, count - 1);
+        rows[c] = cache + ((int64_t(blocks[key / P]) * 2 * K + head) * P + key % P) * E;
+    }
+    for (int c = 0; c < padded; c += kLanes)
+        for (int64_t e = 0; e < E; e += kVector) {
+            uint32_t* to = reinterpret_cast<uint32_t*>(s.keys + c * E + e * kLanes);
+            if (e + kVector <= E) {
+                transpose16(reinterpret_cast<const uint32_t* const*>(rows + c), e / kInputs, to);
+            } else {
+                for (int lane = 0; lane < int(E - e) / kInputs; ++lane)
+                    for (int key = 0; key < kLanes; ++key) std::memcpy(to + lane * 16 + key, rows[c + key] + e + lane * kInputs, 4);
+            }
+        }
+    const int64_t values_offset = K * P * E;
+    const int64_t groups = padded / kInputs;
+    for (int c = 0; c < padded; c += kInputs) {
+        const T* first = rows[c] + values_offset;
+        for (int64_t e = 0; e < E; e += kLanes) {
+            T* to = s.values + (e / kLanes) * groups * kVector + (c / kInputs) * kVector;
+            if constexpr (kInputs == 1) {
+                store16(to, c < count ? load16(first + e) : f32x16{});
+            } else {
+                u32x16 pair{};
+                if (c < count) pair = __builtin_convertvector(load_raw<u16x16>(first + e), u32x16);
+                if (c + 1 < count)
+                    pair |= __builtin_convertvector(load_raw<u16x16>(rows[c + 1] + values_offset + e), u32x16) << 16;
+                std::memcpy(to, &pair, sizeof(pair));
+            }
+        }
+    }
+}
+
+// One step of the online softmax for `rows` rows: probabilities from scores, new maxima and denominators. Returns the factors by which
+// the rows' sums so far must shrink.
+template <class T>
+f32x16 softmax_step(
+    const CasAttention& a, Scratch<T>& s, int row, int rows, int count, int padded, const int32_t* visible
+) {
+    f32x16 old_maxima = load16(s.maxima + row), new_maxima = old_maxima;
+    i32x16 lanes;
+    for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+    for (int r = 0; r < rows; ++r) {
+        float* scores = s.scores + r * kKeys;
+        const int limit = std::min(count, visible[r]);
+        f32x16 largest = splat(kLowest);
+        for (int c = 0; c < padded; c += kLanes) {
+            f32x16 v = load16(scores + c) * a.scale;
+            if (c + kLanes > limit) v = (lanes + c < limit) ? v : splat(kLowest);
+            store16(scores + c, v);
+            largest = max_of(largest, v);
+        }
+        new_maxima[r] = std::max(new_maxima[r], max16(largest));
+    }
+    const f32x16 factors = exp16(old_maxima - new_maxima);
+    f32x16 denominators = load16(s.denominators + row) * factors;
+    for (int r = 0; r < rows; ++r) {
+        const float* scores = s.scores + r * kKeys;
+        T* probabilities = s.probabilities + r * kKeys;
+        const int limit = std::min(count, visible[r]);
+        f32x16 total{};
+        for (int c = 0; c < padded; c += kLanes) {
+            f32x16 p = exp16(load16(scores + c) - new_maxima[r]);
+            // With nothing visible so far the maximum is kLowest itself, and the difference says nothing.
+            if (c + kLanes > limit) p = (lanes + c < limit) ? p : f32x16{};
+            store16(probabilities + c, p);
+            total += p;
+        }
+        denominators[r] += sum16(total);
+    }
+    store16(s.maxima + row, new_maxima);
+    store16(s.denominators + row, denominators);
+    return factors;
+}
+
+template <class T>
+void run_item(const CasAttention& a, const Item& item, int64_t kv_head, Scratch<T>& s, const Partials& partials) {
+    constexpr int kInputs = Dot<T>::kInputs;
+    const int64_t E = a.head_dim, G = a.num_heads / a.num_kv_heads;
+    const int rows = int((item.token_end - item.token_begin) * G);
+    const T* q = static_cast<const T*>(a.q);
+    Rotation rotation;
+    for (int64_t token = item.token_begin; token < item.token_end; ++token) {
+        if (a.cos) rotation.load(a, token);
+        for (int64_t g = 0; g < G; ++g)
+            prepare_head(
+                a, q + token * a.q_stride + (kv_head * G + g) * a.q_head_stride, static_cast<const T*>(a.q_norm_weight), rotation,
+                s.queries + ((token - item.token_begin) * G + g) * E
+            );
+    }
+    std::fill(s.sums, s.sums + rows * E, 0.0f);
+    std::fill(s.maxima, s.maxima + kTileRows + kLanes, kLowest);
+    std::fill(s.denominators, s.denominators + kTileRows + kLanes, 0.0f);
+
+    // Position of the tile's first token within its sequence.
+    const int64_t first_position = a.seq_lens[item.seq] - (a.query_start_loc[item.seq + 1] - item.token_begin);
+    const int32_t* blocks = a.block_table + item.seq * a.block_table_stride;
+    for (int64_t key = item.key_begin; key < item.key_end; key += kKeys) {
+        const int count = int(std::min<int64_t>(kKeys, item.key_end - key));
+        const int padded = (count + kLanes - 1) / kLanes * kLanes;
+        pack_keys_values(a, blocks, kv_head, key, count, s);
+        const T* key_blocks[kKeys / kLanes];
+        for (int b = 0; b < padded / kLanes; ++b) key_blocks[b] = s.keys + b * kLanes * E;
+        const T* value_blocks[kMaxHeadDim / kLanes];
+        for (int b = 0; b < E / kLanes; ++b) value_blocks[b] = s.values + b * padded * kLanes;
+        for (int row = 0; row < rows; row += kSubtile) {
+            const int n = std::min(kSubtile, rows - row);
+            int32_t visible[kSubtile];
+            for (int r = 0; r < n; ++r) visible[r] = int32_t(std::clamp<int64_t>(first_position + (row + r) / G + 1 - key, 0, kKeys));
+            if (visible[n - 1] == 0) continue;
+            multiply_tile<T, false>(
+                s.queries + row * E, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
+            const f32x16 factors = softmax_step(a, s, row, n, count, padded, visible);
+            multiply_tile<T, false>(
+                s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, s.products, E);
+            for (int r = 0; r < n; ++r) {
+                float* sums = s.sums + (row + r) * E;
+                for (int64_t e = 0; e < E; e += kLanes)
+                    store16(sums + e, load16(sums + e) * factors[r] + load16(s.products + r * E + e));
+            }
+        }
+    }
+
+    if (item.partial >= 0) {
+        const int64_t slot = (item.partial + item.split) * a.num_kv_heads + kv_head;
+        std::copy(s.sums, s.sums + rows * E, partials.sums + slot * kTileRows * E);
+        std::copy(s.maxima, s.maxima + rows, partials.maxima + slot * kTileRows);
+        std::copy(s.denominators, s.denominators + rows, partials.denominators + slot * kTileRows);
+        return;
+    }
+    for (int r = 0; r < rows; ++r) {
+        T* out = static_cast<T*>(a.out) + (item.token_begin + r / G) * a.out_stride + (kv_head * G + r % G) * E;
+        const float inverse = 1.0f / s.denominators[r];
+        for (int64_t e = 0; e < E; e += kLanes) store16(out + e, load16(s.sums + r * E + e) * inverse);
+    }
+}
+
+// Put the partial results of one item's splits together.
+template <class T>
+void merge_splits(const CasAttention& a, const Item& item, int64_t kv_head, const Partials& partials) {
+    const int64_t E = a.head_dim, G = a.num_heads / a.num_kv_heads;
+    const int rows = int((item.token_end - item.token_begin) * G);
+    for (int r = 0; r < rows; ++r) {
+        const auto slot = [&](int split) { return ((item.partial + split) * a.num_kv_heads + kv_head) * kTileRows + r; };
+        float maximum = kLowest, denominator = 0.0f;
+        for (int i = 0; i < item.num_splits; ++i) maximum = std::max(maximum, partials.maxima[slot(i)]);
+        alignas(64) float sums[kMaxHeadDim] = {};
+        for (int i = 0; i < item.num_splits; ++i) {
+            const float factor = exp16(splat(partials.maxima[slot(i)] - maximum))[0];
+            denominator += factor * partials.denominators[slot(i)];
+            const float* part = partials.sums + slot(i) * E;
+            for (int64_t e = 0; e < E; e += kLanes) store16(sums + e, load16(sums + e) + load16(part + e) * factor);
+        }
+        T* out = static_cast<T*>(a.out) + (item.token_begin + r / G) * a.out_stride + (kv_head * G + r % G) * E;
+        for (int64_t e = 0; e < E; e += kLanes) store16(out + e, load16(sums + e) * (1.0f / denominator));
+    }
+}
+
+template <class T>
+void attention(const CasAttention& a) {
+    const Plan plan = make_plan(a);
+    const int64_t units = int64_t(plan.items.size()) * a.num_kv_heads;
+    const int64_t slots = plan.num_partials * a.num_kv_heads * kTileRows;
+    const size_t thread_bytes = Scratch<T>::bytes(a.head_dim);
+    char* memory = static_cast<char*>(
+        scratch(thread_bytes * a.num_threads + size_t(slots) * (a.head_dim + 2) * sizeof(float)));
+    Partials partials;
+    partials.sums = reinterpret_cast<float*>(memory + thread_bytes * a.num_threads);
+    partials.maxima = partials.sums + slots * a.head_dim;
+    partials.denominators = partials.maxima + slots;
+    const int64_t real_tokens = a.num_seqs > 0 ? a.query_start_loc[a.num_seqs] : 0;
+
+#pragma omp parallel num_threads(a.num_threads)
+    {
+        Scratch<T> s(memory + thread_bytes * omp_get_thread_num(), a.head_dim);
+        Rotation rotation;
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < a.num_tokens; ++token) {
+            if (token >= real_tokens) {
+                T* out = static_cast<T*>(a.out) + token * a.out_stride;
+                std::memset(out, 0, a.num_heads * a.head_dim * sizeof(T));
+            }
+            if (a.cos) rotation.load(a, token);
+            write_cache<T>(a, token, rotation);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t unit = 0; unit < units; ++unit)
+            run_item(a, plan.items[unit / a.num_kv_heads], unit % a.num_kv_heads, s, partials);
+        if (plan.num_partials > 0) {
+#pragma omp for schedule(static)
+            for (int64_t unit = 0; unit < units; ++unit) {
+                const Item& item = plan.items[unit / a.num_kv_heads];
+                if (item.num_splits > 1 && item.split == 0) merge_splits<T>(a, item, unit % a.num_kv_heads, partials);
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace cas
+
+extern "C" void cas_attention(const CasAttention* args) {
+    if (args->num_tokens == 0) return;
+    if (args->dtype == CAS_BFLOAT16) cas::attention<cas::bf16>(*args);
+    else cas::attention<float>(*args);
+}

@@ -1,0 +1,123 @@
+"""Attention backend `triton`: kernels of our own, no build to wait for, any head size; runs in Triton's interpreter as well.
+
+Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from custom_ops.attention import AttentionMetadata
+
+MAX_HEAD_DIM = 256
+
+
+def triton_unsupported_reason(device: torch.device) -> str | None:
+    """None when Triton kernels run on the device, else one sentence why not."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return f"the Triton kernels need compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} is older"
+        return None
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"Triton has no {device.type} target here (on the CPU it runs in the interpreter only: TRITON_INTERPRET=1)"
+
+
+class TritonAttention:
+    """Decodes run in one kernel a layer (norm, rope, KV write, attention); prompts in two (norm, rope, KV write; then attention)."""
+
+    name = "triton"
+
+    def unsupported_reason(
+        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+    ) -> str | None:
+        """None when the combination runs, else one sentence why not."""
+        if reason := triton_unsupported_reason(device):
+            return reason
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"the Triton kernels compute in bfloat16, float16 or float32, not {dtype}"
+        if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+            return f"the Triton kernels need an even head size of at most {MAX_HEAD_DIM}, not {head_dim}"
+        if num_heads % num_kv_heads:
+            return f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
+        return None
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Nothing is shared between layers: the kernels read lengths and block tables from the device."""
+
+    def forward(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Write k and v at slot_mapping, then attend. → [T, H, E]"""
+        return self._run(q_THE, k_TKE, v_TKE, None, None, kv_cache, scale, None, None, 1e-6, metadata)
+
+    def rope_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """As `rope_attention`, with the metadata handed over. → [T, H*E]"""
+        from custom_ops.triton_rope import split_qkv
+
+        q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
+        return self._run(
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
+        ).flatten(1)
+
+    def _run(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        cos_TE: torch.Tensor | None,
+        sin_TE: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        from custom_ops.triton_decode import decode_attention
+        from custom_ops.triton_prefill import prefill_attention
+        from custom_ops.triton_rope import rope_kv_write
+
+        num_tokens, num_heads, head_dim = q_THE.shape
+        out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
+        if metadata.num_tokens < num_tokens:
+            out_THE[metadata.num_tokens :].zero_()
+        where = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+        if metadata.max_query_len > 1:
+            # Writes every token's key and value, those of single-token sequences too: the decode kernel repeats the same values.
+            rotated_THE = rope_kv_write(
+                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
+                write_q=cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous(),
+            )  # fmt: skip
+            has_single = metadata.num_tokens < metadata.num_seqs * metadata.max_query_len
+            prefill_attention(rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, skip_single=has_single)
+            if not has_single:
+                return out_THE
+        decode_attention(
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, metadata.num_seqs,
+            q_norm_weight_E, k_norm_weight_E, eps,
+        )  # fmt: skip
+        return out_THE

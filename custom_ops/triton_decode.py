@@ -1,0 +1,202 @@
+"""Paged attention of one query token a sequence, with the layer's head norms, rotary embedding and KV write inside.
+
+Shape legend: T tokens, S sequences, H query heads, K key/value heads, G = H / K padded to BLOCK_G, E head size, R = E / 2,
+N cache blocks, P tokens a block, M block-table columns, C tokens of one tile of keys.
+
+One program takes the G query heads of one key/value head over one split of a sequence's tokens. The split that ends the sequence also
+makes the new token's key and value: it writes them to the cache and starts its running softmax from them, so nothing is read back.
+Where a sequence has several splits, the last of its programs to arrive combines them. The grid depends on the number of sequences
+and heads alone, never on their lengths: one launch serves every length, which is what a captured graph needs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from custom_ops.triton_common import launch_options, let_next_start, num_sms, split_counters, supports_pdl, wait_for_previous
+from custom_ops.triton_rope import heads_contiguous, load_norm_rope
+
+LOG2_E = 1.4426950408889634
+MIN_SPLIT_TOKENS = 128
+MAX_SPLITS = 32
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, out_ptr, partial_ptr, counter_ptr,
+    start_loc_ptr, seq_lens_ptr, block_table_ptr, slot_ptr,
+    q_stride, k_stride, v_stride, cos_stride, block_stride, table_stride, num_seqs, scale_log2, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    cols_R, cols_E, heads_G = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
+    ok_R, ok_E, ok_G = cols_R < HALF, cols_E < HEAD_DIM, heads_G < GROUP
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    token = tl.load(start_loc_ptr + seq).to(tl.int64)
+    query_len = tl.load(start_loc_ptr + seq + 1) - token
+    seq_len = tl.load(seq_lens_ptr + seq)
+    # Sequences with more query tokens belong to the prefill kernel; padding has none and gets zeros where it has a token.
+    if query_len != 1:
+        return
+    out_GE = out_ptr + token * (NUM_HEADS * HEAD_DIM) + (kv_head * GROUP + heads_G)[:, None] * HEAD_DIM + cols_E[None, :]
+    ok_GE = ok_G[:, None] & ok_E[None, :]
+    if seq_len <= 0:
+        if split == 0:
+            tl.store(out_GE, tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32).to(dtype), mask=ok_GE)
+        return
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_C) * BLOCK_C, MIN_SPLIT)
+    used_splits = tl.cdiv(seq_len, per_split)
+    if split >= used_splits:
+        return
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, seq_len - 1)
+
+    cos_row, sin_row = cos_ptr, sin_ptr
+    if HAS_ROPE:
+        cos_row, sin_row = cos_ptr + token * cos_stride, sin_ptr + token * cos_stride
+    q_low_GR, q_high_GR = load_norm_rope(
+        q_ptr + token * q_stride + kv_head * (GROUP * HEAD_DIM), ok_G, cos_row, sin_row, q_norm_ptr, heads_G * HEAD_DIM, eps,
+        dtype, HEAD_DIM, BLOCK_R, HAS_Q_NORM, HAS_ROPE,
+    )  # fmt: skip
+    max_G = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    acc_GE = tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32)
+    if split == used_splits - 1:
+        one = tl.zeros((1,), dtype=tl.int32)
+        k_low_1R, k_high_1R = load_norm_rope(
+            k_ptr + token * k_stride + kv_head * HEAD_DIM, one == 0, cos_row, sin_row, k_norm_ptr, one, eps,
+            dtype, HEAD_DIM, BLOCK_R, HAS_K_NORM, HAS_ROPE,
+        )  # fmt: skip
+        v_E = tl.load(v_ptr + token * v_stride + kv_head * HEAD_DIM + cols_E, mask=ok_E, other=0.0)
+        # Rounded as the cache rounds, so that a token's key and value are the same now and when they are read later.
+        k_low_1R, k_high_1R = k_low_1R.to(kv_ptr.dtype.element_ty), k_high_1R.to(kv_ptr.dtype.element_ty)
+        v_E = v_E.to(kv_ptr.dtype.element_ty)
+        slot = tl.load(slot_ptr + token)
+        if slot >= 0:
+            at = kv_ptr + (slot // BLOCK_SIZE) * block_stride + kv_head * (BLOCK_SIZE * HEAD_DIM) + (slot % BLOCK_SIZE) * HEAD_DIM
+            tl.store(at + cols_R[None, :], k_low_1R, mask=ok_R[None, :])
+            tl.store(at + HALF + cols_R[None, :], k_high_1R, mask=ok_R[None, :])
+            tl.store(at + TO_VALUES + cols_E, v_E, mask=ok_E)
+        dot_G = tl.sum(q_low_GR.to(tl.float32) * k_low_1R.to(tl.float32), 1)
+        dot_G += tl.sum(q_high_GR.to(tl.float32) * k_high_1R.to(tl.float32), 1)
+        max_G = dot_G * scale_log2
+        sum_G += 1.0
+        acc_GE += v_E.to(tl.float32)[None, :]
+
+    base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
+        tokens_C = start + tl.arange(0, BLOCK_C)
+        ok_C = tokens_C < end
+        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(tl.int64)
+        rows_C = block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM
+        k_CR = base + rows_C[:, None] + cols_R[None, :]
+        ok_CR = ok_C[:, None] & ok_R[None, :]
+        k_low_CR = tl.load(k_CR, mask=ok_CR, other=0.0).to(dtype)
+        k_high_CR = tl.load(k_CR + HALF, mask=ok_CR, other=0.0).to(dtype)
+        v_CE = tl.load(base + TO_VALUES + rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0).to(dtype)
+        scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
+        scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
+        scores_GC = tl.where(ok_C[None, :], scores_GC * scale_log2, float("-inf"))
+        new_max_G = tl.maximum(max_G, tl.max(scores_GC, 1))
+        shrink_G = tl.exp2(max_G - new_max_G)
+        probs_GC = tl.exp2(scores_GC - new_max_G[:, None])
+        sum_G = sum_G * shrink_G + tl.sum(probs_GC, 1)
+        acc_GE = tl.dot(probs_GC.to(dtype), v_CE, acc_GE * shrink_G[:, None], input_precision="ieee")
+        max_G = new_max_G
+
+    if used_splits == 1:
+        tl.store(out_GE, (acc_GE / sum_G[:, None]).to(dtype), mask=ok_GE)
+        return
+    if SPLITS > 1:
+        # Partial results of a split: [H, E] sums, then [H] maxima and [H] sums, for every sequence and split.
+        rows = num_seqs * SPLITS * NUM_HEADS
+        row_G = (seq * SPLITS + split) * NUM_HEADS + kv_head * GROUP + heads_G
+        tl.store(partial_ptr + row_G.to(tl.int64)[:, None] * HEAD_DIM + cols_E[None, :], acc_GE, mask=ok_GE)
+        max_ptr = partial_ptr + rows.to(tl.int64) * HEAD_DIM
+        tl.store(max_ptr + row_G, max_G, mask=ok_G)
+        tl.store(max_ptr + rows + row_G, sum_G, mask=ok_G)
+        tl.debug_barrier()
+        counter = counter_ptr + seq * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == used_splits - 1:
+            splits_J = tl.arange(0, SPLITS)
+            ok_J = splits_J < used_splits
+            for g in tl.static_range(GROUP):
+                head = kv_head * GROUP + g
+                row_J = (seq * SPLITS + splits_J) * NUM_HEADS + head
+                max_J = tl.load(max_ptr + row_J, mask=ok_J, other=float("-inf"), cache_modifier=".cg")
+                sum_J = tl.load(max_ptr + rows + row_J, mask=ok_J, other=0.0, cache_modifier=".cg")
+                acc_JE = tl.load(
+                    partial_ptr + row_J.to(tl.int64)[:, None] * HEAD_DIM + cols_E[None, :],
+                    mask=ok_J[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                weight_J = tl.exp2(max_J - tl.max(max_J, 0))
+                out_E = tl.sum(acc_JE * weight_J[:, None], 0) / tl.sum(sum_J * weight_J, 0)
+                tl.store(out_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + cols_E, out_E.to(dtype), mask=ok_E)
+            tl.store(counter, 0)
+
+
+def decode_splits(num_seqs: int, num_kv_heads: int, sms: int) -> int:
+    """Splits of a sequence, a power of two: enough programs for every multiprocessor to hold several, if sequences are long."""
+    splits = 1
+    while splits < MAX_SPLITS and num_seqs * num_kv_heads * splits < 3 * sms:
+        splits *= 2
+    return splits
+
+
+def decode_attention(
+    q_THE: torch.Tensor,
+    k_TKE: torch.Tensor,
+    v_TKE: torch.Tensor,
+    cos_TE: torch.Tensor | None,
+    sin_TE: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    scale: float,
+    query_start_loc: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    block_table_SM: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    out_THE: torch.Tensor,
+    num_seqs: int,
+    q_norm_weight_E: torch.Tensor | None = None,
+    k_norm_weight_E: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    config: tuple[int, int, int, int] | None = None,
+) -> None:
+    """out = attention of the sequences that have exactly one query token; the others' rows of out are left alone.
+
+    q_THE, k_TKE, v_TKE: the step's new heads before norm and rope, rows may be strided; cos_TE, sin_TE: [T, E], None: no rope.
+    kv_cache: [N, 2, K, P, E], gets the new tokens. Sequences with seq_len 0 are padding: zeros. config: (tile of keys, splits, stages,
+    warps), None: by the number of sequences. The metadata's tensors are as in `AttentionMetadata`; num_seqs is S of the launch.
+    """
+    q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
+    num_heads, head_dim = q_THE.shape[1:]
+    num_kv_heads, block_size = k_TKE.shape[1], kv_cache.shape[3]
+    device = q_THE.device
+    block_c, splits, stages, warps = config or (64, decode_splits(num_seqs, num_kv_heads, num_sms(device)), 2, 4)
+    partial = counters = None
+    if splits > 1:
+        partial = torch.empty(num_seqs * splits * num_heads * (head_dim + 2), dtype=torch.float32, device=device)
+        counters = split_counters(device)
+    pdl = supports_pdl(device)
+    _decode_kernel[(num_seqs, num_kv_heads, splits)](
+        q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, kv_cache, out_THE, partial, counters,
+        query_start_loc, seq_lens_S, block_table_SM, slot_mapping_T,
+        q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0,
+        kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E, eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        BLOCK_R=max(16, triton.next_power_of_2(head_dim // 2)), BLOCK_E=max(16, triton.next_power_of_2(head_dim)), BLOCK_C=block_c,
+        SPLITS=splits, MIN_SPLIT=max(block_c, MIN_SPLIT_TOKENS), STAGES=stages,
+        HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
+        PDL=pdl, num_warps=warps, **launch_options(pdl),
+    )  # fmt: skip
