@@ -31,7 +31,7 @@ class ChatTemplateError(ValueError):
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks what an assistant wrote, for training; its body is kept and the mark ignored."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno

@@ -76,11 +76,10 @@ class WindowDetokenizer:
         self._pending.append(token_id)
         before = self._decode(self._context)
         text = self._decode(self._context + self._pending)
-        incomplete = text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_BYTES_OF_CHARACTER
-        if incomplete or len(text) <= len(before):
-            # Tokens without text of their own must not pile up; longer waits than a character's bytes end in a delta.
-            if len(self._pending) < _MAX_BYTES_OF_CHARACTER:
-                return ""
+        waits = text.endswith(_REPLACEMENT) or len(text) <= len(before)
+        # Tokens without text of their own must not pile up: no character needs more than its bytes.
+        if waits and len(self._pending) < _MAX_BYTES_OF_CHARACTER:
+            return ""
         return self._emit(before, text)
 
     def flush(self) -> str:

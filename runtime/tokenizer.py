@@ -48,8 +48,10 @@ class Tokenizer:
         self.chat_templates = dict(chat_templates or {})
         self.source = source
         eos = special_tokens.get("eos_token")
-        own = backend.token_to_id(eos) if eos is not None else None
-        self.eos_token_ids: list[int] = list(dict.fromkeys([*([] if own is None else [own]), *eos_token_ids]))
+        ids = list(eos_token_ids)
+        if eos is not None and (own := backend.token_to_id(eos)) is not None:
+            ids.insert(0, own)
+        self.eos_token_ids: list[int] = list(dict.fromkeys(ids))
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -82,14 +84,14 @@ class Tokenizer:
         known = self._bytes.get(token_id)
         if known is None:
             token = self.backend.id_to_token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else self._token_to_bytes(token)
+            known = self._bytes[token_id] = b"" if token is None else self._token_to_bytes(token, token_id)
         return known
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text, special ones written out; half a character is U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
-    def _token_to_bytes(self, token: str) -> bytes:
+    def _token_to_bytes(self, token: str, token_id: int) -> bytes:
         if self._byte_rule == "byte_level":
             if all(char in _CHAR_TO_BYTE for char in token):
                 return bytes(_CHAR_TO_BYTE[char] for char in token)
@@ -98,7 +100,7 @@ class Tokenizer:
             if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
                 return bytes([int(token[3:5], 16)])
             return token.replace("▁", " ").encode()
-        return self.backend.decode([self.backend.token_to_id(token)], skip_special_tokens=False).encode()
+        return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -117,7 +119,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def load_generation_defaults(path: str | Path) -> dict[str, float | int]:
-    """Sampling fields that the model's generation_config.json sets (temperature, top_p, top_k, min_p, repetition_penalty, max_tokens)."""
+    """The sampling fields of the model's generation_config.json, under the names of `SamplingParams`."""
     path = Path(path)
     config = _read_json(path / "generation_config.json") if path.is_dir() else {}
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}

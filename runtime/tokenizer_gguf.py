@@ -1,7 +1,7 @@
 """A `Tokenizer` from the metadata of a GGUF file (keys `tokenizer.ggml.*`).
 
-What GGUF leaves out (the pre-tokenizer's regular expressions) is known by the name in `tokenizer.ggml.pre`; the patterns are those
-which the models publish in their tokenizer.json.
+What GGUF leaves out (the pre-tokenizer's regular expressions) is known by the name in `tokenizer.ggml.pre`; the patterns
+are those which the models publish in their tokenizer.json.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any, Literal
 from tokenizers import (
     AddedToken,
     Regex,
-    Tokenizer as Backend,
     decoders,
     models,
     normalizers,
     pre_tokenizers,
     processors,
+)
+from tokenizers import (
+    Tokenizer as Backend,
 )
 
 from runtime.tokenizer import Tokenizer, TokenizerError
@@ -26,7 +28,10 @@ PREFIX = "tokenizer.ggml."
 # Token types in `tokenizer.ggml.token_type`.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
-_LETTERS_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LETTERS_QWEN2 = _LETTERS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 _GPT2 = ("default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2")
@@ -97,7 +102,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple
     pre = str(metadata.get(PREFIX + "pre", "default"))
     merges = [tuple(merge.split(" ", 1)) for merge in metadata[PREFIX + "merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre in _LLAMA3))  # type: ignore[arg-type]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre in _LLAMA3))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre in _GPT2:
         backend.pre_tokenizer = plain

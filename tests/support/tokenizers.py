@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
 from runtime.tokenizer import Tokenizer
 
