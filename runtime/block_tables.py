@@ -1,0 +1,88 @@
+"""Which cache blocks each sequence holds, on the host and on the device, changed only where something changed.
+
+Shape legend: R slots, S sequences of the step, M columns (blocks of the longest sequence).
+
+Two tables: by slot (a request keeps its slot while it runs) and by row of the batch (what attention reads). The host's slot table
+is what slot mappings are computed from. On the CPU the device's batch table is the host's own memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class BlockTables:
+    """`write` as blocks are given, `set_batch` when the batch's composition changes, `commit` before the step runs."""
+
+    def __init__(self, num_slots: int, num_columns: int, device: torch.device) -> None:
+        self.num_columns = num_columns
+        self.slot_table = np.zeros((num_slots, num_columns), dtype=np.int32)
+        self._batch_table = torch.zeros(num_slots, num_columns, dtype=torch.int32, device=device)
+        self._is_cpu = device.type == "cpu"
+        self._device = device
+        self._row_of_slot = np.full(num_slots, -1, dtype=np.int64)
+        self._slots_S = np.empty(0, dtype=np.int64)
+        self._used = np.zeros(num_slots, dtype=np.int64)  # columns of each slot that hold blocks
+        if self._is_cpu:
+            self._host_batch_table = self._batch_table.numpy()
+        else:
+            self._device_slot_table = torch.zeros_like(self._batch_table)
+            self._pending: list[tuple[int, int, np.ndarray]] = []  # slot, column, blocks
+            self._batch_changed = False
+
+    def write(self, slot: int, column: int, block_ids: list[int]) -> None:
+        """The slot's sequence holds `block_ids` from `column` on. Raises AssertionError beyond the last column."""
+        end = column + len(block_ids)
+        assert end <= self.num_columns, f"slot {slot} would hold {end} blocks; the table has {self.num_columns} columns"
+        self.slot_table[slot, column:end] = block_ids
+        self._used[slot] = end
+        if self._is_cpu:
+            row = self._row_of_slot[slot]
+            if row >= 0:
+                self._host_batch_table[row, column:end] = block_ids
+        else:
+            self._pending.append((slot, column, np.array(block_ids, dtype=np.int32)))
+
+    def set_batch(self, slots_S: np.ndarray) -> None:
+        """Row i of the batch is slots_S[i] (int64) from now on."""
+        self._row_of_slot[self._slots_S] = -1
+        self._slots_S = slots_S
+        self._row_of_slot[slots_S] = np.arange(len(slots_S))
+        if self._is_cpu:
+            columns = int(self._used[slots_S].max(initial=0))
+            self._host_batch_table[: len(slots_S), :columns] = self.slot_table[slots_S, :columns]
+        else:
+            self._batch_changed = True
+
+    def commit(self) -> None:
+        """Bring the device up to date."""
+        if self._is_cpu:
+            return
+        if self._pending:
+            slots = np.concatenate([np.full(len(ids), slot, dtype=np.int64) for slot, _, ids in self._pending])
+            columns = np.concatenate([np.arange(c, c + len(ids), dtype=np.int64) for _, c, ids in self._pending])
+            rows = self._row_of_slot[slots]
+            packed = np.stack([
+                slots * self.num_columns + columns,
+                np.where(rows >= 0, rows, 0) * self.num_columns + columns,
+                np.concatenate([ids for _, _, ids in self._pending]),
+            ])  # fmt: skip
+            self._pending.clear()
+            device_packed = torch.from_numpy(packed).pin_memory().to(self._device, non_blocking=True)
+            blocks = device_packed[2].to(torch.int32)
+            self._device_slot_table.view(-1).index_copy_(0, device_packed[0], blocks)
+            if not self._batch_changed and (rows >= 0).all():
+                self._batch_table.view(-1).index_copy_(0, device_packed[1], blocks)
+            else:
+                self._batch_changed = True
+        if self._batch_changed:
+            slots_S = torch.from_numpy(self._slots_S).pin_memory().to(self._device, non_blocking=True)
+            num_seqs = len(self._slots_S)
+            columns = int(self._used[self._slots_S].max(initial=0))
+            self._batch_table[:num_seqs, :columns] = self._device_slot_table[slots_S, :columns]
+            self._batch_changed = False
+
+    def batch_table(self, num_rows: int) -> torch.Tensor:
+        """int32 [num_rows, M] on the device: always the same memory. Columns beyond a sequence's blocks hold old block ids."""
+        return self._batch_table[:num_rows]

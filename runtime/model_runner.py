@@ -1,0 +1,325 @@
+"""Prepares a step's inputs, runs the model on them, samples.
+
+Shape legend: T tokens of the step (with padding), S sequences, L rows of logits, V vocabulary, N cache blocks, P tokens a block,
+K key/value heads, E head size.
+
+`launch` never waits for the device: a decode's input token is taken from the device, where the step before left it. `PendingStep.result`
+waits. At most one step may be launched before the result of the one before it is taken. On the CPU `launch` computes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_metadata
+from models.spec import ModelSpec
+from runtime.config import EngineConfig
+from runtime.input_batch import BatchLayout, InputBatch, PromptRows
+from runtime.kv_cache import allocate_kv_cache
+from runtime.messages import TokenLogprobs
+from runtime.sampler import Sampler, SamplingPlan
+from runtime.sampler_logprobs import RowLogprobs, row_logprobs
+from runtime.schedule import ModelRunnerOutput, SchedulerOutput
+from runtime.staging import StagedArrays
+
+NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) for this request."
+NOTHING_LEFT = (
+    "No token can follow: allowed_token_ids, bad_words, logit_bias and min_tokens together exclude every one."
+)
+
+
+class RunnableModel(Protocol):
+    """A compiled model as the runner sees it.
+
+    It may have `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step to (None: no
+    padding), never more than its `max_padded_size`. Padding tokens have slot -1; a step of decodes is padded with whole sequences of
+    length 0 and with rows of logits at index 0.
+    """
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """int64 [T], int64 [T], one [N, 2, K, P, E] a layer, int64 [L] → logits [L, V]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PromptResult:
+    rows: PromptRows
+    logprobs: RowLogprobs
+
+
+class PendingStep:
+    """A launched step; `result` waits for it and may be called once."""
+
+    __slots__ = ("_best", "_event", "_logprobs", "_plan", "_prompts", "_sampled_ids", "_tokens", "step")
+
+    def __init__(
+        self,
+        step: int,
+        sampled_ids: list[str],
+        tokens: np.ndarray,
+        best: np.ndarray,
+        plan: SamplingPlan | None,
+        logprobs: RowLogprobs | None,
+        prompts: list[_PromptResult],
+        event: torch.cuda.Event | None,
+    ) -> None:
+        self.step = step
+        self._sampled_ids = sampled_ids
+        self._tokens = tokens
+        self._best = best
+        self._plan = plan
+        self._logprobs = logprobs
+        self._prompts = prompts
+        self._event = event
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the device; what the step sampled."""
+        if self._event is not None:
+            self._event.synchronize()
+        output = ModelRunnerOutput(
+            step=self.step,
+            sampled_token_ids=dict(zip(self._sampled_ids, self._tokens.tolist(), strict=True)),
+            logprobs={},
+            prompt_logprobs={},
+            errors={},
+        )
+        if self._logprobs is not None:
+            assert self._plan is not None
+            messages = self._logprobs.to_messages(self._plan.logprob_counts)
+            output.logprobs = {
+                self._sampled_ids[row]: message for row, message in zip(self._plan.logprob_rows, messages, strict=True)
+            }
+        for prompt in self._prompts:
+            output.prompt_logprobs[prompt.rows.request_id] = _prompt_messages(prompt)
+        finite = np.isfinite(self._best)
+        if not finite.all():
+            self._report_errors(output, np.flatnonzero(~finite))
+        return output
+
+    def _report_errors(self, output: ModelRunnerOutput, rows: np.ndarray) -> None:
+        for row in rows:
+            request_id = self._sampled_ids[row]
+            output.errors[request_id] = NOTHING_LEFT if self._best[row] == -np.inf else NOT_FINITE
+            output.sampled_token_ids.pop(request_id)
+            output.logprobs.pop(request_id, None)
+
+
+class ModelRunner:
+    """Holds the running requests' state beside the model; the scheduler's counterpart on the device's side."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        compiled: RunnableModel,
+        backend: AttentionBackend,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_blocks: int,
+        *,
+        max_model_len: int | None = None,
+    ) -> None:
+        """dtype: of the KV cache. max_model_len: None is the config's, or the model's."""
+        scheduler = config.scheduler
+        block_size = config.cache.block_size
+        self.compiled = compiled
+        self.backend = backend
+        self.device = device
+        self.max_num_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        self.kv_caches = allocate_kv_cache(spec.kv_cache_specs, num_blocks, block_size, dtype=dtype, device=device)
+        self.padded_tokens = 0  # since the start
+        self._padded_size: Callable[[int, int, int], int | None] | None = getattr(compiled, "padded_size", None)
+        self.batch = InputBatch(
+            num_slots=scheduler.max_num_seqs,
+            max_num_tokens=self.max_num_tokens,
+            max_padded_size=getattr(compiled, "max_padded_size", 0),
+            max_model_len=max_model_len or config.model.max_model_len or spec.max_model_len,
+            block_size=block_size,
+            device=device,
+        )
+        self.sampler = Sampler(
+            vocab_size=spec.vocab_size, num_slots=scheduler.max_num_seqs, device=device, seed=config.model.seed
+        )
+        self._plan: SamplingPlan | None = None
+        self._plan_version = -1
+        self._is_cpu = device.type == "cpu"
+        if not self._is_cpu:
+            # Two steps may be in flight, and the result of a third may still be read.
+            self._pinned = [
+                (
+                    torch.zeros(scheduler.max_num_seqs, dtype=torch.int64, pin_memory=True),
+                    torch.zeros(scheduler.max_num_seqs, dtype=torch.float32, pin_memory=True),
+                )
+                for _ in range(3)
+            ]
+            self._num_launched = 0
+
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Take in what the scheduler says and start the step."""
+        batch, sampler = self.batch, self.sampler
+        self._take_in(scheduled)
+        layout, arrays = batch.prepare(scheduled)
+        plan = self._plan
+        if plan is None or self._plan_version != layout.version or plan.valid_steps <= 0:
+            plan = self._plan = sampler.plan(layout.sampled_slots.tolist())
+            self._plan_version = layout.version
+        if plan.num_random:
+            arrays.host["uniforms"][: plan.num_random] = sampler.uniforms(plan)
+
+        logits_LV = self._run(layout, arrays)
+        num_sampled = len(layout.sampled_ids)
+        if num_sampled == 0:
+            return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
+        logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
+        uniforms = arrays.device["uniforms"] if plan.num_random else None
+        sampled = sampler.sample(logits_SV, plan, uniforms)
+        if self._is_cpu:
+            batch.last_tokens.numpy()[layout.sampled_slots] = sampled.tokens_S.numpy()
+        else:
+            batch.last_tokens.index_copy_(0, arrays.device["sampled_slots"][:num_sampled], sampled.tokens_S)
+        prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
+        return self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
+
+    def warm_up(self, num_tokens: int, num_seqs: int) -> None:
+        """Run the model on a made-up step of `num_tokens` over `num_seqs` sequences that writes no cache, and sample nothing."""
+        assert num_seqs <= num_tokens <= self.max_num_tokens
+        counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int64)
+        counts[-1] += num_tokens - counts.sum()
+        device = self.device
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        metadata = AttentionMetadata(
+            backend=self.backend,
+            query_start_loc=torch.from_numpy(starts).to(device),
+            seq_lens=torch.from_numpy(counts.astype(np.int32)).to(device),
+            block_table=torch.zeros(num_seqs, self.batch.tables.num_columns, dtype=torch.int32, device=device),
+            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            max_query_len=int(counts.max()),
+            max_seq_len=int(counts.max()),
+        )
+        zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        indices_S = torch.from_numpy(starts[1:].astype(np.int64) - 1).to(device)
+        self.backend.plan(metadata)
+        with attention_metadata(metadata):
+            self.compiled(zeros_T, zeros_T, self.kv_caches, indices_S)
+        if not self._is_cpu:
+            torch.cuda.synchronize(device)
+
+    def _take_in(self, scheduled: SchedulerOutput) -> None:
+        batch, sampler = self.batch, self.sampler
+        for request_id in scheduled.finished_request_ids:
+            gone = batch.remove(request_id)
+            if gone is not None:
+                sampler.remove(gone.slot)
+        for data in scheduled.new_requests:
+            request = batch.add(data)
+            tokens, num_prompt = request.token_ids, data.num_prompt_tokens
+            sampler.add(request.slot, request.params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
+        for cached in scheduled.cached_requests:
+            batch.append_blocks(cached.request_id, cached.new_block_ids)
+
+    def _run(self, layout: BatchLayout, arrays: StagedArrays) -> torch.Tensor:
+        batch, device = self.batch, arrays.device
+        num_tokens, num_seqs, num_logits = layout.num_tokens, len(layout.slots_S), layout.num_logits
+        size = None
+        if self._padded_size is not None:
+            size = self._padded_size(num_tokens, num_seqs, layout.max_query_len)
+        rows = num_seqs
+        if size is not None and size > num_tokens:
+            self.padded_tokens += size - num_tokens
+            rows, num_logits = _pad(layout, arrays.host, size)
+        size = size or num_tokens
+        num_decodes = layout.num_decodes
+        input_ids_T = device["input_ids"][:size]
+        if self._is_cpu:
+            if num_decodes:
+                last = batch.last_tokens.numpy()
+                last.take(layout.slots_S[:num_decodes], out=arrays.host["input_ids"][:num_decodes], mode="clip")
+        else:
+            arrays.upload()
+            if num_decodes:
+                slots = device["slots"][:num_decodes]
+                torch.index_select(batch.last_tokens, 0, slots, out=device["input_ids"][:num_decodes])
+        batch.tables.commit()
+        metadata = AttentionMetadata(
+            backend=self.backend,
+            query_start_loc=device["query_start_loc"][: rows + 1],
+            seq_lens=device["seq_lens"][:rows],
+            block_table=batch.tables.batch_table(rows),
+            slot_mapping=device["slot_mapping"][:size],
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            max_query_len=layout.max_query_len,
+            max_seq_len=layout.max_seq_len,
+        )
+        self.backend.plan(metadata)
+        with attention_metadata(metadata):
+            return self.compiled(
+                input_ids_T, device["positions"][:size], self.kv_caches, device["logits_indices"][:num_logits]
+            )
+
+    def _prompt_results(self, layout: BatchLayout, logits_LV: torch.Tensor) -> list[_PromptResult]:
+        results = []
+        for rows in layout.prompt_rows:
+            targets = torch.from_numpy(rows.targets).to(self.device, non_blocking=True)
+            logits = logits_LV[rows.begin : rows.begin + len(rows.targets)]
+            results.append(_PromptResult(rows=rows, logprobs=row_logprobs(logits, targets, rows.count).to_host()))
+        return results
+
+    def _pending(
+        self,
+        step: int,
+        layout: BatchLayout,
+        tokens_S: torch.Tensor | None,
+        best_S: torch.Tensor | None,
+        logprobs: RowLogprobs | None,
+        prompts: list[_PromptResult],
+    ) -> PendingStep:
+        if logprobs is not None:
+            logprobs = logprobs.to_host()
+        event = None
+        if tokens_S is None or best_S is None:
+            tokens, best = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+        elif self._is_cpu:
+            tokens, best = tokens_S.numpy(), best_S.numpy()
+        else:
+            pinned_tokens, pinned_best = self._pinned[self._num_launched % len(self._pinned)]
+            pinned_tokens[: len(tokens_S)].copy_(tokens_S, non_blocking=True)
+            pinned_best[: len(tokens_S)].copy_(best_S, non_blocking=True)
+            tokens, best = pinned_tokens.numpy()[: len(tokens_S)], pinned_best.numpy()[: len(tokens_S)]
+        if not self._is_cpu:
+            self._num_launched += 1
+            event = torch.cuda.Event()
+            event.record()
+        return PendingStep(step, layout.sampled_ids, tokens, best, self._plan, logprobs, prompts, event)
+
+
+def _pad(layout: BatchLayout, host: dict[str, np.ndarray], size: int) -> tuple[int, int]:
+    """Fill the host arrays up to `size` tokens; the number of rows of the metadata and of logits."""
+    num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
+    host["input_ids"][num_tokens:size] = 0
+    host["positions"][num_tokens:size] = 0
+    host["slot_mapping"][num_tokens:size] = -1
+    if not layout.is_decode_only:
+        return num_seqs, layout.num_logits
+    host["query_start_loc"][num_seqs + 1 : size + 1] = np.arange(num_seqs + 1, size + 1)
+    host["seq_lens"][num_seqs:size] = 0
+    host["logits_indices"][num_seqs:size] = 0
+    return size, size
+
+
+def _prompt_messages(prompt: _PromptResult) -> list[TokenLogprobs]:
+    counts: Sequence[int] = [prompt.rows.count] * len(prompt.rows.targets)
+    return prompt.logprobs.to_messages(list(counts))

@@ -1,0 +1,70 @@
+"""Named arrays that the host fills and the device reads, moved with one copy a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 64
+
+
+class StagedArrays:
+    """Arrays packed into one buffer. `rotate`, fill `host`, `upload`; the step then reads `device` (always the same memory).
+
+    On the CPU host and device are one memory and nothing is copied. Elsewhere there are two pinned host copies in turn: the one of the
+    step before may still be on its way while this one is filled. So a step may be filled once the step before the last has ended.
+    """
+
+    def __init__(self, fields: Mapping[str, tuple[type[np.generic], int]], device: torch.device) -> None:
+        """fields: name → (element type, length)."""
+        offsets, total = {}, 0
+        for name, (dtype, length) in fields.items():
+            offsets[name] = total
+            total += -(-length * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+        is_cpu = device.type == "cpu"
+        self._raw_host = [
+            torch.zeros(total, dtype=torch.uint8, pin_memory=not is_cpu) for _ in range(1 if is_cpu else 2)
+        ]
+        self._raw_device = self._raw_host[0] if is_cpu else torch.zeros(total, dtype=torch.uint8, device=device)
+        self._hosts = [
+            {
+                name: raw.numpy()[offsets[name] :][: length * np.dtype(dtype).itemsize].view(dtype)
+                for name, (dtype, length) in fields.items()
+            }
+            for raw in self._raw_host
+        ]
+        self.device: dict[str, torch.Tensor] = {
+            name: self._raw_device[offsets[name] :][: length * np.dtype(dtype).itemsize].view(_torch_dtype(dtype))
+            for name, (dtype, length) in fields.items()
+        }
+        self._is_cpu = is_cpu
+        self._current = 0
+        self._versions = [-1] * len(self._hosts)
+
+    @property
+    def host(self) -> dict[str, np.ndarray]:
+        """The arrays to fill for the step at hand."""
+        return self._hosts[self._current]
+
+    def rotate(self) -> dict[str, np.ndarray]:
+        """Begin a step: the arrays to fill. They hold what the step before the last (on the CPU: the last one) left in them."""
+        self._current = (self._current + 1) % len(self._hosts)
+        return self._hosts[self._current]
+
+    def needs(self, version: int) -> bool:
+        """Whether what changes only with `version` is yet to be written into `host`; True only once a version."""
+        if self._versions[self._current] == version:
+            return False
+        self._versions[self._current] = version
+        return True
+
+    def upload(self) -> None:
+        """Copy `host` to `device`, in stream order, without waiting."""
+        if not self._is_cpu:
+            self._raw_device.copy_(self._raw_host[self._current], non_blocking=True)
+
+
+def _torch_dtype(dtype: type[np.generic]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
