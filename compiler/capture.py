@@ -1,0 +1,90 @@
+"""From a plain module on the meta device to one FX graph: capture is Dynamo's, naming what it lifted is ours.
+
+Nothing is allocated and nothing runs: parameters and inputs are meta tensors. The captured graph is all that the rest
+needs; Dynamo's own guarded callable is thrown away, so there is nothing that could recompile while serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from compiler.compat import FakeTensorMode, capture_full_graph, mark_token_dimension
+from compiler.weights import TensorSpec, WeightTable
+
+TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of logits wanted
+
+
+class CaptureError(ValueError):
+    """The model could not be captured as one graph."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CapturedGraph:
+    """One whole-model graph. Every placeholder has meta["weight"] (a parameter's name) or meta["input"] (an argument's name)."""
+
+    gm: GraphModule
+    weights: WeightTable
+    fake_mode: FakeTensorMode
+
+
+def example_inputs(kv_cache_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Meta tensors of a step's arguments by name, in the order of `forward`; the caches are `kv_cache.0`, `kv_cache.1`, …"""
+    ids = {name: torch.empty(37, dtype=torch.int64, device="meta") for name in ("input_ids", "positions")}
+    caches = {
+        f"kv_cache.{i}": torch.empty(shape, dtype=dtype, device="meta") for i, shape in enumerate(kv_cache_shapes)
+    }
+    rows = torch.empty(5, dtype=torch.int64, device="meta")
+    for tensor in ids.values():
+        mark_token_dimension(tensor, TOKENS)
+    mark_token_dimension(rows, ROWS)
+    return {**ids, **caches, "logits_indices": rows}
+
+
+def capture(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> CapturedGraph:
+    """Capture `module(input_ids, positions, kv_caches, logits_indices)` with symbolic token dimensions.
+
+    module: on the meta device. inputs: from `example_inputs`. Raises `CaptureError` with Dynamo's reason where the model's code
+    cannot be one graph.
+    """
+    captured: list[tuple[GraphModule, list[Any]]] = []
+
+    def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
+        captured.append((gm, list(examples)))
+        return gm.forward
+
+    kv_caches = [tensor for name, tensor in inputs.items() if name.startswith("kv_cache.")]
+    args = (inputs["input_ids"], inputs["positions"], kv_caches, inputs["logits_indices"])
+    try:
+        capture_full_graph(module, backend, args)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = str(error).strip().split("\n\n")[0]
+        raise CaptureError(f"The model's forward cannot be captured as one graph: {reason}") from error
+    assert len(captured) == 1, f"capture gave {len(captured)} graphs"
+    return _name_placeholders(module, inputs, *captured[0])
+
+
+def _name_placeholders(
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], gm: GraphModule, examples: Sequence[Any]
+) -> CapturedGraph:
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    weight_names = {id(tensor): name for name, tensor in tensors.items()}
+    input_names = {id(tensor): name for name, tensor in inputs.items()}
+    specs, fake_mode = {}, None
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), examples, strict=True):
+        if isinstance(example, torch.SymInt):
+            continue  # a length; `canonicalize` removes it
+        if id(example) in input_names:
+            node.meta["input"] = input_names[id(example)]
+        else:
+            assert id(example) in weight_names, f"captured input {node.name} is neither a parameter nor an argument"
+            node.meta["weight"] = name = weight_names[id(example)]
+            specs[name] = TensorSpec(shape=tuple(example.shape), dtype=example.dtype)
+        fake_mode = node.meta["example_value"].fake_mode
+    assert fake_mode is not None, "the captured graph has no tensor input"
+    return CapturedGraph(gm=gm, weights=WeightTable(specs), fake_mode=fake_mode)

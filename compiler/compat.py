@@ -1,0 +1,56 @@
+"""Differences between torch 2.11 and 2.13, and the private torch names that capture and propagation need, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = ["FakeTensorMode", "capture_full_graph", "fake_mode_with_symbols", "mark_token_dimension", "node_source_line"]
+
+Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def mark_token_dimension(tensor: torch.Tensor, group: str) -> None:
+    """Make dimension 0 of a capture input symbolic; tensors of one group have the same length.
+
+    Unbacked, not `mark_dynamic`: that one specializes 0 and 1, so that the first batch of one token captures everything again.
+    """
+    from torch._dynamo.decorators import mark_unbacked
+
+    mark_unbacked(tensor, 0, shape_id=group)
+
+
+def capture_full_graph(module: torch.nn.Module, backend: Backend, args: Sequence[Any]) -> None:
+    """Trace `module(*args)` into one graph, which `backend` receives; raises if anything in it breaks the graph."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=backend, fullgraph=True)(*args)
+    torch._dynamo.reset()
+
+
+def fake_mode_with_symbols(
+    groups: Sequence[str], upper: dict[str, int]
+) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
+    """A fake mode with one unbacked symbol in [1, upper[group]] for each group of equally long token dimensions."""
+    shape_env = ShapeEnv()
+    symbols = {}
+    for group in groups:
+        with shape_env.ignore_fresh_unbacked_symbols():  # they are the graph's inputs, not results of an op in it
+            symbol = shape_env.create_unbacked_symint()
+        torch._check(symbol >= 1)
+        torch._check(symbol <= upper[group])
+        symbols[group] = symbol
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=False), symbols
+
+
+def node_source_line(node: torch.fx.Node) -> str:
+    """`file:line in function` of the model's source that made the node, or "unknown source" for one made by a pass."""
+    trace = node.meta.get("stack_trace") or node.stack_trace
+    if not trace:
+        return "unknown source"
+    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    return frames[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if frames else "unknown source"

@@ -1,0 +1,99 @@
+"""What an artifact depends on besides the graph: the clear-text fields of its key."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compiler.graph_pass import GraphPass
+from compiler.model import ModelSource
+from custom_ops.library import OPS
+
+
+def toolchain_fields(device: torch.device) -> dict[str, Any]:
+    """Versions and device capability: an artifact made under other ones is not used."""
+    fields: dict[str, Any] = {
+        "torch": f"{torch.__version__} ({torch.version.git_version})",
+        "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
+        "platform": f"{sys.platform} {platform.machine()}",
+        "device": device.type,
+    }
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        fields |= {
+            "capability": f"sm_{major}{minor} {torch.cuda.get_device_name(device)}",
+            "triton": _installed_version("triton"),
+            "cuda": torch.version.cuda,
+        }
+    else:
+        fields["capability"] = torch.backends.cpu.get_cpu_capability()
+    return fields
+
+
+def plan_fields(
+    spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str], kernels: frozenset[str],
+    device: torch.device, dtype: torch.dtype,
+) -> dict[str, Any]:  # fmt: skip
+    """Key of a whole model's plan. It says everything that the captured and rewritten graph depends on, so that a second start
+    needs neither capture nor passes."""
+    return {
+        **toolchain_fields(device),
+        "config": _digest(json.dumps(spec.config, sort_keys=True)),
+        "architecture": type(spec.module).__name__,
+        "layers": len(spec.kv_cache_specs),
+        "dtype": str(dtype),
+        "passes": [p.cache_key() for p in passes if p.name not in disabled],
+        "kernels": sorted(kernels),
+        "model_source": _digest(*(text for text in _module_sources(spec.module))),
+        "compiler_source": _compiler_sources(),
+    }
+
+
+def piece_fields(fingerprint: str, ops: dict[str, int], device: torch.device) -> dict[str, Any]:
+    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), and the toolchain."""
+    return {**toolchain_fields(device), "fingerprint": fingerprint, "ops": ops}
+
+
+def op_versions(gm: GraphModule) -> dict[str, int]:
+    """Version of each op of ours that a graph calls."""
+    targets = {n.target.name().split(".")[0] for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    return {name: OPS[name].version for name in sorted(targets) if name in OPS}
+
+
+def _module_sources(module: torch.nn.Module) -> list[str]:
+    """Text of every file that defines a class of the model (torch's own aside)."""
+    classes = {type(child) for child in module.modules()}
+    names = {cls.__module__ for cls in classes if not cls.__module__.startswith("torch.")}
+    return [inspect.getsource(sys.modules[name]) for name in sorted(names)]
+
+
+@cache
+def _compiler_sources() -> str:
+    folders = [Path(__file__).parent, Path(__file__).parent / "passes", Path(__file__).parent.parent / "custom_ops"]
+    return _digest(*(file.read_text() for folder in folders for file in sorted(folder.glob("*.py"))))
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _digest(*texts: str) -> str:
+    joined = hashlib.sha256()
+    for text in texts:
+        joined.update(text.encode())
+        joined.update(b"\0")
+    return joined.hexdigest()[:16]

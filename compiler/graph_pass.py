@@ -1,0 +1,147 @@
+"""The protocol of a graph pass, what a pass must tell of itself, and the few graph edits that passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map
+
+from compiler.compat import FakeTensorMode, node_source_line
+from compiler.weights import WeightTable, evaluate_spec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipReason:
+    """Why a pass does not run at all in this compilation."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NearMiss:
+    """A place that looked like a site of the pass, and the sentence why it was left alone."""
+
+    node: str
+    source: str
+    reason: str
+
+    @classmethod
+    def at(cls, node: Node, reason: str) -> NearMiss:
+        return cls(node=node.name, source=node_source_line(node), reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassResult:
+    """What a pass did: sites rewritten, and the places that it expected to rewrite and did not."""
+
+    matched: int
+    near_misses: tuple[NearMiss, ...] = ()
+
+    @property
+    def expected(self) -> int:
+        return self.matched + len(self.near_misses)
+
+
+@dataclass(kw_only=True, slots=True)
+class PassContext:
+    """What a pass may know: where the graph will run, and the weights that it may derive.
+
+    device, dtype: of the finished model (while passes run, the graph's own tensors are fakes on the meta device).
+    kernels: names of the `cas` ops that have a kernel of their own for this device and dtype.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    weights: WeightTable
+    fake_mode: FakeTensorMode
+    kernels: frozenset[str] = frozenset()
+    _weight_nodes: dict[str, Node] = field(default_factory=dict)
+
+    def call(self, gm: GraphModule, target: Callable[..., Any], *args: Any, origin: Node) -> Node:
+        """Insert `target(*args)` at the graph's insertion point; shape and dtype are computed, the source line is `origin`'s."""
+        node = gm.graph.call_function(target, args)
+        node.stack_trace = origin.stack_trace
+        node.meta["stack_trace"] = origin.meta.get("stack_trace")
+        set_example_value(node, self.fake_mode)
+        return node
+
+    def derived_weight(self, gm: GraphModule, target: str, function: str, *weights: Node) -> Node:
+        """Placeholder of the weight `target` = function(*weights); made once, shared by later calls with the same target."""
+        if target in self._weight_nodes:
+            return self._weight_nodes[target]
+        names = [weight.meta["weight"] for weight in weights]
+        spec = evaluate_spec(function, [self.weights[name].spec for name in names], self.device)
+        self.weights.derive(target, function, *names, spec=spec)
+        with gm.graph.inserting_before(weights[0]), self.fake_mode:
+            node = gm.graph.placeholder(f"weight_{target}".replace(".", "_"))
+            node.meta["weight"] = target
+            node.meta["example_value"] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        self._weight_nodes[target] = node
+        return node
+
+
+class GraphPass(Protocol):
+    """A rewrite of the whole graph, in place."""
+
+    name: str
+    version: int
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        """The reason why this pass has nothing to do in this compilation, or None to run it."""
+        ...
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        """Rewrite `gm` and say what was done; running it again must match nothing."""
+        ...
+
+    def cache_key(self) -> str:
+        """Everything that the result depends on beyond the graph and the context; enters artifact keys."""
+        ...
+
+
+class BasePass:
+    """Defaults of a pass: it always runs, and its cache key is its name and version."""
+
+    name: str
+    version: int = 1
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        return None
+
+    def cache_key(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+def set_example_value(node: Node, fake_mode: FakeTensorMode) -> None:
+    """Compute a node's `example_value` (fake tensor, tuple of them, or number) from its arguments'."""
+    args, kwargs = tree_map(lambda a: a.meta["example_value"] if isinstance(a, Node) else a, (node.args, node.kwargs))
+    with fake_mode, torch.no_grad():
+        node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def weight_of(node: object) -> str | None:
+    """Name of the weight that a placeholder stands for, or None for anything else."""
+    return node.meta.get("weight") if isinstance(node, Node) and node.op == "placeholder" else None
+
+
+def tensor_of(node: Any) -> torch.Tensor:
+    """The fake tensor that stands for a node's value: shape, dtype and strides, no data."""
+    return node.meta["example_value"]
+
+
+def arguments(node: Node) -> tuple[Any, ...]:
+    """Positional arguments, then keyword arguments in the order in which they were written."""
+    return (*node.args, *node.kwargs.values())
+
+
+def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[Node]:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def only_user(node: Node) -> Node | None:
+    """The one node that reads `node`, or None if there are several or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None

@@ -1,0 +1,130 @@
+"""Inductor: the one place that touches its private interfaces.
+
+A piece goes in as an FX graph and comes out as Inductor's generated Python module (`source`) plus the files which that
+module's kernels were built into. Both are kept; loading them again traces and lowers nothing. AOTAutograd's cache and its
+run-time wrapper are left out on purpose: a piece is functional and needs no gradient, so the generated
+`call(list of tensors)` is all there is to run.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compiler.compat import fake_mode_with_symbols
+
+log = logging.getLogger(__name__)
+
+PieceCallable = Callable[[list[Any]], Sequence[torch.Tensor]]
+
+MAX_TOKENS = 1 << 16  # upper bound of a symbolic length: lets generated kernels index with 32 bits
+
+OPTIONS: dict[str, Any] = {
+    "size_asserts": False,  # checked once by the caller's contract, not on every call
+    "nan_asserts": False,
+    "fx_graph_cache": False,  # the artifact store keeps results, under a key of its own
+    "enable_auto_functionalized_v2": True,
+}
+
+
+class PieceCompileError(RuntimeError):
+    """Inductor could not compile a piece, or made something that cannot be kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledPiece:
+    """run: takes the piece's inputs as a list (which it empties), gives its outputs. source: the generated module's text."""
+
+    run: PieceCallable
+    source: str
+
+
+def compile_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> CompiledPiece:
+    """Compile a functional piece for `device`, with its symbolic lengths anywhere in [1, MAX_TOKENS].
+
+    gm: placeholders carry meta["example_value"]. work_dir: where Inductor leaves the files that it builds.
+    Raises `PieceCompileError`.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    _allow_fallback_of_our_ops()
+    mode, arguments = fake_arguments(gm, device)
+    tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
+    with _cache_dir(work_dir), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS):
+        try:
+            with mode:
+                aten = make_fx(gm, decomposition_table=select_decomp_table())(*arguments)
+            compiled = compile_fx_inner(aten, arguments, is_inference=True)
+        except Exception as error:
+            raise PieceCompileError(f"Inductor could not compile a piece: {type(error).__name__}: {error}") from error
+    if getattr(compiled, "constants", None):
+        raise PieceCompileError(
+            f"The piece holds constants ({', '.join(compiled.constants)}) that cannot be kept: make them buffers of the model."
+        )
+    return CompiledPiece(run=compiled.current_callable, source=compiled.source_code)
+
+
+def load_piece(source: str, name: str, work_dir: Path) -> CompiledPiece:
+    """Load a piece from its generated module's text; kernels are taken from `work_dir` where they are there, else built again."""
+    from torch._inductor import config
+
+    module = types.ModuleType(f"compiled_piece_{name}")
+    module.__file__ = str(work_dir / f"{name}.py")
+    with _cache_dir(work_dir), config.patch({**OPTIONS, "compile_threads": 1}):
+        exec(compile(source, module.__file__, "exec"), module.__dict__)
+    return CompiledPiece(run=module.call, source=source)
+
+
+def fake_arguments(gm: GraphModule, device: torch.device) -> tuple[Any, list[Any]]:
+    """(fake mode, fakes on `device` of the piece's inputs), with one fresh symbol for each of its symbolic lengths."""
+    values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    lengths = [size for value in values for size in _lengths(value)]
+    names = list(dict.fromkeys(str(size) for size in lengths if isinstance(size, torch.SymInt)))
+    mode, symbols = fake_mode_with_symbols(names, dict.fromkeys(names, MAX_TOKENS))
+
+    def concrete(size: Any) -> Any:
+        return symbols[str(size)] if isinstance(size, torch.SymInt) else size
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return concrete(value)
+        assert value.is_contiguous(), "a strided tensor crosses a split point"
+        return torch.empty([concrete(size) for size in value.shape], dtype=value.dtype, device=device)
+
+    with mode:
+        return mode, [fake(value) for value in values]
+
+
+def _lengths(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, torch.Tensor) else [value]
+
+
+def _allow_fallback_of_our_ops() -> None:
+    """Without this, Inductor's note about each op that it does not lower prints the whole graph (minutes on a deep one)."""
+    from torch._inductor import lowering
+
+    from custom_ops.library import OPS
+
+    for name in OPS:
+        lowering.FALLBACK_ALLOW_LIST.add(name)
+
+
+@contextmanager
+def _cache_dir(path: Path) -> Iterator[None]:
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    path.mkdir(parents=True, exist_ok=True)
+    with temporary_cache_dir(str(path)):
+        yield

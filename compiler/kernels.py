@@ -1,0 +1,20 @@
+"""Which fused ops have a kernel on a device: what decides whether the passes that make them run."""
+
+from __future__ import annotations
+
+import torch
+
+from custom_ops.attention import AttentionBackend
+from custom_ops.linear import packed_linear_unsupported_reason
+
+
+def available_kernels(
+    *, device: torch.device, dtype: torch.dtype, attention_backend: AttentionBackend
+) -> frozenset[str]:
+    """Names of the `cas` ops that passes may introduce for a model that runs here with this attention backend."""
+    kernels = set()
+    if hasattr(attention_backend, "rope_forward"):
+        kernels.add("rope_attention")
+    if packed_linear_unsupported_reason(device=device, dtype=dtype) is None:
+        kernels.add("fused_linear")
+    return frozenset(kernels)

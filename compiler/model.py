@@ -1,0 +1,217 @@
+"""What the runtime holds of a model: a callable with weights to fill, compiled or eager."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from compiler.inductor import PieceCallable
+from compiler.plan import ExecutionPlan
+from compiler.stitch import Stitched, stitch
+from compiler.weights import TensorSpec, WeightTransform
+
+
+class WeightMismatchError(ValueError):
+    """A weight that the model cannot take."""
+
+
+class KVCacheShape(Protocol):
+    """What one attention layer keeps a token."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+class ModelSource(Protocol):
+    """What the compiler reads of a model's spec.
+
+    module: on the meta device. config: plain data that, with the module's source, says what the module computes.
+    kv_cache_specs: one a layer. buffers: values of the buffers that no checkpoint holds.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def kv_cache_specs(self) -> Sequence[KVCacheShape]: ...
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]: ...
+
+
+class Model(Protocol):
+    """`model(input_ids [T], positions [T], kv_caches, logits_indices [S])` → logits [S, V].
+
+    source_specs: what a checkpoint must hold, by parameter name. transforms: how the weights are made of it.
+    report: what was done and how long it took.
+    """
+
+    report: dict[str, Any]
+
+    @property
+    def source_specs(self) -> Mapping[str, TensorSpec]: ...
+
+    @property
+    def transforms(self) -> Sequence[WeightTransform]: ...
+
+    def assign(self, target: str, tensor: torch.Tensor) -> None: ...
+
+    def finish_loading(self) -> None: ...
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(kw_only=True)
+class CompiledModel:
+    """A model as its compiled pieces, stitched together. pieces: the distinct ones, by fingerprint."""
+
+    spec: ModelSource
+    plan: ExecutionPlan
+    pieces: Mapping[str, PieceCallable]
+    device: torch.device
+    report: dict[str, Any]
+    work_dir: tempfile.TemporaryDirectory[str]  # Inductor's files; removed with the model
+    _weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    _forward: Stitched | None = None
+
+    @property
+    def source_specs(self) -> dict[str, TensorSpec]:
+        used = {source for transform in self.transforms for source in transform.sources}
+        return {name: spec for name, spec in parameter_specs(self.spec.module).items() if name in used}
+
+    @property
+    def transforms(self) -> tuple[WeightTransform, ...]:
+        return tuple(t for t in self.plan.transforms if not set(t.sources) <= self.spec.buffers.keys())
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The model's own weights by name; read only."""
+        return self._weights
+
+    def assign(self, target: str, tensor: torch.Tensor) -> None:
+        """Copy `tensor` into the model's own storage as weight `target`. Raises `WeightMismatchError` for a wrong shape."""
+        spec = next(t.spec for t in self.plan.transforms if t.target == target)
+        self._weights[target] = _owned(target, tensor, spec, self.device)
+
+    def finish_loading(self) -> None:
+        """Bind the weights; raises `WeightMismatchError` naming the ones that are missing."""
+        for name, value in self.spec.buffers.items():
+            for transform in self.plan.transforms:
+                if transform.sources == (name,):
+                    self.assign(transform.target, transform.fn(value.to(self.device)))
+        _require(self._weights, [t.target for t in self.plan.transforms])
+        self._forward = stitch(self.plan, self.pieces, self._weights)
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        assert self._forward is not None, "the model's weights are not loaded"
+        return self._forward(input_ids, positions, kv_caches, logits_indices)
+
+
+@dataclass(kw_only=True)
+class EagerModel:
+    """The plain module, run as it is written: the yardstick of the compiled one, and one flag away."""
+
+    spec: ModelSource
+    device: torch.device
+    report: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.module = _materialized(self.spec.module, self.device)
+        self._assigned: set[str] = set()
+
+    @property
+    def source_specs(self) -> dict[str, TensorSpec]:
+        return parameter_specs(self.module)
+
+    @property
+    def transforms(self) -> tuple[WeightTransform, ...]:
+        return tuple(WeightTransform(expression=n, target=n, spec=s) for n, s in self.source_specs.items())
+
+    def assign(self, target: str, tensor: torch.Tensor) -> None:
+        """Copy `tensor` into parameter `target`. Raises `WeightMismatchError` for a wrong shape."""
+        parameter = self.module.get_parameter(target)
+        spec = TensorSpec(shape=tuple(parameter.shape), dtype=parameter.dtype)
+        parameter.data.copy_(_owned(target, tensor, spec, self.device))
+        self._assigned.add(target)
+
+    def finish_loading(self) -> None:
+        """Fill the buffers; raises `WeightMismatchError` naming the parameters that are missing."""
+        _require(self._assigned, list(self.source_specs))
+        for name, value in self.spec.buffers.items():
+            self.module.get_buffer(name).copy_(value)
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            return self.module(input_ids, positions, list(kv_caches), logits_indices)
+
+
+StageCallback = Callable[[str, float, str], None]
+
+
+def parameter_specs(module: nn.Module) -> dict[str, TensorSpec]:
+    """Name → spec of a module's parameters; tied ones once, under their first name."""
+    return {n: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for n, p in module.named_parameters()}
+
+
+def _materialized(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with uninitialized tensors on `device`; parameters that were one (tied) stay one, unlike with `to_empty`."""
+    made: dict[int, torch.Tensor] = {}
+
+    def on_device(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device=device)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                tensors[name] = on_device(tensor)  # type: ignore[assignment]
+    return module
+
+
+def _owned(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    if tuple(tensor.shape) != spec.shape:
+        raise WeightMismatchError(
+            f"Weight {name} has shape {list(tensor.shape)}, expected {list(spec.shape)}: "
+            "the checkpoint does not fit its config."
+        )
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device).copy_(tensor)
+
+
+def _require(present: Any, names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in present]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise WeightMismatchError(f"The checkpoint lacks {', '.join(missing[:3])}{more}.")

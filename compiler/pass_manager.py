@@ -1,0 +1,65 @@
+"""Runs the passes in order, times them, and keeps what each one said."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from compiler.graph_pass import GraphPass, PassContext, PassResult, SkipReason
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRecord:
+    """One line of the pass report."""
+
+    name: str
+    version: int
+    seconds: float
+    result: PassResult | SkipReason
+
+    def sentence(self) -> str:
+        """What the pass did, for a log or a table."""
+        if isinstance(self.result, SkipReason):
+            return f"{self.name}: left out, {self.result.sentence}"
+        return f"{self.name}: {self.result.matched} of {self.result.expected} sites in {self.seconds:.3f} s"
+
+
+def run_passes(
+    gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, disabled: frozenset[str] = frozenset()
+) -> list[PassRecord]:
+    """Rewrite `gm` in place. A near miss is logged with its place in the model and its reason; it never stops the compilation."""
+    unknown = disabled - {graph_pass.name for graph_pass in passes}
+    if unknown:
+        names = ", ".join(graph_pass.name for graph_pass in passes)
+        raise ValueError(f"Cannot disable unknown pass {sorted(unknown)[0]!r}: the passes are {names}.")
+    records = []
+    for graph_pass in passes:
+        start = time.perf_counter()
+        result = _run_one(gm, graph_pass, ctx, disabled)
+        record = PassRecord(
+            name=graph_pass.name, version=graph_pass.version, seconds=time.perf_counter() - start, result=result
+        )
+        log.info("pass %s", record.sentence())
+        if isinstance(result, PassResult):
+            for miss in result.near_misses:
+                log.warning("pass %s left %s alone (%s): %s", graph_pass.name, miss.node, miss.source, miss.reason)
+        records.append(record)
+    return records
+
+
+def _run_one(
+    gm: GraphModule, graph_pass: GraphPass, ctx: PassContext, disabled: frozenset[str]
+) -> PassResult | SkipReason:
+    if graph_pass.name in disabled:
+        return SkipReason(sentence="turned off by name")
+    if reason := graph_pass.guard(ctx):
+        return reason
+    result = graph_pass.run(gm, ctx)
+    gm.graph.lint()
+    return result

@@ -1,0 +1,87 @@
+"""One spelling for each op, so that later passes match what a model means and not how its author wrote it.
+
+`x.chunk(2)` and `torch.chunk(x, 2)`, `a * b` and `torch.mul(a, b)`, `cos[:, None]` and `cos.unsqueeze(1)` become the same
+node; asserts about symbolic lengths, which hold for every batch that the runner builds, are dropped with the lengths that
+only they read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler.graph_pass import BasePass, PassContext, PassResult, is_call
+
+FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    operator.add: torch.add,
+    operator.mul: torch.mul,
+    operator.sub: torch.sub,
+    operator.truediv: torch.div,
+    operator.neg: torch.neg,
+    operator.matmul: torch.matmul,
+    torch.multiply: torch.mul,
+    torch.concat: torch.cat,
+    torch.concatenate: torch.cat,
+}
+METHODS = {"float": (torch.float32,), "half": (torch.float16,), "bfloat16": (torch.bfloat16,)}
+ASSERTS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default, torch._check)
+
+
+class Canonicalize(BasePass):
+    name = "canonicalize"
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched = 0
+        for node in list(gm.graph.nodes):
+            matched += _rewrite(gm, node, ctx)
+        for node in reversed(list(gm.graph.nodes)):
+            if node.op == "call_function" and not node.users and not node.is_impure():
+                gm.graph.erase_node(node)
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if not node.users and isinstance(node.meta.get("example_value"), torch.SymInt):
+                gm.graph.erase_node(node)
+        return PassResult(matched=matched)
+
+
+def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
+    if is_call(node, *ASSERTS):
+        gm.graph.erase_node(node)
+        return True
+    changed = False
+    if node.op == "call_method":
+        assert isinstance(node.target, str)
+        if node.target in METHODS:
+            node.args, node.target = (*node.args, *METHODS[node.target]), "to"
+        node.op, node.target = "call_function", _function_of_method(node.target)
+        changed = True
+    elif node.op == "call_function" and node.target in FUNCTIONS and _is_tensor_op(node):
+        node.target = FUNCTIONS[node.target]
+        changed = True
+    if is_call(node, operator.getitem) and (axis := _inserted_axis(node)) is not None:
+        node.target, node.args = torch.unsqueeze, (node.args[0], axis)
+        changed = True
+    if node.kwargs.get("device") == torch.device("meta"):  # captured on the meta device, runs on the real one
+        node.kwargs = {**node.kwargs, "device": ctx.device}
+        changed = True
+    return changed
+
+
+def _function_of_method(name: str) -> Callable[..., Any]:
+    function = getattr(torch, name, None)
+    return function if callable(function) else getattr(torch.Tensor, name)
+
+
+def _is_tensor_op(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _inserted_axis(node: Node) -> int | None:
+    """Axis of `x[:, …, None]` where the index only inserts one axis, else None."""
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if index.count(None) != 1 or any(item not in (None, slice(None)) for item in index):
+        return None
+    return index.index(None)

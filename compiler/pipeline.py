@@ -1,0 +1,214 @@
+"""`compile_model`: the road from a plain module to a callable, with each stage timed and every shortcut checked.
+
+    capture → passes → split → compile each distinct piece → stitch
+
+With an artifact of the same key, capture, passes and split are skipped altogether (the plan is read instead), and pieces are
+loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compiler.capture import capture, example_inputs
+from compiler.config import CompileConfig
+from compiler.environment import op_versions, piece_fields, plan_fields
+from compiler.fingerprint import normalized_text
+from compiler.graph_pass import GraphPass, PassContext, SkipReason
+from compiler.inductor import PieceCallable, compile_piece, load_piece
+from compiler.model import CompiledModel, EagerModel, Model, ModelSource, StageCallback
+from compiler.pass_manager import PassRecord, run_passes
+from compiler.passes import default_passes
+from compiler.plan import ExecutionPlan, PieceStep, make_plan
+from compiler.splitter import split
+from compiler.stitch import stitched_source
+from compiler.store import ArtifactStore, Entry, default_root, key_of
+
+log = logging.getLogger(__name__)
+
+PLAN, FORWARD = "plan.json", "forward.py"  # files of a plan's artifact
+SOURCE, GRAPH, KERNELS = "piece.py", "graph.txt", "kernels"  # files of a piece's
+CAPTURE_BLOCKS, CAPTURE_BLOCK_SIZE = 8, 16  # of the caches that the graph is captured with; no piece sees them
+
+
+def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
+
+
+def compile_model(
+    spec: ModelSource,
+    config: CompileConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: frozenset[str] = frozenset(),
+    passes: Sequence[GraphPass] | None = None,
+    on_stage: StageCallback = _ignore_stage,
+) -> Model:
+    """Compile (or, in mode "eager", just wrap) a model for one device; weights are filled in afterwards through the result.
+
+    kernels: names of the fused `cas` ops that have a kernel here, from `available_kernels` (passes that need another are
+        left out).
+    passes: instead of `default_passes()`. on_stage: called with (stage, seconds, detail) when a stage ends.
+    Raises `CaptureError`, `SplitError` or `PieceCompileError`.
+    """
+    if config.mode == "eager":
+        return EagerModel(spec=spec, device=device, report={"mode": "eager"})
+    job = _Compilation(spec, config, device, dtype, kernels, tuple(passes or default_passes()), on_stage)
+    return job.run()
+
+
+@dataclass(slots=True)
+class _Compilation:
+    spec: ModelSource
+    config: CompileConfig
+    device: torch.device
+    dtype: torch.dtype
+    kernels: frozenset[str]
+    passes: tuple[GraphPass, ...]
+    on_stage: StageCallback
+    report: dict[str, Any] = field(default_factory=lambda: {"mode": "compile", "stages": {}})
+    stores: list[ArtifactStore] = field(default_factory=list)
+
+    def run(self) -> CompiledModel:
+        self.stores = _stores(self.config)
+        fields = plan_fields(self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype)
+        # Inductor's files live in a folder of this process: nobody else can change them under a running model.
+        work_dir = tempfile.TemporaryDirectory(prefix="compile-and-serve-")
+        found = self._load(fields, Path(work_dir.name))
+        if found is None:
+            with contextlib.ExitStack() as stack:
+                if self.stores:
+                    stack.enter_context(self.stores[-1].lock(fields))
+                # Whoever held the lock may have made it meanwhile.
+                found = self._load(fields, Path(work_dir.name)) or self._make(fields, Path(work_dir.name))
+        plan, pieces = found
+        self.report |= {
+            "pieces": len([s for s in plan.steps if isinstance(s, PieceStep)]),
+            "distinct_pieces": len(pieces),
+        }
+        return CompiledModel(
+            spec=self.spec, plan=plan, pieces=pieces, device=self.device, report=self.report, work_dir=work_dir
+        )
+
+    def _load(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, dict[str, PieceCallable]] | None:
+        """The whole model from artifacts, or None with the reason logged if any part is missing."""
+        start = time.perf_counter()
+        entry = self._get("plan", fields)
+        if entry is None:
+            return None
+        stored = json.loads((entry.path / PLAN).read_text())
+        plan, ops = ExecutionPlan.from_json(stored["plan"]), stored["ops"]
+        pieces = {}
+        for piece in plan.pieces:
+            piece_entry = self._get("piece", piece_fields(piece, ops[piece], self.device))
+            if piece_entry is None:
+                return None
+            pieces[piece] = _load_entry(piece_entry, work_dir)
+        self.report |= {"passes": stored["passes"], "artifact": "hit", "artifact_key": entry.key}
+        self._stage("load artifact", start, f"{len(pieces)} pieces, {entry.path}")
+        return plan, pieces
+
+    def _make(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, dict[str, PieceCallable]]:
+        plan, graphs, records = self._rewrite()
+        pieces, ops = {}, {}
+        for number, (piece, gm) in enumerate(graphs.items(), start=1):
+            start = time.perf_counter()
+            ops[piece] = op_versions(gm)
+            key_fields = piece_fields(piece, ops[piece], self.device)
+            entry = self._get("piece", key_fields)
+            if entry is not None:
+                pieces[piece] = _load_entry(entry, work_dir)
+            else:
+                pieces[piece] = self._compile(piece, gm, key_fields, work_dir / f"compile-{piece}")
+            how = "compiled" if entry is None else "loaded"
+            self._stage("compile", start, f"{number} of {len(graphs)} distinct pieces {how}")
+        passes = [_pass_row(record) for record in records]
+        self.report |= {"passes": passes, "artifact": "made", "artifact_key": key_of(fields)}
+        content = {
+            PLAN: json.dumps({"plan": plan.to_json(), "ops": ops, "passes": passes}),
+            FORWARD: stitched_source(plan),
+        }
+        self._put("plan", fields, content, work_dir / "plan")
+        return plan, pieces
+
+    def _rewrite(self) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord]]:
+        start = time.perf_counter()
+        shapes = [
+            (CAPTURE_BLOCKS, 2, kv.num_kv_heads, CAPTURE_BLOCK_SIZE, kv.head_dim) for kv in self.spec.kv_cache_specs
+        ]
+        captured = capture(self.spec.module, example_inputs(shapes, self.dtype))
+        self._stage("capture", start, f"{len(captured.gm.graph.nodes)} nodes")
+        start = time.perf_counter()
+        ctx = PassContext(
+            device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
+            kernels=self.kernels,
+        )  # fmt: skip
+        records = run_passes(captured.gm, self.passes, ctx, self.config.disabled_passes)
+        self._stage("passes", start, f"{len(records)} passes, {len(captured.gm.graph.nodes)} nodes")
+        start = time.perf_counter()
+        stages = split(captured.gm)
+        plan, graphs = make_plan(captured.gm, stages, captured.weights)
+        self._stage("split", start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
+        return plan, graphs, records
+
+    def _compile(self, piece: str, gm: GraphModule, key_fields: dict[str, Any], piece_dir: Path) -> PieceCallable:
+        compiled = compile_piece(gm, self.device, piece_dir / KERNELS)
+        shutil.rmtree(piece_dir / KERNELS / "locks", ignore_errors=True)
+        self._put("piece", key_fields, {SOURCE: compiled.source, GRAPH: normalized_text(gm)}, piece_dir)
+        return compiled.run
+
+    def _get(self, kind: str, fields: dict[str, Any]) -> Entry | None:
+        for store in self.stores:
+            if entry := store.get(kind, fields):
+                return entry
+        if self.config.artifact_dir is not None:
+            reason = self.stores[0].explain_miss(kind, fields) or f"it holds no {kind}"
+            log.warning("The artifact %s does not fit this %s: %s. Compiling.", self.config.artifact_dir, kind, reason)
+        return None
+
+    def _put(self, kind: str, fields: dict[str, Any], content: dict[str, str], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in content.items():
+            (folder / name).write_text(text)
+        if self.stores:
+            self.stores[-1].put(kind, fields, folder)
+
+    def _stage(self, stage: str, start: float, detail: str) -> None:
+        seconds = time.perf_counter() - start
+        self.report["stages"][stage] = round(self.report["stages"].get(stage, 0.0) + seconds, 4)
+        self.on_stage(stage, seconds, detail)
+
+
+def _stores(config: CompileConfig) -> list[ArtifactStore]:
+    """Where artifacts are looked for, in order; new ones are kept in the last."""
+    if not config.use_cache:
+        return []
+    stores = [ArtifactStore(config.artifact_dir)] if config.artifact_dir else []
+    return [*stores, ArtifactStore(config.cache_dir or default_root())]
+
+
+def _load_entry(entry: Entry, work_dir: Path) -> PieceCallable:
+    kernels = entry.path / KERNELS
+    if kernels.is_dir():
+        shutil.copytree(kernels, work_dir / "loaded", dirs_exist_ok=True)
+    return load_piece((entry.path / SOURCE).read_text(), entry.key, work_dir / "loaded").run
+
+
+def _pass_row(record: PassRecord) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": record.name, "version": record.version, "seconds": round(record.seconds, 4)}
+    if isinstance(record.result, SkipReason):
+        return row | {"skipped": record.result.sentence}
+    near_misses = [asdict(miss) for miss in record.result.near_misses]
+    return row | {"matched": record.result.matched, "expected": record.result.expected, "near_misses": near_misses}
