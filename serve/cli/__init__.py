@@ -1,0 +1,1 @@
+"""The command line: `compile-and-serve serve | compile | generate | bench`."""

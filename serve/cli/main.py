@@ -1,0 +1,47 @@
+"""Entry point of the console script `compile-and-serve`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from serve.cli.bench import bench_app
+from serve.cli.compile_command import compile_model_command
+from serve.cli.flags import command
+from serve.cli.generate_command import generate_command
+from serve.cli.serve_command import serve_command
+
+app = typer.Typer(
+    name="compile-and-serve",
+    help="Compile an LLM once, then serve it over an OpenAI-compatible API.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("compile-and-serve"))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version_wanted: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+app.command("serve")(command(serve_command))
+app.command("compile")(command(compile_model_command))
+app.command("generate")(command(generate_command))
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,82 @@
+"""What a command shows: start-up stages as they end, log lines, and one sentence when it fails. All of it on stderr."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+_OURS = ("benchmarks", "compiler", "custom_ops", "models", "runtime", "serve")
+
+
+def error_console() -> Console:
+    """The console of messages; made anew so that it follows a redirected stderr."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class StageDisplay:
+    """Prints one line when a stage of start-up ends; call it with (stage, seconds, detail).
+
+    On a terminal a spinner shows that the next one is under way. Use it as a context manager, or `close()` it.
+    """
+
+    def __init__(self) -> None:
+        self._console = error_console()
+        self._started = time.perf_counter()
+        self._status = self._console.status("starting …") if self._console.is_terminal else None
+
+    def __enter__(self) -> StageDisplay:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __call__(self, stage: str, seconds: float, detail: str = "") -> None:
+        line = f"[green]✓[/green] {escape(stage):<14} {seconds:7.2f} s"
+        self._console.print(f"{line}  [dim]{escape(detail)}[/dim]" if detail else line)
+        if self._status is not None:
+            elapsed = time.perf_counter() - self._started
+            self._status.update(f"{elapsed:.0f} s so far, last: {escape(stage)} …")
+
+    def close(self) -> None:
+        """Stop the spinner; lines printed so far stay."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def set_up_logging(*, verbose: bool) -> None:
+    """Our own loggers at INFO (DEBUG with --verbose), everybody else's at WARNING, on stderr."""
+    handler = RichHandler(console=error_console(), show_path=verbose, show_time=verbose, rich_tracebacks=verbose)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def run_command(function: Callable[[], None], *, verbose: bool) -> None:
+    """Run a command: a user's mistake ends with its sentence and status 2, a failure with 1 (and a traceback if `verbose`)."""
+    set_up_logging(verbose=verbose)
+    try:
+        function()
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:
+        user_error = isinstance(error, ValueError)
+        console = error_console()
+        if verbose:
+            console.print_exception()
+        message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        hint = "" if user_error or verbose else " (--verbose shows the traceback)"
+        kind = "" if user_error else f"{type(error).__name__}: "
+        console.print(f"[red]Error:[/red] {escape(kind + message.strip() + hint)}")
+        raise typer.Exit(USER_ERROR if user_error else FAILURE) from None

@@ -1,0 +1,88 @@
+"""`compile-and-serve serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from serve.cli.flags import ModelArgument
+from serve.cli.output import StageDisplay
+
+SERVER_PANEL = "Server"
+
+
+def serve_command(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(rich_help_panel=SERVER_PANEL)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(rich_help_panel=SERVER_PANEL)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that clients write in `model` (may be given again); the model argument by default.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Ask for this bearer token (may be given again).", rich_help_panel=SERVER_PANEL),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origins that browsers may call from (may be given again); all by default.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    root_path: Annotated[
+        str, typer.Option(help="Path below which a proxy serves this server.", rich_help_panel=SERVER_PANEL)
+    ] = "",
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="A Jinja file (or its text) that replaces the model's chat template.", rich_help_panel=SERVER_PANEL
+        ),
+    ] = None,
+    response_role: Annotated[
+        str, typer.Option(help="Role of the answers.", rich_help_panel=SERVER_PANEL)
+    ] = "assistant",
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        typer.Option(
+            "--return-tokens-as-token-ids",
+            help="In logprobs, write tokens as token_id:N.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = False,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that running requests get to finish after SIGINT or SIGTERM.", rich_help_panel=SERVER_PANEL
+        ),
+    ] = 30.0,
+    access_log: Annotated[bool, typer.Option(help="Log every request.", rich_help_panel=SERVER_PANEL)] = True,
+    *,
+    engine_options: dict[str, Any],
+) -> None:
+    """Serve a model over HTTP: OpenAI's chat and completions API, metrics, health."""
+    from runtime.options import make_engine_config
+    from serve.server import run
+    from serve.settings import ServerSettings
+
+    names = tuple(served_model_name or [model])
+    settings = ServerSettings(
+        served_model_names=names,
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        allowed_origins=tuple(allowed_origins or ("*",)),
+        root_path=root_path,
+        chat_template=chat_template,
+        response_role=response_role,
+        return_tokens_as_token_ids=return_tokens_as_token_ids,
+        shutdown_timeout=shutdown_timeout,
+        access_log=access_log,
+    )
+    config = make_engine_config(model, served_model_name=names[0], **engine_options)
+    with StageDisplay() as stages:
+        run(config, settings, on_stage=stages)
