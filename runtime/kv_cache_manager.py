@@ -100,7 +100,6 @@ class KVCacheManager:
         self.pool.free(reversed(request.block_ids))
         request.block_ids = []
         request.num_computed_tokens = 0
-        request.num_cached_blocks = 0
 
     def reset_prefix_cache(self) -> bool:
         """Forget the cached content; False, and nothing done, while a request holds blocks."""

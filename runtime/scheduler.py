@@ -183,11 +183,10 @@ class Scheduler:
         step = _StepInFlight(self._next_step)
         decodes = step.decodes
         block_size = self.manager.block_size
-        num_preemptions = self._num_preemptions
         grown: list[CachedRequestData] = []
         prefilling: list[Request] = []
 
-        # Preemption takes from the end of this list: nothing that this loop has scheduled is taken back.
+        # Preemption takes from the end of this list: nothing that this loop has passed is taken back.
         for request in self._running:
             num_computed = request.num_computed_tokens
             if num_computed >= request.fast_until:
@@ -205,11 +204,10 @@ class Scheduler:
         scheduled = dict.fromkeys([request.request_id for request in decodes], 1)
         budget = self.config.max_num_batched_tokens - len(decodes)
         for request in prefilling:
-            if budget > 0 and request.status is RequestStatus.RUNNING:
+            if budget > 0:
                 budget -= self._schedule_chunk(request, budget, step, scheduled)
         new_requests: list[NewRequestData] = []
-        if num_preemptions == self._num_preemptions:
-            budget = self._admit(budget, step, scheduled, new_requests)
+        budget = self._admit(budget, step, scheduled, new_requests)
         if not scheduled:
             return None
 
@@ -291,7 +289,7 @@ class Scheduler:
             # A block for each running sequence is kept back: their next decodes should not undo what is admitted now.
             reserve = len(self._running)
             num_spare = self.manager.pool.num_free - reserve
-            if reserve > 0 and self._blocked and self._blocked[0] is request and num_spare <= self._blocked[1]:
+            if self._blocked and self._blocked[0] is request and num_spare <= self._blocked[1]:
                 break  # nothing has become free since: spare the look into the prefix cache
             if not self.manager.try_admit(request, reserve=reserve):
                 self._blocked = (request, num_spare)
