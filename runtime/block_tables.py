@@ -2,8 +2,9 @@
 
 Shape legend: R slots, S sequences of the step, M columns (blocks of the longest sequence).
 
-Two tables: by slot (a request keeps its slot while it runs) and by row of the batch (what attention reads). The host's slot table
-is what slot mappings are computed from. On the CPU the device's batch table is the host's own memory.
+Two tables: by slot (a request keeps its slot while it runs) and by row of the batch (what attention reads). The
+host's slot table is what slot mappings are computed from. On the CPU the device's batch table is the host's own
+memory.
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ class BlockTables:
         if self._batch_changed:
             slots_S = torch.from_numpy(self._slots_S).pin_memory().to(self._device, non_blocking=True)
             num_seqs = len(self._slots_S)
-            columns = int(self._used[self._slots_S].max(initial=0))
-            self._batch_table[:num_seqs, :columns] = self._device_slot_table[slots_S, :columns]
+            width = int(self._used[self._slots_S].max(initial=0))
+            self._batch_table[:num_seqs, :width] = self._device_slot_table[slots_S, :width]
             self._batch_changed = False
 
     def batch_table(self, num_rows: int) -> torch.Tensor:
-        """int32 [num_rows, M] on the device: always the same memory. Columns beyond a sequence's blocks hold old block ids."""
+        """int32 [num_rows, M] on the device: always the same memory. Columns beyond a sequence's blocks hold old
+        block ids.
+        """
         return self._batch_table[:num_rows]

@@ -2,8 +2,9 @@
 
 Shape legend: R slots, S sequences of the step (rows of the batch), T tokens of the step, M block-table columns.
 
-A request keeps a slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of array operations.
-A step that decodes the same sequences as the step before reuses its `BatchLayout` and only moves positions on.
+A request keeps a slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of
+array operations. A step that decodes the same sequences as the step before reuses its `BatchLayout` and only moves
+positions on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class HeldRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRows:
-    """Rows of logits that speak of a prompt. begin: first row; targets: int64 token ids that the rows are asked about."""
+    """Rows of logits that speak of a prompt. begin: first row; targets: int64 token ids that the rows are asked
+    about.
+    """
 
     request_id: str
     begin: int
@@ -43,9 +46,11 @@ class PromptRows:
 
 @dataclass(kw_only=True, slots=True)
 class BatchLayout:
-    """What a step's composition says. Rows are sequences, decodes first; the first rows of logits are the sampled ones.
+    """What a step's composition says. Rows are sequences, decodes first; the first rows of logits are the sampled
+    ones.
 
-    version: unique to the composition. num_decodes: leading rows of one token that is the device's last token of the slot.
+    version: unique to the composition. num_decodes: leading rows of one token that is the device's last token of the
+    slot.
     """
 
     version: int = 0

@@ -44,9 +44,10 @@ def plan_num_blocks(
 ) -> int:
     """Number of blocks N: the forced number, else what fits the forced bytes, else from `free_bytes`.
 
-    free_bytes: on CUDA what the cache may take (utilization and the model's own need already applied); on the CPU the memory
-    that is free, of which the default takes at most 4 GiB or a quarter (up to a half, where one request would not fit otherwise).
-    Never more than max_num_seqs sequences of max_model_len can use. Raises `KVCacheTooSmallError` when not even one fits.
+    free_bytes: on CUDA what the cache may take (utilization and the model's own need already applied); on the CPU the
+    memory that is free, of which the default takes at most 4 GiB or a quarter (up to a half, where one request would
+    not fit otherwise). Never more than max_num_seqs sequences of max_model_len can use. Raises `KVCacheTooSmallError`
+    when not even one fits.
     """
     block_bytes = bytes_per_block(specs, config.block_size, dtype)
     blocks_per_request = -(-max_model_len // config.block_size)
@@ -73,7 +74,9 @@ def plan_num_blocks(
 def allocate_kv_cache(
     specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Zeroed caches [N, 2, K, P, E], one a layer, as views of one allocation. On the CPU pages are only taken as they are used."""
+    """Zeroed caches [N, 2, K, P, E], one a layer, as views of one allocation. On the CPU pages are only taken as they
+    are used.
+    """
     sizes = [num_blocks * 2 * spec.num_kv_heads * block_size * spec.head_dim for spec in specs]
     storage = _zeros(sum(sizes), dtype, device)
     caches, begin = [], 0

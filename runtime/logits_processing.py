@@ -1,10 +1,12 @@
-"""What a request may ask to be done to its logits before a token is chosen: allowed ids, bad words, min_tokens, bias, penalties.
+"""What a request may ask to be done to its logits before a token is chosen: allowed ids, bad words, min_tokens, bias,
+penalties.
 
-Shape legend: S rows of the step (one a request that samples), V vocabulary, C rows of the penalty state, H tokens of history, J bad
-words of more than one token, A rows of a list.
+Shape legend: S rows of the step (one a request that samples), V vocabulary, C rows of the penalty state, H tokens of
+history, J bad words of more than one token, A rows of a list.
 
-State lives on the device by the runner's slot and grows by one token a step without the host seeing it, so that the next step may be
-launched before this one's tokens are known. A request pays only for what it asks for: `plan` returns None for a batch of plain ones.
+State lives on the device by the runner's slot and grows by one token a step without the host seeing it, so that the
+next step may be launched before this one's tokens are known. A request pays only for what it asks for: `plan` returns
+None for a batch of plain ones.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class LogitsPlan:
 
 @dataclass(slots=True)
 class LogitsProcessors:
-    """Per-slot options and state; `add` and `remove` by slot, `plan` once a batch composition, `apply` and `observe` every step."""
+    """Per-slot options and state; `add` and `remove` by slot, `plan` once a batch composition, `apply` and `observe`
+    every step.
+    """
 
     vocab_size: int
     num_slots: int

@@ -9,6 +9,7 @@ import msgspec
 from runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
 
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -73,6 +74,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_reason: int | str | None = None  # the stop token's id, where it was one of the request's own
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # one sentence; finish_reason is "error"
+    error_kind: ErrorKind = "internal"  # with `error`: whose fault it is
     queue_seconds: float | None = None  # with the first token: arrival → first scheduled
     prefill_seconds: float | None = None  # with the first token: first scheduled → first token
 

@@ -1,10 +1,11 @@
 """Prepares a step's inputs, runs the model on them, samples.
 
-Shape legend: T tokens of the step (with padding), S sequences, L rows of logits, V vocabulary, N cache blocks, P tokens a block,
-K key/value heads, E head size.
+Shape legend: T tokens of the step (with padding), S sequences, L rows of logits, V vocabulary, N cache blocks, P
+tokens a block, K key/value heads, E head size.
 
-`launch` never waits for the device: a decode's input token is taken from the device, where the step before left it. `PendingStep.result`
-waits. At most one step may be launched before the result of the one before it is taken. On the CPU `launch` computes at once.
+`launch` never waits for the device: a decode's input token is taken from the device, where the step before left it.
+`PendingStep.result` waits. At most one step may be launched before the result of the one before it is taken. On the
+CPU `launch` computes at once.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ NOTHING_LEFT = (
 class RunnableModel(Protocol):
     """A compiled model as the runner sees it.
 
-    It may have `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step to (None: no
-    padding), never more than its `max_padded_size`. Padding tokens have slot -1; a step of decodes is padded with whole sequences of
-    length 0 and with rows of logits at index 0.
+    It may have `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step
+    to (None: no padding), never more than its `max_padded_size`. Padding tokens have slot -1; a step of decodes is
+    padded with whole sequences of length 0 and with rows of logits at index 0.
     """
 
     def __call__(
@@ -192,7 +193,9 @@ class ModelRunner:
         return self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
-        """Run the model on a made-up step of `num_tokens` over `num_seqs` sequences that writes no cache, and sample nothing."""
+        """Run the model on a made-up step of `num_tokens` over `num_seqs` sequences that writes no cache, and sample
+        nothing.
+        """
         assert num_seqs <= num_tokens <= self.max_num_tokens
         counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int64)
         counts[-1] += num_tokens - counts.sum()

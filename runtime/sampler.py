@@ -1,10 +1,11 @@
 """From a step's logits to its tokens.
 
-Shape legend: S rows (one a request that samples in the step), V vocabulary, R rows of one way of sampling, L rows with logprobs.
+Shape legend: S rows (one a request that samples in the step), V vocabulary, R rows of one way of sampling, L rows
+with logprobs.
 
-Semantics are vLLM's: allowed ids, bad words, min_tokens, bias and penalties change the logits; then temperature, min_p, top_k and
-top_p; log-probabilities are the model's own. A batch of plain greedy requests costs one argmax. What depends only on the batch's
-composition is prepared once in a `SamplingPlan` and reused while the composition stays.
+Semantics are vLLM's: allowed ids, bad words, min_tokens, bias and penalties change the logits; then temperature,
+min_p, top_k and top_p; log-probabilities are the model's own. A batch of plain greedy requests costs one argmax. What
+depends only on the batch's composition is prepared once in a `SamplingPlan` and reused while the composition stays.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RandomGroup:
-    """Rows that are sampled the same way: top_k is one number (0: off) and top_p is either on for all of them or for none.
+    """Rows that are sampled the same way: top_k is one number (0: off) and top_p is either on for all of them or for
+    none.
 
     So a row's arithmetic does not depend on its neighbours, and neither does its token.
     """
@@ -46,7 +48,9 @@ class _RandomGroup:
 
 @dataclass(kw_only=True, slots=True)
 class SamplingPlan:
-    """How one batch composition is sampled; valid for `valid_steps` more steps. num_random: uniform numbers that a step needs."""
+    """How one batch composition is sampled; valid for `valid_steps` more steps. num_random: uniform numbers that a
+    step needs.
+    """
 
     slots_S: np.ndarray  # int64
     is_plain_greedy: bool
@@ -64,7 +68,9 @@ class SamplingPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledRows:
-    """Device tensors. best_S: the row's largest logit as it was sampled from; not finite means that the row's token is meaningless."""
+    """Device tensors. best_S: the row's largest logit as it was sampled from; not finite means that the row's token
+    is meaningless.
+    """
 
     tokens_S: torch.Tensor  # int64
     best_S: torch.Tensor
@@ -142,7 +148,9 @@ class Sampler:
         return uniforms(self._keys[plan.random_slots], self.num_outputs[plan.random_slots])
 
     def sample(self, logits_SV: torch.Tensor, plan: SamplingPlan, uniforms_R: torch.Tensor | None) -> SampledRows:
-        """One token a row. logits_SV: raw, any floating dtype, not changed; uniforms_R: `uniforms(plan)` on the device."""
+        """One token a row. logits_SV: raw, any floating dtype, not changed; uniforms_R: `uniforms(plan)` on the
+        device.
+        """
         self.num_outputs[plan.slots_S] += 1
         plan.valid_steps -= 1
         if plan.is_plain_greedy:

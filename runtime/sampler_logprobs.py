@@ -25,7 +25,9 @@ class RowLogprobs:
     top_Lk: torch.Tensor  # float32
 
     def to_host(self) -> RowLogprobs:
-        """Copies in pinned memory that are complete once the device reaches this point; on the CPU the tensors themselves."""
+        """Copies in pinned memory that are complete once the device reaches this point; on the CPU the tensors
+        themselves.
+        """
         if self.tokens_L.device.type == "cpu":
             return self
         return RowLogprobs(
@@ -37,7 +39,9 @@ class RowLogprobs:
         )
 
     def to_messages(self, counts: list[int]) -> list[TokenLogprobs]:
-        """One message a row; row i names its `counts[i]` likeliest tokens after the chosen one. The tensors must be on the host."""
+        """One message a row; row i names its `counts[i]` likeliest tokens after the chosen one. The tensors must be
+        on the host.
+        """
         tokens, chosen, ranks = self.tokens_L.tolist(), self.chosen_L.tolist(), self.ranks_L.tolist()
         top_ids, top = self.top_ids_Lk.tolist(), self.top_Lk.tolist()
         return [

@@ -1,4 +1,6 @@
-"""Checks of sampling parameters that need to know the model's vocabulary. Light to import: the API process uses it as well."""
+"""Checks of sampling parameters that need to know the model's vocabulary. Light to import: the API process uses it as
+well.
+"""
 
 from __future__ import annotations
 

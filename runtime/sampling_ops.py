@@ -2,9 +2,9 @@
 
 Shape legend: R rows (one a request that samples), V vocabulary, K candidates of a row, B blocks of the vocabulary.
 
-Random rows invert the cumulative distribution at one uniform number a row. That number is a pure function of (seed, output position),
-so a request draws the same tokens alone, in a batch and when it is computed again after a preemption. Sums are in float64: cumulative
-sums stay monotonic, and a token of weight 0 is never chosen.
+Random rows invert the cumulative distribution at one uniform number a row. That number is a pure function of (seed,
+output position), so a request draws the same tokens alone, in a batch and when it is computed again after a
+preemption. Sums are in float64: cumulative sums stay monotonic, and a token of weight 0 is never chosen.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def sample_unsorted(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """token ~ softmax(logits / temperature), tokens under min_p of the likeliest one left out.
 
-    logits_RV: float32; log_min_p_R1: log(min_p), -inf where it is off, None when it is off everywhere; uniform_R1: float32 in [0, 1).
-    → token int64 [R] and the row's largest logit [R]. Two levels: first the block of the vocabulary, then the token in it.
+    logits_RV: float32; log_min_p_R1: log(min_p), -inf where it is off, None when it is off everywhere; uniform_R1:
+    float32 in [0, 1). → token int64 [R] and the row's largest logit [R]. Two levels: first the block of the
+    vocabulary, then the token in it.
     """
     max_R1 = logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = (logits_RV - max_R1).mul_(inverse_temperature_R1)
@@ -106,8 +107,8 @@ def sample_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """token ~ softmax(logits / temperature) over what min_p, then top_k, then top_p leave; one top_k for all rows.
 
-    top_p keeps the likeliest tokens until their mass reaches top_p of what min_p and top_k left (at least one). Arguments as
-    `sample_unsorted`; top_k = V sorts everything. → token int64 [R] and the row's largest logit [R].
+    top_p keeps the likeliest tokens until their mass reaches top_p of what min_p and top_k left (at least one).
+    Arguments as `sample_unsorted`; top_k = V sorts everything. → token int64 [R] and the row's largest logit [R].
     """
     if top_k < logits_RV.shape[1]:
         values_RK, ids_RK = logits_RV.topk(top_k, dim=-1)
@@ -124,7 +125,7 @@ def sample_top_k(
 def choose_sorted(
     weights_RK: torch.Tensor, total_R1: torch.Tensor | None, top_p_R1: torch.Tensor | None, uniform_R1: torch.Tensor
 ) -> torch.Tensor:
-    """Column [R, 1] drawn from weights that fall from left to right (float64), cut to top_p of `total_R1` (None: of their sum)."""
+    """Column [R, 1] drawn from falling weights (float64), cut to top_p of `total_R1` (None: of their sum)."""
     cumulative_RK = weights_RK.cumsum(dim=-1)
     kept_R1 = cumulative_RK[:, -1:]
     if top_p_R1 is not None:
@@ -143,9 +144,10 @@ def sample_top_p(
     top_p_R1: torch.Tensor,
     uniform_R1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """token ~ softmax(logits / temperature) over what min_p, then top_p leave. Arguments and result as `sample_top_k`.
+    """token ~ softmax(logits / temperature) over what min_p, then top_p leave. Arguments as `sample_top_k`.
 
-    On the CPU only the tokens that can be inside are sorted: those below (1 - top_p) / V of the mass sum to less than what top_p drops.
+    On the CPU only the tokens that can be inside are sorted: those below (1 - top_p) / V of the mass sum to less than
+    what top_p drops.
     """
     vocab_size = logits_RV.shape[1]
     if logits_RV.device.type != "cpu":

@@ -11,10 +11,12 @@ _ALIGNMENT = 64
 
 
 class StagedArrays:
-    """Arrays packed into one buffer. `rotate`, fill `host`, `upload`; the step then reads `device` (always the same memory).
+    """Arrays packed into one buffer. `rotate`, fill `host`, `upload`; the step then reads `device` (always the same
+    memory).
 
-    On the CPU host and device are one memory and nothing is copied. Elsewhere there are two pinned host copies in turn: the one of the
-    step before may still be on its way while this one is filled. So a step may be filled once the step before the last has ended.
+    On the CPU host and device are one memory and nothing is copied. Elsewhere there are two pinned host copies in
+    turn: the one of the step before may still be on its way while this one is filled. So a step may be filled once
+    the step before the last has ended.
     """
 
     def __init__(self, fields: Mapping[str, tuple[type[np.generic], int]], device: torch.device) -> None:
@@ -49,7 +51,9 @@ class StagedArrays:
         return self._hosts[self._current]
 
     def rotate(self) -> dict[str, np.ndarray]:
-        """Begin a step: the arrays to fill. They hold what the step before the last (on the CPU: the last one) left in them."""
+        """Begin a step: the arrays to fill. They hold what the step before the last (on the CPU: the last one) left
+        in them.
+        """
         self._current = (self._current + 1) % len(self._hosts)
         return self._hosts[self._current]
 

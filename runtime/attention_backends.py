@@ -1,0 +1,75 @@
+"""Which attention backend runs: by name, or the first whose capabilities cover the model and the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from importlib import import_module
+
+import torch
+
+from custom_ops.attention import AttentionBackend
+
+logger = logging.getLogger(__name__)
+
+# Name → class, fastest first; imported only when it is tried, so that a missing package is a reason and not a crash.
+BACKENDS: Mapping[str, str] = {
+    "cpu": "custom_ops.attention_cpu:CpuAttention",
+    "flashinfer": "custom_ops.attention_flashinfer:FlashInferAttention",
+    "triton": "custom_ops.attention_triton:TritonAttention",
+    "torch": "custom_ops.attention_torch:TorchAttention",
+}
+
+
+class AttentionBackendError(ValueError):
+    """The backend that was asked for is not known, or does not run here."""
+
+
+def select_attention_backend(
+    name: str | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+) -> AttentionBackend:
+    """The backend called `name`, or (None) the first of `BACKENDS` that supports the combination.
+
+    Raises `AttentionBackendError`: an unknown name lists the known ones, a forced one that does not run says why.
+    """
+    if name is not None and name not in BACKENDS:
+        raise AttentionBackendError(f"There is no attention backend {name!r}: known are {', '.join(BACKENDS)}.")
+    reasons: list[tuple[str, str]] = []
+    for candidate in BACKENDS if name is None else (name,):
+        backend: AttentionBackend | None = None
+        try:
+            backend = _load(candidate)
+            reason = backend.unsupported_reason(
+                device=device,
+                dtype=dtype,
+                head_dim=head_dim,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                block_size=block_size,
+            )
+        except ImportError as error:
+            reason = f"it cannot be imported: {error}"
+        if reason is None:
+            assert backend is not None
+            passed_over = "".join(f"; not {other}: {why}" for other, why in reasons)
+            logger.info("Attention backend %s%s.", candidate, passed_over)
+            return backend
+        reasons.append((candidate, reason))
+    if name is not None:
+        raise AttentionBackendError(f"Attention backend {name!r} does not run here: {reasons[0][1]}.")
+    raise AttentionBackendError(
+        "No attention backend runs this model here: " + "; ".join(f"{other}: {why}" for other, why in reasons) + "."
+    )
+
+
+def _load(name: str) -> AttentionBackend:
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    return backend

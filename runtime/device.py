@@ -1,0 +1,58 @@
+"""What the engine asks of the machine: which device, how many threads, which dtype it computes in, how much memory is
+free.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+_CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86, arm
+
+
+def resolve_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """The torch device; "auto" is CUDA where there is one. Raises `ValueError` when CUDA is asked for and not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device is 'cuda', but torch finds no CUDA device here: use --device cpu, or check the driver."
+        )
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:
+    """The dtype of weights and cache; "auto" is bfloat16 where the device computes in it, else float32."""
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        has_bf16 = bool(_CPU_BF16_FLAGS & _cpu_flags())
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def use_threads(num_threads: int | None) -> int:
+    """Let CPU kernels use `num_threads` threads (None: every core that this process may run on); the number."""
+    if num_threads is None:
+        num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def describe_device(device: torch.device) -> str:
+    """For messages and reports: "cpu", or the GPU's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _cpu_flags() -> set[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return set()
+    for line in cpuinfo.read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.partition(":")[2].split())
+    return set()

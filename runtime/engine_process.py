@@ -1,0 +1,214 @@
+"""The engine core as a process of its own, reached over ZMQ.
+
+The parent starts `python -c <boot>` with a pickled `Bootstrap` on standard input and keeps that pipe open: its end is
+how the child learns that the parent is gone, however it went. Messages are those of runtime/messages.py, over two
+sockets (requests in, outputs out) in a folder that only this user can enter. One thread does everything: take what
+has come in, step, send. Sending hands the bytes to ZMQ's own thread, and with async scheduling the device works on
+the next step meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+import zmq
+
+from runtime.config import EngineConfig
+from runtime.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineDead,
+    EngineReady,
+    EngineStage,
+    FromEngine,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    UtilityCall,
+    UtilityResult,
+)
+
+logger = logging.getLogger(__name__)
+
+# The child gets the parent's import path before it imports anything of ours.
+BOOT_CODE = """\
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from runtime.engine_process import main
+main()
+"""
+LINGER_MS = 2000
+EXIT_FAILURE = 1
+EXIT_ORPHANED = 3
+_IDLE_POLL_MS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bootstrap:
+    """What the child needs to begin: its options, where to connect, how much to log."""
+
+    config: EngineConfig
+    input_address: str
+    output_address: str
+    log_level: int
+
+
+class EngineProcess:
+    """The child's side: an `EngineCore` between two sockets."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self._config = bootstrap.config
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._input = context.socket(zmq.PULL)
+        self._output = context.socket(zmq.PUSH)
+        for socket, address in ((self._input, bootstrap.input_address), (self._output, bootstrap.output_address)):
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.set_hwm(0)
+            socket.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._refused: list[RequestOutput] = []
+        self._shutdown: Shutdown | None = None
+
+    def run(self) -> int:
+        """Build the engine, serve until told to stop; the process's exit status."""
+        try:
+            from runtime.engine_core import EngineCore
+
+            self._core = EngineCore(self._config, on_stage=self._report_stage)
+        except Exception as error:
+            return self._die("The engine could not start", error)
+        self._send(EngineReady(info=self._core.info))
+        try:
+            self._serve()
+        except Exception as error:
+            return self._die("The engine failed while it computed a step", error)
+        self._core.shutdown()
+        return 0
+
+    def _serve(self) -> None:
+        core = self._core
+        while True:
+            has_work = core.has_work()
+            if self._shutdown is not None and not has_work:
+                return
+            self._take_in(wait=not has_work and not self._refused)
+            if self._shutdown is not None and not self._shutdown.drain:
+                self._abort_all()
+                return
+            if core.has_work():
+                outputs = core.step()
+            elif self._refused:
+                outputs = StepOutputs(stats=core.stats())
+            else:
+                continue
+            if self._refused:
+                outputs.outputs.extend(self._refused)
+                self._refused.clear()
+            self._send(outputs)
+
+    def _take_in(self, *, wait: bool) -> None:
+        """Handle every message that is there; with `wait`, at least one (or the time is up)."""
+        if wait and not self._input.poll(_IDLE_POLL_MS):
+            return
+        while self._input.get(zmq.EVENTS) & zmq.POLLIN:
+            self._handle(self._decoder.decode(self._input.recv(zmq.NOBLOCK)))
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, AddRequest):
+            self._add(message)
+        elif isinstance(message, AbortRequests):
+            self._core.abort(message.request_ids)
+        elif isinstance(message, UtilityCall):
+            self._call(message)
+        else:
+            self._shutdown = message
+
+    def _add(self, message: AddRequest) -> None:
+        from runtime.scheduler import QueueFullError
+
+        request = message.request
+        output = RequestOutput(request_id=request.request_id, finish_reason="error")
+        try:
+            if self._shutdown is not None:
+                raise QueueFullError("The server is shutting down and takes no new requests.")
+            self._core.add_request(request)
+            return
+        except QueueFullError as error:
+            output.error, output.error_kind = str(error), "overloaded"
+        except ValueError as error:
+            output.error, output.error_kind = str(error), "invalid"
+        except Exception:
+            # Whatever is wrong with this request must not end the others.
+            logger.exception("Request %s could not be taken in.", request.request_id)
+            output.error, output.error_kind = "The engine failed on this request; its log has the details.", "internal"
+        self._refused.append(output)
+
+    def _call(self, call: UtilityCall) -> None:
+        result = UtilityResult(call_id=call.call_id)
+        try:
+            result.value = self._core.utility(call.method)
+        except ValueError as error:
+            result.error = str(error)
+        self._send(result)
+
+    def _abort_all(self) -> None:
+        outputs = self._core.abort_all()
+        self._send(StepOutputs(outputs=outputs, stats=self._core.stats()))
+
+    def _report_stage(self, stage: str, seconds: float, detail: str) -> None:
+        self._send(EngineStage(stage=stage, seconds=seconds, detail=detail))
+
+    def _send(self, message: FromEngine) -> None:
+        self._output.send(self._encoder.encode(message))
+
+    def _die(self, what: str, error: Exception) -> int:
+        """Last words to the parent: a user's mistake as its sentence, anything else by kind; the stack goes to the
+        log.
+        """
+        if isinstance(error, ValueError):
+            reason = str(error)
+            logger.debug("%s", what, exc_info=error)
+        else:
+            first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+            reason = f"{what}: {type(error).__name__}: {first_line[:300]}"
+            logger.error("%s.", what, exc_info=error)
+        self._send(EngineDead(reason=reason))
+        return EXIT_FAILURE
+
+    def close(self) -> None:
+        """Send what is queued, for LINGER_MS at most."""
+        self._input.close()
+        self._output.close()
+        zmq.Context.instance().term()
+
+
+def main() -> NoReturn:
+    """Entry point of the child."""
+    bootstrap: Bootstrap = pickle.load(sys.stdin.buffer)
+    # Ctrl-C reaches the whole terminal's group: when to stop is the parent's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for name in ("compiler", "custom_ops", "models", "runtime"):
+        logging.getLogger(name).setLevel(bootstrap.log_level)
+    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    process = EngineProcess(bootstrap)
+    status = process.run()
+    process.close()
+    sys.stderr.flush()
+    # Without the interpreter's tear-down: threads of the kernels and compile workers have nothing left to save.
+    os._exit(status)
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.buffer.read()  # returns when the parent closes its end, or dies
+    os._exit(EXIT_ORPHANED)
