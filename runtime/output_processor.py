@@ -8,6 +8,7 @@ as an id to abort in the engine.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from runtime.messages import EngineRequest, FinishReason, TokenLogprobs
 from runtime.messages import RequestOutput as EngineOutput
 from runtime.sampling_params import SamplingParams
 from runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class CompletionDelta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
 
 
 Sink = Callable[[CompletionDelta], None]
@@ -130,7 +135,17 @@ class OutputProcessor:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
                 continue  # aborted while the step ran
-            delta = _delta(sequence, output)
+            try:
+                delta = _delta(sequence, output)
+            except Exception:  # one request's text must not take the others down
+                logger.exception("Making text of request %s failed.", output.request_id)
+                delta = CompletionDelta(
+                    index=sequence.index,
+                    text="",
+                    token_ids=[],
+                    finish_reason="error",
+                    error="The generated tokens could not be turned into text; the log has the details.",
+                )
             if delta.finish_reason is not None:
                 del self._sequences[output.request_id]
                 if output.finish_reason is None:
@@ -186,6 +201,8 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
         stop_reason=stop_reason,
         num_cached_tokens=output.num_cached_tokens,
         error=output.error,
+        queue_seconds=output.queue_seconds,
+        prefill_seconds=output.prefill_seconds,
     )
 
 

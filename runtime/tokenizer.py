@@ -122,9 +122,8 @@ def load_generation_defaults(path: str | Path) -> dict[str, float | int]:
     """The sampling fields of the model's generation_config.json, under the names of `SamplingParams`."""
     path = Path(path)
     config = _read_json(path / "generation_config.json") if path.is_dir() else {}
-    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    names["max_new_tokens"] = "max_tokens"
-    found = {ours: config[theirs] for theirs, ours in names.items() if isinstance(config.get(theirs), (int, float))}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: config[name] for name in names if isinstance(config.get(name), (int, float))}
     return {} if config.get("do_sample") is False else found
 
 

@@ -1,0 +1,89 @@
+"""What a router works with: settings, engine, tokenizer; one object a server, found through the request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from runtime.input_processor import InputProcessor
+from runtime.sampling_params import SamplingParams
+from runtime.tokenizer import Tokenizer
+from serve.engine import AsyncEngine
+from serve.errors import ApiError, user_errors
+from serve.metrics import Metrics
+from serve.settings import ServerSettings
+
+# Texts that tokenize in well under a millisecond stay on the event loop.
+_INLINE_CHARS = 4096
+
+
+@cache
+def server_version() -> str:
+    """Version of the installed distribution; "unknown" when run from a folder without metadata."""
+    try:
+        return metadata.version("compile-and-serve")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerContext:
+    """State of one server."""
+
+    settings: ServerSettings
+    engine: AsyncEngine
+    inputs: InputProcessor
+    metrics: Metrics
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.inputs.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of every answer."""
+        return f"cas-{server_version()}-{self.inputs.info.dtype.removeprefix('torch.')}"
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the answer carries; 404 for a model which is not served."""
+        names = self.settings.served_model_names
+        if name and name not in names:
+            raise ApiError(404, f"The model '{name:.200}' does not exist; this server has {', '.join(names)}.", "model")
+        return name or names[0]
+
+    def request_id(self, prefix: str, wanted: str | None, request: Request) -> str:
+        """Public id of a request: the body's, else the X-Request-Id header's, else a new one."""
+        given = wanted or request.headers.get("x-request-id", "")[:256]
+        return f"{prefix}-{given or uuid.uuid4().hex}"
+
+    async def encode(self, text: str, params: SamplingParams, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt; long ones are tokenized in a thread, so that streams go on meanwhile."""
+
+        def work() -> list[int]:
+            with user_errors():
+                return self.inputs.encode(
+                    text,
+                    add_special_tokens=add_special_tokens,
+                    truncate=params.truncate_prompt_tokens,
+                    max_tokens=params.max_tokens,
+                )
+
+        return work() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def get_context(request: Request) -> ServerContext:
+    """FastAPI dependency."""
+    context = request.app.state.context
+    assert isinstance(context, ServerContext)
+    return context
+
+
+Context = Annotated[ServerContext, Depends(get_context)]

@@ -1,0 +1,1 @@
+"""Request bodies, and how answers are written."""

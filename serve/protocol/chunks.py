@@ -1,0 +1,99 @@
+"""Stream chunks and usage, written with as little work a token as there is: what does not change is encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+_encode = msgspec.json.encode
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one HTTP request. cached: prompt tokens found in the prefix cache, by completion index."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached: dict[int, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(sum(self.cached.values()), self.prompt_tokens)},
+        }
+
+
+class ChunkWriter:
+    """Server-sent events of one streamed answer.
+
+    head: fields equal in every chunk (id, object, created, model …). body: makes the part of a choice that holds the text,
+    such as `"text":"abc"`, of the text encoded as JSON. usage_in_chunks: None leaves usage out, False writes null, True writes
+    the usage so far.
+    """
+
+    def __init__(
+        self, head: Mapping[str, Any], body: Callable[[bytes], bytes], *, usage: Usage, usage_in_chunks: bool | None
+    ) -> None:
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._body = body
+        self._usage = usage
+        self._usage_in_chunks = usage_in_chunks
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        *,
+        logprobs: Mapping[str, Any] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+        token_ids: Sequence[int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """One event with one choice; `extra`: further fields of the chunk."""
+        return self.raw_chunk(
+            index,
+            self._body(_encode(text)),
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            token_ids=token_ids,
+            extra=extra,
+        )
+
+    def raw_chunk(
+        self,
+        index: int,
+        body: bytes,
+        *,
+        logprobs: Mapping[str, Any] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+        token_ids: Sequence[int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """`chunk` for a body that is written already."""
+        parts = [self._head, b'{"index":%d,' % index, body]
+        parts.append(b',"logprobs":' + (b"null" if logprobs is None else _encode(logprobs)))
+        parts.append(b',"finish_reason":' + (b"null" if finish_reason is None else _encode(finish_reason)))
+        if finish_reason is not None:
+            parts.append(b',"stop_reason":' + _encode(stop_reason))
+        if token_ids is not None:
+            parts.append(b',"token_ids":' + _encode(token_ids))
+        parts.append(b"}]")
+        if extra:
+            parts.append(b"," + _encode(extra)[1:-1])
+        if self._usage_in_chunks is not None:
+            parts.append(b',"usage":' + (_encode(self._usage.as_dict()) if self._usage_in_chunks else b"null"))
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+    def usage_chunk(self) -> bytes:
+        """The last event before [DONE]: no choice, the whole usage."""
+        return self._head + b'],"usage":' + _encode(self._usage.as_dict()) + b"}\n\n"

@@ -1,0 +1,74 @@
+"""What the generating routes share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Request, Response
+
+from runtime.output_processor import CompletionOutput
+from serve.context import ServerContext
+from serve.engine import Generation
+from serve.errors import ApiError, error_body
+from serve.protocol.fields import GenerationFields
+from serve.responses import ClientGoneError, client_gone_response, event, until_disconnect
+
+_ERROR_EXAMPLE = error_body(400, "temperature must be in [0, 2], got 3.0.", "temperature")
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {
+        "description": "Something in the request is wrong",
+        "content": {"application/json": {"example": _ERROR_EXAMPLE}},
+    },
+    401: {"description": "No valid API key"},
+    404: {"description": "No such model"},
+    503: {"description": "Queue full, or the engine is down (Retry-After says when to try again)"},
+    # FastAPI would document its own 422, which this server never sends.
+    422: {"description": "Never sent: validation errors are 400"},
+}
+
+
+def usage_options(body: GenerationFields) -> tuple[bool, bool]:
+    """(a usage chunk at the end, usage in every chunk)."""
+    options = body.stream_options
+    if options is None:
+        return False, False
+    return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
+
+
+def failure(context: ServerContext, error: str) -> ApiError:
+    """The answer when the engine ended a request with an error."""
+    return ApiError(503 if context.engine.dead_reason is not None else 500, error)
+
+
+def failure_event(context: ServerContext, error: str) -> bytes:
+    """The same inside a stream that has begun."""
+    failed = failure(context, error)
+    return event(error_body(failed.status, failed.message))
+
+
+async def collect(
+    request: Request,
+    submit: Callable[[], Awaitable[Generation]],
+    complete: Callable[[list[CompletionOutput]], Response],
+) -> Response:
+    """Wait for every completion and answer with all of them; a client that goes away ends its generation."""
+    context: ServerContext = request.app.state.context
+
+    async def work() -> Response:
+        generation = await submit()
+        try:
+            completions = [CompletionOutput(index) for index in range(generation.num_sequences)]
+            async for deltas in generation:
+                for delta in deltas:
+                    completions[delta.index].add(delta)
+                    if delta.error is not None:
+                        raise failure(context, delta.error)
+            return complete(completions)
+        finally:
+            generation.close()
+
+    try:
+        return await until_disconnect(request, work())
+    except ClientGoneError:
+        return client_gone_response()

@@ -1,0 +1,55 @@
+"""Probes, version, load and metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from runtime.engine_client import EngineDeadError
+from serve.context import Context, server_version
+from serve.errors import error_response
+from serve.responses import json_response
+
+router = APIRouter(tags=["Utility"])
+
+
+@router.get("/health", summary="Does the engine answer?")
+async def health(context: Context) -> Response:
+    """200 when the engine process answered just now, else 503."""
+    try:
+        await context.engine.check_health(context.settings.health_timeout)
+    except EngineDeadError as error:
+        return error_response(503, str(error))
+    return json_response({"status": "ok"})
+
+
+@router.get("/ready", summary="Are requests taken?")
+async def ready(context: Context) -> Response:
+    """200 while new requests are taken; 503 while the server shuts down or the engine is dead."""
+    if not context.engine.ready:
+        return error_response(503, context.engine.dead_reason or "The server is shutting down.")
+    return json_response({"status": "ready"})
+
+
+@router.api_route("/ping", methods=["GET", "POST"], summary="Is the server up?", operation_id="ping")
+async def ping() -> Response:
+    """200 as long as this process answers."""
+    return Response(status_code=200)
+
+
+@router.get("/version", summary="Version of the server")
+async def version() -> Response:
+    """The version of the installed distribution."""
+    return json_response({"version": server_version()})
+
+
+@router.get("/load", summary="Sequences in flight")
+async def load(context: Context) -> Response:
+    """How many sequences wait or run."""
+    return json_response({"server_load": context.engine.num_in_flight})
+
+
+@router.get("/metrics", summary="Prometheus metrics")
+async def metrics(context: Context) -> Response:
+    """Counters, gauges and histograms in Prometheus' text format."""
+    return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
