@@ -397,3 +397,19 @@ def test_reset_prefix_cache_only_when_idle() -> None:
     assert driver.scheduler.reset_prefix_cache()
     driver.add(make_request("b", range(9), max_tokens=2))
     assert driver.run()["b"].outputs[0].num_cached_tokens == 0
+
+
+def test_a_chunk_known_only_after_its_request_was_preempted_and_resumed_names_no_block() -> None:
+    """Two steps in flight. The chunk of step 7 filled a block that was lost in step 8; the request has other blocks by then."""
+    driver = Driver(make_scheduler(num_blocks=5, budget=2), depth=2)
+    driver.add(make_request("first", [9], max_tokens=16), make_request("long", range(12), max_tokens=2))
+    for _ in range(9):
+        driver.step()
+    assert "long" in driver.steps[8].finished_request_ids
+    driver.scheduler.abort(["first"])
+    driver.step()
+    assert [(new.request_id, new.num_computed_tokens) for new in driver.steps[9].new_requests] == [("long", 4)]
+    assert [step.step for step, _ in driver.in_flight] == [8, 9]
+    driver.scheduler.abort(["long"])
+    driver.add(make_request("same", range(12), max_tokens=2))
+    assert driver.run()["same"].outputs[0].num_cached_tokens == 4
