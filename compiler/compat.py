@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = ["FakeTensorMode", "capture_full_graph", "fake_mode_with_symbols", "mark_token_dimension", "node_source_line"]
+
+_TORCH_FOLDER = f"{os.sep}torch{os.sep}"
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -53,4 +56,5 @@ def node_source_line(node: torch.fx.Node) -> str:
     if not trace:
         return "unknown source"
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    frames = [frame for frame in frames if _TORCH_FOLDER not in frame] or frames
     return frames[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if frames else "unknown source"

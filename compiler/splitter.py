@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from compiler.compat import node_source_line
-from custom_ops.library import NAMESPACE, OPS, OpKind
+from custom_ops.library import OPS, OpKind
 
 
 class SplitError(ValueError):
@@ -62,12 +62,16 @@ def split(gm: GraphModule) -> list[Stage]:
 
 
 def _kind(node: Node) -> OpKind:
+    if node.op == "call_method":  # of a tensor: what is not canonical is still plain torch
+        return OpKind.CAPTURABLE
     if node.op != "call_function":
         raise SplitError(f"{node.op} {node.target} at {node_source_line(node)} cannot be compiled: only functions can.")
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in CAPTURABLE_NAMESPACES:
+    if not isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return OpKind.CAPTURABLE
-    name = node.target.name().split(".")[0]
-    if node.target.namespace == NAMESPACE and name in OPS:
+    name = str(node.target).replace(".", "::", 1).split(".")[0]
+    if name.split("::")[0] in CAPTURABLE_NAMESPACES:
+        return OpKind.CAPTURABLE
+    if name in OPS:
         return OPS[name].kind
     raise SplitError(
         f"Op {name} at {node_source_line(node)} is neither declared capturable nor a split point: "

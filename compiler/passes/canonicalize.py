@@ -28,6 +28,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.concatenate: torch.cat,
 }
 METHODS = {"float": (torch.float32,), "half": (torch.float16,), "bfloat16": (torch.bfloat16,)}
+SIZE = torch.ops.aten.sym_size.int
 ASSERTS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default, torch._check)
 
 
@@ -38,6 +39,8 @@ class Canonicalize(BasePass):
         matched = 0
         for node in list(gm.graph.nodes):
             matched += _rewrite(gm, node, ctx)
+        for node in list(gm.graph.nodes):
+            _read_lengths_here(gm, node, ctx)
         for node in reversed(list(gm.graph.nodes)):
             if node.op == "call_function" and not node.users and not node.is_impure():
                 gm.graph.erase_node(node)
@@ -68,6 +71,26 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
         node.kwargs = {**node.kwargs, "device": ctx.device}
         changed = True
     return changed
+
+
+def _read_lengths_here(gm: GraphModule, node: Node, ctx: PassContext) -> None:
+    """Take a length that an op needs (`x.view(tokens, -1, 64)`) from its own input: pieces share tensors, not lengths."""
+    if is_call(node, SIZE) or node.op == "output":
+        return
+    inputs = node.all_input_nodes
+    for length in inputs:
+        if not isinstance(length.meta["example_value"], torch.SymInt):
+            continue
+        if is_call(length, SIZE) and length.args[0] in inputs:
+            continue
+        for source in inputs:
+            value = source.meta["example_value"]
+            sizes = [str(size) for size in value.shape] if isinstance(value, torch.Tensor) else []
+            if str(length.meta["example_value"]) in sizes:
+                with gm.graph.inserting_before(node):
+                    here = ctx.call(gm, SIZE, source, sizes.index(str(length.meta["example_value"])), origin=node)
+                node.replace_input_with(length, here)
+                break
 
 
 def _function_of_method(name: str) -> Callable[..., Any]:

@@ -1,0 +1,111 @@
+"""The compiled model computes what the plain module computes, at every token count, on one capture."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiler import CompileConfig, compile_model
+from compiler.model import WeightMismatchError
+from tests.support.tiny_models import caches, fill, step, tiny_spec
+
+CPU = torch.device("cpu")
+FUSED = frozenset({"rope_attention", "fused_linear"})
+
+
+def compiled(
+    tmp_path: Path,
+    architecture: str = "LlamaForCausalLM",
+    kernels: frozenset[str] = FUSED,
+    dtype: torch.dtype = torch.float32,
+):
+    spec = tiny_spec(architecture, 2, dtype)
+    model = compile_model(spec, CompileConfig(cache_dir=tmp_path), device=CPU, dtype=dtype, kernels=kernels)
+    fill(model)
+    return spec, model
+
+
+def eager(architecture: str, dtype: torch.dtype = torch.float32):
+    model = compile_model(tiny_spec(architecture, 2, dtype), CompileConfig(mode="eager"), device=CPU, dtype=dtype)
+    fill(model)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("kernels", [FUSED, frozenset()], ids=["fused", "plain"])
+def test_equals_eager_at_every_length_without_recompiling(
+    tmp_path: Path, architecture: str, kernels: frozenset[str]
+) -> None:
+    spec, model = compiled(tmp_path, architecture, kernels)
+    reference = eager(architecture)
+    ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
+    start = 0
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for length in (7, 1, 2, 16, 37, 1):
+            tokens = [(start + i) * 7 % 320 for i in range(length)]
+            torch.testing.assert_close(
+                step(model, tokens, start, ours), step(reference, tokens, start, theirs), rtol=1e-4, atol=1e-4
+            )
+            start += length
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:
+    spec, first = compiled(tmp_path)
+    again = tiny_spec()
+    stages: list[str] = []
+    second = compile_model(
+        again, CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED,
+        on_stage=lambda stage, seconds, detail: stages.append(stage),
+    )  # fmt: skip
+    fill(second)
+    assert stages == ["load artifact"]
+    assert second.report["artifact"] == "hit"
+    torch.testing.assert_close(
+        step(second, [1, 2, 3], 0, caches(spec, torch.float32)), step(first, [1, 2, 3], 0, caches(spec, torch.float32)),
+        rtol=0, atol=0,
+    )  # fmt: skip
+
+
+def test_depth_shares_pieces(tmp_path: Path) -> None:
+    compiled(tmp_path)
+    deeper = compile_model(
+        tiny_spec(layers=5), CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED
+    )
+    assert deeper.report["pieces"] == 6
+    assert deeper.report["distinct_pieces"] == 3
+    assert len(list((tmp_path / "piece").iterdir())) == 3
+
+
+def test_artifact_of_another_model_is_named_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiled(tmp_path / "made")
+    config = CompileConfig(cache_dir=tmp_path / "store", artifact_dir=tmp_path / "made")
+    with caplog.at_level(logging.WARNING):
+        model = compile_model(tiny_spec(vocab_size=352), config, device=CPU, dtype=torch.float32, kernels=FUSED)
+    assert model.report["artifact"] == "made"
+    assert "does not fit this plan: the nearest plan differs in config (" in caplog.text
+    fitting = compile_model(tiny_spec(), config, device=CPU, dtype=torch.float32, kernels=FUSED)
+    assert fitting.report["artifact"] == "hit"
+
+
+def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
+    model = compile_model(tiny_spec(), CompileConfig(mode="eager"), device=CPU, dtype=torch.float32)
+    with pytest.raises(WeightMismatchError, match=r"lacks model.embed_tokens.weight, .* more\."):
+        model.finish_loading()
+    with pytest.raises(WeightMismatchError, match=r"model.norm.weight has shape \[3\], expected \[64\]"):
+        model.assign("model.norm.weight", torch.zeros(3))
+
+
+def test_no_unexpected_clone_in_the_generated_code(tmp_path: Path) -> None:
+    """No piece copies a tensor that it only reads, and none sees a KV cache at all."""
+    compiled(tmp_path)
+    sources = [file.read_text() for file in (tmp_path / "piece").glob("*/piece.py")]
+    assert len(sources) == 3
+    for source in sources:
+        assert "aten.clone" not in source
+        assert "aten.copy" not in source
+        assert "kv_cache" not in source

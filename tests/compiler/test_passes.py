@@ -1,0 +1,122 @@
+"""Each pass: how many sites it matches, what it leaves alone and why, and that a second run finds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from compiler.capture import CapturedGraph, capture, example_inputs
+from compiler.graph_pass import PassContext, PassResult, SkipReason
+from compiler.pass_manager import PassRecord, run_passes
+from compiler.passes import default_passes
+from compiler.passes.fuse_linears import FuseLinears
+from tests.support.tiny_models import tiny_spec
+
+LAYERS = 3
+ALL_KERNELS = frozenset({"rope_attention", "fused_linear"})
+
+
+def run(
+    architecture: str = "LlamaForCausalLM",
+    kernels: frozenset[str] = ALL_KERNELS,
+    disabled: frozenset[str] = frozenset(),
+    change: Callable[[torch.nn.Module], object] = lambda module: None,
+    **config: object,
+) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
+    spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **config)
+    change(spec.module)
+    captured = capture(spec.module, example_inputs([(8, 2, 2, 16, 16)] * LAYERS, torch.bfloat16))
+    ctx = PassContext(
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        weights=captured.weights,
+        fake_mode=captured.fake_mode,
+        kernels=kernels,
+    )
+    records = run_passes(captured.gm, default_passes(), ctx, disabled)
+    return captured, ctx, {record.name: record for record in records}
+
+
+def targets(captured: CapturedGraph) -> list[object]:
+    return [node.target for node in captured.gm.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_every_site_is_matched(architecture: str) -> None:
+    captured, _, records = run(architecture)
+    expected = {"merge_linears": 5 * LAYERS, "fuse_rope_attention": LAYERS, "fuse_linears": 4 * LAYERS + 1}
+    for name, sites in expected.items():
+        assert records[name].result == PassResult(matched=sites), name
+    left = targets(captured)
+    assert F.linear not in left
+    assert torch.rms_norm not in left
+    assert F.silu not in left
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_a_second_run_changes_nothing(architecture: str) -> None:
+    captured, ctx, _ = run(architecture)
+    before = str(captured.gm.graph)
+    for record in run_passes(captured.gm, default_passes(), ctx):
+        assert isinstance(record.result, PassResult)
+        assert record.result.matched == 0, record.name
+    assert str(captured.gm.graph) == before
+
+
+def test_merged_weights_come_from_their_parts() -> None:
+    _, ctx, _ = run()
+    qkv = ctx.weights["model.layers.1.self_attn.q_proj+k_proj+v_proj.weight.packed"]
+    prefix = "model.layers.1.self_attn"
+    assert qkv.sources == tuple(f"{prefix}.{part}_proj.weight" for part in "qkv")
+    assert qkv.expression == ("pack_linear_weight", ("cat", *qkv.sources))
+
+
+def test_biases_are_merged_too() -> None:
+    _, ctx, records = run(attention_bias=True)
+    assert records["merge_linears"].result == PassResult(matched=5 * LAYERS)
+    assert ctx.weights["model.layers.0.self_attn.q_proj+k_proj+v_proj.bias"].spec.shape == (64 + 2 * 32,)
+
+
+def test_without_kernels_the_fusions_say_why() -> None:
+    captured, _, records = run(kernels=frozenset())
+    for name in ("fuse_rope_attention", "fuse_linears"):
+        result = records[name].result
+        assert isinstance(result, SkipReason)
+        assert "bfloat16 on cpu" in result.sentence
+    assert targets(captured).count(torch.ops.cas.attention.default) == LAYERS
+
+
+def test_a_pass_is_turned_off_by_name() -> None:
+    _, _, records = run(disabled=frozenset({"fuse_linears"}))
+    assert records["fuse_linears"].result == SkipReason(sentence="turned off by name")
+    with pytest.raises(ValueError, match="Cannot disable unknown pass 'nonsense': the passes are canonicalize"):
+        run(disabled=frozenset({"nonsense"}))
+
+
+def test_float32_norm_weight_is_a_near_miss_with_its_place() -> None:
+    def float32_norms(module: torch.nn.Module) -> None:
+        for layer in module.model.layers:
+            layer.input_layernorm.weight.data = layer.input_layernorm.weight.data.float()
+
+    _, _, records = run(change=float32_norms)
+    result = records["fuse_linears"].result
+    assert isinstance(result, PassResult)
+    assert len(result.near_misses) == LAYERS
+    assert "different dtypes (torch.float32 and torch.bfloat16)" in result.near_misses[0].reason
+    assert "models/llama.py:" in result.near_misses[0].source
+
+
+def test_a_linear_with_two_readers_keeps_its_output() -> None:
+    """SiLU-mul is swallowed only where nothing else reads the gate/up product."""
+    captured, ctx, _ = run(disabled=frozenset({"fuse_linears"}))
+    silus = captured.gm.graph.find_nodes(op="call_function", target=F.silu)
+    with captured.gm.graph.inserting_after(silus[0]):
+        extra = ctx.call(captured.gm, torch.neg, silus[0], origin=silus[0])
+    products = [user for user in silus[0].users if user.target is torch.mul]
+    products[0].replace_input_with(products[0].args[1], extra)
+    FuseLinears().run(captured.gm, ctx)
+    captured.gm.graph.lint()
+    assert targets(captured).count(F.silu) == 1
