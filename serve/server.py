@@ -7,7 +7,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,18 +43,23 @@ def run(
     on_stage: StageCallback | None = None,
     on_ready: Callable[[str, EngineInfo], None] | None = None,
 ) -> int:
-    """Start the engine, serve until SIGINT or SIGTERM, stop, and return the exit code (0: stopped on purpose, 1: the engine died).
+    """Start the engine, serve until SIGINT or SIGTERM, stop, and return the exit code: 0, or 1 when the engine died.
 
     on_stage: (stage, seconds, detail) as start-up goes on. on_ready: (URL, engine info) once requests are taken.
-    Raises the `ValueError` family with one sentence where nothing can be served: port in use, no tokenizer, the model does not load.
+    Raises the `ValueError` family with one sentence where nothing can be served: port in use, no tokenizer, a model that
+    does not load.
     """
     listener = open_socket(settings.host, settings.port)
     try:
         tokenizer = None if config.model.skip_tokenizer_init else _load_tokenizer(config)
         settings = complete_settings(config, settings)
-        return asyncio.run(
-            _serve(config, settings, tokenizer, listener, on_stage, on_ready), loop_factory=_loop_factory()
-        )
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config, settings, tokenizer, listener, on_stage, on_ready))
+    except OSError as error:
+        # Another program may begin to listen while the model loads.
+        if error.errno == errno.EADDRINUSE:
+            raise ServerStartError(_bind_problem(settings.host, settings.port, error)) from error
+        raise
     finally:
         listener.close()
 
@@ -98,22 +103,19 @@ async def _serve(
     on_ready: Callable[[str, EngineInfo], None] | None,
 ) -> int:
     client = AsyncEngineClient(config) if on_stage is None else AsyncEngineClient(config, on_stage=on_stage)
-    stop = asyncio.Event()
-    with _signals(stop):
-        starting = asyncio.create_task(client.start())
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    with _Signals() as signals:
+        starting = asyncio.create_task(_start(client))
+        await _wait_any(starting, signals.stop)
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return EXIT_OK
-        stopping.cancel()
-        info = starting.result()  # raises EngineStartError
+        await starting  # raises EngineStartError
         died: list[str] = []
 
         def on_death(reason: str) -> None:
             died.append(reason)
-            stop.set()
+            signals.stop.set()
 
         app = create_app(client, tokenizer, settings, on_engine_death=on_death)
         server = _Server(_uvicorn_config(app, settings))
@@ -121,68 +123,82 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if on_ready is not None and not serving.done():
-            on_ready(_url(listener, settings), info)
-        await _wait_any(serving, stop)
-        await _finish(server, serving, app.state.context, died)
+            on_ready(_url(listener, settings), client.info)
+        await _wait_any(serving, signals.stop)
+        await _finish(server, serving, app.state.context, signals.hurry)
     return EXIT_FAILURE if died else EXIT_OK
 
 
-async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, died: list[str]) -> None:
-    """Let what runs finish, cancel it after the time for that (or at the second signal), and wait for the server's end."""
-    context.engine.draining = True
-    in_flight = context.engine.num_in_flight
-    if in_flight and not died:
-        logger.info(
-            "Shutting down: %d sequences get %g seconds to finish.", in_flight, context.settings.shutdown_timeout
-        )
+async def _start(client: AsyncEngineClient) -> None:
+    await client.start()
+
+
+async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, hurry: asyncio.Event) -> None:
+    """Let what runs finish; cancel it when its time is over or at the second signal; wait for the server's end."""
+    engine = context.engine
+    engine.draining = True
+    if engine.num_in_flight:
+        seconds = context.settings.shutdown_timeout
+        logger.info("Shutting down: %d sequences get %g seconds to finish.", engine.num_in_flight, seconds)
     server.should_exit = True
-    done, _ = await asyncio.wait({serving}, timeout=context.settings.shutdown_timeout)
-    if not done:
-        logger.warning("%d sequences did not finish in time and are cancelled.", context.engine.num_in_flight)
-        context.engine.cancel_all()
-        done, _ = await asyncio.wait({serving}, timeout=_FLUSH_SECONDS)
-    if not done:
+    await _wait_any(serving, hurry, timeout=context.settings.shutdown_timeout)
+    if not serving.done():
+        logger.warning("%d sequences are cancelled.", engine.num_in_flight)
+        engine.cancel_all()
+        await _wait_any(serving, timeout=_FLUSH_SECONDS)
+    if not serving.done():
         server.force_exit = True
-        await asyncio.wait({serving}, timeout=_FLUSH_SECONDS)
+        await _wait_any(serving, timeout=_FLUSH_SECONDS)
     # With force_exit uvicorn leaves the lifespan out; shutting down twice does no harm.
-    await context.engine.shutdown(drain=False)
-    if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
-        raise error
+    await engine.shutdown(drain=False)
+    if serving.done():
+        await serving  # raises what stopped it
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `_signals` decides what a signal means."""
+    """uvicorn without its signal handlers: `_Signals` decides what a signal means."""
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None, None, None]:
         yield
 
 
-@contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set `stop`; a second one ends the process at once."""
-    loop = asyncio.get_running_loop()
-    handled = (signal.SIGINT, signal.SIGTERM)
+class _Signals:
+    """SIGINT and SIGTERM: the first sets `stop`, the second `hurry`, a third ends the process at once."""
 
-    def on_signal() -> None:
-        if stop.is_set():
-            for number in handled:  # from now on the default action
-                loop.remove_signal_handler(number)
-        stop.set()
+    _HANDLED = (signal.SIGINT, signal.SIGTERM)
 
-    for number in handled:
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
-        for number in handled:
-            loop.remove_signal_handler(number)
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> _Signals:
+        for number in self._HANDLED:
+            self._loop.add_signal_handler(number, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in self._HANDLED:
+            self._loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+            self.__exit__()  # back to the default actions
+        self.stop.set()
 
 
-async def _wait_any(serving: asyncio.Task[None], stop: asyncio.Event) -> None:
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+async def _wait_any(*awaited: asyncio.Task[None] | asyncio.Event, timeout: float | None = None) -> None:
+    """Until the first task is done or the first event set, or `timeout` seconds; exceptions stay in the tasks."""
+    waits = {task if isinstance(task, asyncio.Task) else asyncio.create_task(_set(task)) for task in awaited}
+    await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits.difference(task for task in awaited if isinstance(task, asyncio.Task)):
+        wait.cancel()
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def _uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:

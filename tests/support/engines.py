@@ -1,0 +1,76 @@
+"""Tiny engines: a 2-layer Llama of random weights from a config alone, and a loop that runs requests through an engine core."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.config import EngineConfig
+from runtime.engine_core import EngineCore
+from runtime.messages import EngineRequest, RequestOutput
+from runtime.options import make_engine_config
+from runtime.sampling_params import SamplingParams
+
+VOCAB_SIZE = 320
+MAX_LEN = 256
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """A folder with nothing but a config.json: for load_format "dummy"."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": MAX_LEN,
+        "initializer_range": 0.3,  # wide enough that greedy choices are not near ties
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tiny_config(folder: Path, **options: Any) -> EngineConfig:
+    """Engine options for that folder; float32 and eager unless said otherwise."""
+    defaults = {"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "device": "cpu", "block_size": 4,
+                "max_num_seqs": 32, "num_kv_blocks": 2048, "num_threads": 1}  # fmt: skip
+    return make_engine_config(str(folder), **(defaults | options))
+
+
+def request(
+    request_id: str, prompt: Sequence[int], *, stop_token_ids: Sequence[int] = (), eos_token_ids: Sequence[int] = (),
+    **params: Any,
+) -> EngineRequest:  # fmt: skip
+    """A request; greedy for 16 tokens unless `params` say otherwise."""
+    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params))
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=list(prompt), sampling_params=sampling,
+        stop_token_ids=list(stop_token_ids), eos_token_ids=list(eos_token_ids),
+    )  # fmt: skip
+
+
+def run_requests(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[RequestOutput]]:
+    """Every output of every request, in order."""
+    for one in requests:
+        core.add_request(one)
+    outputs: dict[str, list[RequestOutput]] = {one.request_id: [] for one in requests}
+    while core.has_work():
+        for output in core.step().outputs:
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
+    """Request → all of its tokens."""
+    return {name: [token for step in steps for token in step.new_token_ids] for name, steps in outputs.items()}
