@@ -74,7 +74,8 @@ def bench_decode(num_seqs: int, num_steps: int) -> dict[str, object]:
     prompts_left = {request.request_id: len(request.prompt_token_ids) for request in requests}
     for request in requests:
         scheduler.add_request(request)
-    schedule_s, update_s = [], []
+    schedule_s: list[float] = []
+    update_s: list[float] = []
     gc.collect()
     while len(schedule_s) < num_steps:
         start = time.perf_counter()
