@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
+from functools import cache
+from typing import TextIO
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -16,9 +18,28 @@ USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 _OURS = ("benchmarks", "compiler", "custom_ops", "models", "runtime", "serve")
 
 
+@cache
+def _console_on(stream: TextIO) -> Console:
+    return Console(file=stream, highlight=False, soft_wrap=True)
+
+
 def error_console() -> Console:
-    """The console of messages; made anew so that it follows a redirected stderr."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    """The console of messages, on stderr: one for all, so that a line never breaks into the spinner."""
+    return _console_on(sys.stderr)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Log records as plain lines: informative ones dimmed, warnings and errors with their level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = escape(self.format(record))
+        if record.levelno >= logging.ERROR:
+            text = f"[red]{record.levelname.capitalize()}:[/red] {text}"
+        elif record.levelno >= logging.WARNING:
+            text = f"[yellow]{record.levelname.capitalize()}:[/yellow] {text}"
+        else:
+            text = f"[dim]· {text}[/dim]"
+        error_console().print(text)
 
 
 class StageDisplay:
@@ -55,8 +76,7 @@ class StageDisplay:
 
 def set_up_logging(*, verbose: bool) -> None:
     """Our own loggers at INFO (DEBUG with --verbose), everybody else's at WARNING, on stderr."""
-    handler = RichHandler(console=error_console(), show_path=verbose, show_time=verbose, rich_tracebacks=verbose)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_ConsoleHandler()], force=True)
     for name in _OURS:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from serve.cli.flags import ModelArgument
-from serve.cli.output import StageDisplay
+from serve.cli.output import StageDisplay, error_console
+
+if TYPE_CHECKING:
+    from runtime.messages import EngineInfo
 
 SERVER_PANEL = "Server"
 
@@ -84,5 +88,16 @@ def serve_command(
         access_log=access_log,
     )
     config = make_engine_config(model, served_model_name=names[0], **engine_options)
+    started = time.perf_counter()
     with StageDisplay() as stages:
-        run(config, settings, on_stage=stages)
+
+        def on_ready(url: str, info: EngineInfo) -> None:
+            stages.close()
+            seconds = time.perf_counter() - started
+            where = f"{info.device}, {info.dtype}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
+            error_console().print(f"[bold]Serving {settings.served_model_names[0]} on {url}[/bold]  [dim]{where}[/dim]")
+            error_console().print(f"[dim]ready after {seconds:.1f} s; API page at {url}/docs; Ctrl-C stops[/dim]")
+
+        status = run(config, settings, on_stage=stages, on_ready=on_ready)
+    if status:
+        raise typer.Exit(status)

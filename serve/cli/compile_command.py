@@ -1,0 +1,80 @@
+"""`compile-and-serve compile`: make a model's artifact ahead of time; no weights are needed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from serve.cli.flags import COMPILER_PANEL, ModelArgument
+from serve.cli.output import StageDisplay, error_console
+
+
+def compile_model_command(
+    model: ModelArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the artifact, for `--artifact`; by default the user's cache is filled.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
+    *,
+    engine_options: dict[str, Any],
+) -> None:
+    """Compile a model without loading its weights, so that a later start finds it ready."""
+    if engine_options["enforce_eager"]:
+        raise ValueError("There is nothing to compile with --enforce-eager: leave it out.")
+    if not engine_options["use_cache"]:
+        raise ValueError("A compiled model that is not kept is of no use: leave --no-cache out.")
+    if output is not None and engine_options["cache_dir"] is not None:
+        raise ValueError("--output and --cache-dir both say where the artifact goes: give one of them.")
+    from compiler import available_kernels, compile_model
+    from models.registry import build_model
+    from runtime.attention_backends import select_attention_backend
+    from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
+    from runtime.options import make_engine_config
+    from runtime.weights import read_config
+
+    config = make_engine_config(model, **(engine_options | ({} if output is None else {"cache_dir": output})))
+    started = time.perf_counter()
+    with StageDisplay() as stages:
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.model.dtype, device)
+        use_threads(config.num_threads)
+        spec = build_model(read_config(config.model.path), dtype=dtype)
+        layer = spec.kv_cache_specs[0]
+        backend = select_attention_backend(
+            config.attention_backend,
+            device=device,
+            dtype=dtype,
+            head_dim=layer.head_dim,
+            num_heads=spec.config["num_attention_heads"],
+            num_kv_heads=layer.num_kv_heads,
+            block_size=config.cache.block_size,
+        )
+        detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {describe_device(device)}"
+        stages("read", time.perf_counter() - started, detail)
+        kernels = available_kernels(device=device, dtype=dtype, attention_backend=backend)
+        compiled = compile_model(spec, config.compile, device=device, dtype=dtype, kernels=kernels, on_stage=stages)
+    _print_report(compiled.report, time.perf_counter() - started, output)
+
+
+def _print_report(report: dict[str, Any], seconds: float, output: Path | None) -> None:
+    table = Table(title="Passes", title_justify="left")
+    for column in ("pass", "matched", "expected", "seconds", "note"):
+        table.add_column(column, justify="left" if column in ("pass", "note") else "right")
+    for row in report["passes"]:
+        misses = row.get("near_misses", [])
+        note = row.get("skipped") or (f"{len(misses)} near misses" if misses else "")
+        counts = (str(row.get("matched", "–")), str(row.get("expected", "–")))
+        table.add_row(row["name"], *counts, f"{row['seconds']:.3f}", note)
+    console = error_console()
+    console.print(table)
+    verb = "found ready" if report["artifact"] == "hit" else "compiled"
+    console.print(f"{report['pieces']} pieces, {report['distinct_pieces']} distinct, {verb} in {seconds:.1f} s")
+    if output is not None:
+        console.print(f"Use it with: compile-and-serve serve … --artifact {output}")
