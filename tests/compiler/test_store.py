@@ -1,0 +1,185 @@
+"""The artifact store: what is damaged is never used, what is interrupted leaves nothing behind, and a miss says why."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiler import CompileConfig, compile_model
+from compiler.store import MANIFEST, ArtifactError, ArtifactStore
+from tests.support.tiny_models import caches, fill, step, tiny_spec
+
+FIELDS = {"torch": "2.13.0", "fingerprint": "abc"}
+CPU = torch.device("cpu")
+FUSED = frozenset({"rope_attention", "fused_linear"})
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> Path:
+    folder = tmp_path / "content"
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "piece.py").write_text("text")
+    (folder / "kernels" / "a.so").write_bytes(b"\x7fELF" * 100)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "store")
+
+
+def test_what_was_put_is_found(store: ArtifactStore, content: Path) -> None:
+    assert store.get("piece", FIELDS) is None
+    store.put("piece", FIELDS, content)
+    entry = store.get("piece", FIELDS)
+    assert entry is not None
+    assert (entry.path / "kernels" / "a.so").read_bytes() == (content / "kernels" / "a.so").read_bytes()
+    assert entry.manifest["fields"] == FIELDS
+    assert [e.key for e in store.entries()] == [entry.key]
+
+
+def test_a_store_may_be_copied(store: ArtifactStore, content: Path, tmp_path: Path) -> None:
+    store.put("piece", FIELDS, content)
+    store.root.rename(tmp_path / "moved")
+    assert ArtifactStore(tmp_path / "moved").get("piece", FIELDS) is not None
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "manifest", "schema"])
+def test_a_damaged_artifact_is_not_used(
+    store: ArtifactStore, content: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = store.put("piece", FIELDS, content)
+    assert entry is not None
+    kernel = entry.path / "kernels" / "a.so"
+    if damage == "truncate":
+        kernel.write_bytes(kernel.read_bytes()[:-1])
+    elif damage == "flip":
+        kernel.write_bytes(b"\x7eELF" + kernel.read_bytes()[4:])
+    elif damage == "delete":
+        kernel.unlink()
+    elif damage == "manifest":
+        (entry.path / MANIFEST).write_text("{")
+    else:
+        manifest = entry.manifest | {"schema": 0}
+        (entry.path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError):
+        entry.verify()
+    with caplog.at_level(logging.WARNING):
+        assert store.get("piece", FIELDS) is None
+    assert "Not using an artifact: piece" in caplog.text
+    assert store.put("piece", FIELDS, content) is not None
+    assert store.get("piece", FIELDS) is not None
+
+
+def test_a_miss_says_which_field_differs(store: ArtifactStore, content: Path) -> None:
+    assert store.explain_miss("piece", FIELDS) is None
+    store.put("piece", FIELDS, content)
+    reason = store.explain_miss("piece", FIELDS | {"torch": "2.11.0"})
+    assert reason == 'the nearest piece differs in torch ("2.13.0" there, "2.11.0" here)'
+
+
+@pytest.mark.parametrize("obstacle", ["a file in the way", "no space"])
+def test_an_unwritable_store_is_one_warning_and_no_error(
+    tmp_path: Path, content: Path, obstacle: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ArtifactStore(tmp_path / "store")
+    if obstacle == "a file in the way":
+        store.root.write_text("not a folder")
+    else:
+
+        def full(*args: object, **kwargs: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("compiler.store.shutil.copytree", full)
+    with caplog.at_level(logging.WARNING):
+        assert store.put("piece", FIELDS, content) is None
+        assert store.put("piece", FIELDS | {"torch": "other"}, content) is None
+        with store.lock(FIELDS):
+            pass
+    assert caplog.text.count("Cannot keep artifacts in") == 1
+    assert not list((tmp_path / "store").glob("piece/*")) if (tmp_path / "store").is_dir() else True
+
+
+def test_compiling_works_without_a_writable_store(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("not a folder")
+    model = compile_model(
+        tiny_spec(layers=1), CompileConfig(cache_dir=tmp_path / "store"), device=CPU, dtype=torch.float32, kernels=FUSED
+    )
+    assert model.report["artifact"] == "made"
+
+
+def _start(cache_dir: str, expected: torch.Tensor, report: str) -> None:
+    """One start of a process: compile or load, compare a step with the expected logits, say whether it was a hit."""
+    spec = tiny_spec(layers=2)
+    model = compile_model(spec, CompileConfig(cache_dir=Path(cache_dir)), device=CPU, dtype=torch.float32, kernels=FUSED)
+    fill(model)
+    logits = step(model, [1, 2, 3, 4, 5], 0, caches(spec, torch.float32))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for entry in ArtifactStore(Path(cache_dir)).entries():
+        entry.verify()
+    Path(report).write_text(model.report["artifact"])
+
+
+def _expected_logits() -> torch.Tensor:
+    spec = tiny_spec(layers=2)
+    model = compile_model(spec, CompileConfig(mode="eager"), device=CPU, dtype=torch.float32)
+    fill(model)
+    return step(model, [1, 2, 3, 4, 5], 0, caches(spec, torch.float32))
+
+
+def test_two_processes_at_once_share_the_work(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    expected = _expected_logits()
+    reports = [tmp_path / f"report{i}" for i in range(2)]
+    both = [context.Process(target=_start, args=(str(tmp_path / "store"), expected, str(r))) for r in reports]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(300)
+        assert process.exitcode == 0
+    assert sorted(report.read_text() for report in reports) == ["hit", "made"]
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_the_next_start_is_right(tmp_path: Path) -> None:
+    """Twenty compilations are killed after a random time, each into what the ones before it left behind."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "compiler", "tests.support.tiny_models"])
+    expected, randomness = _expected_logits(), random.Random(0)
+    report = tmp_path / "report"
+    whole_seconds, killed = 10.0, 0
+    for round_number in range(20):
+        store = tmp_path / f"store{round_number // 4}"  # four kills into the same store, then a fresh one
+        victim = context.Process(target=_start, args=(str(store), expected, str(report)))
+        victim.start()
+        time.sleep(randomness.uniform(0.1, 0.9) * whole_seconds)
+        assert victim.pid is not None
+        if victim.is_alive():
+            os.kill(victim.pid, signal.SIGKILL)
+            killed += 1
+        victim.join()
+        if round_number % 4 == 0:
+            start = time.perf_counter()
+        if round_number % 2 == 1:
+            _run_to_end(context, store, expected, report)
+        if round_number == 1:
+            whole_seconds = max(1.0, time.perf_counter() - start)
+    assert killed >= 10
+    _run_to_end(context, store, expected, report)
+    assert report.read_text() == "hit"
+
+
+def _run_to_end(context: multiprocessing.context.BaseContext, store: Path, expected: torch.Tensor, report: Path) -> None:
+    process = context.Process(target=_start, args=(str(store), expected, str(report)))  # type: ignore[attr-defined]
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
