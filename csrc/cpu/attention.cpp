@@ -9,6 +9,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "kernels.h"
@@ -203,45 +204,90 @@ struct Scratch {
     }
 };
 
-// Keys [begin, begin + count) of one sequence and head into scratch, in the layout of multiply.h. Rows past `count` read as some key
-// (their scores are masked) and their values as zero.
+// Where the keys of one step lie; their values are K * P * E elements further. Filled up to whole vectors with the last key.
 template <class T>
-void pack_keys_values(const CasAttention& a, const int32_t* blocks, int64_t head, int64_t begin, int count, Scratch<T>& s) {
+struct KeyRows {
+    const T* rows[kKeys];
+    int count = 0, padded = 0;
+
+    void locate(const CasAttention& a, const int32_t* blocks, int64_t head, int64_t begin, int64_t end) {
+        const int64_t E = a.head_dim, P = a.block_size;
+        const T* cache = static_cast<const T*>(a.kv_cache) + head * P * E;
+        const int64_t block_elements = 2 * a.num_kv_heads * P * E;
+        count = int(std::clamp<int64_t>(end - begin, 0, kKeys));
+        padded = (count + kLanes - 1) / kLanes * kLanes;
+        const int32_t* block = blocks + begin / P;
+        int64_t offset = begin % P;
+        for (int c = 0; c < count; ++block, offset = 0) {
+            const T* row = cache + *block * block_elements + offset * E;
+            for (; offset < P && c < count; ++offset, row += E) rows[c++] = row;
+        }
+        for (int c = count; c < padded; ++c) rows[c] = rows[count - 1];
+    }
+};
+
+// values[e][pair] for 16 (key c, key c + 1) pairs of elements: what a lane of the product over keys takes.
+inline void interleave(const bf16* first, const bf16* second, int64_t width, bf16* to, int64_t to_stride) {
+    int64_t e = 0;
+#if defined(__AVX512BW__)
+    alignas(64) static constexpr auto kOrder = [] {
+        std::array<uint16_t, 64> order{};
+        for (int i = 0; i < 64; ++i) order[i] = uint16_t((i % 2) * 32 + i / 2);
+        return order;
+    }();
+    const __m512i low = _mm512_load_si512(kOrder.data()), high = _mm512_load_si512(kOrder.data() + 32);
+    for (; e + 2 * kLanes <= width; e += 2 * kLanes) {
+        const __m512i x = _mm512_loadu_si512(first + e), y = _mm512_loadu_si512(second + e);
+        _mm512_storeu_si512(to + (e / kLanes) * to_stride, _mm512_permutex2var_epi16(x, low, y));
+        _mm512_storeu_si512(to + (e / kLanes + 1) * to_stride, _mm512_permutex2var_epi16(x, high, y));
+    }
+#endif
+    for (; e < width; e += kLanes) {
+        const u32x16 x = __builtin_convertvector(load_raw<u16x16>(first + e), u32x16);
+        const u32x16 y = __builtin_convertvector(load_raw<u16x16>(second + e), u32x16);
+        const u32x16 pair = x | (y << 16);
+        std::memcpy(to + (e / kLanes) * to_stride, &pair, sizeof(pair));
+    }
+}
+
+inline void spread(const float* row, int64_t width, float* to, int64_t to_stride) {
+    for (int64_t e = 0; e < width; e += kLanes) store16(to + (e / kLanes) * to_stride, load16(row + e));
+}
+
+// The keys and values of one step into scratch, in the layout of multiply.h: [keys / 16][E / lanes][16][lanes] and
+// [E / 16][keys / lanes][16][lanes]. Values past `count` are zero. `next`: rows to ask the memory for meanwhile; cache blocks lie
+// anywhere, where no hardware prefetcher follows.
+template <class T>
+void pack_keys_values(const CasAttention& a, const KeyRows<T>& now, const KeyRows<T>& next, Scratch<T>& s) {
     constexpr int kInputs = Dot<T>::kInputs;
     constexpr int kVector = kInputs * kLanes;
-    const int64_t E = a.head_dim, P = a.block_size, K = a.num_kv_heads;
-    const T* cache = static_cast<const T*>(a.kv_cache);
-    const int padded = (count + kLanes - 1) / kLanes * kLanes;
-    const T* rows[kKeys];
-    for (int c = 0; c < padded; ++c) {
-        const int64_t key = begin + std::min(c, count - 1);
-        rows[c] = cache + ((int64_t(blocks[key / P]) * 2 * K + head) * P + key % P) * E;
-    }
-    for (int c = 0; c < padded; c += kLanes)
+    const int64_t E = a.head_dim, values_offset = a.num_kv_heads * a.block_size * E;
+    const int64_t value_stride = int64_t(now.padded) * kLanes;
+    const T zeros[kMaxHeadDim] = {};
+    const auto prefetch_rows = [&](int first, int64_t offset) {
+        for (int c = first; c < std::min(next.count, first + kLanes); ++c)
+            for (int64_t e = 0; e < E; e += 64 / sizeof(T)) prefetch(next.rows[c] + offset + e);
+    };
+    for (int c = 0; c < now.padded; c += kLanes) {
+        prefetch_rows(c, 0);
         for (int64_t e = 0; e < E; e += kVector) {
             uint32_t* to = reinterpret_cast<uint32_t*>(s.keys + c * E + e * kLanes);
             if (e + kVector <= E) {
-                transpose16(reinterpret_cast<const uint32_t* const*>(rows + c), e / kInputs, to);
+                transpose16(reinterpret_cast<const uint32_t* const*>(now.rows + c), e / kInputs, to);
             } else {
                 for (int lane = 0; lane < int(E - e) / kInputs; ++lane)
-                    for (int key = 0; key < kLanes; ++key) std::memcpy(to + lane * 16 + key, rows[c + key] + e + lane * kInputs, 4);
+                    for (int key = 0; key < kLanes; ++key)
+                        std::memcpy(to + lane * 16 + key, now.rows[c + key] + e + lane * kInputs, 4);
             }
         }
-    const int64_t values_offset = K * P * E;
-    const int64_t groups = padded / kInputs;
-    for (int c = 0; c < padded; c += kInputs) {
-        const T* first = rows[c] + values_offset;
-        for (int64_t e = 0; e < E; e += kLanes) {
-            T* to = s.values + (e / kLanes) * groups * kVector + (c / kInputs) * kVector;
-            if constexpr (kInputs == 1) {
-                store16(to, c < count ? load16(first + e) : f32x16{});
-            } else {
-                u32x16 pair{};
-                if (c < count) pair = __builtin_convertvector(load_raw<u16x16>(first + e), u32x16);
-                if (c + 1 < count)
-                    pair |= __builtin_convertvector(load_raw<u16x16>(rows[c + 1] + values_offset + e), u32x16) << 16;
-                std::memcpy(to, &pair, sizeof(pair));
-            }
+        prefetch_rows(c, values_offset);
+        for (int key = c; key < c + kLanes; key += kInputs) {
+            const T* first = key < now.count ? now.rows[key] + values_offset : zeros;
+            T* to = s.values + key * kLanes;
+            if constexpr (kInputs == 2)
+                interleave(first, key + 1 < now.count ? now.rows[key + 1] + values_offset : zeros, E, to, value_stride);
+            else
+                spread(first, E, to, value_stride);
         }
     }
 }
@@ -310,10 +356,13 @@ void run_item(const CasAttention& a, const Item& item, int64_t kv_head, Scratch<
     // Position of the tile's first token within its sequence.
     const int64_t first_position = a.seq_lens[item.seq] - (a.query_start_loc[item.seq + 1] - item.token_begin);
     const int32_t* blocks = a.block_table + item.seq * a.block_table_stride;
+    KeyRows<T> now, next;
+    next.locate(a, blocks, kv_head, item.key_begin, item.key_end);
     for (int64_t key = item.key_begin; key < item.key_end; key += kKeys) {
-        const int count = int(std::min<int64_t>(kKeys, item.key_end - key));
-        const int padded = (count + kLanes - 1) / kLanes * kLanes;
-        pack_keys_values(a, blocks, kv_head, key, count, s);
+        now = next;
+        next.locate(a, blocks, kv_head, key + kKeys, item.key_end);
+        const int count = now.count, padded = now.padded;
+        pack_keys_values(a, now, next, s);
         const T* key_blocks[kKeys / kLanes];
         for (int b = 0; b < padded / kLanes; ++b) key_blocks[b] = s.keys + b * kLanes * E;
         const T* value_blocks[kMaxHeadDim / kLanes];

@@ -13,6 +13,7 @@ namespace cas {
 
 constexpr int kMaxRows = 16;         // rows that one pass over one weight block serves
 constexpr int kMaxRowsPaired = 12;   // rows when two blocks are in flight: 24 sums, 2 weights and a broadcast fit 32 registers
+constexpr int kMaxRowsFour = 6;      // rows when four are
 constexpr int kPrefetchGroups = 64;  // weight vectors (64 bytes) ahead of the one in use
 
 // tile[r][b] = sum over groups of x[r] * weights[b], for kRows rows and kBlocks blocks. kPrefetch: the weights come from memory.
@@ -32,7 +33,7 @@ __attribute__((noinline)) void multiply(
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b) {
             vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
-            if (kPrefetch) __builtin_prefetch(w[b] + (g + kPrefetchGroups) * kVector);
+            if (kPrefetch) prefetch(w[b] + (g + kPrefetchGroups) * kVector);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
@@ -60,6 +61,10 @@ void multiply_tile(
     const T* x, int64_t x_stride, int rows, const T* const* weights, int blocks, int64_t groups, float* tile, int64_t tile_stride
 ) {
     int b = 0;
+    if (!kPrefetch && rows <= kMaxRowsFour) {
+        const auto four = pick<T, 4, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRowsFour>{});
+        for (; b + 4 <= blocks; b += 4) four(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride);
+    }
     if (rows <= kMaxRowsPaired) {
         const auto paired = pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRowsPaired>{});
         for (; b + 2 <= blocks; b += 2) paired(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride);

@@ -32,6 +32,15 @@ inline V load_raw(const void* address) {
     return value;
 }
 
+// GCC drops loops whose only effect is __builtin_prefetch; it must keep an asm.
+inline void prefetch(const void* address) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address)));
+#else
+    __builtin_prefetch(address);
+#endif
+}
+
 inline float to_float(float value) { return value; }
 inline float to_float(bf16 value) {
     const uint32_t bits = uint32_t(value.bits) << 16;
