@@ -21,6 +21,7 @@ from runtime.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -101,29 +102,30 @@ def render_chat(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
-    **kwargs: Any,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt's text for a conversation.
 
     template: jinja source; None: the tokenizer's ("tool_use" when there are tools and it has one, else "default").
     continue_final_message: leave the last message open, so that the model goes on with it.
-    kwargs: further variables of the template. Raises `ChatTemplateError` for messages or variables that do not fit.
+    template_kwargs: further variables of the template. Raises `ChatTemplateError` for messages or variables that do not fit.
     """
     if add_generation_prompt and continue_final_message:
         raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other: set one of them.")
-    taken = _RESERVED.intersection(kwargs)
+    further = dict(template_kwargs or {})
+    taken = _RESERVED.intersection(further)
     if taken:
         raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}.")
     source = template if template is not None else _choose(tokenizer, has_tools=bool(tools))
     compiled, walks_parts = _compile(source)
-    conversation = [_normalize(message, index, walks_parts) for index, message in enumerate(messages)]
+    conversation = [_normalize(message, index, walks_parts, source) for index, message in enumerate(messages)]
     if not conversation:
         raise ChatTemplateError("messages must hold at least one message.")
     if continue_final_message:
         conversation[-1] = _mark_end(conversation[-1])
     variables = {
         **tokenizer.special_tokens,
-        **kwargs,
+        **further,
         "messages": conversation,
         "tools": None if not tools else [dict(tool) for tool in tools],
         "documents": None if documents is None else [dict(document) for document in documents],
@@ -151,7 +153,7 @@ def _choose(tokenizer: Tokenizer, *, has_tools: bool) -> str:
     return templates[name]
 
 
-def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool) -> dict[str, Any]:
+def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool, source: str) -> dict[str, Any]:
     """A copy of one message, its content in the form that the template expects and tool arguments as objects."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -159,6 +161,7 @@ def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool) -> dic
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise ChatTemplateError(f"{where}.role must be a string such as 'user', got {message.get('role')!r:.200}.")
     result = copy.deepcopy(dict(message))
+    result["role"] = _known_role(message["role"], where, source)
     content = result.get("content")
     if content is None:
         result["content"] = ""
@@ -170,6 +173,13 @@ def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool) -> dic
     for call in result.get("tool_calls") or []:
         _parse_arguments(call, where)
     return result
+
+
+def _known_role(role: str, where: str, source: str) -> str:
+    if role in _ROLES or role in source:
+        # OpenAI's newer name for the system's role; templates that do not know it mean the same by the older one.
+        return "system" if role == "developer" and role not in source else role
+    raise ChatTemplateError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.200}.")
 
 
 def _part_text(part: Any, where: str) -> str:

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from runtime.tokenizer import Tokenizer
 
-# A character of UTF-8 has at most 4 bytes: as many byte tokens may have to wait for each other.
-_MAX_BYTES_OF_CHARACTER = 4
+# Tokens that may wait for each other: the 4 bytes of a character, and as many without text of their own.
+_MAX_PENDING = 8
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -67,7 +67,7 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._context: list[int] = list(prompt_token_ids[-_MAX_BYTES_OF_CHARACTER:])
+        self._context: list[int] = list(prompt_token_ids[-_MAX_PENDING:])
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -77,8 +77,7 @@ class WindowDetokenizer:
         before = self._decode(self._context)
         text = self._decode(self._context + self._pending)
         waits = text.endswith(_REPLACEMENT) or len(text) <= len(before)
-        # Tokens without text of their own must not pile up: no character needs more than its bytes.
-        if waits and len(self._pending) < _MAX_BYTES_OF_CHARACTER:
+        if waits and len(self._pending) < _MAX_PENDING:
             return ""
         return self._emit(before, text)
 

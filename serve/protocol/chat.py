@@ -54,15 +54,15 @@ class ChatFields(RequestModel):
         """Keyword arguments of `runtime.chat_template.render_chat`."""
         continues = bool(self.continue_final_message)
         opens = self.add_generation_prompt
-        options: dict[str, Any] = dict(self.chat_template_kwargs or {})
+        variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
-            options.setdefault("reasoning_effort", self.reasoning_effort)
-        if "template" in options or "chat_template" in options:
-            raise ApiError(400, "chat_template_kwargs must not set the template.", "chat_template_kwargs")
-        options["add_generation_prompt"] = (not continues) if opens is None else opens
-        options["continue_final_message"] = continues
-        options["documents"] = self.documents
-        return options
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return {
+            "add_generation_prompt": (not continues) if opens is None else opens,
+            "continue_final_message": continues,
+            "documents": self.documents,
+            "template_kwargs": variables,
+        }
 
 
 class ChatCompletionRequest(ChatFields, GenerationFields):

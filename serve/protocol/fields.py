@@ -151,7 +151,13 @@ def sampling_params(
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+        if not all(_is_unicode(text) for text in given["stop"]):
+            raise ApiError(400, "stop holds a lone surrogate, which is no valid Unicode character.", "stop")
     with user_errors():
         params = SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
         params.verify()
     return params
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)

@@ -97,7 +97,7 @@ def test_endless_bytes_without_a_character_do_not_pile_up() -> None:
     for _ in range(50):
         waiting = 0 if detokenizer.push(lead) else waiting + 1
         longest = max(longest, waiting)
-    assert longest <= 4
+    assert longest <= 8
 
 
 def stream_all(tokenizer: Tokenizer, ids: list[int], **options: object) -> tuple[str, str | None, list[str]]:

@@ -1,0 +1,115 @@
+"""The application around a scripted engine, and a client to talk to it in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvicorn
+from fastapi import FastAPI
+
+from runtime.tokenizer import Tokenizer
+from serve.app import create_app
+from serve.settings import ServerSettings
+from tests.support.fake_engine import FakeEngineClient, Script, says
+from tests.support.tokenizers import byte_level_tokenizer
+
+ANSWER = "Hello there, 🙂 wörld!"
+
+
+@dataclass
+class Server:
+    """One application that runs."""
+
+    app: FastAPI
+    engine: FakeEngineClient
+    http: httpx.AsyncClient
+    tokenizer: Tokenizer
+    deaths: list[str]
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 100, **fields})
+
+
+StartServer = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_level_tokenizer([ANSWER, "the quick brown fox"])
+
+
+@asynccontextmanager
+async def _running(app: FastAPI) -> AsyncIterator[None]:
+    async with app.router.lifespan_context(app):
+        yield
+
+
+@pytest_asyncio.fixture
+async def start_server(tokenizer: Tokenizer) -> AsyncIterator[StartServer]:
+    """Start an application: `await start_server(script=..., engine={...}, **settings)`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            *,
+            script: Script | None = None,
+            engine: dict[str, Any] | None = None,
+            with_tokenizer: Tokenizer | None = tokenizer,
+            **settings: Any,
+        ) -> Server:
+            client = FakeEngineClient(tokenizer, script or says(tokenizer, ANSWER), **(engine or {}))
+            deaths: list[str] = []
+            options = {"served_model_names": ("test-model", "alias"), **settings}
+            app = create_app(client, with_tokenizer, ServerSettings(**options), on_engine_death=deaths.append)
+            await stack.enter_async_context(_running(app))
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server"))
+            return Server(app, client, http, tokenizer, deaths)
+
+        yield start
+
+
+@pytest_asyncio.fixture
+async def over_tcp() -> AsyncIterator[Callable[[Server], Any]]:
+    """Serve an application on a port of this machine: `url = await over_tcp(server)`. Needed where connections matter."""
+    running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
+
+    async def serve(server: Server) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(server.app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        web = uvicorn.Server(config)
+        web.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
+        running.append((web, asyncio.create_task(web.serve(sockets=[listener]))))
+        while not web.started:
+            await asyncio.sleep(0.005)
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield serve
+    for web, task in running:
+        web.should_exit = True
+        await task
+
+
+async def eventually(condition: Callable[[], bool], *, seconds: float = 5.0) -> None:
+    """Return once `condition()` holds; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+@pytest_asyncio.fixture
+async def server(start_server: StartServer) -> Server:
+    return await start_server()

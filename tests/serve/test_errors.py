@@ -1,0 +1,219 @@
+"""Every wrong request is answered in OpenAI's error shape, and disturbs nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import ANSWER, Server, StartServer
+from tests.support.sse import read_events
+from tests.support.tokenizers import byte_level_tokenizer
+
+
+def assert_error(response: Any, status: int, *, param: str | None = None, says: str = "") -> str:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == status
+    assert body["error"]["type"].endswith("error")
+    assert body["error"]["param"] == param
+    message = body["error"]["message"]
+    assert says in message
+    assert message
+    assert "Traceback" not in message
+    assert ".py" not in message
+    return message
+
+
+OUT_OF_RANGE = [
+    ("temperature", 2.1), ("temperature", -0.1), ("top_p", 0), ("top_p", 1.5), ("presence_penalty", 2.5),
+    ("frequency_penalty", -2.5), ("n", 0), ("n", 1000), ("max_tokens", -1), ("top_k", -2), ("min_p", 2),
+    ("stop", ["x"] * 17), ("stop", [""]), ("stop", [1]), ("stop", {"a": 1}), ("repetition_penalty", 0),
+    ("logit_bias", {"100000": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {"5": 1000}), ("stop_token_ids", [-1]),
+    ("stop_token_ids", [10**12]), ("allowed_token_ids", []), ("allowed_token_ids", [99999]), ("bad_words", [""]),
+    ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", 9999),
+    ("seed", 2**63), ("seed", "x"), ("min_tokens", -1), ("min_tokens", 101), ("temperature", "hot"),
+    ("temperature", []), ("stream", "perhaps"), ("priority", 2**40), ("cache_salt", ""), ("request_id", "x" * 257),
+    ("top_k", 10**30), ("messages", []), ("messages", "Hi"), ("messages", [{"content": "no role"}]),
+    ("messages", [{"role": 5, "content": "x"}]), ("messages", [{"role": "user", "content": 5}]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+    ("messages", [{"role": "user", "content": "lone \ud800 surrogate"}]), ("messages", ["Hi"]), ("messages", None),
+    ("messages", [{"role": "wizard", "content": "x"}]), ("stop", "\ud800"), ("stop", ["a\udfff"]),
+    ("top_logprobs", 3), ("stream_options", {"include_usage": True}), ("chat_template_kwargs", {"messages": []}),
+    ("add_generation_prompt", "x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field,value", OUT_OF_RANGE, ids=lambda v: str(v)[:30].encode("ascii", "replace").decode())
+async def test_wrong_value_is_a_400(server: Server, field: str, value: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, field: value}
+    response = await server.http.post(
+        "/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["code"] == 400
+    assert len(error["message"]) < 700
+    assert server.engine.requests == []
+
+
+async def test_logprobs_beyond_20_are_a_400(server: Server) -> None:
+    assert_error(await server.chat(logprobs=True, top_logprobs=21), 400, param="logprobs")
+    assert_error(await server.complete(logprobs=21), 400, param="logprobs")
+
+
+async def test_nan_is_a_400(server: Server) -> None:
+    body = '{"messages": [{"role": "user", "content": "Hi"}], "temperature": NaN}'
+    response = await server.http.post("/v1/chat/completions", content=body)
+    assert_error(response, 400, param="temperature")
+
+
+REFUSED = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a+"},
+    "guided_json": {},
+    "use_beam_search": True,
+    "best_of": 2,
+    "chat_template": "{{ 1 }}",
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x"},
+    "length_penalty": 2.0,
+    "include_reasoning": False,
+    "logits_processors": ["x"],
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+async def test_field_without_effect_here_is_refused(server: Server, field: str) -> None:
+    assert_error(await server.chat(**{field: REFUSED[field]}), 400, param=field)
+    assert server.engine.requests == []
+
+
+async def test_suffix_is_refused(server: Server) -> None:
+    assert_error(await server.complete(suffix="end"), 400, param="suffix")
+
+
+async def test_harmless_values_of_refused_fields_pass(server: Server) -> None:
+    fields = {
+        "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none", "best_of": 1,
+        "response_format": {"type": "text"}, "use_beam_search": False, "modalities": ["text"], "user": "me",
+        "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "include_reasoning": True,
+        "structured_outputs": None,
+    }  # fmt: skip
+    assert (await server.chat(**fields)).status_code == 200
+
+
+async def test_unknown_field_is_logged_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert (await server.chat(some_new_field=1)).status_code == 200
+    assert [r.message for r in caplog.records].count(
+        "Requests hold the unknown field 'some_new_field', which has no effect."
+    ) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null", b"a=b"])
+async def test_body_that_is_no_request_is_a_400(server: Server, path: str, content: bytes) -> None:
+    response = await server.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == 400
+    assert len(response.text) < 1000
+
+
+async def test_form_content_type_is_a_400_that_names_the_header(server: Server) -> None:
+    response = await server.http.post("/v1/completions", data={"prompt": "x"})
+    assert_error(response, 400, says="Content-Type: application/json")
+
+
+async def test_json_without_a_content_type_is_read(server: Server) -> None:
+    response = await server.http.post("/v1/completions", content=b'{"prompt": "Hi"}')
+    assert response.status_code == 200
+
+
+async def test_body_size_is_bounded(start_server: StartServer) -> None:
+    server = await start_server(max_body_bytes=1000)
+    assert_error(await server.complete(prompt="x" * 2000), 400, says="1000 bytes")
+
+    async def chunks() -> Any:
+        for _ in range(20):
+            yield b" " * 100
+
+    assert_error(await server.http.post("/v1/completions", content=chunks()), 400, says="1000 bytes")
+    assert (await server.complete()).status_code == 200
+
+
+async def test_echoed_input_is_cut(server: Server) -> None:
+    message = assert_error(await server.chat(temperature="x" * 5000), 400, param="temperature")
+    assert message.count("x") <= 220
+    message = assert_error(await server.chat(model="m" * 5000), 404, param="model")
+    assert message.count("m") <= 220
+    message = assert_error(await server.http.get("/nothing/" + "y" * 5000), 404)
+    assert message.count("y") <= 220
+
+
+async def test_unknown_model_route_and_method(server: Server) -> None:
+    assert_error(await server.chat(model="other"), 404, param="model", says="'other'")
+    assert_error(await server.http.get("/v1/models/other"), 404, param="model")
+    assert_error(await server.http.get("/v1/nothing"), 404)
+    assert_error(await server.http.get("/v1/chat/completions"), 405)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_too_long_prompt_names_all_three_lengths_before_a_stream_opens(server: Server, stream: bool) -> None:
+    message = assert_error(await server.complete(prompt=[5] * 200, max_tokens=100, stream=stream), 400)
+    assert "256" in message
+    assert "200 tokens" in message
+    assert "100 tokens" in message
+    assert_error(await server.complete(prompt=[5] * 256, max_tokens=None, stream=stream), 400, says="256")
+    assert_error(await server.complete(prompt="word " * 100_000, stream=stream), 400, says="at least")
+    assert server.engine.requests == []
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""], {}, 5, None, [1.5], [True], [["a"]], ["a", 5], [-1], [10**6]])
+async def test_prompt_of_no_form_is_a_400(server: Server, prompt: Any) -> None:
+    response = await server.complete(prompt=prompt)
+    assert response.status_code == 400, response.text
+    assert server.engine.requests == []
+
+
+async def test_missing_field_is_named(server: Server) -> None:
+    assert_error(await server.http.post("/v1/completions", json={}), 400, param="prompt", says="missing")
+
+
+async def test_model_without_template_says_so(start_server: StartServer) -> None:
+    server = await start_server(with_tokenizer=byte_level_tokenizer([ANSWER], template=None))
+    assert_error(await server.chat(), 400, param="messages", says="no chat template")
+
+
+async def test_engine_without_tokenizer_takes_ids_only(start_server: StartServer) -> None:
+    server = await start_server(with_tokenizer=None)
+    for response in (await server.chat(), await server.complete(), await server.complete(prompt=[5], stop="x")):
+        assert_error(response, 400, says="without a tokenizer")
+    answer = await server.complete(prompt=[5], max_tokens=3, return_token_ids=True)
+    assert answer.json()["choices"][0]["token_ids"] == server.tokenizer.encode(ANSWER)[:3]
+
+
+async def test_engine_error_is_a_500_and_an_event_in_a_stream(server: Server) -> None:
+    server.engine.fail_requests = "The logits are not finite."
+    assert_error(await server.chat(), 500, says="not finite")
+    role, error, done = read_events((await server.chat(stream=True)).text)
+    assert role["choices"][0]["delta"]["role"] == "assistant"
+    assert error["error"]["code"] == 500
+    assert done == "[DONE]"
+    server.engine.fail_requests = None
+    assert (await server.chat()).status_code == 200
+
+
+async def test_full_queue_is_a_503_with_retry_after(start_server: StartServer) -> None:
+    server = await start_server(max_in_flight=2)
+    response = await server.chat(n=3)
+    assert_error(response, 503)
+    assert int(response.headers["retry-after"]) >= 1
+    assert (await server.chat(n=2)).status_code == 200

@@ -1,0 +1,157 @@
+"""Models, tokenize, probes, metrics, documentation, API keys and CORS."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.serve.conftest import ANSWER, Server, StartServer
+
+
+async def test_models_list_every_name(server: Server) -> None:
+    models = (await server.http.get("/v1/models")).json()
+    assert models["object"] == "list"
+    assert [model["id"] for model in models["data"]] == ["test-model", "alias"]
+    assert models["data"][0]["max_model_len"] == 256
+    assert (await server.http.get("/v1/models/alias")).json()["id"] == "alias"
+    assert (await server.chat(model="alias")).json()["model"] == "alias"
+
+
+async def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
+    answer = (await server.http.post("/tokenize", json={"prompt": ANSWER, "return_token_strs": True})).json()
+    assert answer["tokens"] == server.tokenizer.encode(ANSWER)
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+    assert len(answer["token_strs"]) == answer["count"]
+    text = (await server.http.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+    assert text == {"prompt": ANSWER}
+
+
+async def test_tokenize_takes_texts_longer_than_the_model(server: Server) -> None:
+    answer = (await server.http.post("/tokenize", json={"prompt": "word " * 2000})).json()
+    assert answer["count"] > 256
+
+
+async def test_tokenize_of_messages_is_the_chat_prompt(server: Server) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    await server.chat(messages=messages)
+    answer = (await server.http.post("/tokenize", json={"messages": messages})).json()
+    assert answer["tokens"] == server.engine.requests[0].prompt_token_ids
+
+
+@pytest.mark.parametrize("path,body", [
+    ("/tokenize", {}), ("/tokenize", {"prompt": "x", "messages": []}), ("/tokenize", {"prompt": "\ud800"}),
+    ("/detokenize", {"tokens": [10**9]}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": ["x"]}),
+    ("/detokenize", {}),
+])  # fmt: skip
+async def test_wrong_tokenize_requests_are_400(server: Server, path: str, body: dict[str, object]) -> None:
+    import json
+
+    response = await server.http.post(path, content=json.dumps(body))
+    assert response.status_code == 400, response.text
+
+
+async def test_probes(server: Server) -> None:
+    for path in ("/health", "/ready", "/ping", "/version", "/load"):
+        assert (await server.http.get(path)).status_code == 200
+    assert (await server.http.post("/ping")).status_code == 200
+    assert (await server.http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_health_is_503_when_the_engine_does_not_answer(start_server: StartServer) -> None:
+    server = await start_server(health_timeout=0.05)
+    server.engine.answers_ping = False
+    response = await server.http.get("/health")
+    assert response.status_code == 503
+    assert "0.05 seconds" in response.json()["error"]["message"]
+    assert "retry-after" in response.headers
+
+
+async def test_metrics_count_a_request(server: Server) -> None:
+    await server.chat(stop=["wör"])
+    await server.complete()
+    text = (await server.http.get("/metrics")).text
+
+    def value(name: str, labels: str = "") -> float:
+        found = re.search(rf'^cas:{name}{{{labels}model_name="test-model"[^}}]*}} ([0-9.e+-]+)$', text, re.MULTILINE)
+        assert found is not None, (name, text)
+        return float(found[1])
+
+    prompts = sum(len(request.prompt_token_ids) for request in server.engine.requests)
+    assert value("prompt_tokens_total") == prompts
+    assert value("request_success_total", 'finished_reason="stop",') == 2
+    assert value("time_to_first_token_seconds_count") == 2
+    assert value("e2e_request_latency_seconds_count") == 2
+    assert value("request_queue_time_seconds_sum") == pytest.approx(0.02)
+    assert value("request_prefill_time_seconds_sum") == pytest.approx(0.04)
+    generated = value("generation_tokens_total")
+    assert generated > len(server.tokenizer.encode(ANSWER))
+    assert value("inter_token_latency_seconds_count") == generated - 2
+    assert value("kv_cache_usage_perc") == 0.25
+    assert value("unique_pieces") == 3
+    for name in (
+        "num_requests_running", "num_requests_waiting", "prefix_cache_queries_total", "prefix_cache_hits_total",
+        "num_preemptions_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+        "request_decode_time_seconds_count", "request_prompt_tokens_count", "request_generation_tokens_count",
+        "iteration_tokens_total_count", "padded_tokens_total", "host_gap_seconds_total",
+    ):  # fmt: skip
+        value(name)
+
+
+async def test_documentation_needs_no_network(server: Server) -> None:
+    page = (await server.http.get("/docs")).text
+    sources = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert len(sources) >= 2
+    assert not [source for source in sources if source.startswith(("http", "//"))]
+    for source in sources:
+        assert (await server.http.get(source)).status_code == 200
+    schema = (await server.http.get("/openapi.json")).json()
+    chat = schema["components"]["schemas"]["ChatCompletionRequest"]
+    assert chat["examples"][0]["messages"][1]["role"] == "user"
+    assert {"temperature", "top_k", "logit_bias", "cache_salt"} <= set(chat["properties"])
+
+
+async def test_examples_of_the_documentation_work(server: Server) -> None:
+    schema = (await server.http.get("/openapi.json")).json()
+    tried = 0
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            if "requestBody" not in operation:
+                continue
+            reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            [example] = schema["components"]["schemas"][reference.rsplit("/", 1)[1]]["examples"]
+            if path == "/detokenize":  # its ids are those of a real vocabulary
+                example = {"tokens": [5]}
+            response = await server.http.request(method, path, json=example)
+            assert response.status_code == 200, (path, response.text)
+            tried += 1
+    assert tried == 4
+
+
+async def test_api_key_guards_all_but_probes_and_documentation(start_server: StartServer) -> None:
+    server = await start_server(api_keys=("secret", "other"))
+    for path in ("/v1/models", "/load", "/v1/nothing"):
+        response = await server.http.get(path)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+    for header in ("Bearer wrong", "Bearer", "secret", "Basic secret", "Bearer \xe9"):
+        headers = {"Authorization": header.encode("latin-1")}
+        assert (await server.http.get("/v1/models", headers=headers)).status_code == 401  # type: ignore[arg-type]
+    for key in ("secret", "other"):
+        assert (await server.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status_code == 200
+    for path in ("/health", "/ready", "/ping", "/version", "/metrics", "/docs", "/openapi.json"):
+        assert (await server.http.get(path)).status_code == 200
+
+
+async def test_cors_headers_are_on_answers_and_on_a_401(start_server: StartServer) -> None:
+    server = await start_server(api_keys=("secret",), allowed_origins=("https://app.example",))
+    origin = {"Origin": "https://app.example"}
+    response = await server.http.get("/v1/models", headers=origin)
+    assert response.status_code == 401
+    assert response.headers["access-control-allow-origin"] == "https://app.example"
+    preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert (await server.http.options("/v1/completions", headers=preflight)).status_code == 200
+    assert (
+        "access-control-allow-origin" not in (await server.http.get("/health", headers={"Origin": "https://x"})).headers
+    )

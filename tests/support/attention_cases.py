@@ -1,0 +1,86 @@
+"""Batches for attention tests: metadata with shuffled blocks, and a dense float64 reference that knows nothing of pages.
+
+Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from custom_ops.attention import AttentionBackend, AttentionMetadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """query_lens and seq_lens one a sequence; `padding` further tokens belong to none."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    padding: int = 0
+    block_size: int = 16
+
+
+BATCHES = {
+    "one token": Batch(query_lens=(1,), seq_lens=(1,)),
+    "one decode, several key ranges": Batch(query_lens=(1,), seq_lens=(1100,)),
+    "decodes": Batch(query_lens=(1,) * 6, seq_lens=(64, 65, 63, 1, 17, 200), padding=2),
+    "prefill": Batch(query_lens=(150,), seq_lens=(150,)),
+    "chunk after a cached prefix": Batch(query_lens=(70,), seq_lens=(600,), padding=1),
+    "mixed": Batch(query_lens=(1, 5, 40, 1), seq_lens=(3, 70, 40, 300), padding=3),
+    "odd block size": Batch(query_lens=(1, 9), seq_lens=(50, 20), block_size=5),
+}
+
+
+def make_metadata(batch: Batch, backend: AttentionBackend) -> tuple[AttentionMetadata, int]:
+    """The batch as metadata over shuffled blocks. → (metadata, number of blocks); block 0 belongs to no sequence."""
+    size = batch.block_size
+    needed = [-(-length // size) for length in batch.seq_lens]
+    num_blocks = sum(needed) + 2
+    free = list(range(1, num_blocks))
+    random.Random(0).shuffle(free)
+    block_table = torch.zeros(len(needed), max(needed) + 1, dtype=torch.int32)
+    slots: list[int] = []
+    starts = [0]
+    for s, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        for column in range(needed[s]):
+            block_table[s, column] = free.pop()
+        slots += [int(block_table[s, t // size]) * size + t % size for t in range(seq_len - query_len, seq_len)]
+        starts.append(starts[-1] + query_len)
+    metadata = AttentionMetadata(
+        backend=backend,
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(batch.seq_lens, dtype=torch.int32),
+        block_table=block_table,
+        slot_mapping=torch.tensor(slots + [-1] * batch.padding),
+        num_seqs=len(needed),
+        num_tokens=starts[-1],
+        max_query_len=max(batch.query_lens),
+        max_seq_len=max(batch.seq_lens),
+    )
+    return metadata, num_blocks
+
+
+def dense_attention(
+    q_THE: torch.Tensor, kv_cache: torch.Tensor, scale: float, metadata: AttentionMetadata
+) -> torch.Tensor:
+    """float64 attention over a cache that already holds this step's keys and values. → [num_tokens, H, E]"""
+    size, group = kv_cache.shape[3], q_THE.shape[1] // kv_cache.shape[2]
+    outputs = []
+    for s, seq_len in enumerate(metadata.seq_lens.tolist()):
+        slots = [int(metadata.block_table[s, t // size]) * size + t % size for t in range(seq_len)]
+        kv = torch.stack([kv_cache[slot // size, :, :, slot % size] for slot in slots]).double()
+        k_CHE, v_CHE = (kv[:, i].repeat_interleave(group, dim=1) for i in range(2))
+        begin, end = metadata.query_start_loc[s : s + 2].tolist()
+        for t in range(begin, end):
+            visible = seq_len - (end - 1 - t)
+            scores_HC = torch.einsum("he,che->hc", q_THE[t].double(), k_CHE[:visible]) * scale
+            outputs.append(torch.einsum("hc,che->he", scores_HC.softmax(-1), v_CHE[:visible]))
+    return torch.stack(outputs)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what was expected."""
+    return ((actual.double() - expected).norm() / expected.norm()).item()

@@ -1,0 +1,134 @@
+"""An engine client that plays a script: no model, no process. What the server does with it is the server's own doing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from runtime.engine_client import EngineDeadError
+from runtime.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput, StepOutputs, TokenLogprobs
+from runtime.tokenizer import Tokenizer
+
+Script = Callable[[EngineRequest], Sequence[int]]
+
+
+class FakeEngineClient:
+    """Answers each request with the tokens of `script(request)`, one a step, then finishes as a real engine does.
+
+    pause: seconds between steps. hold: no step is made while it is cleared. `aborted`: ids that the server aborted.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, script: Script, *, max_model_len: int = 256, pause: float = 0.0) -> None:
+        self.info = EngineInfo(
+            max_model_len=max_model_len,
+            vocab_size=tokenizer.vocab_size,
+            num_kv_blocks=1000,
+            block_size=16,
+            dtype="float32",
+            device="cpu",
+            compile_report={"compile_seconds": 1.5, "unique_pieces": 3, "total_pieces": 31},
+        )
+        self.tokenizer = tokenizer
+        self.script = script
+        self.pause = pause
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.steps = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.dead: str | None = None
+        self.answers_ping = True
+        self.stopped = False
+        self.fail_requests: str | None = None
+        self._running: dict[str, tuple[EngineRequest, list[int], int]] = {}
+        self._wake = asyncio.Event()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def add_request(self, request: EngineRequest) -> None:
+        self._check()
+        self.requests.append(request)
+        self._running[request.request_id] = (request, list(self.script(request)), 0)
+        self._wake.set()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self._check()
+        self.aborted += request_ids
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+
+    async def utility(self, method: str) -> dict[str, int | float | str | bool | None]:
+        self._check()
+        if not self.answers_ping:
+            await asyncio.sleep(3600)
+        return {"ok": True}
+
+    async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
+        self.stopped = True
+        self._wake.set()
+
+    def die(self, reason: str) -> None:
+        """The engine process ends, as `outputs` and every later call will tell."""
+        self.dead = reason
+        self.hold.set()
+        self._wake.set()
+
+    async def outputs(self) -> AsyncIterator[StepOutputs]:
+        while not self.stopped:
+            await self.hold.wait()
+            self._check()
+            if not self._running:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            self.steps += 1
+            outputs = [self._step(request_id) for request_id in list(self._running)]
+            stats = EngineStats(num_running=len(self._running), kv_cache_usage=0.25, step_tokens=len(outputs))
+            yield StepOutputs(outputs=outputs, stats=stats)
+            await asyncio.sleep(self.pause)
+
+    def _step(self, request_id: str) -> RequestOutput:
+        request, tokens, position = self._running[request_id]
+        params = request.sampling_params
+        output = RequestOutput(request_id=request_id)
+        if self.fail_requests is not None:
+            del self._running[request_id]
+            return RequestOutput(request_id=request_id, finish_reason="error", error=self.fail_requests)
+        if position == 0:
+            output.queue_seconds, output.prefill_seconds = 0.01, 0.02
+            output.num_cached_tokens = len(request.prompt_token_ids) // 2
+            if params.prompt_logprobs is not None:
+                rest = [self._logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]
+                output.prompt_logprobs = [None, *rest]
+        if params.max_tokens == 0:
+            output.finish_reason = "length"
+        else:
+            token = tokens[position % len(tokens)]
+            output.new_token_ids = [token]
+            if params.logprobs is not None:
+                output.new_logprobs = [self._logprobs(token, params.logprobs)]
+            if token in request.stop_token_ids:
+                output.finish_reason = "stop"
+                output.stop_reason = None if token in request.eos_token_ids else token
+            elif position + 1 == params.max_tokens:
+                output.finish_reason = "length"
+        self._running[request_id] = (request, tokens, position + 1)
+        if output.finish_reason is not None:
+            del self._running[request_id]
+        return output
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        others = [(token + offset) % self.info.vocab_size for offset in range(count)]
+        return TokenLogprobs([token, *others], [-0.5] + [-0.5 - offset for offset in range(count)], 1)
+
+    def _check(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+
+
+def says(tokenizer: Tokenizer, text: str, *, end: bool = True) -> Script:
+    """A script that answers every request with `text`, then (unless `end` is false, when it starts over) the end token."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return lambda request: [*tokens, tokenizer.eos_token_ids[0]] if end else tokens
