@@ -3,9 +3,10 @@
 Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads (H % K == 0), E head size,
 N cache blocks, P tokens a block, M block-table columns.
 
-A model calls `attention(q_THE, k_TKE, v_TKE, kv_cache, scale)`. What differs from step to step (which token belongs to which
-sequence, where its keys go) is not an argument: it is the step's `AttentionMetadata`, set once a step by whoever runs the model, so
-that the captured graph has one dynamic dimension (T) and every backend may keep what it needs (plans, wrappers, split counts).
+A model calls `attention(q_THE, k_TKE, v_TKE, kv_cache, scale)`. What differs from step to step (which token belongs to
+which sequence, where its keys go) is not an argument: it is the step's `AttentionMetadata`, set once a step by whoever runs
+the model, so that the captured graph has one dynamic dimension (T) and every backend may keep what it needs (plans,
+wrappers, split counts).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from custom_ops.library import OpKind, define
@@ -37,6 +39,9 @@ class AttentionMetadata:
     num_tokens: int  # real tokens; T may be larger (padding), outputs there are unspecified but finite
     max_query_len: int
     max_seq_len: int
+    # Host copies, for backends that plan on the host; without them such a backend has to wait for the device.
+    query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]
+    seq_lens_cpu: np.ndarray | None = None  # int32 [S]
 
 
 class AttentionBackend(Protocol):
@@ -48,7 +53,14 @@ class AttentionBackend(Protocol):
     name: str
 
     def unsupported_reason(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
     ) -> str | None:
         """None when the combination runs, else one sentence why not."""
         ...
@@ -58,7 +70,12 @@ class AttentionBackend(Protocol):
         ...
 
     def forward(
-        self, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, scale: float,
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Write k and v at slot_mapping, then attend. Inputs may be strided views (last dimension contiguous). → [T, H, E]"""
@@ -112,6 +129,7 @@ def attention(
 ) -> torch.Tensor:
     """out = softmax(scale · q kᵀ + causal mask) v over each sequence's cached tokens; k and v are written to the cache first.
 
-    q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated); scale: usually E ** -0.5. → [T, H, E], q's dtype.
+    q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated); scale: usually E ** -0.5.
+    → [T, H, E] in q's dtype.
     """
     return _attention_op(q_THE, k_TKE, v_TKE, kv_cache, scale)

@@ -20,7 +20,14 @@ class CpuAttention:
     name = "cpu"
 
     def unsupported_reason(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
     ) -> str | None:
         """None when the combination runs, else one sentence why not. Builds the kernels at the first call."""
         if device.type != "cpu":
@@ -32,7 +39,8 @@ class CpuAttention:
         if num_heads % num_kv_heads:
             return f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
         if num_heads // num_kv_heads > _MAX_GROUP:
-            return f"the cpu attention backend takes up to {_MAX_GROUP} query heads a key/value head, not {num_heads // num_kv_heads}"
+            group = num_heads // num_kv_heads
+            return f"the cpu attention backend takes up to {_MAX_GROUP} query heads a key/value head, not {group}"
         load_cpu_kernels()
         return cpu_kernels_status()
 

@@ -32,7 +32,14 @@ class TorchAttention:
     name = "torch"
 
     def unsupported_reason(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
     ) -> str | None:
         """None when the combination runs, else one sentence why not."""
         if not dtype.is_floating_point:

@@ -1,7 +1,7 @@
 """Builds a set of C++ sources into a shared library at first use and keeps it in the user's cache folder.
 
-The file name holds a hash of everything that the result depends on, so nothing stale is ever loaded and several versions live side
-by side. Processes that start at once share one build through a file lock.
+The file name holds a hash of everything that the result depends on, so nothing stale is ever loaded and several versions
+live side by side. Processes that start at once share one build through a file lock.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _torch_flags() -> list[str]:
 
 
 def _link_flags() -> list[str]:
-    # Two OpenMP runtimes in one process would each keep its own pool of threads, so the one that torch brought is linked by its path;
-    # the loader then finds it already in memory.
+    # Two OpenMP runtimes in one process would each keep its own pool of threads, so the one that torch brought is linked
+    # by its path; the loader then finds it already in memory.
     lib = _TORCH / "lib"
     bundled = sorted(lib.glob("libgomp*.so*")) or sorted(lib.glob("libiomp5*.so*")) or sorted(lib.glob("libomp*.so*"))
     bundled = bundled or sorted((_TORCH.parent / "torch.libs").glob("libgomp*.so*"))
@@ -83,7 +83,7 @@ def _run(processes: Sequence[tuple[str, list[str]]]) -> None:
         errors = process.communicate()[1]
         if process.returncode and failed is None:
             lines = errors.splitlines()
-            first = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+            first = next((line for line in lines if "error:" in line), lines[-1] if lines else "no message")
             failed = f"the C++ compiler failed on {what}: {first.strip()}"
     if failed is not None:
         raise BuildError(failed)
@@ -109,7 +109,7 @@ def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = 
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(library.with_suffix(".lock"), "w")
+        lock = library.with_suffix(".lock").open("w")
     except OSError as error:
         raise BuildError(f"the cache folder {folder} cannot be written: {error.strerror}") from error
     with lock:

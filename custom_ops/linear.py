@@ -62,7 +62,11 @@ def unpack_linear_weight(packed: torch.Tensor, out_features: int, in_features: i
     if packed.dim() == 2:
         return packed
     blocks, groups, width = packed.shape
-    padded_OI = packed.view(blocks, groups, BLOCK_OUTPUTS, width // BLOCK_OUTPUTS).transpose(1, 2).reshape(blocks * BLOCK_OUTPUTS, -1)
+    padded_OI = (
+        packed.view(blocks, groups, BLOCK_OUTPUTS, width // BLOCK_OUTPUTS)
+        .transpose(1, 2)
+        .reshape(blocks * BLOCK_OUTPUTS, -1)
+    )
     return padded_OI[:out_features, :in_features]
 
 
@@ -121,7 +125,7 @@ def fused_linear(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = f(rms_norm(x) Wᵀ + bias) + residual, each part but the product optional; f is silu(first half) · second half or nothing.
+    """out = f(rms_norm(x) Wᵀ + bias) + residual; f is silu(first half) · second half, or nothing; only the product is a must.
 
     x_TI: [T, I], rows may be strided; packed: `pack_linear_weight(W [O, I])`; out_features: O; norm_weight_I: [I];
     bias_O: [O]; residual_TO: [T, O] (with silu_mul: [T, O / 2]). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.

@@ -2,8 +2,8 @@
 
 Shape legend: T tokens of the step, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block.
 
-As `cas::attention`, the op reads the step's `AttentionMetadata`. A backend with a `rope_forward` does all of it itself; for any other
-the op composes plain torch with the backend's `forward`.
+As `cas::attention`, the op reads the step's `AttentionMetadata`. A backend with a `rope_forward` does all of it itself; for
+any other the op composes plain torch with the backend's `forward`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,17 @@ def _rope_attention(
     metadata = current_metadata()
     if hasattr(metadata.backend, "rope_forward"):
         return cast(RopeAttentionBackend, metadata.backend).rope_forward(
-            qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
+            qkv,
+            cos_TE,
+            sin_TE,
+            kv_cache,
+            num_heads,
+            num_kv_heads,
+            scale,
+            q_norm_weight_E,
+            k_norm_weight_E,
+            eps,
+            metadata,
         )
     heads_TNE = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q_THE, k_TKE, v_TKE = heads_TNE.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
