@@ -294,16 +294,15 @@ class AsyncEngineClient:
         process, context = self._process, self._context
         assert process is not None
         assert context is not None
-        if process.stdin is not None:
-            process.stdin.close()  # the engine's sign that nobody needs it any more
+        if process.returncode is None and self.dead_reason is not None:  # it has said its last words
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _EXIT_GRACE_SECONDS)
         if process.returncode is None:
-            try:
-                grace = _EXIT_GRACE_SECONDS if self.dead_reason is not None else 0.0
-                await asyncio.wait_for(process.wait(), grace)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -120,7 +120,7 @@ class EngineProcess:
         """Handle every message that is there; with `wait`, at least one (or the time is up)."""
         if wait and not self._input.poll(_IDLE_POLL_MS):
             return
-        while self._input.get(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than poll(0)
             self._handle(self._decoder.decode(self._input.recv(zmq.NOBLOCK)))
 
     def _handle(self, message: ToEngine) -> None:

@@ -1,0 +1,273 @@
+"""The whole engine in this process on a tiny random Llama: same request, same tokens, however it is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from custom_ops.attention import AttentionMetadata, attention_metadata
+from custom_ops.attention_torch import TorchAttention
+from runtime.attention_backends import AttentionBackendError
+from runtime.engine_core import EngineCore
+from runtime.kv_cache import KVCacheTooSmallError, allocate_kv_cache
+from runtime.messages import EngineRequest, TokenLogprobs
+from tests.support.engines import VOCAB_SIZE, request, run_requests, tiny_config, tokens_of, write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("engine") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def core(model_dir: Path) -> EngineCore:
+    return EngineCore(tiny_config(model_dir))
+
+
+def prompt_of(index: int, length: int) -> list[int]:
+    return [(index * 37 + position * 11 + position * position) % VOCAB_SIZE for position in range(length)]
+
+
+def mixed_requests() -> list[EngineRequest]:
+    """Greedy and random, with every option that looks at logits; prompts of 1 to 60 tokens."""
+    options: list[dict[str, object]] = [
+        {},
+        {"temperature": 0.8, "seed": 1},
+        {"max_tokens": 40},
+        {"temperature": 1.0, "seed": 2, "top_p": 0.9, "min_p": 0.01},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2, "max_tokens": 30},
+        {"temperature": 1.2, "seed": 3, "top_k": 12, "logit_bias": {7: 2.0}},
+        {"allowed_token_ids": list(range(50, 90)), "logprobs": 2},
+        {"temperature": 0.7, "seed": 4, "bad_words_token_ids": [[5], [6, 7]], "presence_penalty": 1.0},
+        {"min_tokens": 9, "max_tokens": 25},
+        {"temperature": 0.9, "seed": 5, "top_p": 0.7, "max_tokens": 33, "prompt_logprobs": 1},
+    ]
+    lengths = [1, 7, 16, 33, 60, 4, 21, 45, 12, 29]
+    return [
+        request(f"r{i}", prompt_of(i, length), eos_token_ids=[11], **given)
+        for i, (length, given) in enumerate(zip(lengths, options, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(core: EngineCore) -> dict[str, list[int]]:
+    """Each request's tokens when nothing else runs."""
+    result = {}
+    for one in mixed_requests():
+        result |= tokens_of(run_requests(core, [one]))
+    return result
+
+
+def test_in_a_batch(core: EngineCore, alone: dict[str, list[int]]) -> None:
+    assert tokens_of(run_requests(core, mixed_requests())) == alone
+    assert all(alone.values())
+
+
+def test_with_a_cached_prefix(core: EngineCore, alone: dict[str, list[int]]) -> None:
+    core.utility("reset_prefix_cache")
+    run_requests(core, mixed_requests())
+    outputs = run_requests(core, mixed_requests())
+    assert tokens_of(outputs) == alone
+    assert sum(step.num_cached_tokens for steps in outputs.values() for step in steps) > 100
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_scheduling": True},
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 16, "async_scheduling": True, "enable_prefix_caching": False},
+        {"max_num_seqs": 3},
+        {"attention_backend": "torch"},
+    ],
+    ids=["async", "chunked", "async-chunked", "few-seats", "torch-attention"],
+)
+def test_under_other_options(model_dir: Path, alone: dict[str, list[int]], options: dict[str, object]) -> None:
+    assert tokens_of(run_requests(EngineCore(tiny_config(model_dir, **options)), mixed_requests())) == alone
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_after_preemptions(model_dir: Path, alone: dict[str, list[int]], is_async: bool) -> None:
+    options = {"num_kv_blocks": 30, "max_model_len": 120, "async_scheduling": is_async, "enable_prefix_caching": False}
+    core = EngineCore(tiny_config(model_dir, **options))
+    assert tokens_of(run_requests(core, mixed_requests())) == alone
+    assert core.stats().num_preemptions > 0
+
+
+@pytest.mark.slow
+def test_compiled(model_dir: Path, alone: dict[str, list[int]], tmp_path: Path) -> None:
+    config = tiny_config(model_dir, enforce_eager=False, cache_dir=tmp_path)
+    assert tokens_of(run_requests(EngineCore(config), mixed_requests())) == alone
+
+
+def test_blocks_and_slots_come_back_after_64_requests(core: EngineCore) -> None:
+    before = core.stats()
+    outputs = run_requests(core, [request(f"c{i}", prompt_of(i, 5 + i % 20)) for i in range(64)])
+    assert all(steps[-1].finish_reason == "length" for steps in outputs.values())
+    after = core.stats()
+    assert (after.num_free_blocks, after.num_running, after.num_waiting) == (before.num_total_blocks, 0, 0)
+    core.step()
+    run_requests(core, [request("last", [1])])  # its step tells the runner who has gone
+    assert len(core._executor.runner.batch) == 1  # type: ignore[attr-defined]
+
+
+def test_an_abort_in_the_middle_leaves_the_others_alone(core: EngineCore, alone: dict[str, list[int]]) -> None:
+    requests = mixed_requests()
+    for one in requests:
+        core.add_request(one)
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    for number in range(1000):
+        if not core.has_work():
+            break
+        if number == 4:
+            core.abort(["r2", "r4", "nobody"])
+        for output in core.step().outputs:
+            assert number < 4 or output.request_id not in ("r2", "r4")
+            tokens[output.request_id] += output.new_token_ids
+    assert {name: ids for name, ids in tokens.items() if name not in ("r2", "r4")} == {
+        name: ids for name, ids in alone.items() if name not in ("r2", "r4")
+    }
+    assert core.stats().num_free_blocks == core.stats().num_total_blocks
+
+
+def reference_logprobs(core: EngineCore, tokens: list[int]) -> torch.Tensor:
+    """log softmax at every position of a sequence, in one pass of the plain module."""
+    spec = core._executor.runner.compiled.spec  # type: ignore[attr-defined]
+    backend = TorchAttention()
+    caches = allocate_kv_cache(spec.kv_cache_specs, 1, len(tokens), dtype=torch.float32, device=torch.device("cpu"))
+    metadata = AttentionMetadata(
+        backend=backend,
+        query_start_loc=torch.tensor([0, len(tokens)], dtype=torch.int32),
+        seq_lens=torch.tensor([len(tokens)], dtype=torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        slot_mapping=torch.arange(len(tokens)),
+        num_seqs=1,
+        num_tokens=len(tokens),
+        max_query_len=len(tokens),
+        max_seq_len=len(tokens),
+    )
+    every = torch.arange(len(tokens))
+    with torch.no_grad(), attention_metadata(metadata):
+        return spec.module(torch.tensor(tokens), every, caches, every).log_softmax(-1)
+
+
+def check_entry(entry: TokenLogprobs | None, expected_V: torch.Tensor, token: int, count: int) -> None:
+    assert entry is not None
+    assert entry.ids == [token, *expected_V.topk(count).indices.tolist()]
+    assert entry.logprobs == pytest.approx(expected_V[entry.ids].tolist(), abs=1e-4)
+    assert entry.rank == 1 + int((expected_V > expected_V[token]).sum())
+
+
+@pytest.mark.parametrize("budget", [2048, 8], ids=["whole", "chunked"])
+def test_logprobs_and_prompt_logprobs(model_dir: Path, core: EngineCore, budget: int) -> None:
+    engine = EngineCore(tiny_config(model_dir, max_num_batched_tokens=budget))
+    prompt = prompt_of(3, 21)
+    asks = request("asks", prompt, logprobs=3, prompt_logprobs=2, temperature=1.0, seed=7, max_tokens=5)
+    outputs = run_requests(engine, [asks, request("other", prompt_of(1, 12)), request("asks too", prompt, logprobs=0)])
+    steps = outputs["asks"]
+    tokens = [token for step in steps for token in step.new_token_ids]
+    expected_TV = reference_logprobs(core, prompt + tokens)
+    prompt_entries = steps[0].prompt_logprobs
+    assert prompt_entries is not None
+    assert len(prompt_entries) == len(prompt)
+    assert prompt_entries[0] is None
+    for position in range(1, len(prompt)):
+        check_entry(prompt_entries[position], expected_TV[position - 1], prompt[position], 2)
+    assert all(step.prompt_logprobs is None for step in steps[1:])
+    for i, step in enumerate(steps):
+        assert step.new_logprobs is not None
+        check_entry(step.new_logprobs[0], expected_TV[len(prompt) + i - 1], tokens[i], 3)
+    assert all(step.new_logprobs is not None and len(step.new_logprobs[0].ids) == 1 for step in outputs["asks too"])
+    assert all(step.new_logprobs is None for step in outputs["other"])
+
+
+def test_max_tokens_0_scores_the_prompt_and_generates_nothing(core: EngineCore) -> None:
+    outputs = run_requests(core, [request("score", prompt_of(2, 9), max_tokens=0, prompt_logprobs=0)])["score"]
+    assert len(outputs) == 1
+    assert (outputs[0].new_token_ids, outputs[0].finish_reason) == ([], "length")
+    assert outputs[0].prompt_logprobs is not None
+    assert len(outputs[0].prompt_logprobs) == 9
+
+
+def test_stop_ids_end_a_request_but_not_before_min_tokens(core: EngineCore) -> None:
+    tokens = tokens_of(run_requests(core, [request("free", [3, 1, 4], max_tokens=12)]))["free"]
+    stop = tokens[4]
+    first = tokens.index(stop)
+    stopped = run_requests(core, [request("stopped", [3, 1, 4], max_tokens=12, stop_token_ids=[stop])])["stopped"]
+    assert tokens_of({"stopped": stopped})["stopped"] == tokens[: first + 1]
+    assert (stopped[-1].finish_reason, stopped[-1].stop_reason) == ("stop", stop)
+    later = run_requests(
+        core, [request("later", [3, 1, 4], max_tokens=12, stop_token_ids=[stop], min_tokens=first + 3)]
+    )
+    assert stop not in tokens_of(later)["later"][: first + 3]
+    assert len(tokens_of(later)["later"]) >= first + 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (request("bad", []), "no tokens"),
+        (request("bad", [VOCAB_SIZE]), f"token id {VOCAB_SIZE}, but the model's ids are 0 to {VOCAB_SIZE - 1}"),
+        (request("bad", [-1]), "token id -1"),
+        (request("bad", [1] * 300), "256"),
+        (request("bad", [1], temperature=3.0), r"temperature must be in \[0, 2\]"),
+        (request("bad", [1], logit_bias={999: 1.0}), "logit_bias has token id 999"),
+        (request("bad", [1], allowed_token_ids=[-2]), "allowed_token_ids has token id -2"),
+        (request("bad", [1], bad_words_token_ids=[[1, 5000]]), "bad_words has token id 5000"),
+        (request("bad", [1], stop_token_ids=[320]), "stop_token_ids has token id 320"),
+    ],
+    ids=lambda value: value[:12].replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_a_request_that_cannot_run_is_refused_with_a_sentence(
+    core: EngineCore, bad: EngineRequest, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        core.add_request(bad)
+    assert not core.has_work()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"max_model_len": 500}, ValueError, "max_model_len is 500, but the model's positions end at 256"),
+        ({"num_kv_blocks": 3}, KVCacheTooSmallError, "room for 12 tokens .* lower --max-model-len or raise"),
+        ({"attention_backend": "flash"}, AttentionBackendError, "no attention backend 'flash': known are cpu, "),
+        ({"attention_backend": "flashinfer"}, AttentionBackendError, "'flashinfer' does not run here: "),
+    ],
+)
+def test_options_that_cannot_work_are_refused_with_a_sentence(
+    model_dir: Path, options: dict[str, object], error: type[ValueError], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        EngineCore(tiny_config(model_dir, **options))
+
+
+def test_stages_are_reported_in_order_with_times(model_dir: Path) -> None:
+    stages: list[tuple[str, float, str]] = []
+    engine = EngineCore(tiny_config(model_dir), on_stage=lambda *stage: stages.append(stage))
+    assert [stage for stage, _, _ in stages] == ["read", "load", "kv cache", "warm up"]
+    assert all(seconds >= 0 for _, seconds, _ in stages)
+    assert engine.info.max_model_len == 256
+    assert engine.info.num_kv_blocks == 2048
+    assert (engine.info.dtype, engine.info.device, engine.info.block_size) == ("float32", "cpu", 4)
+
+
+def test_utility_calls(core: EngineCore) -> None:
+    assert core.utility("ping") == {"ok": True}
+    assert core.utility("stats")["num_running"] == 0
+    assert core.utility("reset_prefix_cache") == {"ok": True}
+    with pytest.raises(ValueError, match="no method 'dance': known are ping, reset_prefix_cache, stats"):
+        core.utility("dance")
+
+
+def test_abort_all_ends_every_request_with_an_output(model_dir: Path) -> None:
+    engine = EngineCore(tiny_config(model_dir, async_scheduling=True))
+    for i in range(3):
+        engine.add_request(request(f"r{i}", [1, 2, i]))
+    engine.step()
+    outputs = engine.abort_all()
+    assert {output.request_id: output.finish_reason for output in outputs} == {f"r{i}": "abort" for i in range(3)}
+    assert not engine.has_work()
+    assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
