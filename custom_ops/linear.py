@@ -105,9 +105,20 @@ def _fused_linear_fake(
     return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
 
 
+_ARGUMENTS = (
+    "(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
+    "bool silu_mul=False, Tensor? residual=None) -> Tensor"
+)
+# The reference under a name of its own: where the kernels are loaded they hand plain weights to it.
+define(
+    f"fused_linear_reference{_ARGUMENTS}",
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_fused_linear_fake,
+    CompositeExplicitAutograd=_fused_linear,
+)
 _fused_linear_op = define(
-    "fused_linear(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
-    "bool silu_mul=False, Tensor? residual=None) -> Tensor",
+    f"fused_linear{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
     version=1,
     fake=_fused_linear_fake,

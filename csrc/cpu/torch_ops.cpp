@@ -1,6 +1,7 @@
 // Puts the CPU kernels behind the `cas` ops that Python has defined: checks, allocates, fills in the kernels' argument structs.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -31,6 +32,11 @@ at::Tensor fused_linear(
     const at::Tensor& x_TI, const at::Tensor& packed, int64_t out_features, const OptionalTensor& norm_weight_I, double eps,
     const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO
 ) {
+    if (packed.dim() == 2) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::fused_linear_reference", "").typed<decltype(fused_linear)>();
+        return reference.call(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO);
+    }
     CasLinear args{};
     args.dtype = dtype_code(x_TI);
     TORCH_CHECK_VALUE(x_TI.dim() == 2 && (x_TI.stride(1) == 1 || x_TI.size(1) == 1), "x must be [T, I] with contiguous rows");

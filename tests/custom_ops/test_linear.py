@@ -15,8 +15,8 @@ from custom_ops.linear import (
 )
 
 CPU = torch.device("cpu")
-# Rounding of the normalized row, and of the output, each 2^-9 at most; float32 sums over up to 1536 products.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+# Rounding of the normalized row, and of the output, each 2^-9 at most; float32 sums one after another over up to 1536 products.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 6e-3}
 SHAPES = [(960, 576), (64, 1536), (40, 33), (20, 64), (6, 7), (100, 16), (34, 2)]  # (O, I)
 
 
@@ -127,7 +127,7 @@ def test_other_dtypes_keep_the_plain_layout() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"packed": torch.randn(32, 64)}, "pack_linear_weight"),
+        ({"packed": torch.randn(2, 32, 32)}, "pack_linear_weight"),
         ({"packed": torch.randn(2, 64, 16).bfloat16()}, "pack_linear_weight"),
         ({"bias_O": torch.randn(31)}, "bias must be"),
         ({"norm_weight_I": torch.randn(64).bfloat16()}, "norm_weight must be"),
