@@ -196,6 +196,7 @@ class LLM:
                         engine_ids.append(request.request_id)
                         self.engine.add_request(request)
                 while len(self._outputs):
+                    assert self.engine.has_work(), "the engine lost requests"
                     step = self.engine.step()
                     to_abort = self._outputs.process(step.outputs)
                     if to_abort:

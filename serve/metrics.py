@@ -25,12 +25,7 @@ _ENGINE_COUNTERS = {
     "num_preemptions": "Requests put back to be computed again.",
     "padded_tokens": "Tokens computed only to fill up to a captured size.",
 }
-_COMPILE_GAUGES = {
-    "compile_seconds": "Seconds of compilation at start-up.",
-    "unique_pieces": "Distinct compiled pieces of the model.",
-    "total_pieces": "Pieces of the model that replay the distinct ones.",
-    "artifact_hits": "Pieces that came from the artifact store at start-up.",
-}
+_STAGE = "stages."  # prefix of the stages' seconds in the compile report
 
 
 @dataclass(slots=True)
@@ -82,10 +77,17 @@ class Metrics:
         facts["max_model_len"] = str(info.max_model_len)
         gauge = Gauge(PREFIX + "engine_info", "Facts of the engine.", [_LABEL, *facts], registry=self.registry)
         gauge.labels(self._model, *facts.values()).set(1)
-        for name, text in _COMPILE_GAUGES.items():
-            value = info.compile_report.get(name)
-            if isinstance(value, (int, float)):
-                self._gauge(name, text).set(value)
+        report = info.compile_report
+        stages = [v for name, v in report.items() if name.startswith(_STAGE) and isinstance(v, (int, float))]
+        self._gauge("compile_seconds", "Seconds of compilation at start-up, all stages.").set(sum(stages))
+        for name, source, text in (
+            ("unique_pieces", "distinct_pieces", "Distinct compiled pieces of the model."),
+            ("total_pieces", "pieces", "Pieces of the model; equal ones share a compilation."),
+        ):
+            self._gauge(name, text).set(float(report.get(source, 0)))
+        self._gauge("artifact_hits", "1 when start-up found the compiled artifact in the store.").set(
+            report.get("artifact") == "hit"
+        )
 
     def start(self, prompt_tokens: int) -> SequenceClock:
         """The clock of a sequence that is sent to the engine now."""

@@ -65,14 +65,28 @@ def run(
 
 
 def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerSettings:
-    """`settings` with what follows from the engine's options: sampling defaults of the model, the limit on requests in flight."""
+    """`settings` with its chat template read, the model's sampling defaults, and the limit on requests in flight."""
     changes: dict[str, object] = {}
+    if settings.chat_template is not None:
+        changes["chat_template"] = read_chat_template(settings.chat_template)
     if not settings.default_sampling:
         changes["default_sampling"] = load_generation_defaults(config.model.path)
     scheduler = config.scheduler
     if settings.max_in_flight is None and scheduler.max_waiting is not None:
         changes["max_in_flight"] = scheduler.max_num_seqs + scheduler.max_waiting
     return replace(settings, **changes)  # type: ignore[arg-type]
+
+
+def read_chat_template(given: str) -> str:
+    """The template's source: `given` itself where it is jinja, else the content of the file that it names."""
+    if "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ServerStartError(
+            f"The chat template '{given:.200}' is neither jinja nor a readable text file."
+        ) from error
 
 
 def open_socket(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ class ServerSettings:
 
     served_model_names: what clients may write in `model`; the first is the one in answers and metrics.
     api_keys: any of them is accepted as `Authorization: Bearer`; empty: no key is asked for.
-    chat_template: source of a template that replaces the model's own.
+    chat_template: source (or file) of a template that replaces the model's own.
     default_sampling: sampling fields used where a request leaves them out (from the model's generation_config.json).
     max_in_flight: requests (sequences) that may wait or run at once; more are refused with 503. None: no limit.
     max_body_bytes: larger request bodies are refused.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -45,8 +46,6 @@ async def test_tokenize_of_messages_is_the_chat_prompt(server: Server) -> None:
     ("/detokenize", {}),
 ])  # fmt: skip
 async def test_wrong_tokenize_requests_are_400(server: Server, path: str, body: dict[str, object]) -> None:
-    import json
-
     response = await server.http.post(path, content=json.dumps(body))
     assert response.status_code == 400, response.text
 
@@ -88,7 +87,8 @@ async def test_metrics_count_a_request(server: Server) -> None:
     assert generated > len(server.tokenizer.encode(ANSWER))
     assert value("inter_token_latency_seconds_count") == generated - 2
     assert value("kv_cache_usage_perc") == 0.25
-    assert value("unique_pieces") == 3
+    assert value("compile_seconds") == 1.5
+    assert (value("unique_pieces"), value("total_pieces"), value("artifact_hits")) == (3, 31, 1)
     for name in (
         "num_requests_running", "num_requests_waiting", "prefix_cache_queries_total", "prefix_cache_hits_total",
         "num_preemptions_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",

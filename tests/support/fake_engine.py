@@ -26,7 +26,13 @@ class FakeEngineClient:
             block_size=16,
             dtype="float32",
             device="cpu",
-            compile_report={"compile_seconds": 1.5, "unique_pieces": 3, "total_pieces": 31},
+            compile_report={
+                "stages.capture": 1.0,
+                "stages.compile": 0.5,
+                "distinct_pieces": 3,
+                "pieces": 31,
+                "artifact": "hit",
+            },
         )
         self.tokenizer = tokenizer
         self.script = script

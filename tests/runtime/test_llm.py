@@ -1,0 +1,135 @@
+"""`LLM` on a tiny model: shapes of vLLM, sampling options that show, errors before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime import LLM, SamplingParams
+from runtime.input_processor import PromptTooLongError
+from runtime.sampling_params import SamplingParamsError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama_dir: Path) -> Iterator[LLM]:
+    options = {"max_num_seqs": 8, "max_model_len": 64, "num_kv_blocks": 64, "num_threads": 1}
+    with LLM(str(tiny_llama_dir), dtype="float32", device="cpu", enforce_eager=True, **options) as llm:
+        yield llm
+
+
+def test_output_has_vllms_shape(llm: LLM) -> None:
+    [output] = llm.generate("Hello there", GREEDY, use_tqdm=False)
+    assert output.prompt == "Hello there"
+    assert output.prompt_token_ids == llm.get_tokenizer().encode("Hello there")
+    [completion] = output.outputs
+    assert completion.index == 0
+    assert len(completion.token_ids) == 8
+    assert completion.finish_reason == "length"
+    assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+    assert completion.logprobs is None
+    assert output.finished
+
+
+def test_prompts_in_every_form_keep_their_order(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("abc")
+    alone = llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0]
+    outputs = llm.generate(["xyz", {"prompt_token_ids": ids}, "abc"], [GREEDY] * 3, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["xyz", None, "abc"]
+    assert outputs[1].outputs[0].token_ids == outputs[2].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_n_completions_with_a_seed_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    first, second = (llm.generate("abc", params, use_tqdm=False)[0] for _ in range(2))
+    assert [c.index for c in first.outputs] == [0, 1, 2]
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
+    assert len({tuple(c.token_ids) for c in first.outputs}) == 3
+
+
+def test_logprobs_are_dicts_with_the_chosen_token_first(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, prompt_logprobs=1, ignore_eos=True)
+    [output] = llm.generate("abc", params, use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert next(iter(entry)) == token
+        assert entry[token].rank == 1
+        assert len(entry) == 3
+        assert sorted((e.logprob for e in entry.values()), reverse=True) == [e.logprob for e in entry.values()]
+        assert entry[token].decoded_token == llm.get_tokenizer().token_text(token)
+    total = sum(e[t].logprob for e, t in zip(completion.logprobs, completion.token_ids, strict=True))
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_stop_string_ends_a_completion_and_leaves_nothing_behind(llm: LLM) -> None:
+    text = llm.generate("Hello there", GREEDY, use_tqdm=False)[0].outputs[0].text
+    stop = text[2:4]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=[stop])
+    completion = llm.generate("Hello there", params, use_tqdm=False)[0].outputs[0]
+    assert completion.text == text[: text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    while llm.engine.has_work():
+        llm.engine.step()
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    one = llm.chat(messages, GREEDY, use_tqdm=False)
+    many = llm.chat([messages, messages], GREEDY, use_tqdm=False)
+    assert one[0].prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert [o.outputs[0].token_ids for o in many] == [one[0].outputs[0].token_ids] * 2
+
+
+def test_progress_bar_shows_tokens_a_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], GREEDY)
+    shown = capsys.readouterr().out
+    assert "2/2" in shown
+    assert "tok/s" in shown
+
+
+def test_one_wrong_prompt_stops_the_call_before_it_runs(llm: LLM) -> None:
+    for prompts, error in (
+        (["a", ""], SamplingParamsError),
+        (["a", "b " * 100], PromptTooLongError),
+        ([5], ValueError),
+    ):
+        with pytest.raises(error):
+            llm.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+    assert not llm.engine.has_work()
+
+
+def test_interrupt_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = llm.engine.step, []
+
+    def interrupted() -> object:
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    while llm.engine.has_work():
+        llm.engine.step()
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_without_a_tokenizer_ids_go_in_and_out(tiny_llama_dir: Path) -> None:
+    options = {"max_num_seqs": 2, "max_model_len": 64, "num_kv_blocks": 16, "num_threads": 1, "enforce_eager": True}
+    with LLM(str(tiny_llama_dir), dtype="float32", device="cpu", skip_tokenizer_init=True, **options) as llm:
+        [output] = llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8
+        assert output.outputs[0].text == ""
+        with pytest.raises(ValueError, match="skip_tokenizer_init"):
+            llm.generate("text", GREEDY, use_tqdm=False)

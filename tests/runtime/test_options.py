@@ -1,0 +1,45 @@
+"""The one function that makes an `EngineConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.options import make_engine_config
+
+
+def test_every_option_lands_in_its_place(tiny_llama_dir: Path) -> None:
+    config = make_engine_config(
+        str(tiny_llama_dir),
+        dtype="float32",
+        max_model_len=64,
+        num_kv_blocks=10,
+        max_num_seqs=3,
+        scheduling_policy="priority",
+        enforce_eager=True,
+        capture_sizes=[4, 1, 4],
+        cache_dir="x",
+        num_threads=1,
+    )
+    assert config.model.path == tiny_llama_dir
+    assert (config.model.dtype, config.model.max_model_len) == ("float32", 64)
+    assert config.cache.num_blocks == 10
+    assert (config.scheduler.max_num_seqs, config.scheduler.policy) == (3, "priority")
+    assert (config.compile.mode, config.compile.capture_sizes, config.compile.cache_dir) == ("eager", (1, 4), Path("x"))
+    assert config.num_threads == 1
+
+
+@pytest.mark.parametrize("option,value", [
+    ("dtype", "float64"), ("max_num_seqs", 0), ("block_size", -1), ("gpu_memory_utilization", 1.5), ("device", "tpu"),
+    ("scheduling_policy", "fair"), ("max_waiting", -1), ("capture_sizes", [0]), ("num_threads", 0),
+])  # fmt: skip
+def test_option_out_of_range_is_named(tiny_llama_dir: Path, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=option):
+        make_engine_config(str(tiny_llama_dir), **{option: value})
+
+
+def test_two_sizes_of_the_kv_cache_exclude_each_other(tiny_llama_dir: Path) -> None:
+    with pytest.raises(ValueError, match="one of them"):
+        make_engine_config(str(tiny_llama_dir), num_kv_blocks=4, kv_cache_memory_bytes=1000)
