@@ -31,6 +31,7 @@ class TritonAttention:
     """Decodes run in one kernel a layer (norm, rope, KV write, attention); prompts in two (norm, rope, KV write; then attention)."""
 
     name = "triton"
+    decode_capturable = True  # a step of decodes reads all lengths from the device
 
     def unsupported_reason(
         self, *, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
@@ -103,7 +104,7 @@ class TritonAttention:
 
         num_tokens, num_heads, head_dim = q_THE.shape
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
-        if metadata.num_tokens < num_tokens:
+        if metadata.max_query_len > 1 and metadata.num_tokens < num_tokens:
             out_THE[metadata.num_tokens :].zero_()
         where = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
         if metadata.max_query_len > 1:
@@ -116,8 +117,10 @@ class TritonAttention:
             prefill_attention(rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, skip_single=has_single)
             if not has_single:
                 return out_THE
+        # Padding sequences (length 0) of a decode step are rows of the metadata too: they get zeros.
+        num_rows = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_seqs
         decode_attention(
-            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, metadata.num_seqs,
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, num_rows,
             q_norm_weight_E, k_norm_weight_E, eps,
         )  # fmt: skip
         return out_THE

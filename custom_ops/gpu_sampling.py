@@ -90,7 +90,7 @@ def _threshold_kernel(
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, temperature_ptr, threshold_ptr, seed_ptr, position_ptr, best_ptr, best_id_ptr, counter_ptr, out_ptr,
+    logits_ptr, temperature_ptr, threshold_ptr, seed_ptr, position_ptr, best_ptr, best_id_ptr, counter_ptr, out_ptr, out_best_ptr,
     vocab, row_stride, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_J: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -106,9 +106,13 @@ def _choose_kernel(
             noisy = x / temperature - tl.log(-tl.log(uniform))
             x = tl.where((x >= threshold) & (ids < vocab), noisy, float("-inf"))
     best = tl.max(x, 0)
+    # A row with a NaN anywhere says so in its largest value; its token means nothing.
+    if tl.max((x != x).to(tl.int32), 0) > 0:
+        best = float("nan")
     best_id = tl.min(tl.where((x == best) & (ids < vocab), ids, 0x7FFFFFFF), 0)
     if CHUNKS == 1:
         tl.store(out_ptr + row, tl.where(best_id < vocab, best_id, 0).to(tl.int64))
+        tl.store(out_best_ptr + row, best)
     else:
         tl.store(best_ptr + row * CHUNKS + chunk, best)
         tl.store(best_id_ptr + row * CHUNKS + chunk, best_id)
@@ -118,15 +122,22 @@ def _choose_kernel(
             ok_J = chunks_J < CHUNKS
             best_J = tl.load(best_ptr + row * CHUNKS + chunks_J, mask=ok_J, other=float("-inf"), cache_modifier=".cg")
             id_J = tl.load(best_id_ptr + row * CHUNKS + chunks_J, mask=ok_J, other=0x7FFFFFFF, cache_modifier=".cg")
-            winner = tl.min(tl.where(best_J == tl.max(best_J, 0), id_J, 0x7FFFFFFF), 0)
-            # A row of NaN has no largest logit; token 0 keeps the step of the others going.
+            largest = tl.max(best_J, 0)
+            winner = tl.min(tl.where(best_J == largest, id_J, 0x7FFFFFFF), 0)
+            if tl.max((best_J != best_J).to(tl.int32), 0) > 0:
+                largest = float("nan")
+            # Without a largest logit, token 0 keeps the step of the other rows going.
+            tl.store(out_best_ptr + row, largest)
             tl.store(out_ptr + row, tl.where(winner < vocab, winner, 0).to(tl.int64))
             tl.store(counter_ptr + row, 0)
 
 
-def greedy_tokens(logits_SV: torch.Tensor, out_S: torch.Tensor | None = None) -> torch.Tensor:
-    """The id of each row's largest logit, the lowest among equals. logits_SV: [S, V], rows may be strided. → int64 [S]"""
-    return _choose(logits_SV, None, None, None, None, out_S)
+def greedy_tokens(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The id of each row's largest logit, the lowest among equals, and that logit (NaN where the row has one).
+
+    logits_SV: [S, V], rows may be strided. → int64 [S], float32 [S]
+    """
+    return _choose(logits_SV, None, None, None, None)
 
 
 def sample_tokens(
@@ -137,12 +148,12 @@ def sample_tokens(
     min_p_S: torch.Tensor,
     seed_S: torch.Tensor,
     position_S: torch.Tensor,
-    out_S: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row from softmax(logits / temperature) after top-k, top-p and min-p; temperature 0 is greedy.
 
     logits_SV: [S, V], float32, float16 or bfloat16, penalties already applied; temperature_S, top_p_S (1: off), min_p_S (0: off):
-    float32 [S]; top_k_S: int32 [S], 0: off; seed_S, position_S: int64 [S]. → int64 [S]
+    float32 [S]; top_k_S: int32 [S], 0: off; seed_S, position_S: int64 [S].
+    → int64 [S], and float32 [S]: the winning score, NaN where the row has a NaN, -inf where no token is left
     """
     num_seqs, vocab = logits_SV.shape
     threshold_S = torch.empty(num_seqs, dtype=torch.float32, device=logits_SV.device)
@@ -151,7 +162,7 @@ def sample_tokens(
             logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, threshold_S, vocab, logits_SV.stride(0),
             BLOCK=min(_CHUNK, triton.next_power_of_2(vocab)), KEY_BITS=16 if logits_SV.dtype == torch.bfloat16 else 32, num_warps=16,
         )  # fmt: skip
-    return _choose(logits_SV, temperature_S, threshold_S, seed_S, position_S, out_S)
+    return _choose(logits_SV, temperature_S, threshold_S, seed_S, position_S)
 
 
 def _choose(
@@ -160,21 +171,20 @@ def _choose(
     threshold_S: torch.Tensor | None,
     seed_S: torch.Tensor | None,
     position_S: torch.Tensor | None,
-    out_S: torch.Tensor | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_seqs, vocab = logits_SV.shape
     device = logits_SV.device
-    if out_S is None:
-        out_S = torch.empty(num_seqs, dtype=torch.int64, device=device)
+    out_S = torch.empty(num_seqs, dtype=torch.int64, device=device)
+    out_best_S = torch.empty(num_seqs, dtype=torch.float32, device=device)
     if num_seqs == 0:
-        return out_S
+        return out_S, out_best_S
     chunk = min(_CHUNK, triton.next_power_of_2(vocab))
     chunks = triton.cdiv(vocab, chunk)
     best = torch.empty(num_seqs * chunks, dtype=torch.float32, device=device)
     best_id = torch.empty(num_seqs * chunks, dtype=torch.int32, device=device)
     _choose_kernel[(num_seqs, chunks)](
-        logits_SV, temperature_S, threshold_S, seed_S, position_S, best, best_id, split_counters(device), out_S,
+        logits_SV, temperature_S, threshold_S, seed_S, position_S, best, best_id, split_counters(device), out_S, out_best_S,
         vocab, logits_SV.stride(0), CHUNK=chunk, CHUNKS=chunks, BLOCK_J=triton.next_power_of_2(chunks),
         GREEDY=temperature_S is None, num_warps=8,
     )  # fmt: skip
-    return out_S
+    return out_S, out_best_S

@@ -22,10 +22,11 @@ def _advance_kernel(
     column_S = seq_len_S // BLOCK_SIZE
     room_S = live_S & (column_S < num_columns)
     block_S = tl.load(block_table_ptr + rows_S.to(tl.int64) * table_stride + column_S, mask=room_S, other=-1).to(tl.int64)
-    slot_S = tl.where(block_S >= 0, block_S * BLOCK_SIZE + seq_len_S % BLOCK_SIZE, -1)
-    tl.store(input_ids_ptr + rows_S, tl.load(sampled_ptr + rows_S, mask=live_S, other=0), mask=live_S)
-    tl.store(positions_ptr + rows_S, seq_len_S.to(tl.int64), mask=live_S)
-    tl.store(seq_lens_ptr + rows_S, seq_len_S + 1, mask=live_S)
+    grows_S = room_S & (block_S >= 0)
+    slot_S = tl.where(grows_S, block_S * BLOCK_SIZE + seq_len_S % BLOCK_SIZE, -1)
+    tl.store(input_ids_ptr + rows_S, tl.load(sampled_ptr + rows_S, mask=grows_S, other=0), mask=grows_S)
+    tl.store(positions_ptr + rows_S, seq_len_S.to(tl.int64), mask=grows_S)
+    tl.store(seq_lens_ptr + rows_S, seq_len_S + 1, mask=grows_S)
     tl.store(slot_ptr + rows_S, slot_S, mask=ok_S)
 
 
@@ -41,8 +42,8 @@ def advance_step(
     """Turn a decode step's inputs into the next step's, in place, in one launch that a graph may capture.
 
     For each live sequence (seq_len > 0): input id = its sampled token, position = its old length, seq_len += 1, and the slot of the
-    new position from its block table. Rows with seq_len 0 are padding and stay so; their slot becomes -1. A position whose block is
-    not there yet (-1, or past the table) gets slot -1: nothing is written, and that step's token is not to be used.
+    new position from its block table. Rows with seq_len 0 are padding and stay so. A row whose next block is not there (-1, or past
+    the table) does not advance either: it gets slot -1, so that the next step writes nothing for it, and that step's token is void.
     sampled_S, positions_S, slot_mapping_S: int64 [S]; input_ids_S: int64 [S]; seq_lens_S: int32 [S]; block_table_SM: int32 [S, M].
     """
     num_seqs = sampled_S.shape[0]

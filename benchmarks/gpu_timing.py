@@ -1,0 +1,90 @@
+"""Timing on CUDA by graph replay, and the fields that every row of a GPU benchmark carries."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Device, versions and commit of this run."""
+    import triton
+
+    root = Path(__file__).resolve().parent.parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
+    commit_file = root / ".gpu" / "commit"
+    if not commit and commit_file.exists():
+        commit = commit_file.read_text().strip()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": commit or "unknown"}
+
+
+def emit(**row: Any) -> None:
+    """Print one JSON line: the row, then the environment."""
+    print(json.dumps({**row, **environment()}), flush=True)
+
+
+def capture(fn: Callable[[], Any], warmup: int = 2) -> torch.cuda.CUDAGraph:
+    """Run fn `warmup` times on a side stream, then capture it as a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        fn()
+    return graph
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5) -> float:
+    """Median over groups of the time of one replay, in milliseconds, by device events."""
+    graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    repeats = max(1, min(200, int(budget_ms / groups / max(start.elapsed_time(end), 1e-3))))
+    times = []
+    for _ in range(groups):
+        start.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / repeats)
+    return sorted(times)[groups // 2]
+
+
+def time_ms(fn: Callable[[], Any], budget_ms: float = 60.0) -> float:
+    """Milliseconds of fn's device work, as a graph replays it."""
+    return replay_ms(capture(fn), budget_ms)
+
+
+def event_ms(fn: Callable[[], Any], repeats: int = 10) -> float:
+    """Median milliseconds between events around fn, for work that no graph can hold."""
+    fn()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        fn()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖out − reference‖ / ‖reference‖ in float32."""
+    return ((out.float() - reference.float()).norm() / reference.float().norm()).item()

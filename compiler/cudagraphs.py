@@ -1,0 +1,254 @@
+"""Replays a model's steps as CUDA graphs: a whole decode step as one graph, or the compiled pieces of any other step one by one.
+
+A full graph holds everything from the token ids to the logits, and what `decode_tail` adds (choosing tokens, advancing the step).
+It is valid for steps of exactly one token a sequence, padded to a captured size with sequences of length 0. A graph bakes in every
+address and integer that its kernels were launched with, so a replay happens only where all of them are the captured ones; anything else
+runs the model as it is. Sequence lengths are read from the device by kernels of a backend that sets `decode_capturable`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from compiler.config import CudaGraphMode
+from compiler.graph_capture import Graph, GraphDevice
+from compiler.piecewise import PiecewiseGraphs, piecewise_unsupported_reason
+from custom_ops.attention import AttentionMetadata, attention_metadata, current_metadata
+
+logger = logging.getLogger(__name__)
+
+MAX_PIECEWISE_TOKENS = 512
+
+
+class StepModel(Protocol):
+    """`model(input_ids [T], positions [T], kv_caches, logits_indices [S])` → logits [S, V]."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """A step's arguments in the buffers that every later step of that size uses too."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    kv_caches: Sequence[torch.Tensor]
+    logits_indices: torch.Tensor
+    metadata: AttentionMetadata
+
+    def addresses(self) -> tuple[int, ...]:
+        """What a graph that read these tensors bakes in."""
+        m = self.metadata
+        tensors = (self.input_ids, self.positions, self.logits_indices, m.query_start_loc, m.seq_lens, m.block_table, m.slot_mapping)
+        return (*(t.data_ptr() for t in tensors), m.block_table.stride(0), self.kv_caches[0].data_ptr() if self.kv_caches else 0)
+
+
+DecodeInputs = Callable[[int], StepInputs]
+DecodeTail = Callable[[torch.Tensor, StepInputs], tuple[torch.Tensor, ...]]
+
+
+@dataclass(slots=True)
+class _FullGraph:
+    graph: Graph
+    addresses: tuple[int, ...]
+    backend_key: object
+    logits: torch.Tensor
+    tail: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class GraphStats:
+    """Since the start: replays by mode, steps that ran without a graph, and what capturing took."""
+
+    replays: dict[str, int] = field(default_factory=lambda: {"full": 0, "piecewise": 0})
+    plain_steps: int = 0
+    captured: dict[str, int] = field(default_factory=lambda: {"full": 0, "piecewise": 0})
+    capture_seconds: float = 0.0
+    estimated_bytes: int = 0
+    used_bytes: int = 0
+
+
+def default_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Ascending sizes with a full graph: 1, 2, 4, then steps of 8, max_num_seqs itself included; or `sizes` up to max_num_seqs."""
+    wanted = sizes if sizes is not None else (1, 2, 4, *range(8, max_num_seqs + 1, 8), max_num_seqs)
+    return tuple(sorted({size for size in wanted if 1 <= size <= max_num_seqs}))
+
+
+class CudaGraphRunner:
+    """A model that replays graphs where it has one for the step, and runs the model where it has not.
+
+    `capture(n)` before serving captures the n sizes that matter most (largest first, so that all fit into the memory of the first);
+    `capture_next()` captures one more and is meant for idle moments: nothing may be in flight.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        *,
+        mode: CudaGraphMode,
+        max_num_seqs: int,
+        backend: object,
+        device: GraphDevice,
+        sizes: Sequence[int] | None = None,
+        decode_tail: DecodeTail | None = None,
+    ) -> None:
+        self.model = model
+        self.stats = GraphStats()
+        self.tail: tuple[torch.Tensor, ...] | None = None  # what decode_tail returned in the step just replayed
+        self._device = device
+        self._decode_tail = decode_tail
+        self._decode_inputs: DecodeInputs | None = None
+        self._full: dict[int, _FullGraph] = {}
+        self._asked: dict[int, int] = {}
+        self.sizes: tuple[int, ...] = ()
+        if mode in ("full", "full_and_piecewise"):
+            if getattr(backend, "decode_capturable", False):
+                self.sizes = default_sizes(max_num_seqs, sizes)
+            else:
+                logger.warning(
+                    "no full CUDA graphs: attention backend %s cannot be captured", getattr(backend, "name", type(backend).__name__)
+                )
+        self._waiting = list(self.sizes)
+        self._piecewise: PiecewiseGraphs | None = None
+        if mode in ("piecewise", "full_and_piecewise"):
+            reason = piecewise_unsupported_reason(model)
+            if reason is None:
+                largest = max(max_num_seqs, MAX_PIECEWISE_TOKENS)
+                self._piecewise = PiecewiseGraphs(model, device, default_sizes(largest, sizes if mode == "piecewise" else None))
+            else:
+                logger.warning("no piecewise CUDA graphs: %s", reason)
+
+    @property
+    def max_padded_size(self) -> int:
+        """The largest number of tokens that `padded_size` answers."""
+        piecewise = self._piecewise.sizes if self._piecewise else ()
+        return max((*self.sizes, *piecewise), default=0)
+
+    def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None:
+        """The number of tokens to pad a step to, or None: as it is.
+
+        A step of decodes (max_query_len 1) is padded with whole sequences to the next full size; any other to the next piecewise size.
+        """
+        if max_query_len == 1 and num_seqs == num_tokens and self.sizes and num_tokens <= self.sizes[-1]:
+            return self.sizes[bisect.bisect_left(self.sizes, num_tokens)]
+        if self._piecewise is not None and num_tokens <= self._piecewise.sizes[-1]:
+            return self._piecewise.sizes[bisect.bisect_left(self._piecewise.sizes, num_tokens)]
+        return None
+
+    def bind(self, decode_inputs: DecodeInputs) -> None:
+        """Say where steps of decodes lie: decode_inputs(size) fills the persistent buffers with `size` padding sequences."""
+        self._decode_inputs = decode_inputs
+
+    def capture(self, count: int | None = None) -> int:
+        """Capture up to `count` full graphs (None: all); → how many. The largest comes first, then 1, then the rest downwards."""
+        done = 0
+        while (count is None or done < count) and self.capture_next():
+            done += 1
+        return done
+
+    def capture_next(self) -> bool:
+        """Capture the graph that is wanted most; False when there is nothing left to capture."""
+        if self._decode_inputs is None or not self._waiting:
+            return False
+        size = self._most_wanted()
+        self._waiting.remove(size)
+        before = self._device.used_bytes()
+        inputs = self._decode_inputs(size)
+        inputs = replace(inputs, metadata=replace(inputs.metadata, num_seqs=size, num_tokens=size, max_query_len=1))
+
+        def step() -> tuple[torch.Tensor, ...]:
+            with attention_metadata(inputs.metadata):
+                logits = self.model(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
+            return logits, *(self._decode_tail(logits, inputs) if self._decode_tail else ())
+
+        graph, outputs, seconds = self._device.capture(step)
+        self._full[size] = _FullGraph(
+            graph, inputs.addresses(), _backend_key(inputs.metadata), outputs[0], tuple(outputs[1:])
+        )
+        stats = self.stats
+        stats.captured["full"] += 1
+        stats.capture_seconds += seconds
+        stats.used_bytes += max(0, self._device.used_bytes() - before)
+        return True
+
+    def estimate_bytes(self) -> int:
+        """Device memory that the full graphs will take, from one plain run of the largest size."""
+        if self._decode_inputs is None or not self.sizes:
+            return 0
+        inputs = self._decode_inputs(self.sizes[-1])
+
+        def run() -> None:
+            with attention_metadata(inputs.metadata):
+                self.model(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
+
+        self.stats.estimated_bytes = self._device.peak_bytes(run) + len(self.sizes) * self._device.bytes_per_graph
+        return self.stats.estimated_bytes
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        metadata = current_metadata()
+        num_tokens = input_ids.shape[0]
+        self.tail = None
+        if metadata.max_query_len == 1 and metadata.seq_lens.shape[0] == num_tokens == logits_indices.shape[0]:
+            full = self._full.get(num_tokens)
+            if full is not None:
+                inputs = StepInputs(
+                    input_ids=input_ids, positions=positions, kv_caches=kv_caches, logits_indices=logits_indices, metadata=metadata
+                )
+                if full.addresses == inputs.addresses() and full.backend_key == _backend_key(metadata):
+                    full.graph.replay()
+                    self.stats.replays["full"] += 1
+                    self.tail = full.tail
+                    return full.logits
+            self._asked[num_tokens] = self._asked.get(num_tokens, 0) + 1
+        elif self._piecewise is not None and num_tokens <= self._piecewise.sizes[-1]:
+            logits = self._piecewise.run(input_ids, positions, kv_caches, logits_indices, self.stats)
+            if logits is not None:
+                return logits
+        self.stats.plain_steps += 1
+        return self.model(input_ids, positions, kv_caches, logits_indices)
+
+    def _most_wanted(self) -> int:
+        asked = [size for size in self._waiting if size in self._asked]
+        if asked:
+            return max(asked, key=lambda size: (self._asked[size], size))
+        if not self._full:
+            return max(self._waiting)
+        return 1 if 1 in self._waiting else max(self._waiting)
+
+    def report(self) -> dict[str, Any]:
+        """Counts and sizes for a start-up log line or a metrics page."""
+        stats = self.stats
+        return {
+            "full_graphs": stats.captured["full"],
+            "piecewise_graphs": stats.captured["piecewise"],
+            "waiting": len(self._waiting),
+            "capture_seconds": round(stats.capture_seconds, 3),
+            "estimated_bytes": stats.estimated_bytes,
+            "used_bytes": stats.used_bytes,
+            "replays": dict(stats.replays),
+            "plain_steps": stats.plain_steps,
+        }
+
+
+def _backend_key(metadata: AttentionMetadata) -> object:
+    """What the backend bakes into a decode step beyond the metadata's addresses (a split count, say); usually nothing."""
+    key = getattr(metadata.backend, "graph_key", None)
+    return key(metadata) if key is not None else None

@@ -1,0 +1,111 @@
+"""Capturing work as a CUDA graph, behind a protocol that tests fake."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Captured work. `replay` enqueues it on the current stream."""
+
+    def replay(self) -> None: ...
+
+
+class GraphDevice(Protocol):
+    """Where graphs are captured."""
+
+    bytes_per_graph: int  # what a graph of a model's step takes besides its tensors
+
+    def capture(self, fn: Callable[[], Sequence[torch.Tensor]]) -> tuple[Graph, tuple[torch.Tensor, ...], float]:
+        """Run fn once, then capture it; → graph, its outputs, seconds.
+
+        The outputs hold what the last replay computed until any graph of this device is replayed next: all share one memory pool.
+        """
+        ...
+
+    def used_bytes(self) -> int:
+        """Device memory in use by this process's allocator."""
+        ...
+
+    def peak_bytes(self, fn: Callable[[], None]) -> int:
+        """What fn's temporaries take at most."""
+        ...
+
+
+class CudaGraphs:
+    """`GraphDevice` of one CUDA device: one memory pool, one capture stream."""
+
+    bytes_per_graph = 4 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._collected = False
+
+    def capture(self, fn: Callable[[], Sequence[torch.Tensor]]) -> tuple[Graph, tuple[torch.Tensor, ...], float]:
+        """See `GraphDevice.capture`."""
+        started = time.perf_counter()
+        if not self._collected:  # once: garbage that is collected during a capture would break it, and collecting is slow
+            gc.collect()
+            self._collected = True
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                fn()
+                self._stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                # "thread_local": other threads (a background build, say) may go on using the device.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    outputs = tuple(fn())
+                finally:
+                    graph.capture_end()
+        finally:
+            if was_enabled:
+                gc.enable()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph, tuple(borrowed(output) for output in outputs), time.perf_counter() - started
+
+    def used_bytes(self) -> int:
+        """See `GraphDevice.used_bytes`."""
+        return torch.cuda.memory_reserved(self._device)
+
+    def peak_bytes(self, fn: Callable[[], None]) -> int:
+        """See `GraphDevice.peak_bytes`."""
+        fn()
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        fn()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+class _Memory:
+    """Device memory that somebody else owns, as torch takes it in."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without owning it: once the tensor itself is gone, later captures of the pool may use the memory too."""
+    if tensor.numel() == 0:
+        return tensor
+    assert tensor.is_contiguous(), "a graph's output must be contiguous"
+    num_bytes = tensor.numel() * tensor.element_size()
+    raw = torch.as_tensor(_Memory(tensor.data_ptr(), num_bytes), device=tensor.device)
+    return raw.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,147 @@
+"""Piecewise CUDA graphs: each compiled piece of a step is a graph of its own, the ops between them run as they are.
+
+For a padded token count, every piece is captured on static inputs; the output of an op between pieces is copied into the static input of
+the next piece. The pieces that depend on `logits_indices` (their number of rows changes from step to step) run without a graph.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compiler.graph_capture import Graph, GraphDevice
+from compiler.plan import REF, OpStep, PieceStep
+from compiler.stitch import _overload
+
+if TYPE_CHECKING:
+    from compiler.cudagraphs import GraphStats
+
+ASKED_BEFORE_CAPTURE = 3  # a size is captured once this many steps came with it: a capture costs several steps
+
+
+def piecewise_unsupported_reason(model: object) -> str | None:
+    """None when the model can be replayed piece by piece, else one sentence why not."""
+    if not all(hasattr(model, name) for name in ("plan", "pieces", "weights")):
+        return "the model is not compiled into pieces"
+    return None
+
+
+@dataclass(slots=True)
+class _Captured:
+    """Static inputs, then what to do in order, then the values that the uncaptured rest reads."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    actions: list[Callable[[], None]]
+    values: dict[str, Any]
+    cache_address: int
+
+
+class PiecewiseGraphs:
+    """Captures sizes as steps ask for them, and replays them."""
+
+    def __init__(self, model: Any, device: GraphDevice, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self._model = model
+        self._device = device
+        self._captured: dict[int, _Captured] = {}
+        self._asked: dict[int, int] = {}
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+        stats: GraphStats,
+    ) -> torch.Tensor | None:
+        """The step's logits, or None where it has to run without graphs (its size is not captured, or not padded to a size)."""
+        size = input_ids.shape[0]
+        if self.sizes[bisect.bisect_left(self.sizes, size)] != size:
+            return None
+        captured = self._captured.get(size)
+        if captured is None or captured.cache_address != kv_caches[0].data_ptr():
+            self._asked[size] = self._asked.get(size, 0) + 1
+            if self._asked[size] < ASKED_BEFORE_CAPTURE:
+                return None
+            started = time.perf_counter()
+            before = self._device.used_bytes()
+            captured = self._captured[size] = self._capture(input_ids, positions, kv_caches, stats)
+            stats.capture_seconds += time.perf_counter() - started
+            stats.used_bytes += max(0, self._device.used_bytes() - before)
+        captured.input_ids.copy_(input_ids)
+        captured.positions.copy_(positions)
+        for action in captured.actions:
+            action()
+        values = dict(captured.values, logits_indices=logits_indices)
+        for step in self._rest():
+            _run_step(step, values, self._model.pieces)
+        stats.replays["piecewise"] += 1
+        return values[self._model.plan.result]
+
+    def _rest(self) -> list[PieceStep | OpStep]:
+        """The steps from the first that reads logits_indices on."""
+        steps = self._model.plan.steps
+        first = next((i for i, step in enumerate(steps) if "logits_indices" in _reads(step)), len(steps))
+        return list(steps[first:])
+
+    def _capture(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Sequence[torch.Tensor], stats: GraphStats
+    ) -> _Captured:
+        plan, pieces = self._model.plan, self._model.pieces
+        static_ids, static_positions = input_ids.clone(), positions.clone()
+        values: dict[str, Any] = {"input_ids": static_ids, "positions": static_positions}
+        values |= {f"kv_cache.{i}": cache for i, cache in enumerate(kv_caches)}
+        values |= {f"weight.{name}": weight for name, weight in self._model.weights.items()}
+        actions: list[Callable[[], None]] = []
+        for step in plan.steps[: len(plan.steps) - len(self._rest())]:
+            if isinstance(step, PieceStep):
+                piece, inputs = pieces[step.piece], [values[name] for name in step.inputs]
+                graph, outputs = self._capture_piece(piece, inputs)
+                stats.captured["piecewise"] += 1
+                values |= dict(zip(step.outputs, outputs, strict=True))
+                graph.replay()  # the op that follows reads real values while the rest is captured
+                actions.append(graph.replay)
+            else:
+                op, arguments = _overload(step), [_value(argument, values) for argument in step.arguments]
+                output = values[step.output] = op(*arguments)
+                actions.append(_copy_action(output, op, arguments))
+        return _Captured(static_ids, static_positions, actions, values, kv_caches[0].data_ptr())
+
+    def _capture_piece(self, piece: Callable[..., Any], inputs: list[Any]) -> tuple[Graph, tuple[torch.Tensor, ...]]:
+        outputs: tuple[torch.Tensor, ...] = ()
+
+        def run() -> tuple[torch.Tensor, ...]:
+            nonlocal outputs
+            outputs = tuple(piece(list(inputs)))
+            return ()
+
+        graph, _, _ = self._device.capture(run)
+        # Owned, not borrowed: a piece's outputs live until later pieces of the same step have read them.
+        return graph, outputs
+
+
+def _copy_action(output: torch.Tensor, op: Callable[..., torch.Tensor], arguments: list[Any]) -> Callable[[], None]:
+    return lambda: output.copy_(op(*arguments)) and None
+
+
+def _run_step(step: PieceStep | OpStep, values: dict[str, Any], pieces: Any) -> None:
+    if isinstance(step, PieceStep):
+        values |= dict(zip(step.outputs, pieces[step.piece]([values[name] for name in step.inputs]), strict=True))
+    else:
+        values[step.output] = _overload(step)(*[_value(argument, values) for argument in step.arguments])
+
+
+def _reads(step: PieceStep | OpStep) -> list[str]:
+    if isinstance(step, PieceStep):
+        return list(step.inputs)
+    return [a.removeprefix(REF) for a in step.arguments if isinstance(a, str) and a.startswith(REF)]
+
+
+def _value(argument: Any, values: dict[str, Any]) -> Any:
+    return values[argument.removeprefix(REF)] if isinstance(argument, str) and argument.startswith(REF) else argument

@@ -1,0 +1,241 @@
+"""Attention backend `flashinfer`: FlashInfer for prompts, our one-kernel decode for sequences with one query token.
+
+Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block,
+M block-table columns.
+
+Decode has nothing to plan, so it goes into CUDA graphs of any length. Prompts are planned on the host once a step, at the first layer
+(which is when head counts are known), and the plan serves all layers. Where the module that a step wants is not built yet, Triton's
+kernel takes the step and the build goes on in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from custom_ops.attention import AttentionMetadata
+from custom_ops.attention_triton import TritonAttention
+from custom_ops.flashinfer_modules import FlashInferModules, Variant, flashinfer_unavailable_reason
+
+logger = logging.getLogger(__name__)
+
+WORKSPACE_BYTES = 256 << 20
+FA3_MIN_QUERY_LEN = 256  # FA3 is the slower one for few query tokens a sequence
+_HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    scale: float
+
+
+@dataclass(slots=True)
+class _StepPlan:
+    """What the layers of one step share."""
+
+    metadata: AttentionMetadata
+    num_single: int  # leading sequences with one query token: the decode kernel's
+    max_query_len: int
+    query_start_loc: np.ndarray  # of the others, from 0
+    seq_lens: np.ndarray  # of the others
+    wrappers: dict[_Shape, Any]
+
+
+class FlashInferAttention:
+    """One instance an engine: it holds FlashInfer's workspace and wrappers."""
+
+    name = "flashinfer"
+    decode_capturable = True  # a step of decodes runs on our kernel, which reads all lengths from the device
+
+    def __init__(self, module_dir: Path | None = None, *, build: bool = True) -> None:
+        """module_dir: where built modules are kept, None: the user's cache folder. build: build missing modules in the background."""
+        self._triton = TritonAttention()
+        self._module_dir = module_dir
+        self._build = build
+        self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
+        self._wrappers: dict[Variant, Any] = {}
+        self._workspace: torch.Tensor | None = None
+        self._step: _StepPlan | None = None
+        self._announced: set[str] = set()
+
+    def unsupported_reason(
+        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+    ) -> str | None:
+        """None when the combination runs, else one sentence why not."""
+        if reason := flashinfer_unavailable_reason(device):
+            return reason
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"FlashInfer computes in bfloat16 or float16, not {dtype}"
+        if head_dim not in _HEAD_DIMS:
+            return f"FlashInfer's kernels are used for head sizes {_HEAD_DIMS}, not {head_dim}"
+        return self._triton.unsupported_reason(
+            device=device, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size
+        )
+
+    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FlashInferModules:
+        """The compiled modules that a model of this dtype and head size uses."""
+        key = (dtype, head_dim)
+        if key not in self._modules:
+            self._modules[key] = FlashInferModules(dtype, head_dim, device, self._module_dir)
+        return self._modules[key]
+
+    def module_status(self) -> dict[str, str]:
+        """"dtype head size variant" → "built", "building", "not built", or why it failed; empty before the first step."""
+        return {
+            f"{str(dtype).removeprefix('torch.')} {head_dim} {variant}": state
+            for (dtype, head_dim), modules in self._modules.items()
+            for variant, state in modules.status().items()
+        }
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Split the step into decodes and prompts; the prompts' plan follows at the first layer."""
+        self._step = None
+        if metadata.max_query_len == 1:
+            return
+        starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
+        if starts is None or seq_lens is None:
+            starts, seq_lens = metadata.query_start_loc.cpu().numpy(), metadata.seq_lens.cpu().numpy()
+        starts, seq_lens = starts[: metadata.num_seqs + 1], seq_lens[: metadata.num_seqs]
+        lengths = np.diff(starts)
+        num_single = int(np.argmax(lengths != 1))
+        self._step = _StepPlan(
+            metadata, num_single, metadata.max_query_len, (starts[num_single:] - num_single).astype(np.int32), seq_lens[num_single:], {}
+        )
+
+    def forward(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Write k and v at slot_mapping, then attend. → [T, H, E]"""
+        return self._run(q_THE, k_TKE, v_TKE, None, None, kv_cache, scale, None, None, 1e-6, metadata)
+
+    def rope_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """As `rope_attention`, with the metadata handed over. → [T, H*E]"""
+        from custom_ops.triton_rope import split_qkv
+
+        q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
+        return self._run(
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
+        ).flatten(1)
+
+    def _run(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        cos_TE: torch.Tensor | None,
+        sin_TE: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        from custom_ops.triton_decode import decode_attention
+        from custom_ops.triton_rope import rope_kv_write
+
+        num_tokens, num_heads, head_dim = q_THE.shape
+        shape = _Shape(num_heads, k_TKE.shape[1], head_dim, kv_cache.shape[3], q_THE.dtype, scale)
+        wrapper = self._planned_wrapper(shape, q_THE.device, metadata)
+        if wrapper is None:
+            return self._triton._run(
+                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
+            )
+        assert self._step is not None
+        num_single = self._step.num_single
+        out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
+        if metadata.num_tokens < num_tokens:
+            out_THE[metadata.num_tokens :].zero_()
+        rotated_THE = rope_kv_write(
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
+            write_q=cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous(),
+        )  # fmt: skip
+        if num_single:
+            decode_attention(
+                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, metadata.query_start_loc, metadata.seq_lens,
+                metadata.block_table, metadata.slot_mapping, out_THE, num_single, q_norm_weight_E, k_norm_weight_E, eps,
+            )  # fmt: skip
+        wrapper.run(
+            rotated_THE[num_single : metadata.num_tokens], (kv_cache[:, 0], kv_cache[:, 1]), out=out_THE[num_single : metadata.num_tokens]
+        )
+        return out_THE
+
+    def _planned_wrapper(self, shape: _Shape, device: torch.device, metadata: AttentionMetadata) -> Any:
+        """FlashInfer's wrapper, planned for this step and shape; None where Triton's kernels take the step."""
+        if metadata.max_query_len == 1:
+            return None
+        if self._step is None or self._step.metadata is not metadata:
+            self.plan(metadata)
+        step = self._step
+        assert step is not None
+        if shape not in step.wrappers:
+            variant = self._choose(shape, device, step)
+            step.wrappers[shape] = self._plan_wrapper(variant, shape, device, step) if variant else None
+        return step.wrappers[shape]
+
+    def _choose(self, shape: _Shape, device: torch.device, step: _StepPlan) -> Variant | None:
+        modules = self.modules(shape.dtype, shape.head_dim, device)
+        wanted: tuple[Variant, ...] = ("fa3", "fa2") if step.max_query_len >= FA3_MIN_QUERY_LEN else ("fa2", "fa3")
+        if wanted[0] in modules.variants and not modules.is_built(wanted[0]) and self._build:
+            modules.build_in_background()
+        chosen = next((variant for variant in wanted if modules.is_built(variant)), None)
+        note = f"prompts with up to {step.max_query_len} tokens use {f'FlashInfer {chosen}' if chosen else 'Triton'}"
+        if (kind := f"{wanted[0]}>{chosen}") not in self._announced:
+            self._announced.add(kind)
+            logger.info("%s; modules: %s", note, modules.status())
+        return chosen
+
+    def _plan_wrapper(self, variant: Variant, shape: _Shape, device: torch.device, step: _StepPlan) -> Any:
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        if variant not in self._wrappers:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+            self._wrappers[variant] = BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND", backend=variant)
+        wrapper = self._wrappers[variant]
+        assert not any(w is wrapper for w in step.wrappers.values()), "layers with different heads share one FlashInfer plan"
+        blocks = -(-step.seq_lens // shape.block_size)
+        indptr = np.zeros(len(blocks) + 1, dtype=np.int32)
+        np.cumsum(blocks, out=indptr[1:])
+        # Entries of the block table that are in use, row by row, gathered on the device at places computed here.
+        columns = step.metadata.block_table.stride(0)
+        rows = np.repeat(np.arange(len(blocks), dtype=np.int64) + step.num_single, blocks)
+        places = rows * columns + np.arange(indptr[-1], dtype=np.int64) - np.repeat(indptr[:-1], blocks)
+        flat_table = step.metadata.block_table.as_strided((step.metadata.block_table.shape[0] * columns,), (1,))
+        indices = flat_table[torch.from_numpy(places).to(device, non_blocking=True)]
+        last_page = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
+        wrapper.plan(
+            torch.from_numpy(step.query_start_loc), torch.from_numpy(indptr), indices, torch.from_numpy(last_page),
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, causal=True, sm_scale=shape.scale,
+            q_data_type=shape.dtype, kv_data_type=shape.dtype, seq_lens=torch.from_numpy(step.seq_lens.astype(np.int32)),
+        )  # fmt: skip
+        return wrapper
