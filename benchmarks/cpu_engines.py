@@ -25,12 +25,11 @@ class Ours:
     """This project: the engine in this process, as `LLM` uses it."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        from importlib.metadata import version
-
         from runtime.engine_client import SyncEngine
         from runtime.options import make_engine_config
+        from serve.context import server_version
 
-        self.version = version("compile-and-serve")
+        self.version = server_version()
         config = make_engine_config(
             job["model"], dtype=job["dtype"], num_threads=job["threads"], max_model_len=1024, max_num_seqs=16,
             enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu",

@@ -122,6 +122,14 @@ def engine_flags(
         list[str] | None,
         typer.Option(help="Leave this graph pass out (may be given again).", rich_help_panel=COMPILER_PANEL),
     ] = None,
+    verify_passes: Annotated[
+        bool,
+        typer.Option(
+            "--verify-passes",
+            help="Compare the graph before and after each pass, in float64 on random inputs; leave out a pass that is wrong.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = False,
     cudagraph_mode: Annotated[
         CudaGraphMode,
         typer.Option(help="How compiled pieces are replayed on CUDA.", rich_help_panel=COMPILER_PANEL),
@@ -179,6 +187,7 @@ def engine_flags(
         "max_waiting": max_waiting,
         "enforce_eager": enforce_eager,
         "disabled_passes": disable_pass or (),
+        "verify_passes": verify_passes,
         "cudagraph_mode": cudagraph_mode,
         "capture_sizes": None if cudagraph_capture_sizes is None else parse_counts(cudagraph_capture_sizes),
         "cache_dir": cache_dir,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -24,7 +23,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(version("compile-and-serve"))
+        from serve.context import server_version
+
+        typer.echo(server_version())
         raise typer.Exit
 
 

@@ -92,8 +92,10 @@ def report(title: str, workload: Mapping[str, Any], results: Mapping[str, Any], 
 
 
 def _environment() -> dict[str, str]:
+    from serve.context import server_version
+
     return {
-        "version": version("compile-and-serve"),
+        "version": server_version(),
         "torch": version("torch"),
         "python": platform.python_version(),
         "machine": platform.machine(),

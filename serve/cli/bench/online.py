@@ -76,7 +76,7 @@ def serve_bench_command(
     )
     generator = random.Random(seed)
     prompts = [" ".join(generator.choices(_WORDS, k=input_len)) for _ in range(num_prompts)]
-    delays = [0.0 if math.isinf(request_rate) else generator.expovariate(request_rate) for _ in range(num_prompts)]
+    delays = arrival_delays(random.Random(seed), num_prompts, request_rate)
     started = time.perf_counter()
     traces = asyncio.run(send_all(target, prompts, delays, max_concurrency=max_concurrency, timeout=timeout))
     seconds = time.perf_counter() - started
@@ -95,6 +95,11 @@ def serve_bench_command(
         "first_error": failed[0] if failed else None,
     }
     report("serve", workload, summarize(traces, seconds), output_json)
+
+
+def arrival_delays(generator: random.Random, count: int, rate: float) -> list[float]:
+    """Seconds before each request after the one before it: a Poisson process of `rate` a second; inf: none."""
+    return [0.0 if math.isinf(rate) else generator.expovariate(rate) for _ in range(count)]
 
 
 async def send_all(

@@ -1,0 +1,298 @@
+"""The command line: its flags, what it prints, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from serve.cli.flags import parse_counts, parse_size
+from serve.cli.main import app
+from serve.cli.output import FAILURE, INTERRUPTED, USER_ERROR, StageDisplay, run_command
+
+ENGINE_FLAGS = {
+    "--tokenizer", "--dtype", "--max-model-len", "--load-format", "--seed", "--block-size", "--num-gpu-blocks-override",
+    "--kv-cache-memory", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--enable-prefix-caching",
+    "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--scheduling-policy",
+    "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass",
+    "--cudagraph-mode", "--cudagraph-capture-sizes", "--cache-dir", "--artifact", "--no-cache", "--device",
+    "--attention-backend", "--num-threads", "--verbose", "-v",
+}  # fmt: skip
+
+# A flag that disappears or changes its name breaks somebody's script: this list is changed on purpose only.
+FLAGS = {
+    "serve": ENGINE_FLAGS | {
+        "model", "--host", "--port", "--served-model-name", "--api-key", "--allowed-origins", "--root-path",
+        "--chat-template", "--response-role", "--return-tokens-as-token-ids", "--shutdown-timeout", "--access-log",
+        "--no-access-log",
+    },
+    "compile": ENGINE_FLAGS | {"model", "--output"},
+    "generate": ENGINE_FLAGS | {
+        "model", "prompts", "--prompts-file", "--raw", "--system", "--max-tokens", "--temperature", "--top-p",
+        "--top-k", "--stop", "--json",
+    },
+    "bench latency": ENGINE_FLAGS | {
+        "model", "--input-len", "--output-len", "--batch-size", "--num-iters", "--num-iters-warmup", "--output-json",
+    },
+    "bench throughput": ENGINE_FLAGS | {
+        "model", "--num-prompts", "--input-len", "--output-len", "--random-range-ratio", "--output-json",
+    },
+    "bench serve": {
+        "--base-url", "--model", "--endpoint", "--num-prompts", "--request-rate", "--max-concurrency", "--input-len",
+        "--output-len", "--ignore-eos", "--no-ignore-eos", "--api-key", "--seed", "--timeout", "--output-json",
+        "--verbose", "-v",
+    },
+}  # fmt: skip
+
+SMALL_ENGINE = ["--eager", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4", "--num-threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    """Commands set up logging for their process; a test shares its process with others."""
+    loggers = [
+        logging.getLogger(name) for name in (None, "runtime", "compiler", "serve", "models", "custom_ops", "benchmarks")
+    ]
+    before = [(logger.level, logger.handlers[:]) for logger in loggers]
+    yield
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+def run(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command line, in this process."""
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def commands() -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        for sub_name, sub in getattr(command, "commands", {"": command}).items():
+            found[f"{name} {sub_name}".strip()] = sub
+    return found
+
+
+def test_flags_are_frozen() -> None:
+    found = {
+        name: {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        for name, command in commands().items()
+    }
+    assert found == FLAGS
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_help_explains_every_command(name: str) -> None:
+    code, out, _ = run(*name.split(), "--help")
+    assert code == 0
+    assert commands()[name].help.splitlines()[0][:40] in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1000", 1000),
+        ("2k", 2000),
+        ("2KiB", 2048),
+        ("512MiB", 512 << 20),
+        ("1.5GiB", 3 << 29),
+        ("2G", 2 * 10**9),
+        ("1 GB", 10**9),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "2x", "-1", "1e9", "2TiB"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="A size must be like 2G, 512MiB"):
+        parse_size(text)
+
+
+def test_counts() -> None:
+    assert parse_counts("1,2,16") == [1, 2, 16]
+    with pytest.raises(ValueError, match="numbers separated by commas, got '1,x'"):
+        parse_counts("1,x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "no-such-model"], "'no-such-model' was not found: expected a model folder, a .gguf file"),
+        (["generate", "no-such-model", "Hi"], "'no-such-model' was not found"),
+        (["compile", "no-such-model"], "'no-such-model' was not found"),
+        (["compile", "smollm2-135m", "--eager"], "There is nothing to compile with --enforce-eager"),
+        (["compile", "smollm2-135m", "--no-cache"], "leave --no-cache out"),
+        (["compile", "smollm2-135m", "--output", "a", "--cache-dir", "b"], "--output and --cache-dir both say"),
+        (["serve", "smollm2-135m", "--port", "70000"], "port must be in [0, 65535], got 70000"),
+        (["serve", "smollm2-135m", "--api-key", ""], "api_keys must not hold an empty key"),
+        (["generate", "smollm2-135m", "Hi", "--temperature", "3"], "temperature must be in [0, 2], got 3.0"),
+        (["generate", "smollm2-135m", "Hi", "--prompts-file", "x"], "both as arguments and as --prompts-file"),
+        (["generate", "smollm2-135m", "--prompts-file", "/nowhere.txt"], "--prompts-file /nowhere.txt cannot be read"),
+        (["generate", "smollm2-135m", "Hi", "--kv-cache-memory", "2x"], "A size must be like 2G"),
+        (["generate", "smollm2-135m"], "the input has no line that is not empty"),
+        (["bench", "latency", "smollm2-135m", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["bench", "throughput", "smollm2-135m", "--random-range-ratio", "1"], "must be in [0, 1), got 1.0"),
+        (["bench", "serve", "--endpoint", "chats"], "--endpoint must be completions or chat, got 'chats'"),
+        (["bench", "serve", "--request-rate", "0"], "--request-rate must be positive, got 0.0"),
+        (["bench", "serve", "--base-url", "http://127.0.0.1:9"], "No server answers at http://127.0.0.1:9"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_and_status_2(arguments: list[str], message: str) -> None:
+    code, out, err = run(*arguments)
+    assert code == USER_ERROR
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "x", "--dtype", "int4"], "'int4' is not one of 'auto', 'bfloat16', 'float32'"),
+        (["serve", "x", "--port", "web"], "'--port'"),
+        (["serve"], "Missing argument"),
+        (["serve", "x", "--no-such-flag"], "No such option"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+    ],
+)
+def test_a_malformed_command_line_is_status_2(arguments: list[str], message: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in " ".join(err.replace("│", " ").split())
+
+
+def test_a_failure_is_status_1_and_the_traceback_is_for_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device fell off\nand rolled away")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for verbose, action, status in ((False, fail, FAILURE), (True, fail, FAILURE), (False, interrupt, INTERRUPTED)):
+        with pytest.raises(typer.Exit) as error:
+            run_command(action, verbose=verbose)
+        assert error.value.exit_code == status
+        err = capsys.readouterr().err
+        assert ("Traceback" in err) is verbose
+        if action is fail:
+            assert "Error: RuntimeError: the device fell off" in err
+            assert ("--verbose shows the traceback" in err) is not verbose
+
+
+def test_stages_are_lines_with_times(capsys: pytest.CaptureFixture[str]) -> None:
+    with StageDisplay() as stages:
+        stages("capture", 1.234, "1473 nodes")
+        stages("warm up", 12.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].split() == ["✓", "capture", "1.23", "s", "1473", "nodes"]
+    assert lines[1].split() == ["✓", "warm", "up", "12.00", "s"]
+
+
+def test_generate_answers_in_the_order_of_the_prompts(tiny_llama_dir: Path) -> None:
+    arguments = ["generate", str(tiny_llama_dir), "--json", "--max-tokens", "6", *SMALL_ENGINE]
+    code, out, err = run(*arguments, "the one", "another")
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["the one", "another"]
+    assert all(0 < row["completion_tokens"] <= 6 for row in rows)
+    assert all(row["finish_reason"] in ("stop", "length") for row in rows)
+    assert "read" in err
+    assert "load" in err
+    # the same prompts from standard input
+    again = run(*arguments, stdin="the one\n\nanother\n")
+    assert [json.loads(line) for line in again[1].splitlines()] == rows
+    # without the chat template there are fewer prompt tokens, and the text follows the prompt
+    raw = run(*arguments[:2], "--raw", "--max-tokens", "6", *SMALL_ENGINE, "the one")
+    assert raw[0] == 0
+    assert raw[1].startswith("the one")
+
+
+def test_compiled_ahead_of_time(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """`compile` needs no weights; a start with its artifact neither captures nor compiles, and answers as the eager model."""
+    config_only, artifact = tmp_path / "config-only", tmp_path / "artifact"
+    config_only.mkdir()
+    shutil.copy(tiny_llama_dir / "config.json", config_only)
+    engine = ["--dtype", "float32", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4", "--num-threads", "1"]
+    code, _, err = run("compile", str(config_only), "--output", str(artifact), *engine)
+    assert code == 0, err
+    assert "distinct" in err
+    assert "merge_linears" in err
+    generate = ["generate", str(tiny_llama_dir), "the one", "--max-tokens", "8", *engine]
+    code, compiled, err = run(*generate, "--artifact", str(artifact), "--cache-dir", str(tmp_path / "unused"))
+    assert code == 0, err
+    assert "load artifact" in err
+    assert "capture" not in err
+    assert run(*generate, "--eager")[1] == compiled
+
+
+def test_serve_from_start_to_signal(tiny_llama_dir: Path) -> None:
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "serve.cli",
+        "serve",
+        str(tiny_llama_dir),
+        "--port",
+        str(port),
+        "--served-model-name",
+        "tiny",
+    ]
+    process = subprocess.Popen(
+        [*command, *SMALL_ENGINE],
+        cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"},
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "ready after" in line:
+                break
+        assert any(f"Serving tiny on http://127.0.0.1:{port}" in line for line in lines), "".join(lines)
+        body = {"model": "tiny", "prompt": "the one", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] >= 1
+        # a second server on the same port ends at once, with a sentence
+        second = subprocess.run(
+            [*command, *SMALL_ENGINE],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert second.returncode == USER_ERROR
+        assert f"Port {port} on 127.0.0.1 is in use" in second.stderr
+        assert "Traceback" not in second.stderr
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(timeout=60) == 0, rest
+    finally:
+        process.kill()
+        process.wait()

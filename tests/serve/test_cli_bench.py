@@ -1,0 +1,215 @@
+"""`bench`: the figures are right, and what a bad server does to them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.cli.bench.metrics import RequestTrace, summarize
+from tests.serve.test_cli import SMALL_ENGINE, run
+
+
+def test_figures_of_known_times() -> None:
+    traces = [
+        RequestTrace(sent=10.0, prompt_tokens=100, times=[10.5, 10.6, 10.8], output_tokens=3),
+        RequestTrace(sent=10.0, prompt_tokens=50, times=[11.5], output_tokens=1),
+        RequestTrace(sent=10.0, prompt_tokens=7, times=[10.1], output_tokens=1, error="HTTP 503"),
+        RequestTrace(sent=10.0, prompt_tokens=7),
+    ]
+    figures = summarize(traces, seconds=2.0)
+    assert (figures["completed"], figures["failed"]) == (2, 2)
+    assert (figures["prompt_tokens"], figures["output_tokens"]) == (150, 4)
+    assert figures["requests_per_second"] == 1.0
+    assert figures["output_tokens_per_second"] == 2.0
+    assert figures["total_tokens_per_second"] == 77.0
+    assert figures["ttft_ms"] == {"mean": 1000.0, "p50": 1000.0, "p90": 1400.0, "p99": 1490.0}
+    assert figures["tpot_ms"]["mean"] == pytest.approx(150.0)
+    assert figures["itl_ms"]["mean"] == pytest.approx(150.0)
+    assert figures["itl_ms"]["p99"] == pytest.approx(199.0)
+    assert figures["e2e_ms"]["mean"] == pytest.approx(1150.0)
+
+
+def test_nothing_completed_has_no_distribution() -> None:
+    figures = summarize([RequestTrace(sent=0.0, prompt_tokens=1, error="gone")], seconds=1.0)
+    assert figures["ttft_ms"] is None
+    assert figures["output_tokens_per_second"] == 0.0
+
+
+def test_latency(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    lengths = ["--input-len", "9", "--output-len", "5", "--batch-size", "2", "--num-iters", "3"]
+    code, out, err = run("bench", "latency", str(tiny_llama_dir), *lengths, "--output-json", str(file), *SMALL_ENGINE)
+    assert code == 0, err
+    row = json.loads(out)
+    assert (row["completed"], row["failed"]) == (6, 0)
+    assert (row["prompt_tokens"], row["output_tokens"]) == (54, 30)
+    assert row["e2e_ms"]["mean"] == pytest.approx(row["ttft_ms"]["mean"] + 4 * row["tpot_ms"]["mean"], rel=1e-3)
+    assert row["e2e_ms"]["mean"] * 3 <= row["seconds"] * 1e3
+    assert json.loads(file.read_text()) == row
+    assert "TTFT (ms)" in err
+    assert "6 requests in" in err
+
+
+def test_throughput(tiny_llama_dir: Path) -> None:
+    workload = ["--num-prompts", "6", "--input-len", "20", "--output-len", "10", "--random-range-ratio", "0.5"]
+    rows = []
+    for seed in ("0", "0", "1"):
+        code, out, err = run("bench", "throughput", str(tiny_llama_dir), *workload, "--seed", seed, *SMALL_ENGINE)
+        assert code == 0, err
+        rows.append(json.loads(out))
+    assert rows[0]["completed"] == 6
+    assert 60 <= rows[0]["prompt_tokens"] <= 180
+    assert 30 <= rows[0]["output_tokens"] <= 90
+    sizes = [(row["prompt_tokens"], row["output_tokens"]) for row in rows]
+    assert sizes[0] == sizes[1] != sizes[2]
+    assert rows[0]["device"] == "cpu"
+
+
+class StreamingServer(BaseHTTPRequestHandler):
+    """Streams 4 chunks of 2 tokens, 20 ms apart; fails every `fail_every`-th request with a 503, or in the stream."""
+
+    under_way = most_under_way = served = 0
+    fail_every = 0
+    with_usage = True
+    arrivals: list[float] = []  # noqa: RUF012 (each test makes a subclass)
+    bodies: list[dict[str, Any]] = []  # noqa: RUF012
+    lock = threading.Lock()
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": [{"id": "first-model"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        kind = type(self)
+        with self.lock:
+            kind.served += 1
+            number = kind.served
+            kind.under_way += 1
+            kind.most_under_way = max(kind.most_under_way, kind.under_way)
+            kind.arrivals.append(time.perf_counter())
+            kind.bodies.append(body)
+        try:
+            self._stream(number, chat="messages" in body)
+        finally:
+            with self.lock:
+                kind.under_way -= 1
+
+    def _stream(self, number: int, *, chat: bool) -> None:
+        if self.fail_every and number % self.fail_every == 0:
+            self._answer(503, b'{"error": {"message": "full"}}')
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        if chat:
+            self._event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        for _ in range(4):
+            time.sleep(0.02)
+            self._event(
+                {"choices": [{"index": 0, "delta": {"content": "ab "}} if chat else {"index": 0, "text": "ab "}]}
+            )
+        if self.with_usage:
+            self._event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 8}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def server(**settings: Any) -> Iterator[tuple[str, type[StreamingServer]]]:
+    fresh = {"arrivals": [], "bodies": [], "under_way": 0, "most_under_way": 0, "served": 0}
+    handler = type("Handler", (StreamingServer,), fresh | settings)
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_address[1]}", handler
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_serve_counts_what_the_server_says(endpoint: str) -> None:
+    with server() as (url, handler):
+        lengths = ["--num-prompts", "6", "--max-concurrency", "2", "--input-len", "5", "--output-len", "8"]
+        code, out, err = run("bench", "serve", "--base-url", url + "/v1", "--endpoint", endpoint, *lengths)
+    assert code == 0, err
+    row = json.loads(out)
+    assert row["model"] == "first-model"
+    assert (row["completed"], row["failed"]) == (6, 0)
+    assert (row["prompt_tokens"], row["output_tokens"]) == (66, 48)
+    assert handler.most_under_way == 2
+    assert row["ttft_ms"]["p50"] >= 20
+    assert row["itl_ms"]["p50"] >= 15
+    assert row["tpot_ms"]["mean"] == pytest.approx((row["e2e_ms"]["mean"] - row["ttft_ms"]["mean"]) / 7, rel=0.01)
+    for body in handler.bodies:
+        assert body["max_tokens"] == 8
+        assert body["ignore_eos"] is True
+        assert body["stream_options"] == {"include_usage": True}
+
+
+def test_serve_counts_chunks_without_usage_and_leaves_ignore_eos_out() -> None:
+    with server(with_usage=False) as (url, handler):
+        code, out, err = run(
+            "bench", "serve", "--base-url", url, "--num-prompts", "2", "--model", "m", "--no-ignore-eos"
+        )
+    assert code == 0, err
+    assert json.loads(out)["output_tokens"] == 8
+    assert all("ignore_eos" not in body and body["model"] == "m" for body in handler.bodies)
+
+
+def test_serve_counts_failures_and_goes_on() -> None:
+    with server(fail_every=3) as (url, _):
+        code, out, err = run("bench", "serve", "--base-url", url, "--num-prompts", "6", "--max-concurrency", "1")
+    assert code == 0, err
+    row = json.loads(out)
+    assert (row["completed"], row["failed"]) == (4, 2)
+    assert row["first_error"].startswith("HTTP 503")
+
+
+def test_serve_with_nothing_but_failures_is_a_failure() -> None:
+    with server(fail_every=1) as (url, _):
+        code, out, err = run("bench", "serve", "--base-url", url, "--num-prompts", "2")
+    assert code == 1
+    assert out == ""
+    assert "every request failed, the first with: HTTP 503" in err
+
+
+def test_poisson_arrivals_are_spread_and_seeded() -> None:
+    gaps = []
+    for _ in range(2):
+        with server() as (url, handler):
+            arguments = ["--num-prompts", "8", "--request-rate", "40", "--seed", "3"]
+            code, _, err = run("bench", "serve", "--base-url", url, *arguments)
+        assert code == 0, err
+        gaps.append([later - earlier for earlier, later in zip(handler.arrivals, handler.arrivals[1:], strict=False)])
+    expected_total = sum_of_delays(8, 40.0, seed=3)
+    for found in gaps:
+        assert sum(found) == pytest.approx(expected_total, abs=0.15)
+
+
+def sum_of_delays(count: int, rate: float, seed: int) -> float:
+    """Seconds from the first to the last arrival of the Poisson process that the seed stands for."""
+    import random
+
+    from serve.cli.bench.online import arrival_delays
+
+    return sum(arrival_delays(random.Random(seed), count, rate)[1:])
