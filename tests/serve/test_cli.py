@@ -28,7 +28,7 @@ ENGINE_FLAGS = {
     "--kv-cache-memory", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--enable-prefix-caching",
     "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--scheduling-policy",
     "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass",
-    "--cudagraph-mode", "--cudagraph-capture-sizes", "--cache-dir", "--artifact", "--no-cache", "--device",
+    "--verify-passes", "--cudagraph-mode", "--cudagraph-capture-sizes", "--cache-dir", "--artifact", "--no-cache", "--device",
     "--attention-backend", "--num-threads", "--verbose", "-v",
 }  # fmt: skip
 
