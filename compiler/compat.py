@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = ["FakeTensorMode", "capture_full_graph", "fake_mode_with_symbols", "mark_token_dimension", "node_source_line"]
 
-_TORCH_FOLDER = f"{os.sep}torch{os.sep}"
+_NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", f"{os.sep}custom_ops{os.sep}")  # folders of what a model calls
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -56,5 +56,5 @@ def node_source_line(node: torch.fx.Node) -> str:
     if not trace:
         return "unknown source"
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    frames = [frame for frame in frames if _TORCH_FOLDER not in frame] or frames
+    frames = [frame for frame in frames if not any(folder in frame for folder in _NOT_THE_MODELS)] or frames
     return frames[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if frames else "unknown source"

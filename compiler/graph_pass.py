@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
 from compiler.compat import FakeTensorMode, node_source_line
@@ -82,6 +82,22 @@ class PassContext:
             node.meta["example_value"] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         self._weight_nodes[target] = node
         return node
+
+    def checkpoint(self, gm: GraphModule) -> Callable[[], None]:
+        """What takes the graph and the weights back to how they are now, whatever passes do to them meanwhile."""
+        copy, copies = Graph(), dict[Node, Node]()
+        copy.output(copy.graph_copy(gm.graph, copies))
+        output, copied_output = (next(iter(reversed(graph.nodes))) for graph in (gm.graph, copy))
+        copied_output.meta.update(output.meta)
+        weight_nodes = {target: copies[node] for target, node in self._weight_nodes.items()}
+        undo_weights = self.weights.checkpoint()
+
+        def undo() -> None:
+            gm.graph = copy
+            self._weight_nodes = weight_nodes
+            undo_weights()
+
+        return undo
 
 
 class GraphPass(Protocol):

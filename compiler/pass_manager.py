@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from compiler.graph_pass import GraphPass, PassContext, PassResult, SkipReason
+from compiler.verify import PassVerifier, Verification
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class PassRecord:
     version: int
     seconds: float
     result: PassResult | SkipReason
+    verification: Verification | None = None
 
     def sentence(self) -> str:
         """What the pass did, for a log or a table."""
@@ -31,9 +33,13 @@ class PassRecord:
 
 
 def run_passes(
-    gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, disabled: frozenset[str] = frozenset()
-) -> list[PassRecord]:
-    """Rewrite `gm` in place. A near miss is logged with its place in the model and its reason; it never stops the compilation."""
+    gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, disabled: frozenset[str] = frozenset(),
+    verifier: PassVerifier | None = None,
+) -> list[PassRecord]:  # fmt: skip
+    """Rewrite `gm` in place. A near miss is logged with its place in the model and its reason; it never stops the compilation.
+
+    verifier: checks each pass; one that it finds wrong is left out.
+    """
     unknown = disabled - {graph_pass.name for graph_pass in passes}
     if unknown:
         names = ", ".join(graph_pass.name for graph_pass in passes)
@@ -41,10 +47,11 @@ def run_passes(
     records = []
     for graph_pass in passes:
         start = time.perf_counter()
-        result = _run_one(gm, graph_pass, ctx, disabled)
+        result, verification = _run_one(gm, graph_pass, ctx, disabled, verifier)
         record = PassRecord(
-            name=graph_pass.name, version=graph_pass.version, seconds=time.perf_counter() - start, result=result
-        )
+            name=graph_pass.name, version=graph_pass.version, seconds=time.perf_counter() - start, result=result,
+            verification=verification,
+        )  # fmt: skip
         log.info("pass %s", record.sentence())
         if isinstance(result, PassResult):
             for miss in result.near_misses:
@@ -54,12 +61,14 @@ def run_passes(
 
 
 def _run_one(
-    gm: GraphModule, graph_pass: GraphPass, ctx: PassContext, disabled: frozenset[str]
-) -> PassResult | SkipReason:
+    gm: GraphModule, graph_pass: GraphPass, ctx: PassContext, disabled: frozenset[str], verifier: PassVerifier | None
+) -> tuple[PassResult | SkipReason, Verification | None]:
     if graph_pass.name in disabled:
-        return SkipReason(sentence="turned off by name")
+        return SkipReason(sentence="turned off by name"), None
     if reason := graph_pass.guard(ctx):
-        return reason
+        return reason, None
+    if verifier is not None:
+        return verifier.run(gm, graph_pass, ctx)
     result = graph_pass.run(gm, ctx)
     gm.graph.lint()
-    return result
+    return result, None

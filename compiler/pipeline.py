@@ -14,7 +14,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from compiler.plan import ExecutionPlan, PieceStep, make_plan
 from compiler.splitter import split
 from compiler.stitch import stitched_source
 from compiler.store import ArtifactStore, Entry, default_root, key_of
+from compiler.verify import PassVerifier
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class _Compilation:
     def run(self) -> CompiledModel:
         self.stores = _stores(self.config)
         fields = plan_fields(self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype)
+        if self.config.verify_passes:  # a plan of its own: a pass may be left out of it, and its report has the errors
+            fields["verified"] = True
         # Inductor's files live in a folder of this process: nobody else can change them under a running model.
         work_dir = tempfile.TemporaryDirectory(prefix="compile-and-serve-")
         found = self._load(fields, Path(work_dir.name))
@@ -94,6 +97,7 @@ class _Compilation:
                 # Whoever held the lock may have made it meanwhile.
                 found = self._load(fields, Path(work_dir.name)) or self._make(fields, Path(work_dir.name))
         plan, pieces = found
+        self.report |= pass_summary(self.report["passes"])
         self.report |= {
             "pieces": len([s for s in plan.steps if isinstance(s, PieceStep)]),
             "distinct_pieces": len(pieces),
@@ -155,7 +159,8 @@ class _Compilation:
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
             kernels=self.kernels,
         )  # fmt: skip
-        records = run_passes(captured.gm, self.passes, ctx, self.config.disabled_passes)
+        verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
+        records = run_passes(captured.gm, self.passes, ctx, self.config.disabled_passes, verifier)
         self._stage("passes", start, f"{len(records)} passes, {len(captured.gm.graph.nodes)} nodes")
         start = time.perf_counter()
         stages = split(captured.gm)
@@ -206,8 +211,17 @@ def _load_entry(entry: Entry, work_dir: Path) -> PieceCallable:
     return load_piece((entry.path / SOURCE).read_text(), entry.key, work_dir / "loaded").run
 
 
+def pass_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What monitoring needs of the passes, as flat data: sites by pass, and why a pass failed its verification."""
+    sites = {row["name"]: {key: row[key] for key in ("matched", "expected")} for row in rows if "matched" in row}
+    failed = {row["name"]: row["verification"]["reason"] for row in rows if row.get("verification", {}).get("reason")}
+    return {"pass_sites": sites, "failed_passes": failed}
+
+
 def _pass_row(record: PassRecord) -> dict[str, Any]:
     row: dict[str, Any] = {"name": record.name, "version": record.version, "seconds": round(record.seconds, 4)}
+    if record.verification is not None:
+        row["verification"] = asdict(record.verification)
     if isinstance(record.result, SkipReason):
         return row | {"skipped": record.result.sentence}
     near_misses = [asdict(miss) for miss in record.result.near_misses]

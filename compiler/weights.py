@@ -107,6 +107,15 @@ class WeightTable:
         assert known is None or known.expression == expression, f"weight {target} is defined twice, differently"
         self._transforms[target] = WeightTransform(expression=expression, target=target, spec=spec)
 
+    def checkpoint(self) -> Callable[[], None]:
+        """What forgets every weight that is derived after this call."""
+        transforms = dict(self._transforms)
+
+        def undo() -> None:
+            self._transforms = dict(transforms)
+
+        return undo
+
     def keep(self, names: Sequence[str]) -> tuple[WeightTransform, ...]:
         """Transforms of the weights that the finished graph uses."""
         return tuple(self._transforms[name] for name in names)

@@ -15,12 +15,15 @@ router = APIRouter(tags=["Utility"])
 
 @router.get("/health", summary="Does the engine answer?")
 async def health(context: Context) -> Response:
-    """200 when the engine process answered just now, else 503."""
+    """200 when the engine process answered just now, else 503. Names the graph passes that failed `--verify-passes`, if any."""
     try:
         await context.engine.check_health(context.settings.health_timeout)
     except EngineDeadError as error:
         return error_response(503, str(error))
-    return json_response({"status": "ok"})
+    prefix = "failed_passes."
+    report = context.inputs.info.compile_report
+    failed = {name.removeprefix(prefix): reason for name, reason in report.items() if name.startswith(prefix)}
+    return json_response({"status": "ok"} | ({"failed_passes": failed} if failed else {}))
 
 
 @router.get("/ready", summary="Are requests taken?")

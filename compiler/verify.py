@@ -1,0 +1,300 @@
+"""`--verify-passes`: run the graph before and after each pass on the same random inputs, in float64, and compare.
+
+The graph that passes rewrite holds no data: weights are placeholders with a name, and a rewritten weight is an expression over
+the checkpoint's (`compiler.weights`). The verifier invents the checkpoint (views into one pool of random numbers, so that a deep
+model costs no more memory than its largest weight), evaluates the expressions, and interprets the graph node by node with every
+floating dtype widened to float64. What remains of a difference is the pass's, not rounding's.
+
+Shape legend: T tokens of the step, S sequences, M block-table columns.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from compiler.compat import node_source_line
+from compiler.graph_pass import GraphPass, PassContext, PassResult, SkipReason
+from compiler.weights import WeightTable
+from custom_ops.attention import AttentionMetadata, attention_metadata
+from custom_ops.attention_torch import TorchAttention
+from custom_ops.library import OPS, OpKind
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-8  # relative, of float64 results that differ in the order of their sums alone
+CACHED, NEW = (11, 0), (1, 6)  # tokens of the two sequences: one decodes behind a filled cache, one begins
+ROWS = 3
+LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
+MAX_TOKEN_ID = 32  # every vocabulary is larger
+
+_WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteError:
+    """Difference at one op that the graph is split at, or in the result. Errors are of float64 values."""
+
+    node: str
+    source: str
+    max_error: float
+    relative_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What the comparison of one pass gave.
+
+    max_error: largest absolute difference; relative_error: that over the largest reference value, the worst site's.
+    reason: why it failed, None if it did not. sites: each split op and the result, in order (none if the pass changed nothing).
+    """
+
+    tolerance: float
+    max_error: float = 0.0
+    relative_error: float = 0.0
+    reason: str | None = None
+    sites: tuple[SiteError, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.reason is None
+
+
+@dataclass(slots=True)
+class PassVerifier:
+    """Runs passes one by one; one that changes what the graph computes is undone and named.
+
+    buffers: values of the weights that are no checkpoint's (RoPE frequencies).
+    """
+
+    buffers: Mapping[str, torch.Tensor]
+    seed: int = 0
+    _before: _Outcome | None = None
+
+    def run(
+        self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext
+    ) -> tuple[PassResult | SkipReason, Verification]:
+        """Run a pass and compare; if it fails, `gm` and `ctx` are as before and the result says why it was left out."""
+        tolerance = getattr(graph_pass, "tolerance", TOLERANCE)
+        if self._before is None:
+            self._before = self._evaluate(gm, ctx.weights)
+        text, undo = str(gm.graph), ctx.checkpoint(gm)
+        result: PassResult | None = None
+        try:
+            result = graph_pass.run(gm, ctx)
+            gm.graph.lint()
+            if str(gm.graph) == text:
+                return result, Verification(tolerance=tolerance)
+            after = self._evaluate(gm, ctx.weights)
+            verification = compare(self._before, after, tolerance)
+        except Exception as error:
+            what = "it raised" if result is None else "the graph that it left does not run:"
+            reason = f"{what} {type(error).__name__}: {error}".splitlines()[0]
+            log.debug("pass %s failed", graph_pass.name, exc_info=True)
+            verification = Verification(tolerance=tolerance, reason=reason)
+        if verification.passed:
+            assert result is not None
+            self._before = after
+            return result, verification
+        undo()
+        log.error("pass %s failed its verification and is left out: %s", graph_pass.name, verification.reason)
+        return SkipReason(sentence=f"failed its verification, {verification.reason}"), verification
+
+    def _evaluate(self, gm: GraphModule, weights: WeightTable) -> _Outcome:
+        return evaluate(gm, RandomWeights(weights, self.buffers, self.seed), self.seed)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """Values that two runs are compared by: split ops' outputs, the result, the caches as they were left."""
+
+    sites: list[tuple[Node, torch.Tensor]] = field(default_factory=list)
+    result: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    caches: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class RandomWeights:
+    """The values of a graph's weights: random checkpoint tensors, put through the transforms that passes recorded."""
+
+    def __init__(self, weights: WeightTable, buffers: Mapping[str, torch.Tensor], seed: int) -> None:
+        self._weights, self._buffers = weights, buffers
+        largest = max((_numel(spec.shape) for spec in weights.sources.values()), default=1)
+        self._slack = 4099
+        size = min(largest, LARGEST_POOL) + self._slack
+        self._pool = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.05
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The value of weight `name`, float64 where it is floating."""
+        transform = self._weights[name]
+        return transform.fn(*(self.source(source) for source in transform.sources))
+
+    def source(self, name: str) -> torch.Tensor:
+        """The invented checkpoint tensor `name`; the same in every run. Vectors (norms) lie around 1."""
+        if name in self._buffers:
+            return _widen(self._buffers[name].cpu())
+        shape = self._weights.sources[name].shape
+        offset = zlib.crc32(name.encode()) % self._slack
+        if _numel(shape) <= LARGEST_POOL:
+            value = self._pool[offset : offset + _numel(shape)].view(shape)
+        else:
+            rows, columns = shape[0], _numel(shape[1:])
+            stride = max(1, (len(self._pool) - offset - columns) // rows)
+            value = self._pool.as_strided((rows, columns), (stride, 1), offset).unflatten(1, shape[1:])
+        return 1 + 4 * value if len(shape) == 1 else value
+
+
+def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0) -> _Outcome:
+    """Interpret a whole-model graph in float64 on a step of two sequences, one behind a filled cache, one from its start.
+
+    Weights are made where they are first read and dropped after their last reader.
+    """
+    inputs = _step_inputs(gm, seed)
+    outcome, values = _Outcome(), dict[Node, Any]()
+    metadata = _step_metadata(inputs)
+    last_user = {user_input: node for node in gm.graph.nodes for user_input in node.all_input_nodes}
+
+    def value_of(node: Node) -> Any:
+        if node not in values:
+            values[node] = weights[node.meta["weight"]] if "weight" in node.meta else inputs[_input_name(node)]
+        return values[node]
+
+    with attention_metadata(metadata), torch.no_grad():
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                outcome.result = value_of(node.args[0][0])
+                continue
+            values[node] = _call(node, value_of)
+            if _is_split_point(node):
+                outcome.sites.append((node, values[node].flatten(1)))
+            for read in node.all_input_nodes:
+                if last_user[read] is node:
+                    values.pop(read, None)
+    outcome.caches = {name: value for name, value in inputs.items() if name.startswith("kv_cache.")}
+    return outcome
+
+
+def compare(before: _Outcome, after: _Outcome, tolerance: float) -> Verification:
+    """Errors of `after` against `before` at each split op (where both have as many), in the result and in the caches."""
+    sites = []
+    if [value.shape for _, value in before.sites] == [value.shape for _, value in after.sites]:
+        for (_, reference), (node, value) in zip(before.sites, after.sites, strict=True):
+            sites.append(_site_error(node.name, node_source_line(node), reference, value))
+    pairs = [("result", before.result, after.result)]
+    pairs += [(name, before.caches[name], cache) for name, cache in after.caches.items()]
+    for name, reference, value in pairs:
+        if reference.shape != value.shape:
+            mismatch = f"{name} has shape {list(value.shape)}, {list(reference.shape)} before"
+            return Verification(tolerance=tolerance, reason=mismatch, sites=tuple(sites))
+    sites += [_site_error(name, "", reference, value) for name, reference, value in pairs]
+    wrong = [site for site in sites if not site.relative_error <= tolerance]  # a NaN is wrong, too
+    worst = max(sites, key=lambda site: site.relative_error)
+    reason = None
+    if wrong:
+        place = f"{wrong[0].node} ({wrong[0].source})" if wrong[0].source else wrong[0].node
+        reason = f"relative error {wrong[0].relative_error:.2g} at {place}, tolerance {tolerance:.0g}"
+    return Verification(
+        tolerance=tolerance,
+        max_error=max(site.max_error for site in sites),
+        relative_error=worst.relative_error,
+        reason=reason,
+        sites=tuple(sites),
+    )
+
+
+def _site_error(node: str, source: str, reference: torch.Tensor, value: torch.Tensor) -> SiteError:
+    error = (value - reference).abs().max().item() if value.numel() else 0.0
+    scale = reference.abs().max().item() if reference.numel() else 0.0
+    relative = error / scale if scale else (0.0 if error == 0 else float("inf"))
+    if not value.isfinite().all():
+        error = relative = float("inf")
+    return SiteError(node=node, source=source, max_error=error, relative_error=relative)
+
+
+def _step_inputs(gm: GraphModule, seed: int) -> dict[str, Any]:
+    """The step's arguments by name; symbolic lengths under their symbol's name."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs: dict[str, Any] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        fake = node.meta.get("example_value")
+        if "input" not in node.meta or not isinstance(fake, torch.Tensor):
+            continue
+        name = node.meta["input"]
+        if name.startswith("kv_cache."):
+            inputs[name] = torch.randn(fake.shape, generator=generator, dtype=torch.float64)
+            continue
+        length = ROWS if name == "logits_indices" else sum(NEW)
+        inputs[str(fake.shape[0])] = length
+        if name == "input_ids":
+            inputs[name] = torch.randint(0, MAX_TOKEN_ID, (length,), generator=generator)
+        elif name == "positions":
+            inputs[name] = torch.cat([torch.arange(c, c + n) for c, n in zip(CACHED, NEW, strict=True)])
+        else:
+            inputs[name] = torch.tensor([0, sum(NEW) // 2, sum(NEW) - 1])
+    return inputs
+
+
+def _input_name(node: Node) -> str:
+    return node.meta["input"] if "input" in node.meta else str(node.meta["example_value"])
+
+
+def _step_metadata(inputs: Mapping[str, Any]) -> AttentionMetadata:
+    caches = [value for name, value in inputs.items() if name.startswith("kv_cache.")]
+    num_blocks, block_size = (caches[0].shape[0], caches[0].shape[3]) if caches else (2, 16)
+    block_table_SM = torch.arange(num_blocks, dtype=torch.int32).view(2, -1)  # half of the blocks for each
+    slots = [
+        block_table_SM[s, position // block_size].item() * block_size + position % block_size
+        for s, (cached, new) in enumerate(zip(CACHED, NEW, strict=True))
+        for position in range(cached, cached + new)
+    ]
+    return AttentionMetadata(
+        backend=TorchAttention(),
+        query_start_loc=torch.tensor([0, NEW[0], sum(NEW)], dtype=torch.int32),
+        seq_lens=torch.tensor([c + n for c, n in zip(CACHED, NEW, strict=True)], dtype=torch.int32),
+        block_table=block_table_SM,
+        slot_mapping=torch.tensor(slots),
+        num_seqs=2,
+        num_tokens=sum(NEW),
+        max_query_len=max(NEW),
+        max_seq_len=max(c + n for c, n in zip(CACHED, NEW, strict=True)),
+    )
+
+
+def _call(node: Node, value_of: Callable[[Node], Any]) -> Any:
+    def concrete(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return value_of(argument)
+        if isinstance(argument, torch.dtype):
+            return torch.float64 if argument.is_floating_point else argument
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    args, kwargs = map_aggregate(node.args, concrete), map_aggregate(node.kwargs, concrete)
+    if node.op == "call_method":
+        assert isinstance(node.target, str)
+        method = "double" if node.target in _WIDENING_METHODS else node.target
+        return getattr(args[0], method)(*args[1:], **kwargs)
+    assert node.op == "call_function", f"{node.op} in a captured graph"
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_split_point(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    info = OPS.get(node.target.name().split(".")[0])
+    return info is not None and info.kind is OpKind.SPLIT_POINT
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
