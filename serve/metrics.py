@@ -26,6 +26,10 @@ _ENGINE_COUNTERS = {
     "padded_tokens": "Tokens computed only to fill up to a captured size.",
 }
 _STAGE = "stages."  # prefix of the stages' seconds in the compile report
+_PASS_GAUGES = {
+    "matched": "Places of the model that a graph pass rewrote.",
+    "expected": "Places that a graph pass rewrote or should have rewritten (the difference are near misses).",
+}
 
 
 @dataclass(slots=True)
@@ -88,6 +92,24 @@ class Metrics:
         self._gauge("artifact_hits", "1 when start-up found the compiled artifact in the store.").set(
             report.get("artifact") == "hit"
         )
+        self._describe_passes(report)
+
+    def _describe_passes(self, report: Mapping[str, int | float | str]) -> None:
+        """Publish the report's `pass_sites.<pass>.matched`, `….expected` and `failed_passes.<pass>`."""
+        labels = [_LABEL, "graph_pass"]
+        counts = {
+            count: Gauge(f"{PREFIX}pass_sites_{count}", text, labels, registry=self.registry)
+            for count, text in _PASS_GAUGES.items()
+        }
+        failed = Gauge(
+            PREFIX + "pass_failed", "1 for a pass that --verify-passes left out.", labels, registry=self.registry
+        )
+        for name, value in report.items():
+            group, *rest = name.split(".")
+            if group == "pass_sites" and len(rest) == 2 and rest[1] in counts and isinstance(value, (int, float)):
+                counts[rest[1]].labels(self._model, rest[0]).set(value)
+            elif group == "failed_passes":
+                failed.labels(self._model, ".".join(rest)).set(1)
 
     def start(self, prompt_tokens: int) -> SequenceClock:
         """The clock of a sequence that is sent to the engine now."""

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from serve.metrics import Metrics
 from tests.serve.conftest import ANSWER, Server, StartServer
 
 
@@ -64,6 +65,32 @@ async def test_health_is_503_when_the_engine_does_not_answer(start_server: Start
     assert response.status_code == 503
     assert "0.05 seconds" in response.json()["error"]["message"]
     assert "retry-after" in response.headers
+
+
+async def test_health_names_passes_that_failed_their_verification(server: Server) -> None:
+    assert (await server.http.get("/health")).json() == {"status": "ok"}
+    server.engine.info.compile_report["failed_passes.fuse_linears"] = "relative error 0.3 at fused_linear"
+    response = await server.http.get("/health")
+    assert response.status_code == 200
+    assert response.json() == {
+        "status": "ok",
+        "failed_passes": {"fuse_linears": "relative error 0.3 at fused_linear"},
+    }
+
+
+async def test_metrics_count_the_sites_of_passes(server: Server) -> None:
+    info = server.engine.info
+    info.compile_report |= {
+        "pass_sites.merge_linears.matched": 10,
+        "pass_sites.merge_linears.expected": 12,
+        "failed_passes.fuse_linears": "wrong",
+    }
+    metrics = Metrics("m")
+    metrics.describe_engine(info)
+    text = metrics.render().decode()
+    assert 'cas:pass_sites_matched{graph_pass="merge_linears",model_name="m"} 10.0' in text
+    assert 'cas:pass_sites_expected{graph_pass="merge_linears",model_name="m"} 12.0' in text
+    assert 'cas:pass_failed{graph_pass="fuse_linears",model_name="m"} 1.0' in text
 
 
 async def test_metrics_count_a_request(server: Server) -> None:
