@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "kernels.h"
 #include "multiply.h"
@@ -16,6 +17,7 @@ namespace {
 
 constexpr int kMaxTileBlocks = 3;
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
+constexpr int64_t kGrabBytes = 128 << 10;   // weights that a thread takes at a time
 constexpr int64_t kChunkBytes = 512 << 10;  // activations that one pass over the weights keeps in the L2 cache
 
 f32x16 silu(f32x16 x) { return x / (1.0f + exp16(-x)); }
@@ -95,6 +97,11 @@ void linear(const CasLinear& a) {
     const int64_t items = chunks * panels;
     const int max_rows = a.num_tokens <= kMaxRows ? kMaxRows : kMaxRowsPaired;
 
+    // Items are handed out as threads ask for them: a thread that another process pushes off its core holds up one grab only.
+    const int64_t item_bytes = int64_t(sizeof(T)) * padded_width * panel_columns * (a.silu_mul ? 2 : 1);
+    const int64_t grab = std::max<int64_t>(1, std::min(kGrabBytes / item_bytes, items / (4 * a.num_threads)));
+    std::atomic<int64_t> next_item{0};
+
 #pragma omp parallel num_threads(a.num_threads)
     {
         const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -109,8 +116,13 @@ void linear(const CasLinear& a) {
 #pragma omp barrier
         }
         alignas(64) float tile[kMaxRows * kTileWidth];
-        const int64_t last = items * (thread + 1) / threads;
-        for (int64_t item = items * thread / threads; item < last; ++item) {
+        int64_t item = 0, last = 0;
+        while (true) {
+            if (item == last) {
+                item = next_item.fetch_add(grab, std::memory_order_relaxed);
+                last = std::min(item + grab, items);
+                if (item >= items) break;
+            }
             const int64_t chunk = item / panels, panel = item % panels;
             const int64_t chunk_begin = a.num_tokens * chunk / chunks, chunk_end = a.num_tokens * (chunk + 1) / chunks;
             const int64_t column = panel * panel_columns;
@@ -133,6 +145,7 @@ void linear(const CasLinear& a) {
                 multiply_tile<T, true>(rows_x + row * rows_stride, rows_stride, rows, weights, blocks, groups, tile, kTileWidth);
                 finish_tile<T>(a, tile, row, rows, column, count, up_offset);
             }
+            ++item;
         }
     }
 }

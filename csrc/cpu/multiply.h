@@ -33,7 +33,7 @@ __attribute__((noinline)) void multiply(
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b) {
             vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
-            if (kPrefetch) prefetch(w[b] + (g + kPrefetchGroups) * kVector);
+            if (kPrefetch) __builtin_prefetch(w[b] + (g + kPrefetchGroups) * kVector);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
