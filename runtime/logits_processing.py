@@ -1,7 +1,7 @@
 """What a request may ask to be done to its logits before a token is chosen: allowed ids, bad words, min_tokens, bias,
 penalties.
 
-Shape legend: S rows of the step (one a request that samples), V vocabulary, C rows of the penalty state, H tokens of
+Shape legend: S rows of the step (one a request that samples), V vocabulary, H tokens of
 history, J bad words of more than one token, A rows of a list.
 
 State lives on the device by the runner's slot and grows by one token a step without the host seeing it, so that the
@@ -12,15 +12,15 @@ None for a batch of plain ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from runtime.logits_penalties import PenaltyPlan, PenaltyState
 from runtime.sampling_params import SamplingParams
 
 FOREVER = 1 << 62
-_MIN_PENALTY_ROWS = 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,16 +35,6 @@ class _SlotOptions:
     bad_sequences: list[list[int]]  # of two tokens or more
     penalty_row: int | None
     penalties: tuple[float, float, float]  # repetition, presence, frequency
-
-
-@dataclass(kw_only=True, slots=True)
-class _Penalties:
-    rows_A: torch.Tensor | None  # rows of the batch; None: all of them, in order
-    state_rows_A: torch.Tensor  # rows of the counts
-    counts_offset_A: torch.Tensor  # state row · V
-    repetition_A1: torch.Tensor | None
-    presence_A1: torch.Tensor | None
-    frequency_A1: torch.Tensor | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,26 +55,23 @@ class LogitsPlan:
     allowed_rows: torch.Tensor | None = None
     allowed_index: torch.Tensor | None = None
     bad_sequences: _BadSequences | None = None
-    penalties: _Penalties | None = None
+    penalties: PenaltyPlan | None = None
     valid_steps: int = FOREVER
 
 
-@dataclass(slots=True)
 class LogitsProcessors:
-    """Per-slot options and state; `add` and `remove` by slot, `plan` once a batch composition, `apply` and `observe`
-    every step.
+    """Per-slot options and state: `add` and `remove` by slot, `plan` once a composition, `apply` and `observe` a
+    step.
     """
 
-    vocab_size: int
-    num_slots: int
-    device: torch.device
-    _options: dict[int, _SlotOptions] = field(default_factory=dict)
-    _free_penalty_rows: list[int] = field(default_factory=list)
-    _counts_CV: torch.Tensor | None = None  # int32, occurrences in the output
-    _in_prompt_CV: torch.Tensor | None = None  # bool
-    _history_SH: torch.Tensor | None = (
-        None  # int64, last tokens of the output, newest at the end; -1 where there is none
-    )
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.num_slots = num_slots
+        self.device = device
+        self._options: dict[int, _SlotOptions] = {}
+        self._penalties = PenaltyState(vocab_size, num_slots, device)
+        # int64, last tokens of the output, newest at the end; -1 where there is none
+        self._history_SH: torch.Tensor | None = None
 
     def add(
         self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray
@@ -106,7 +93,7 @@ class LogitsProcessors:
             stop_ids=np.array(list(stop_ids), dtype=np.int64),
             allowed_ids=None if allowed is None else np.array(sorted(set(allowed)), dtype=np.int64),
             bad_sequences=sequences,
-            penalty_row=self._take_penalty_row(prompt, output) if has_penalties else None,
+            penalty_row=self._penalties.add(prompt, output) if has_penalties else None,
             penalties=penalties,
         )
         if sequences:
@@ -116,7 +103,7 @@ class LogitsProcessors:
         """Forget the slot's request, if it had options."""
         options = self._options.pop(slot, None)
         if options is not None and options.penalty_row is not None:
-            self._free_penalty_rows.append(options.penalty_row)
+            self._penalties.remove(options.penalty_row)
 
     def plan(self, slots: list[int], num_outputs: np.ndarray) -> LogitsPlan | None:
         """What the batch needs, row i being slots[i] with num_outputs[i] tokens put out so far; None: nothing at all."""
@@ -145,9 +132,10 @@ class LogitsProcessors:
         with_sequences = [(row, slot, options.bad_sequences) for row, slot, options in rows if options.bad_sequences]
         if with_sequences:
             plan.bad_sequences = self._plan_bad_sequences(with_sequences)
-        with_penalties = [(row, options) for row, _, options in rows if options.penalty_row is not None]
+        with_penalties = [(row, o.penalty_row, o.penalties) for row, _, o in rows if o.penalty_row is not None]
         if with_penalties:
-            plan.penalties = self._plan_penalties(with_penalties, len(slots))
+            batch_rows, state_rows, penalties = zip(*with_penalties, strict=True)
+            plan.penalties = self._penalties.plan(list(batch_rows), list(state_rows), list(penalties))
         return plan
 
     def apply(self, plan: LogitsPlan, logits_SV: torch.Tensor) -> None:
@@ -169,54 +157,17 @@ class LogitsProcessors:
             assert plan.bias is not None
             flat.index_add_(0, plan.bias_index, plan.bias)
         if plan.penalties is not None:
-            self._apply_penalties(plan.penalties, logits_SV)
+            self._penalties.apply(plan.penalties, logits_SV)
 
     def observe(self, plan: LogitsPlan, tokens_S: torch.Tensor) -> None:
         """Take the step's tokens (int64 [S], on the device) into penalty counts and histories."""
-        penalties = plan.penalties
-        if penalties is not None:
-            assert self._counts_CV is not None
-            tokens_A = tokens_S if penalties.rows_A is None else tokens_S[penalties.rows_A]
-            ones_A = torch.ones_like(tokens_A, dtype=torch.int32)
-            self._counts_CV.view(-1).index_add_(0, penalties.counts_offset_A + tokens_A, ones_A)
+        if plan.penalties is not None:
+            self._penalties.observe(plan.penalties, tokens_S)
         words = plan.bad_sequences
         if words is not None:
             assert self._history_SH is not None
             moved_AH = torch.cat([self._history_SH[words.slots_A, 1:], tokens_S[words.rows_A, None]], dim=1)
             self._history_SH.index_copy_(0, words.slots_A, moved_AH)
-
-    def _apply_penalties(self, penalties: _Penalties, logits_SV: torch.Tensor) -> None:
-        assert self._counts_CV is not None
-        assert self._in_prompt_CV is not None
-        logits_AV = logits_SV if penalties.rows_A is None else logits_SV[penalties.rows_A]
-        counts_AV = self._counts_CV[penalties.state_rows_A]
-        if penalties.repetition_A1 is not None:
-            seen_AV = (counts_AV > 0).logical_or_(self._in_prompt_CV[penalties.state_rows_A])
-            factor_AV = torch.where(logits_AV > 0, 1.0 / penalties.repetition_A1, penalties.repetition_A1)
-            logits_AV = torch.where(seen_AV, logits_AV * factor_AV, logits_AV)
-        if penalties.frequency_A1 is not None:
-            logits_AV = logits_AV - penalties.frequency_A1 * counts_AV
-        if penalties.presence_A1 is not None:
-            logits_AV = logits_AV - penalties.presence_A1 * (counts_AV > 0)
-        if penalties.rows_A is None:
-            logits_SV.copy_(logits_AV)
-        else:
-            logits_SV.index_copy_(0, penalties.rows_A, logits_AV)
-
-    def _plan_penalties(self, with_penalties: list[tuple[int, _SlotOptions]], num_rows: int) -> _Penalties:
-        state_rows_A = self._upload(np.array([options.penalty_row for _, options in with_penalties], dtype=np.int64))
-        repetition, presence, frequency = np.array(
-            [options.penalties for _, options in with_penalties], dtype=np.float32
-        ).T[:, :, None]
-        is_all = len(with_penalties) == num_rows
-        return _Penalties(
-            rows_A=None if is_all else self._upload(np.array([row for row, _ in with_penalties], dtype=np.int64)),
-            state_rows_A=state_rows_A,
-            counts_offset_A=state_rows_A * self.vocab_size,
-            repetition_A1=self._upload(repetition) if (repetition != 1.0).any() else None,
-            presence_A1=self._upload(presence) if presence.any() else None,
-            frequency_A1=self._upload(frequency) if frequency.any() else None,
-        )
 
     def _plan_bad_sequences(self, with_sequences: list[tuple[int, int, list[list[int]]]]) -> _BadSequences:
         words = [(row, slot, word) for row, slot, sequences in with_sequences for word in sequences]
@@ -231,32 +182,6 @@ class LogitsProcessors:
             history_slots_J=self._upload(np.array([slot for _, slot, _ in words])),
             last_ids_J=self._upload(np.array([row * self.vocab_size + word[-1] for row, _, word in words])),
         )
-
-    def _take_penalty_row(self, prompt: np.ndarray, output: np.ndarray) -> int:
-        if not self._free_penalty_rows:
-            self._grow_penalty_rows()
-        assert self._counts_CV is not None
-        assert self._in_prompt_CV is not None
-        row = self._free_penalty_rows.pop()
-        self._in_prompt_CV[row].zero_().index_fill_(0, self._upload(prompt), True)
-        self._counts_CV[row].zero_()
-        if len(output):
-            tokens, counts = np.unique(output, return_counts=True)
-            self._counts_CV[row].index_copy_(0, self._upload(tokens), self._upload(counts.astype(np.int32)))
-        return row
-
-    def _grow_penalty_rows(self) -> None:
-        """Double the state: memory follows the number of requests with penalties, not the number of slots."""
-        old = 0 if self._counts_CV is None else self._counts_CV.shape[0]
-        new = min(max(_MIN_PENALTY_ROWS, 2 * old), self.num_slots)
-        assert new > old, "more penalty rows than slots"
-        counts_CV = torch.zeros(new, self.vocab_size, dtype=torch.int32, device=self.device)
-        in_prompt_CV = torch.zeros(new, self.vocab_size, dtype=torch.bool, device=self.device)
-        if self._counts_CV is not None and self._in_prompt_CV is not None:
-            counts_CV[:old] = self._counts_CV
-            in_prompt_CV[:old] = self._in_prompt_CV
-        self._counts_CV, self._in_prompt_CV = counts_CV, in_prompt_CV
-        self._free_penalty_rows.extend(range(old, new))
 
     def _start_history(self, slot: int, length: int, output: np.ndarray) -> None:
         if self._history_SH is None or self._history_SH.shape[1] < length:

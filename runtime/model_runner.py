@@ -211,6 +211,8 @@ class ModelRunner:
             num_tokens=num_tokens,
             max_query_len=int(counts.max()),
             max_seq_len=int(counts.max()),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=counts.astype(np.int32),
         )
         zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         indices_S = torch.from_numpy(starts[1:].astype(np.int64) - 1).to(device)
@@ -266,6 +268,8 @@ class ModelRunner:
             num_tokens=num_tokens,
             max_query_len=layout.max_query_len,
             max_seq_len=layout.max_seq_len,
+            query_start_loc_cpu=arrays.host["query_start_loc"][: rows + 1],
+            seq_lens_cpu=arrays.host["seq_lens"][:rows],
         )
         self.backend.plan(metadata)
         with attention_metadata(metadata):

@@ -14,6 +14,7 @@ import torch
 
 GREEDY_CHUNK_ROWS = 16  # rows upcast at a time on the CPU: keeps the float32 copy inside the cache
 VOCAB_BLOCK = 128
+MAX_SORTED = 2048  # candidates of top_p that are simply sorted
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -118,20 +119,17 @@ def sample_top_k(
     scaled_RK = (values_RK - max_R1).mul_(inverse_temperature_R1)
     if log_min_p_R1 is not None:
         scaled_RK.masked_fill_(scaled_RK < log_min_p_R1, float("-inf"))
-    choice_R1 = choose_sorted(scaled_RK.exp_().double(), None, top_p_R1, uniform_R1)
+    choice_R1 = choose_sorted(scaled_RK.exp_().double(), top_p_R1, uniform_R1)
     return ids_RK.gather(1, choice_R1).squeeze(1), max_R1.squeeze(1)
 
 
-def choose_sorted(
-    weights_RK: torch.Tensor, total_R1: torch.Tensor | None, top_p_R1: torch.Tensor | None, uniform_R1: torch.Tensor
-) -> torch.Tensor:
-    """Column [R, 1] drawn from falling weights (float64), cut to top_p of `total_R1` (None: of their sum)."""
+def choose_sorted(weights_RK: torch.Tensor, top_p_R1: torch.Tensor | None, uniform_R1: torch.Tensor) -> torch.Tensor:
+    """Column [R, 1] drawn from falling weights (float64), cut to top_p of their sum."""
     cumulative_RK = weights_RK.cumsum(dim=-1)
     kept_R1 = cumulative_RK[:, -1:]
     if top_p_R1 is not None:
         # A token stays while the mass before it is less than top_p: the kept ones are a prefix.
-        limit_R1 = top_p_R1 * (kept_R1 if total_R1 is None else total_R1)
-        inside_RK = (cumulative_RK - weights_RK) < limit_R1
+        inside_RK = (cumulative_RK - weights_RK) < top_p_R1 * kept_R1
         kept_R1 = torch.where(inside_RK, cumulative_RK, 0.0).amax(dim=-1, keepdim=True)
     threshold_R1 = uniform_R1 * kept_R1 * _BELOW_ONE
     return (cumulative_RK <= threshold_R1).sum(dim=-1, keepdim=True).clamp_(max=weights_RK.shape[1] - 1)
@@ -160,17 +158,39 @@ def sample_top_p(
     totals_R1 = weights_RV.sum(dim=-1, keepdim=True)
     cutoffs_R1 = totals_R1 * (1.0 - top_p_R1) * ((1.0 - 1e-3) / vocab_size)
     tokens = np.zeros(logits_RV.shape[0], dtype=np.int64)
-    weights, cutoffs = weights_RV.numpy(), cutoffs_R1.numpy()
-    for row in range(len(tokens)):
+    weights, cutoffs, limits = weights_RV.numpy(), cutoffs_R1.numpy(), (totals_R1.double() * top_p_R1).numpy()
+    for row, uniform in enumerate(uniform_R1[:, 0].tolist()):
         candidates = np.flatnonzero(weights[row] > cutoffs[row])
         if len(candidates) == 0:  # logits that are not finite: the caller reports the row
             continue
-        order = candidates[np.argsort(-weights[row, candidates], kind="stable")]
-        choice_11 = choose_sorted(
-            torch.from_numpy(weights[row, order].astype(np.float64))[None],
-            totals_R1[row : row + 1].double(),
-            top_p_R1[row : row + 1],
-            uniform_R1[row : row + 1],
-        )
-        tokens[row] = order[int(choice_11)]
+        candidate_weights = weights[row, candidates]
+        kept = top_p_indices(candidate_weights, float(limits[row, 0]))
+        cumulative = candidate_weights[kept].cumsum(dtype=np.float64)
+        choice = cumulative.searchsorted(uniform * cumulative[-1] * _BELOW_ONE, side="right")
+        tokens[row] = candidates[kept[choice]]
     return torch.from_numpy(tokens), max_R1.squeeze(1)
+
+
+def top_p_indices(weights: np.ndarray, limit: float) -> np.ndarray:
+    """Indices of the largest weights, taken until their sum reaches `limit` (at least one), in no particular order.
+
+    weights: float32, positive. Many are first sorted into buckets by their leading bits, so that only one bucket is
+    sorted truly.
+    """
+    if len(weights) <= MAX_SORTED:
+        order = np.argsort(-weights, kind="stable")
+        before = np.concatenate([[0.0], weights[order[:-1]].cumsum(dtype=np.float64)])
+        return order[: max(1, int(before.searchsorted(limit, side="left")))]
+    # The bits of positive floats are ordered like their values: exponent and 4 bits of mantissa make the bucket.
+    buckets = (weights.view(np.int32) >> 19).astype(np.int64)
+    lowest = int(buckets.min())
+    buckets -= lowest
+    from_top = np.bincount(buckets, weights=weights)[::-1].cumsum()
+    from_top_index = min(int(from_top.searchsorted(limit, side="left")), len(from_top) - 1)
+    boundary = len(from_top) - 1 - from_top_index
+    inside = np.flatnonzero(buckets == boundary)
+    above = float(from_top[from_top_index - 1]) if from_top_index else 0.0
+    order = inside[np.argsort(-weights[inside], kind="stable")]
+    before = above + np.concatenate([[0.0], weights[order[:-1]].cumsum(dtype=np.float64)])
+    num_inside = max(1, int(before.searchsorted(limit, side="left")))
+    return np.concatenate([np.flatnonzero(buckets > boundary), order[:num_inside]])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runtime.sampler import SampledRows, Sampler
+from runtime.sampling_ops import top_p_indices
 from runtime.sampling_params import SamplingParams
 
 VOCAB = 300  # not a multiple of the sampler's block
@@ -87,7 +88,7 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
     torch.manual_seed(3)
     logits = torch.randn(VOCAB) * 2
     expected = filtered_probs(logits.tolist(), params)
-    draws, rows = 400, 15
+    draws, rows = 200, 15
     sampler = make_sampler(*[params] * rows)
     plan = sampler.plan(list(range(rows)))
     counts: Counter[int] = Counter()
@@ -187,19 +188,57 @@ def test_a_penalty_row_is_clean_for_its_next_request() -> None:
     assert tokens(sampler, logits) == [3]
     assert tokens(sampler, logits) != [3]
     sampler.remove(0)
-    add(sampler, 0, params)
+    add(sampler, 0, params, prompt=[1])
     assert tokens(sampler, logits) == [3]
 
 
 def test_penalty_state_grows_with_the_requests_that_need_it() -> None:
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0)
-    sampler = make_sampler(params, params)
+    sampler = make_sampler(params, params, prompt=[3])
     logits = torch.zeros(16, VOCAB)
     logits[:, 3] = 1.0
     assert tokens(sampler, logits[:2]) == [3, 3]
     for slot in range(2, 16):
-        add(sampler, slot, params)
+        add(sampler, slot, params, prompt=[3, 4])
     assert tokens(sampler, logits) == [0, 0, *[3] * 14]
+
+
+def test_penalties_of_a_long_prompt_beside_a_short_one_over_many_steps() -> None:
+    """The list of seen tokens grows past its first width; the shorter row's padding changes nothing."""
+    torch.manual_seed(6)
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.01)
+    prompts = [list(range(0, 290)), [4]]
+    sampler = make_sampler()
+    for slot, prompt in enumerate(prompts):
+        add(sampler, slot, params, prompt=prompt)
+    outputs: list[list[int]] = [[], []]
+    base = torch.randn(2, VOCAB) + 1.0
+    for _ in range(300):
+        expected = [reference_penalties(base[row].tolist(), params, prompts[row], outputs[row]) for row in range(2)]
+        drawn = tokens(sampler, base)
+        for row in range(2):
+            assert expected[row][drawn[row]] == pytest.approx(max(expected[row]), abs=1e-4)
+            outputs[row].append(drawn[row])
+
+
+@pytest.mark.parametrize("size", [50, 5000])
+def test_top_p_indices_are_the_shortest_prefix_of_the_sorted_weights(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for weights in (rng.random(size), np.exp(3 * rng.normal(size=size)), np.ones(size), rng.integers(1, 4, size=size)):
+        weights = weights.astype(np.float32)
+        order = np.argsort(-weights, kind="stable")
+        for top_p in (1e-9, 0.1, 0.5, 0.9, 0.999):
+            limit, mass, expected = top_p * float(weights.sum(dtype=np.float64)), 0.0, []
+            for i in order:
+                if mass >= limit and expected:
+                    break
+                expected.append(int(i))
+                mass += float(weights[i])
+            kept = top_p_indices(weights, limit).tolist()
+            assert abs(len(kept) - len(expected)) <= 1, "sums in another order may differ by a rounding"
+            assert sorted(kept)[:-1] == sorted(expected)[: len(kept) - 1] or set(kept) ^ set(expected) <= {
+                *expected[-1:], *kept[-1:]
+            }  # fmt: skip
 
 
 def test_logit_bias_allowed_ids_and_min_tokens() -> None:
@@ -297,6 +336,7 @@ def test_sampling_leaves_the_logits_alone() -> None:
     sampler = make_sampler(
         SamplingParams(logit_bias={1: 1.0}, presence_penalty=1.0, allowed_token_ids=[1, 2], min_p=0.1, logprobs=1),
         SamplingParams(top_p=0.5),
+        prompt=[7],
     )
     for _ in range(3):
         tokens(sampler, logits)

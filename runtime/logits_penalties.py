@@ -1,0 +1,147 @@
+"""Repetition, presence and frequency penalties: state of the requests that have them, and its use.
+
+Shape legend: S rows of the step, V vocabulary, C rows of the state, A rows of the step with penalties, L tokens kept
+a row.
+
+Only tokens that a request has seen are touched, not its whole row of logits. A row of the state lists them (those of
+the prompt once, then every token put out, some of them twice; the rest of the row repeats the first one). Reading and
+writing by such a list is right with repeated ids as well: each gets the same value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_MIN_ROWS = 4
+_MIN_COLUMNS = 256
+
+
+@dataclass(kw_only=True, slots=True)
+class PenaltyPlan:
+    """Rows of one batch composition."""
+
+    state_rows: np.ndarray  # int64 [A]
+    rows_A: torch.Tensor  # rows of the batch
+    state_rows_A: torch.Tensor
+    logits_offset_A1: torch.Tensor  # row of the batch · V
+    counts_offset_A1: torch.Tensor  # row of the state · V
+    repetition_A1: torch.Tensor | None
+    presence_A1: torch.Tensor | None
+    frequency_A1: torch.Tensor | None
+
+
+class PenaltyState:
+    """Memory follows the number of requests with penalties (not the number of slots) and their length."""
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.max_rows = max_rows
+        self.device = device
+        self._counts_CV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # occurrences in the output
+        self._seen_CL = torch.zeros(0, _MIN_COLUMNS, dtype=torch.int64, device=device)
+        self._lengths_C = torch.zeros(0, dtype=torch.int64, device=device)
+        self._lengths = np.zeros(0, dtype=np.int64)  # the same on the host
+        self._free_rows: list[int] = []
+
+    def add(self, prompt: np.ndarray, output: np.ndarray) -> int:
+        """The row of a new request. prompt (not empty), output: int64 token ids."""
+        assert len(prompt), "a request has a prompt"
+        if not self._free_rows:
+            self._grow_rows()
+        row = self._free_rows.pop()
+        tokens, counts = np.unique(output, return_counts=True)
+        seen = np.concatenate([np.unique(prompt), tokens])
+        self._fit_columns(len(seen))
+        self._seen_CL[row].fill_(int(seen[0]))
+        self._seen_CL[row, : len(seen)] = self._upload(seen)
+        self._lengths[row] = len(seen)
+        self._lengths_C[row] = len(seen)
+        self._counts_CV[row].zero_()
+        if len(tokens):
+            self._counts_CV[row].index_copy_(0, self._upload(tokens), self._upload(counts.astype(np.int32)))
+        return row
+
+    def remove(self, row: int) -> None:
+        """The row's request is over."""
+        self._free_rows.append(row)
+
+    def plan(self, rows: list[int], state_rows: list[int], penalties: list[tuple[float, float, float]]) -> PenaltyPlan:
+        """Row rows[i] of the batch is the request of state_rows[i] with penalties (repetition, presence, frequency)."""
+        rows_A = self._upload(np.array(rows, dtype=np.int64))
+        host_state_rows = np.array(state_rows, dtype=np.int64)
+        state_rows_A = self._upload(host_state_rows)
+        repetition, presence, frequency = np.array(penalties, dtype=np.float32).T[:, :, None]
+        return PenaltyPlan(
+            state_rows=host_state_rows,
+            rows_A=rows_A,
+            state_rows_A=state_rows_A,
+            logits_offset_A1=(rows_A * self.vocab_size)[:, None],
+            counts_offset_A1=(state_rows_A * self.vocab_size)[:, None],
+            repetition_A1=self._upload(repetition) if (repetition != 1.0).any() else None,
+            presence_A1=self._upload(presence) if presence.any() else None,
+            frequency_A1=self._upload(frequency) if frequency.any() else None,
+        )
+
+    def apply(self, plan: PenaltyPlan, logits_SV: torch.Tensor) -> None:
+        """Change float32 logits in place.
+
+        x = x / repetition if x > 0 else x · repetition, for tokens of prompt and output; then
+        x -= frequency · (occurrences in the output) + presence · (whether there is one).
+        """
+        flat = logits_SV.view(-1)
+        length = int(self._lengths[plan.state_rows].max())
+        seen_AL = self._seen_CL[plan.state_rows_A, :length]
+        index_AL = seen_AL + plan.logits_offset_A1
+        logits_AL = flat.take(index_AL)
+        if plan.repetition_A1 is not None:
+            factor_AL = torch.where(logits_AL > 0, 1.0 / plan.repetition_A1, plan.repetition_A1)
+            logits_AL = logits_AL * factor_AL
+        if plan.frequency_A1 is not None or plan.presence_A1 is not None:
+            counts_AL = self._counts_CV.view(-1).take(seen_AL + plan.counts_offset_A1)
+            if plan.frequency_A1 is not None:
+                logits_AL = logits_AL - plan.frequency_A1 * counts_AL
+            if plan.presence_A1 is not None:
+                logits_AL = logits_AL - plan.presence_A1 * (counts_AL > 0)
+        flat.scatter_(0, index_AL.view(-1), logits_AL.view(-1))
+
+    def observe(self, plan: PenaltyPlan, tokens_S: torch.Tensor) -> None:
+        """Take in the step's tokens (int64 [S], on the device)."""
+        self._fit_columns(int(self._lengths[plan.state_rows].max()) + 1)
+        tokens_A = tokens_S[plan.rows_A]
+        ones_A = torch.ones_like(tokens_A, dtype=torch.int32)
+        self._counts_CV.view(-1).index_add_(0, plan.counts_offset_A1.squeeze(1) + tokens_A, ones_A)
+        ends_A = self._lengths_C[plan.state_rows_A]
+        self._seen_CL.view(-1).index_copy_(0, plan.state_rows_A * self._seen_CL.shape[1] + ends_A, tokens_A)
+        self._lengths_C.index_copy_(0, plan.state_rows_A, ends_A + 1)
+        self._lengths[plan.state_rows] += 1
+
+    def _grow_rows(self) -> None:
+        old = len(self._lengths)
+        new = min(max(_MIN_ROWS, 2 * old), self.max_rows)
+        assert new > old, "more requests with penalties than slots"
+        self._counts_CV = _grown(self._counts_CV, (new, self.vocab_size))
+        self._seen_CL = _grown(self._seen_CL, (new, self._seen_CL.shape[1]))
+        self._lengths_C = _grown(self._lengths_C, (new,))
+        self._lengths = np.concatenate([self._lengths, np.zeros(new - old, dtype=np.int64)])
+        self._free_rows.extend(range(old, new))
+
+    def _fit_columns(self, length: int) -> None:
+        rows, old = self._seen_CL.shape
+        if length <= old:
+            return
+        wider_CL = self._seen_CL[:, :1].expand(rows, max(length, 2 * old)).contiguous()
+        wider_CL[:, :old] = self._seen_CL
+        self._seen_CL = wider_CL
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def _grown(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    result = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    result[: len(tensor)] = tensor
+    return result
