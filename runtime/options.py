@@ -35,6 +35,7 @@ def make_engine_config(
     num_threads: int | None = None,
     enforce_eager: bool = False,
     disabled_passes: Iterable[str] = (),
+    verify_passes: bool = False,
     cudagraph_mode: CudaGraphMode = "full_and_piecewise",
     capture_sizes: Iterable[int] | None = None,
     cache_dir: str | Path | None = None,
@@ -98,6 +99,7 @@ def make_engine_config(
         compile=CompileConfig(
             mode="eager" if enforce_eager else "compile",
             disabled_passes=frozenset(disabled_passes),
+            verify_passes=verify_passes,
             cudagraph_mode=cudagraph_mode,
             capture_sizes=sizes,
             cache_dir=None if cache_dir is None else Path(cache_dir),
