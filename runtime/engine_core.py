@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from compiler import Model, available_kernels, compile_model
+from compiler.cudagraphs import CudaGraphRunner
+from compiler.graph_capture import CudaGraphs
 from custom_ops.attention import AttentionBackend
 from models.registry import build_model
 from models.spec import ModelSpec
@@ -28,8 +30,9 @@ from runtime.device import describe_device, resolve_device, resolve_dtype, use_t
 from runtime.executor import Executor, InProcessExecutor, StepHandle
 from runtime.kv_cache import GIB, bytes_per_block, free_cpu_bytes, plan_num_blocks
 from runtime.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput, StepOutputs
-from runtime.model_runner import ModelRunner
+from runtime.model_runner import ModelRunner, RunnableModel
 from runtime.sampling_checks import verify_token_ids
+from runtime.sampling_ops import argmax_rows
 from runtime.schedule import SchedulerOutput
 from runtime.scheduler import Scheduler
 from runtime.weights import load_weights, read_config
@@ -38,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
 UtilityValue = dict[str, int | float | str | bool | None]
+
+
+CAPTURE_SECONDS = 2.0  # of start-up, for CUDA graphs
+MISSES_BEFORE_CAPTURE = 4  # a capture costs several steps
 
 
 def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
@@ -85,23 +92,27 @@ class EngineCore:
         self._stage("load", start, f"{loaded.num_tensors} tensors, {loaded.num_bytes / GIB:.2f} GiB")
 
         start = time.perf_counter()
-        num_blocks = self._num_blocks(spec, model, backend)
-        runner = self._runner(spec, model, backend, num_blocks)
+        self._graphs = self._graph_runner(model, backend)
+        runnable = model if self._graphs is None else self._graphs
+        num_blocks = self._num_blocks(spec, runnable, backend)
+        runner = self._new_runner(spec, runnable, backend, num_blocks)
         cache_bytes = num_blocks * bytes_per_block(spec.kv_cache_specs, config.cache.block_size, self.dtype)
         tokens = num_blocks * config.cache.block_size
         self._stage("kv cache", start, f"{tokens} tokens, {cache_bytes / GIB:.2f} GiB")
 
         start = time.perf_counter()
-        self._warm_up(runner)
-        self._stage("warm up", start, "")
+        self._stage("warm up", start, self._warm_up(runner))
 
+        self._runner = runner
         self._executor: Executor = InProcessExecutor(runner)
         self._scheduler = Scheduler(
             config.scheduler, config.cache, num_blocks=num_blocks, max_model_len=self.max_model_len
         )
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._depth = 2 if config.scheduler.async_scheduling else 1
-        self._runner_of_stats = runner
+        self._decode_misses = 0  # those before the last graph was captured
+        self._host_gap = 0.0
+        self._idle_since: float | None = None
         self._vocab_size = spec.vocab_size
         self.info = EngineInfo(
             max_model_len=self.max_model_len,
@@ -138,21 +149,45 @@ class EngineCore:
         work).
         """
         scheduler, in_flight = self._scheduler, self._in_flight
-        while len(in_flight) < self._depth:
+        depth = self._depth
+        if self._graphs is not None and self._runner.decode_misses - self._decode_misses >= MISSES_BEFORE_CAPTURE:
+            depth = 1  # a graph can be captured only while nothing is in flight
+            if not in_flight:
+                self.idle()
+        while len(in_flight) < depth:
             scheduled = scheduler.schedule()
             if scheduled is None:
                 break
+            if not in_flight and self._idle_since is not None:
+                self._host_gap += time.perf_counter() - self._idle_since
             in_flight.append((scheduled, self._executor.launch(scheduled)))
         if not in_flight:
+            self._idle_since = None
             return StepOutputs(stats=self.stats())
         scheduled, handle = in_flight.popleft()
-        outputs = scheduler.update(scheduled, self._executor.result(handle))
+        result = self._executor.result(handle)
+        self._idle_since = None if in_flight else time.perf_counter()
+        outputs = scheduler.update(scheduled, result)
+        if not scheduler.has_work():
+            self._idle_since = None
         return StepOutputs(outputs=outputs, stats=self.stats())
+
+    def idle(self) -> bool:
+        """Do one piece of work that can wait (capture one more graph); False when there is none. Nothing may be in
+        flight.
+        """
+        if self._graphs is None or self._in_flight:
+            return False
+        self._decode_misses = self._runner.decode_misses
+        return self._graphs.capture_next()
 
     def stats(self) -> EngineStats:
         """State after the last step."""
         stats = self._scheduler.stats()
-        stats.padded_tokens = self._runner_of_stats.padded_tokens
+        stats.padded_tokens = self._runner.padded_tokens
+        stats.host_gap_seconds = self._host_gap
+        if self._graphs is not None:
+            stats.graph_replays = self._graphs.stats.replays
         return stats
 
     def utility(self, method: str) -> UtilityValue:
@@ -194,12 +229,31 @@ class EngineCore:
             block_size=self.config.cache.block_size,
         )
 
-    def _runner(self, spec: ModelSpec, model: Model, backend: AttentionBackend, num_blocks: int) -> ModelRunner:
-        return ModelRunner(
-            self.config, spec, model, backend, self.device, self.dtype, num_blocks, max_model_len=self.max_model_len
+    def _graph_runner(self, model: Model, backend: AttentionBackend) -> CudaGraphRunner | None:
+        options = self.config.compile
+        if self.device.type != "cuda" or options.mode == "eager" or options.cudagraph_mode == "none":
+            return None
+        return CudaGraphRunner(
+            model,
+            mode=options.cudagraph_mode,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            backend=backend,
+            device=CudaGraphs(self.device),
+            sizes=options.capture_sizes,
+            decode_tail=lambda logits, inputs: argmax_rows(logits),
         )
 
-    def _num_blocks(self, spec: ModelSpec, model: Model, backend: AttentionBackend) -> int:
+    def _new_runner(
+        self, spec: ModelSpec, model: RunnableModel, backend: AttentionBackend, num_blocks: int
+    ) -> ModelRunner:
+        runner = ModelRunner(
+            self.config, spec, model, backend, self.device, self.dtype, num_blocks, max_model_len=self.max_model_len
+        )
+        if self._graphs is not None:
+            self._graphs.bind(runner.decode_inputs)
+        return runner
+
+    def _num_blocks(self, spec: ModelSpec, model: RunnableModel, backend: AttentionBackend) -> int:
         cache = self.config.cache
         if self.device.type == "cpu":
             free = free_cpu_bytes()
@@ -217,23 +271,34 @@ class EngineCore:
             is_cpu=self.device.type == "cpu",
         )
 
-    def _free_cuda_bytes(self, spec: ModelSpec, model: Model, backend: AttentionBackend) -> int:
+    def _free_cuda_bytes(self, spec: ModelSpec, model: RunnableModel, backend: AttentionBackend) -> int:
         """What the device has left for the cache when the largest step runs: measured by running one."""
         scheduler = self.config.scheduler
         torch.cuda.reset_peak_memory_stats(self.device)
-        probe = self._runner(spec, model, backend, 1)
+        probe = self._new_runner(spec, model, backend, 1)
         probe.warm_up(probe.max_num_tokens, min(scheduler.max_num_seqs, probe.max_num_tokens))
+        graphs = 0 if self._graphs is None else self._graphs.estimate_bytes()
         del probe
         peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)  # of other processes, and of the driver
         # The sampler works on float32 copies of the logits.
         sampler = 3 * scheduler.max_num_seqs * spec.vocab_size * 4
-        return int(total * self.config.cache.gpu_memory_utilization) - peak - others - sampler
+        budget = int(total * self.config.cache.gpu_memory_utilization)
+        return budget - peak - graphs - others - sampler
 
-    def _warm_up(self, runner: ModelRunner) -> None:
+    def _warm_up(self, runner: ModelRunner) -> str:
         runner.warm_up(1, 1)
         runner.warm_up(min(8, runner.max_num_tokens), 1)
+        if self._graphs is None:
+            return ""
+        # The sizes that are wanted first; the others are captured in idle moments, or when steps ask for them.
+        until = time.perf_counter() + CAPTURE_SECONDS
+        while self._graphs.capture_next() and time.perf_counter() < until:
+            pass
+        report = self._graphs.report()
+        return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come"
 
     def _stage(self, stage: str, start: float, detail: str) -> None:
         self._on_stage(stage, time.perf_counter() - start, detail)

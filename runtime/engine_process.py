@@ -101,7 +101,7 @@ class EngineProcess:
             has_work = core.has_work()
             if self._shutdown is not None and not has_work:
                 return
-            self._take_in(wait=not has_work and not self._refused)
+            self._take_in(wait=not has_work and not self._refused and not core.idle())
             if self._shutdown is not None and not self._shutdown.drain:
                 self._abort_all()
                 return

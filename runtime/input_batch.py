@@ -86,7 +86,7 @@ class InputBatch:
         self.layout = BatchLayout()
         self._flat_slot_table = self.tables.slot_table.reshape(-1)
         # Two sets of arrays: a step of decodes only copies what it needs, not arrays as long as the token budget.
-        self._decode_arrays = StagedArrays(_fields(num_slots, max(num_slots, max_padded_size)), device)
+        self.decode_arrays = StagedArrays(_fields(num_slots, max(num_slots, max_padded_size)), device)
         self._mixed_arrays = StagedArrays(_fields(num_slots, max(max_num_tokens, max_padded_size)), device)
         self._requests: dict[str, HeldRequest] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -139,7 +139,7 @@ class InputBatch:
             and scheduled.total_num_scheduled_tokens == len(num_scheduled)
             and layout.request_ids == list(num_scheduled)
         ):
-            arrays = self._decode_arrays
+            arrays = self.decode_arrays
             host = arrays.rotate()
             self._fill_decodes(layout, host)
             if arrays.needs(layout.version):
@@ -169,7 +169,7 @@ class InputBatch:
         self.tables.set_batch(slots_S)
         if layout.is_decode_only:
             layout.sampled_ids, layout.sampled_slots, layout.num_logits = layout.request_ids, slots_S, len(rows)
-            arrays = self._decode_arrays
+            arrays = self.decode_arrays
             host = arrays.rotate()
             self._fill_decodes(layout, host)
             arrays.needs(layout.version)
@@ -267,4 +267,5 @@ def _fields(num_slots: int, num_tokens: int) -> dict[str, tuple[type[np.generic]
         "query_start_loc": (np.int32, num_tokens + 1),
         "seq_lens": (np.int32, num_tokens),
         "uniforms": (np.float32, num_slots),
+        "sample_positions": (np.int64, num_slots),
     }

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from compiler.cudagraphs import StepInputs
 from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_metadata
 from models.spec import ModelSpec
 from runtime.config import EngineConfig
@@ -37,7 +38,8 @@ NOTHING_LEFT = (
 class RunnableModel(Protocol):
     """A compiled model as the runner sees it.
 
-    It may have `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step
+    It may have `tail`: what `argmax_rows` makes of the logits of the call just made, or None. And it may have
+    `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step
     to (None: no padding), never more than its `max_padded_size`. Padding tokens have slot -1; a step of decodes is
     padded with whole sequences of length 0 and with rows of logits at index 0.
     """
@@ -137,15 +139,17 @@ class ModelRunner:
         self.compiled = compiled
         self.backend = backend
         self.device = device
+        self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
         self.max_num_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         self.kv_caches = allocate_kv_cache(spec.kv_cache_specs, num_blocks, block_size, dtype=dtype, device=device)
         self.padded_tokens = 0  # since the start
+        self.decode_misses = 0  # steps of decodes for which the model had no graph, since the start
         self._padded_size: Callable[[int, int, int], int | None] | None = getattr(compiled, "padded_size", None)
         self.batch = InputBatch(
             num_slots=scheduler.max_num_seqs,
             max_num_tokens=self.max_num_tokens,
             max_padded_size=getattr(compiled, "max_padded_size", 0),
-            max_model_len=max_model_len or config.model.max_model_len or spec.max_model_len,
+            max_model_len=self.max_model_len,
             block_size=block_size,
             device=device,
         )
@@ -176,21 +180,58 @@ class ModelRunner:
             plan = self._plan = sampler.plan(layout.sampled_slots.tolist())
             self._plan_version = layout.version
         if plan.num_random:
-            arrays.host["uniforms"][: plan.num_random] = sampler.uniforms(plan)
+            randomness = sampler.randomness(plan)
+            arrays.host[sampler.random_field][: len(randomness)] = randomness
 
         logits_LV = self._run(layout, arrays)
         num_sampled = len(layout.sampled_ids)
         if num_sampled == 0:
             return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
         logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
-        uniforms = arrays.device["uniforms"] if plan.num_random else None
-        sampled = sampler.sample(logits_SV, plan, uniforms)
+        greedy = getattr(self.compiled, "tail", None)
+        if greedy is not None:
+            greedy = greedy[0][:num_sampled], greedy[1][:num_sampled]
+        elif layout.is_decode_only:
+            self.decode_misses += 1
+        drawn_from = arrays.device[sampler.random_field] if plan.num_random else None
+        sampled = sampler.sample(logits_SV, plan, drawn_from, greedy)
         if self._is_cpu:
             batch.last_tokens.numpy()[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, arrays.device["sampled_slots"][:num_sampled], sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         return self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
+
+    def decode_inputs(self, size: int) -> StepInputs:
+        """The persistent arrays of a step of `size` decodes, filled with padding sequences: what a graph is captured
+        on.
+        """
+        arrays, tables = self.batch.decode_arrays, self.batch.tables
+        host = arrays.rotate()
+        arrays.needs(-1)
+        _pad_rows(host, 0, size)
+        arrays.upload()
+        device = arrays.device
+        metadata = AttentionMetadata(
+            backend=self.backend,
+            query_start_loc=device["query_start_loc"][: size + 1],
+            seq_lens=device["seq_lens"][:size],
+            block_table=tables.batch_table(size),
+            slot_mapping=device["slot_mapping"][:size],
+            num_seqs=size,
+            num_tokens=size,
+            max_query_len=1,
+            max_seq_len=self.max_model_len,
+            query_start_loc_cpu=host["query_start_loc"][: size + 1],
+            seq_lens_cpu=host["seq_lens"][:size],
+        )
+        return StepInputs(
+            input_ids=device["input_ids"][:size],
+            positions=device["positions"][:size],
+            kv_caches=self.kv_caches,
+            logits_indices=device["logits_indices"][:size],
+            metadata=metadata,
+        )
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run the model on a made-up step of `num_tokens` over `num_seqs` sequences that writes no cache, and sample
@@ -316,15 +357,25 @@ class ModelRunner:
 def _pad(layout: BatchLayout, host: dict[str, np.ndarray], size: int) -> tuple[int, int]:
     """Fill the host arrays up to `size` tokens; the number of rows of the metadata and of logits."""
     num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
-    host["input_ids"][num_tokens:size] = 0
-    host["positions"][num_tokens:size] = 0
-    host["slot_mapping"][num_tokens:size] = -1
-    if not layout.is_decode_only:
-        return num_seqs, layout.num_logits
-    host["query_start_loc"][num_seqs + 1 : size + 1] = np.arange(num_seqs + 1, size + 1)
-    host["seq_lens"][num_seqs:size] = 0
-    host["logits_indices"][num_seqs:size] = 0
-    return size, size
+    if layout.is_decode_only and size <= len(host["slots"]):
+        _pad_rows(host, num_seqs, size)
+        return size, size
+    _pad_tokens(host, num_tokens, size)
+    return num_seqs, layout.num_logits
+
+
+def _pad_tokens(host: dict[str, np.ndarray], begin: int, size: int) -> None:
+    host["input_ids"][begin:size] = 0
+    host["positions"][begin:size] = 0
+    host["slot_mapping"][begin:size] = -1
+
+
+def _pad_rows(host: dict[str, np.ndarray], begin: int, size: int) -> None:
+    """Sequences of one padding token and length 0."""
+    _pad_tokens(host, begin, size)
+    host["query_start_loc"][begin + 1 : size + 1] = np.arange(begin + 1, size + 1)
+    host["seq_lens"][begin:size] = 0
+    host["logits_indices"][begin:size] = 0
 
 
 def _prompt_messages(prompt: _PromptResult) -> list[TokenLogprobs]:

@@ -46,6 +46,17 @@ class _RandomGroup:
     top_p_R1: torch.Tensor | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GpuRows:
+    """What the GPU's sampling kernel reads, one element a row of the batch; temperature 0 is greedy."""
+
+    temperature_S: torch.Tensor
+    top_k_S: torch.Tensor
+    top_p_S: torch.Tensor
+    min_p_S: torch.Tensor
+    seed_S: torch.Tensor
+
+
 @dataclass(kw_only=True, slots=True)
 class SamplingPlan:
     """How one batch composition is sampled; valid for `valid_steps` more steps. num_random: uniform numbers that a
@@ -57,6 +68,7 @@ class SamplingPlan:
     greedy_rows_R: torch.Tensor | None  # None: no row is greedy, unless is_plain_greedy or all_greedy
     all_greedy: bool
     groups: list[_RandomGroup]
+    gpu: _GpuRows | None
     num_random: int
     random_slots: np.ndarray  # int64, in the order of the groups
     logits: LogitsPlan | None
@@ -84,6 +96,9 @@ class Sampler:
         """seed: of the streams of the requests that bring none."""
         self.vocab_size = vocab_size
         self.device = device
+        self._is_cpu = device.type == "cpu"
+        # The array that `randomness` goes to.
+        self.random_field = "uniforms" if self._is_cpu else "sample_positions"
         self.num_outputs = np.zeros(
             num_slots, dtype=np.int64
         )  # tokens put out by the slot's request, those in flight too
@@ -123,8 +138,9 @@ class Sampler:
         groups: list[_RandomGroup] = []
         random_rows: list[int] = []
         for (top_k, has_top_p), rows in sorted(by_way.items()):
-            group_params = [params[row] for row in rows]
-            groups.append(self._group(rows, group_params, len(random_rows), top_k, has_top_p, len(params)))
+            if self._is_cpu:
+                group_params = [params[row] for row in rows]
+                groups.append(self._group(rows, group_params, len(random_rows), top_k, has_top_p, len(params)))
             random_rows.extend(rows)
         logprob_rows = [row for row, row_params in enumerate(params) if row_params.logprobs is not None]
         all_greedy = len(greedy) == len(params)
@@ -134,6 +150,7 @@ class Sampler:
             greedy_rows_R=self._upload(np.array(greedy, dtype=np.int64)) if greedy and not all_greedy else None,
             all_greedy=all_greedy,
             groups=groups,
+            gpu=self._gpu_rows(params, slots_S) if random_rows and not self._is_cpu else None,
             num_random=len(random_rows),
             random_slots=slots_S[random_rows],
             logits=logits,
@@ -143,25 +160,37 @@ class Sampler:
             valid_steps=FOREVER if logits is None else logits.valid_steps,
         )
 
-    def uniforms(self, plan: SamplingPlan) -> np.ndarray:
-        """The step's uniform numbers, float32 [num_random]. Call before `sample`, which moves the streams on."""
-        return uniforms(self._keys[plan.random_slots], self.num_outputs[plan.random_slots])
+    def randomness(self, plan: SamplingPlan) -> np.ndarray:
+        """What makes the step's draws. Call before `sample`, which moves the streams on.
 
-    def sample(self, logits_SV: torch.Tensor, plan: SamplingPlan, uniforms_R: torch.Tensor | None) -> SampledRows:
-        """One token a row. logits_SV: raw, any floating dtype, not changed; uniforms_R: `uniforms(plan)` on the
-        device.
+        On the CPU uniform numbers, float32 [num_random]; elsewhere the rows' output positions, int64 [S].
+        """
+        if self._is_cpu:
+            return uniforms(self._keys[plan.random_slots], self.num_outputs[plan.random_slots])
+        return self.num_outputs[plan.slots_S]
+
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        plan: SamplingPlan,
+        randomness: torch.Tensor | None,
+        greedy: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> SampledRows:
+        """One token a row. logits_SV: raw, any floating dtype, not changed; randomness: as above, on the device.
+
+        greedy: `argmax_rows(logits_SV)`, where the model has made it already.
         """
         self.num_outputs[plan.slots_S] += 1
         plan.valid_steps -= 1
         if plan.is_plain_greedy:
-            tokens_S, best_S = argmax_rows(logits_SV)
+            tokens_S, best_S = greedy or argmax_rows(logits_SV)
             return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=None)
 
         raw_SV = logits_SV
         if plan.logits is not None:
             logits_SV = logits_SV.to(torch.float32, copy=True)
             self._processors.apply(plan.logits, logits_SV)
-        tokens_S, best_S = self._choose(logits_SV, plan, uniforms_R)
+        tokens_S, best_S = self._choose(logits_SV, plan, randomness)
         if plan.logits is not None:
             self._processors.observe(plan.logits, tokens_S)
         logprobs = None
@@ -171,13 +200,20 @@ class Sampler:
         return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=logprobs)
 
     def _choose(
-        self, logits_SV: torch.Tensor, plan: SamplingPlan, uniforms_R: torch.Tensor | None
+        self, logits_SV: torch.Tensor, plan: SamplingPlan, randomness: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if plan.all_greedy:
             return argmax_rows(logits_SV)
-        assert uniforms_R is not None
+        assert randomness is not None
+        if plan.gpu is not None:
+            from custom_ops.gpu_sampling import sample_tokens
+
+            rows = plan.gpu
+            return sample_tokens(
+                logits_SV, rows.temperature_S, rows.top_k_S, rows.top_p_S, rows.min_p_S, rows.seed_S, randomness
+            )
         if len(plan.groups) == 1 and plan.groups[0].rows_R is None:
-            return _sample_group(logits_SV.float(), plan.groups[0], uniforms_R)
+            return _sample_group(logits_SV.float(), plan.groups[0], randomness)
         num_rows = logits_SV.shape[0]
         tokens_S = torch.empty(num_rows, dtype=torch.int64, device=self.device)
         best_S = torch.empty(num_rows, dtype=torch.float32, device=self.device)
@@ -187,7 +223,7 @@ class Sampler:
             best_S.index_copy_(0, plan.greedy_rows_R, best_R.float())
         for group in plan.groups:
             assert group.rows_R is not None
-            tokens_R, best_R = _sample_group(logits_SV[group.rows_R].float(), group, uniforms_R)
+            tokens_R, best_R = _sample_group(logits_SV[group.rows_R].float(), group, randomness)
             tokens_S.index_copy_(0, group.rows_R, tokens_R)
             best_S.index_copy_(0, group.rows_R, best_R)
         return tokens_S, best_S
@@ -206,6 +242,18 @@ class Sampler:
             inverse_temperature_R1=self._column([1.0 / p.temperature for p in params]),
             log_min_p_R1=self._column(log_min_p) if min_p.any() else None,
             top_p_R1=self._column([p.top_p for p in params]) if has_top_p else None,
+        )
+
+    def _gpu_rows(self, params: list[SamplingParams], slots_S: np.ndarray) -> _GpuRows:
+        def column(values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
+            return self._upload(np.array(values, dtype=dtype))
+
+        return _GpuRows(
+            temperature_S=column([0.0 if p.is_greedy else p.temperature for p in params], np.float32),
+            top_k_S=column([max(0, p.top_k) for p in params], np.int32),
+            top_p_S=column([p.top_p for p in params], np.float32),
+            min_p_S=column([p.min_p for p in params], np.float32),
+            seed_S=self._upload(self._keys[slots_S].view(np.int64)),
         )
 
     def _params_of(self, slot: int) -> SamplingParams:

@@ -50,8 +50,9 @@ def argmax_rows(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     On the CPU this goes through numpy, whose float32 argmax is vectorized (torch's is 10 to 20 times slower there).
     """
     if logits_RV.device.type != "cpu":
-        values_R, tokens_R = logits_RV.max(dim=-1)
-        return tokens_R, values_R
+        from custom_ops.gpu_sampling import greedy_tokens
+
+        return greedy_tokens(logits_RV)
     num_rows = logits_RV.shape[0]
     tokens = np.empty(num_rows, dtype=np.int64)
     values = np.empty(num_rows, dtype=np.float32)

@@ -31,7 +31,7 @@ def add(sampler: Sampler, slot: int, params: SamplingParams, prompt=(), output=(
 
 def run(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> SampledRows:
     plan = sampler.plan(slots)
-    uniforms = torch.from_numpy(sampler.uniforms(plan)) if plan.num_random else None
+    uniforms = torch.from_numpy(sampler.randomness(plan)) if plan.num_random else None
     return sampler.sample(logits, plan, uniforms)
 
 
@@ -93,7 +93,7 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
     plan = sampler.plan(list(range(rows)))
     counts: Counter[int] = Counter()
     for _ in range(draws):
-        uniforms = torch.from_numpy(sampler.uniforms(plan))
+        uniforms = torch.from_numpy(sampler.randomness(plan))
         counts.update(sampler.sample(logits.expand(rows, -1), plan, uniforms).tokens_S.tolist())
     total = draws * rows
     assert all(expected[token] > 0 for token in counts), "a filtered token was drawn"
@@ -207,7 +207,7 @@ def test_penalties_of_a_long_prompt_beside_a_short_one_over_many_steps() -> None
     """The list of seen tokens grows past its first width; the shorter row's padding changes nothing."""
     torch.manual_seed(6)
     params = SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.01)
-    prompts = [list(range(0, 290)), [4]]
+    prompts = [list(range(290)), [4]]
     sampler = make_sampler()
     for slot, prompt in enumerate(prompts):
         add(sampler, slot, params, prompt=prompt)
@@ -306,7 +306,7 @@ def test_logprobs_are_the_models_own() -> None:
         SamplingParams(temperature=0.0, logprobs=0),
     )
     plan = sampler.plan([0, 1, 2])
-    sampled = sampler.sample(logits, plan, torch.from_numpy(sampler.uniforms(plan)))
+    sampled = sampler.sample(logits, plan, torch.from_numpy(sampler.randomness(plan)))
     assert sampled.logprobs is not None
     first, last = sampled.logprobs.to_messages(plan.logprob_counts)
     expected = logits.double().log_softmax(-1)
