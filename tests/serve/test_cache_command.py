@@ -1,0 +1,52 @@
+"""`compile-and-serve cache`: what it lists, what it finds damaged, what it removes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from compiler.store import ArtifactStore
+from serve.cli.cache_command import cache_app
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    content = tmp_path / "content"
+    content.mkdir()
+    (content / "piece.py").write_text("text")
+    store = ArtifactStore(tmp_path / "store")
+    for name, version in (("mine", torch.__version__), ("theirs", "1.0.0")):
+        store.put("piece", {"fingerprint": name, "torch": f"{version} (abc)", "capability": "AVX512"}, content)
+    return store
+
+
+def run(*arguments: str, store: ArtifactStore) -> tuple[int, str]:
+    result = CliRunner().invoke(cache_app, [*arguments, "--cache-dir", str(store.root)])
+    return result.exit_code, result.output
+
+
+def test_ls_names_every_artifact(store: ArtifactStore) -> None:
+    code, output = run("ls", store=store)
+    assert code == 0
+    assert "mine" in output
+    assert "theirs" in output
+
+
+def test_verify_finds_damage(store: ArtifactStore) -> None:
+    assert run("verify", store=store) == (0, f"2 whole, 0 damaged in {store.root}\n")
+    (store.entries()[0].path / "piece.py").write_text("tampered")
+    code, output = run("verify", store=store)
+    assert code == 1
+    assert "the checksum of piece.py is not the manifest's" in output
+
+
+def test_prune_keeps_what_can_be_used(store: ArtifactStore) -> None:
+    (store.root / "piece" / ".new-abc").mkdir()
+    assert "removed 1 artifacts" in run("prune", store=store)[1]
+    assert [entry.manifest["fields"]["fingerprint"] for entry in store.entries()] == ["mine"]
+    assert not store.leftovers()
+    assert "removed 1 artifacts" in run("prune", "--all", store=store)[1]
+    assert store.entries() == []
