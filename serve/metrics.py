@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from runtime.messages import EngineInfo, EngineStats
 from runtime.output_processor import CompletionDelta
@@ -47,6 +47,7 @@ class Metrics:
     """Everything under /metrics. Fed by the engine's outputs and stats; `render` is the text for Prometheus."""
 
     def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # a second series for every counter that no dashboard asks for
         self.registry = CollectorRegistry()
         self._model = model_name
         self._last = EngineStats()

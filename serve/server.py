@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -51,10 +52,8 @@ def run(
     """
     listener = open_socket(settings.host, settings.port)
     try:
-        tokenizer = None if config.model.skip_tokenizer_init else _load_tokenizer(config)
-        settings = complete_settings(config, settings)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(config, settings, tokenizer, listener, on_stage, on_ready))
+            return runner.run(_serve(config, settings, listener, on_stage, on_ready))
     except OSError as error:
         # Another program may begin to listen while the model loads.
         if error.errno == errno.EADDRINUSE:
@@ -111,20 +110,19 @@ def open_socket(host: str, port: int) -> socket.socket:
 async def _serve(
     config: EngineConfig,
     settings: ServerSettings,
-    tokenizer: Tokenizer | None,
     listener: socket.socket,
     on_stage: StageCallback | None,
     on_ready: Callable[[str, EngineInfo], None] | None,
 ) -> int:
     client = AsyncEngineClient(config) if on_stage is None else AsyncEngineClient(config, on_stage=on_stage)
     with _Signals() as signals:
-        starting = asyncio.create_task(_start(client))
+        starting = asyncio.create_task(_start(client, config, settings))
         await _wait_any(starting, signals.stop)
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return EXIT_OK
-        await starting  # raises EngineStartError
+        tokenizer, settings = starting.result()  # raises what went wrong
         died: list[str] = []
 
         def on_death(reason: str) -> None:
@@ -143,8 +141,19 @@ async def _serve(
     return EXIT_FAILURE if died else EXIT_OK
 
 
-async def _start(client: AsyncEngineClient) -> None:
-    await client.start()
+async def _start(
+    client: AsyncEngineClient, config: EngineConfig, settings: ServerSettings
+) -> tuple[Tokenizer | None, ServerSettings]:
+    """Start the engine and read the tokenizer meanwhile; the first problem of either ends both."""
+    engine = asyncio.create_task(client.start())
+    files = asyncio.create_task(asyncio.to_thread(_read_files, config, settings))
+    try:
+        await asyncio.gather(engine, files)
+    except BaseException:
+        engine.cancel()
+        await asyncio.gather(engine, return_exceptions=True)
+        raise
+    return files.result()
 
 
 async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, hurry: asyncio.Event) -> None:
@@ -203,7 +212,7 @@ class _Signals:
         self.stop.set()
 
 
-async def _wait_any(*awaited: asyncio.Task[None] | asyncio.Event, timeout: float | None = None) -> None:
+async def _wait_any(*awaited: asyncio.Task[Any] | asyncio.Event, timeout: float | None = None) -> None:
     """Until the first task is done or the first event set, or `timeout` seconds; exceptions stay in the tasks."""
     waits = {task if isinstance(task, asyncio.Task) else asyncio.create_task(_set(task)) for task in awaited}
     await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -236,9 +245,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+def _read_files(config: EngineConfig, settings: ServerSettings) -> tuple[Tokenizer | None, ServerSettings]:
+    settings = complete_settings(config, settings)
+    if config.model.skip_tokenizer_init:
+        return None, settings
     given = config.model.tokenizer
-    return load_tokenizer(config.model.path if given is None else Path(given))
+    return load_tokenizer(config.model.path if given is None else Path(given)), settings
 
 
 def _bind_problem(host: str, port: int, error: OSError) -> str:

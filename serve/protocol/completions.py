@@ -19,7 +19,7 @@ _PROMPT_SCHEMA: dict[str, Any] = {
     ],
     "examples": [EXAMPLE["prompt"]],
 }
-MAX_PROMPTS = 2048
+MAX_SEQUENCES = 4096  # completions of one request
 
 
 class CompletionRequest(GenerationFields):
@@ -43,8 +43,6 @@ class CompletionRequest(GenerationFields):
             raise _wrong_prompt()
         if _are_ids(prompt):
             return [prompt]
-        if len(prompt) > MAX_PROMPTS:
-            raise ApiError(400, f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are taken.", "prompt")
         if all(isinstance(p, str) for p in prompt) or all(isinstance(p, list) and _are_ids(p) for p in prompt):
             return prompt
         raise _wrong_prompt()

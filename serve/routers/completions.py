@@ -14,9 +14,9 @@ from runtime.output_processor import CompletionDelta, CompletionOutput
 from runtime.sampling_params import SamplingParams
 from serve.context import Context, ServerContext
 from serve.engine import Generation
-from serve.errors import user_errors
+from serve.errors import ApiError, user_errors
 from serve.protocol.chunks import ChunkWriter, Usage
-from serve.protocol.completions import RESPONSE_EXAMPLE, CompletionRequest
+from serve.protocol.completions import MAX_SEQUENCES, RESPONSE_EXAMPLE, CompletionRequest
 from serve.protocol.fields import check_fields, sampling_params
 from serve.protocol.logprobs import LogprobsWriter
 from serve.responses import DONE, EventStream, json_response
@@ -76,8 +76,14 @@ class _Answer:
                 context.inputs.require_tokenizer("echo")
             if body.logprobs is not None:
                 asked = msgspec.structs.replace(asked, prompt_logprobs=body.logprobs)
+        texts = body.prompts()
+        if len(texts) * asked.n > MAX_SEQUENCES:
+            sentence = (
+                f"{len(texts)} prompts with n={asked.n} make more than {MAX_SEQUENCES} completions: send fewer at once."
+            )
+            raise ApiError(400, sentence, "prompt")
         prompts, params = [], []
-        for given in body.prompts():
+        for given in texts:
             ids = given
             if isinstance(ids, str):
                 ids = await context.encode(ids, asked, add_special_tokens=body.add_special_tokens is not False)

@@ -183,6 +183,10 @@ async def test_prompt_of_no_form_is_a_400(server: Server, prompt: Any) -> None:
     assert server.engine.requests == []
 
 
+async def test_number_of_completions_is_bounded(server: Server) -> None:
+    assert_error(await server.complete(prompt=["x"] * 100, n=64), 400, param="prompt", says="4096")
+
+
 async def test_missing_field_is_named(server: Server) -> None:
     assert_error(await server.http.post("/v1/completions", json={}), 400, param="prompt", says="missing")
 
