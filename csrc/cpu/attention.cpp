@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kKeys = 64;          // keys of one step of the online softmax
 constexpr int kTileRows = 96;      // rows that share one repacked block of keys
-constexpr int kSubtile = kMaxRowsPaired;
+constexpr int kSubtile = kMaxRows;
 constexpr int kMinSplitKeys = 256;  // a shorter range of keys is not worth a second item
 constexpr int kMaxHeadDim = 512;
 constexpr float kLowest = -1e30f;   // maximum over no keys; finite, so that differences stay numbers
@@ -372,10 +372,10 @@ void run_item(const CasAttention& a, const Item& item, int64_t kv_head, Scratch<
             int32_t visible[kSubtile];
             for (int r = 0; r < n; ++r) visible[r] = int32_t(std::clamp<int64_t>(first_position + (row + r) / G + 1 - key, 0, kKeys));
             if (visible[n - 1] == 0) continue;
-            multiply_tile<T, false>(
+            multiply_tile<T>(
                 s.queries + row * E, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
             const f32x16 factors = softmax_step(a, s, row, n, count, padded, visible);
-            multiply_tile<T, false>(
+            multiply_tile<T>(
                 s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, s.products, E);
             for (int r = 0; r < n; ++r) {
                 float* sums = s.sums + (row + r) * E;

@@ -17,6 +17,8 @@ namespace {
 
 constexpr int kMaxTileBlocks = 3;
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
+constexpr int kPrefetchGroups = 64;         // weight vectors (64 bytes) ahead of the one in use
+constexpr int kMaxAheadTiles = 4;
 constexpr int64_t kGrabBytes = 128 << 10;   // weights that a thread takes at a time
 constexpr int64_t kChunkBytes = 512 << 10;  // activations that one pass over the weights keeps in the L2 cache
 
@@ -70,82 +72,112 @@ void prepare_row(const T* x, const T* norm_weight, float eps, int64_t width, int
     for (; i < padded_width; ++i) store_scalar(y + i, 0.0f);
 }
 
+// The outputs that one tile covers: 32 columns from two blocks, or with silu_mul 16 columns from a gate and one or two up blocks.
+template <class T>
+struct Panel {
+    int64_t column;
+    int count, blocks, up_offset;  // up_offset: where in the tile the up sums of its first column lie
+    const T* weights[kMaxTileBlocks];
+
+    Panel(const CasLinear& a, int64_t index, int64_t groups) {
+        const int64_t block_size = groups * Dot<T>::kInputs * kLanes;
+        const int64_t columns = a.silu_mul ? a.out_features / 2 : a.out_features;
+        const int64_t all_blocks = (a.out_features + kLanes - 1) / kLanes;
+        const T* packed = static_cast<const T*>(a.packed);
+        column = index * width(a);
+        count = int(std::min<int64_t>(width(a), columns - column));
+        blocks = 0;
+        const int64_t first_block = column / kLanes;
+        for (int64_t b = first_block; b * kLanes < column + count; ++b) weights[blocks++] = packed + b * block_size;
+        up_offset = kLanes + int(columns % kLanes);
+        if (!a.silu_mul) return;
+        const int64_t up_block = first_block + columns / kLanes;
+        weights[blocks++] = packed + up_block * block_size;
+        if (columns % kLanes && up_block + 1 < all_blocks) weights[blocks++] = packed + (up_block + 1) * block_size;
+    }
+
+    static int64_t width(const CasLinear& a) { return a.silu_mul ? kLanes : 2 * kLanes; }
+};
+
+// The sums of one tile, while the memory is asked for what comes next: with one tile a panel a fixed distance ahead in the same blocks
+// and then the start of the next panel; with several, each asks for its part of the whole next panel; with many, computing takes so long that it does not matter.
+template <class T>
+void compute_tile(
+    const T* x, int64_t x_stride, int rows, const Panel<T>& panel, const Panel<T>& next, int64_t tile_index, int64_t tiles,
+    int64_t groups, float* tile
+) {
+    constexpr int kVector = Dot<T>::kInputs * kLanes;
+    if (tiles > kMaxAheadTiles) return multiply_tile(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
+    Ahead<T> ahead;
+    for (int b = 0; b < panel.blocks; b += 2) {
+        const int n = std::min(2, panel.blocks - b);
+        for (int i = 0; i < n; ++i) {
+            const T* following = next.weights[std::min(b + i, next.blocks - 1)];
+            ahead.first[i] = tiles == 1 ? panel.weights[b + i] + kPrefetchGroups * kVector
+                                        : following + groups * tile_index / tiles * kVector;
+            ahead.second[i] = following;
+        }
+        ahead.turn = tiles == 1 ? std::max<int64_t>(0, groups - kPrefetchGroups) : groups;
+        ahead.step = kVector / tiles;
+        const auto product = n == 2 ? pick<T, 2, true>(rows, std::make_integer_sequence<int, kMaxRows>{})
+                                    : pick<T, 1, true>(rows, std::make_integer_sequence<int, kMaxRows>{});
+        product(x, x_stride, panel.weights + b, groups, tile + b * kLanes, kTileWidth, &ahead);
+    }
+}
+
 template <class T>
 void linear(const CasLinear& a) {
     constexpr int kInputs = Dot<T>::kInputs;
     const int64_t groups = (a.in_features + kInputs - 1) / kInputs;
     const int64_t padded_width = groups * kInputs;
-    const int64_t block_size = groups * kInputs * kLanes;
     const int64_t columns = a.silu_mul ? a.out_features / 2 : a.out_features;
-    const int64_t up_block = columns / kLanes;
-    const int up_shift = a.silu_mul ? int(columns % kLanes) : 0;
-    const int64_t all_blocks = (a.out_features + kLanes - 1) / kLanes;
-    // A panel: the outputs that one tile covers. With silu_mul it is 16 columns, made from a gate and one or two up blocks.
-    const int panel_columns = a.silu_mul ? kLanes : 2 * kLanes;
-    const int64_t panels = (columns + panel_columns - 1) / panel_columns;
-
-    const T* packed = static_cast<const T*>(a.packed);
-    const T* x = static_cast<const T*>(a.x);
+    const int64_t panels = (columns + Panel<T>::width(a) - 1) / Panel<T>::width(a);
     const T* norm_weight = static_cast<const T*>(a.norm_weight);
-    int64_t x_stride = a.x_stride;
-    T* prepared = nullptr;
     const bool prepares = norm_weight || padded_width != a.in_features;
-    if (prepares) prepared = static_cast<T*>(scratch(sizeof(T) * padded_width * a.num_tokens));
+    T* prepared = prepares ? static_cast<T*>(scratch(sizeof(T) * padded_width * a.num_tokens)) : nullptr;
 
-    const int64_t chunk_rows_limit = std::max<int64_t>(4 * kMaxRowsPaired, kChunkBytes / int64_t(sizeof(T) * padded_width));
-    const int64_t chunks = (a.num_tokens + chunk_rows_limit - 1) / chunk_rows_limit;
+    const int64_t chunk_limit = std::max<int64_t>(4 * kMaxRows, kChunkBytes / int64_t(sizeof(T) * padded_width));
+    const int64_t chunks = (a.num_tokens + chunk_limit - 1) / chunk_limit;
     const int64_t items = chunks * panels;
-    const int max_rows = a.num_tokens <= kMaxRows ? kMaxRows : kMaxRowsPaired;
-
     // Items are handed out as threads ask for them: a thread that another process pushes off its core holds up one grab only.
-    const int64_t item_bytes = int64_t(sizeof(T)) * padded_width * panel_columns * (a.silu_mul ? 2 : 1);
-    const int64_t grab = std::max<int64_t>(1, std::min(kGrabBytes / item_bytes, items / (4 * a.num_threads)));
+    const int64_t panel_bytes = int64_t(sizeof(T)) * padded_width * 2 * kLanes;
+    const int64_t grab = std::max<int64_t>(1, std::min(kGrabBytes / panel_bytes, items / (4 * a.num_threads)));
     std::atomic<int64_t> next_item{0};
 
 #pragma omp parallel num_threads(a.num_threads)
     {
-        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        const T* rows_x = x;
-        int64_t rows_stride = x_stride;
+        const T* x = static_cast<const T*>(a.x);
+        int64_t x_stride = a.x_stride;
         if (prepares) {
+            const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
             const int64_t begin = a.num_tokens * thread / threads, end = a.num_tokens * (thread + 1) / threads;
             for (int64_t t = begin; t < end; ++t)
                 prepare_row(x + t * x_stride, norm_weight, a.eps, a.in_features, padded_width, prepared + t * padded_width);
-            rows_x = prepared;
-            rows_stride = padded_width;
+            x = prepared;
+            x_stride = padded_width;
 #pragma omp barrier
         }
         alignas(64) float tile[kMaxRows * kTileWidth];
-        int64_t item = 0, last = 0;
-        while (true) {
-            if (item == last) {
-                item = next_item.fetch_add(grab, std::memory_order_relaxed);
-                last = std::min(item + grab, items);
-                if (item >= items) break;
-            }
-            const int64_t chunk = item / panels, panel = item % panels;
+        int64_t grabbed = 0;
+        const auto take = [&](int64_t item) {
+            if (++item < grabbed) return item;
+            item = next_item.fetch_add(grab, std::memory_order_relaxed);
+            grabbed = std::min(item + grab, items);
+            return item;
+        };
+        for (int64_t item = take(-1), following; item < items; item = following) {
+            following = take(item);
+            const Panel<T> panel(a, item % panels, groups), next(a, std::min(following, items - 1) % panels, groups);
+            const int64_t chunk = item / panels;
             const int64_t chunk_begin = a.num_tokens * chunk / chunks, chunk_end = a.num_tokens * (chunk + 1) / chunks;
-            const int64_t column = panel * panel_columns;
-            const int count = int(std::min<int64_t>(panel_columns, columns - column));
-            const T* weights[kMaxTileBlocks];
-            int blocks = 0;
-            const int64_t first_block = column / kLanes;
-            for (int64_t b = first_block; b * kLanes < column + count; ++b) weights[blocks++] = packed + b * block_size;
-            const int up_offset = blocks * kLanes + up_shift;
-            if (a.silu_mul) {
-                weights[blocks++] = packed + (first_block + up_block) * block_size;
-                if (up_shift && first_block + up_block + 1 < all_blocks)
-                    weights[blocks++] = packed + (first_block + up_block + 1) * block_size;
-            }
             const int64_t chunk_rows = chunk_end - chunk_begin;
-            const int64_t tiles = (chunk_rows + max_rows - 1) / max_rows;
+            const int64_t tiles = (chunk_rows + kMaxRows - 1) / kMaxRows;
             for (int64_t t = 0; t < tiles; ++t) {
                 const int64_t row = chunk_begin + chunk_rows * t / tiles;
                 const int rows = int(chunk_begin + chunk_rows * (t + 1) / tiles - row);
-                multiply_tile<T, true>(rows_x + row * rows_stride, rows_stride, rows, weights, blocks, groups, tile, kTileWidth);
-                finish_tile<T>(a, tile, row, rows, column, count, up_offset);
+                compute_tile(x + row * x_stride, x_stride, rows, panel, next, t, tiles, groups, tile);
+                finish_tile<T>(a, tile, row, rows, panel.column, panel.count, panel.up_offset);
             }
-            ++item;
         }
     }
 }

@@ -11,35 +11,50 @@
 
 namespace cas {
 
-constexpr int kMaxRows = 16;         // rows that one pass over one weight block serves
-constexpr int kMaxRowsPaired = 12;   // rows when two blocks are in flight: 24 sums, 2 weights and a broadcast fit 32 registers
-constexpr int kMaxRowsFour = 6;      // rows when four are
-constexpr int kPrefetchGroups = 64;  // weight vectors (64 bytes) ahead of the one in use
+constexpr int kMaxRows = 12;      // with two blocks: 24 sums, 2 weights and a broadcast fit 32 registers
+constexpr int kMaxRowsFour = 6;  // with four blocks
 
-// tile[r][b] = sum over groups of x[r] * weights[b], for kRows rows and kBlocks blocks. kPrefetch: the weights come from memory.
+// What to ask the memory for while blocks are multiplied: in group g, block b asks for first[b] + g * step, from group turn on for
+// second[b] + (g - turn) * step.
+template <class T>
+struct Ahead {
+    const T *first[4], *second[4];
+    int64_t turn, step;
+};
+
+// tile[r][b] = sum over groups of x[r] * weights[b], for kRows rows and kBlocks blocks. Each sum adds its products in the order of the
+// inputs whatever the tile, so a row's result does not depend on the rows beside it. `ahead` is read if kPrefetch.
 template <class T, int kRows, int kBlocks, bool kPrefetch>
 __attribute__((noinline)) void multiply(
-    const T* x, int64_t x_stride, const T* const* weights, int64_t groups, float* tile, int64_t tile_stride
+    const T* x, int64_t x_stride, const T* const* weights, int64_t groups, float* tile, int64_t tile_stride, const Ahead<T>* ahead
 ) {
     using D = Dot<T>;
     constexpr int kVector = D::kInputs * kLanes;
     f32x16 sums[kRows][kBlocks];
     for (int r = 0; r < kRows; ++r)
         for (int b = 0; b < kBlocks; ++b) sums[r][b] = f32x16{};
-    const T* w[kBlocks];
+    const T *w[kBlocks], *asked[kBlocks];
     for (int b = 0; b < kBlocks; ++b) w[b] = weights[b];
-    for (int64_t g = 0; g < groups; ++g) {
-        typename D::Weights vectors[kBlocks];
-#pragma GCC unroll 4
-        for (int b = 0; b < kBlocks; ++b) {
-            vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
-            if (kPrefetch) __builtin_prefetch(w[b] + (g + kPrefetchGroups) * kVector);
+    int64_t g = 0;
+    for (int part = 0; part < (kPrefetch ? 2 : 1); ++part) {
+        int64_t end = groups;
+        if (kPrefetch) {
+            for (int b = 0; b < kBlocks; ++b) asked[b] = part ? ahead->second[b] - g * ahead->step : ahead->first[b];
+            if (!part) end = ahead->turn;
         }
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-            const auto lane = load_raw<typename D::Lane>(x + r * x_stride + g * D::kInputs);
+        for (; g < end; ++g) {
+            typename D::Weights vectors[kBlocks];
 #pragma GCC unroll 4
-            for (int b = 0; b < kBlocks; ++b) sums[r][b] = D::add(sums[r][b], vectors[b], lane);
+            for (int b = 0; b < kBlocks; ++b) {
+                vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
+                if (kPrefetch) __builtin_prefetch(asked[b] + g * ahead->step);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) {
+                const auto lane = load_raw<typename D::Lane>(x + r * x_stride + g * D::kInputs);
+#pragma GCC unroll 4
+                for (int b = 0; b < kBlocks; ++b) sums[r][b] = D::add(sums[r][b], vectors[b], lane);
+            }
         }
     }
     for (int r = 0; r < kRows; ++r)
@@ -47,7 +62,7 @@ __attribute__((noinline)) void multiply(
 }
 
 template <class T>
-using Multiply = void (*)(const T*, int64_t, const T* const*, int64_t, float*, int64_t);
+using Multiply = void (*)(const T*, int64_t, const T* const*, int64_t, float*, int64_t, const Ahead<T>*);
 
 template <class T, int kBlocks, bool kPrefetch, int... kRows>
 constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
@@ -56,21 +71,21 @@ constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
 }
 
 // Any number of blocks, up to kMaxRows rows.
-template <class T, bool kPrefetch>
+template <class T>
 void multiply_tile(
     const T* x, int64_t x_stride, int rows, const T* const* weights, int blocks, int64_t groups, float* tile, int64_t tile_stride
 ) {
     int b = 0;
-    if (!kPrefetch && rows <= kMaxRowsFour) {
-        const auto four = pick<T, 4, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRowsFour>{});
-        for (; b + 4 <= blocks; b += 4) four(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride);
+    if (rows <= kMaxRowsFour) {
+        const auto four = pick<T, 4, false>(rows, std::make_integer_sequence<int, kMaxRowsFour>{});
+        for (; b + 4 <= blocks; b += 4) four(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, nullptr);
     }
-    if (rows <= kMaxRowsPaired) {
-        const auto paired = pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRowsPaired>{});
-        for (; b + 2 <= blocks; b += 2) paired(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride);
+    const auto two = pick<T, 2, false>(rows, std::make_integer_sequence<int, kMaxRows>{});
+    for (; b + 2 <= blocks; b += 2) two(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, nullptr);
+    if (b < blocks) {
+        const auto one = pick<T, 1, false>(rows, std::make_integer_sequence<int, kMaxRows>{});
+        one(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, nullptr);
     }
-    const auto single = pick<T, 1, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{});
-    for (; b < blocks; ++b) single(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride);
 }
 
 // Scratch of the calling thread, kept between calls.
