@@ -9,6 +9,7 @@ where they are not, the manifest says which one differs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -48,6 +49,14 @@ class Entry:
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+    def last_used(self) -> float:
+        """Seconds since the epoch when it was made or last read."""
+        return (self.path / MANIFEST).stat().st_mtime
+
+    def remove(self) -> None:
+        """Delete the artifact; a process that has loaded it goes on."""
+        shutil.rmtree(self.path)
 
     def verify(self) -> None:
         """Raise `ArtifactError` unless every file is there with the checksum that the manifest gives."""
@@ -95,6 +104,8 @@ class ArtifactStore:
             log.warning("Not using an artifact: %s. It is made again.", error)
             shutil.rmtree(entry.path, ignore_errors=True)
             return None
+        with contextlib.suppress(OSError):  # a store on a read-only disk keeps no record of its use
+            os.utime(entry.path / MANIFEST)
         return entry
 
     def put(self, kind: str, fields: Mapping[str, Any], content: Path) -> Entry | None:
@@ -143,6 +154,10 @@ class ArtifactStore:
         """Every artifact, whether it is whole or not, by kind and key."""
         folders = [manifest.parent for manifest in sorted(self.root.glob(f"*/*/{MANIFEST}"))]
         return [Entry(kind=f.parent.name, key=f.name, path=f) for f in folders if not f.name.startswith(".")]
+
+    def leftovers(self) -> list[Path]:
+        """Folders that an interrupted write left behind."""
+        return sorted(self.root.glob("*/.new-*"))
 
     def explain_miss(self, kind: str, fields: Mapping[str, Any]) -> str | None:
         """Which fields of the nearest artifact of this kind differ, as a sentence; None where there is none."""

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from serve.cli.bench import bench_app
+from serve.cli.cache_command import cache_app
 from serve.cli.compile_command import compile_model_command
 from serve.cli.flags import command
 from serve.cli.generate_command import generate_command
@@ -41,6 +42,7 @@ app.command("serve")(command(serve_command))
 app.command("compile")(command(compile_model_command))
 app.command("generate")(command(generate_command))
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
 
 
 def main() -> None:
