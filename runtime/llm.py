@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,14 +281,20 @@ def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int)
     return list(given)
 
 
+_REFRESH_SECONDS = 0.1
+
+
 class _Progress:
     """A bar with requests done and tokens a second; nothing when it is not wanted."""
 
     def __init__(self, total: int, show: bool) -> None:
         self._prompt_tokens = self._new_tokens = 0
+        self._began = time.monotonic()
+        self._next_update = 0.0
         self._bar: Any = None
         if not show:
             return
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._bar = Progress(
@@ -296,6 +303,7 @@ class _Progress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),  # stdout belongs to the caller
             refresh_per_second=4,
         )
         self._task = self._bar.add_task("Prompts", total=total, speed="")
@@ -307,6 +315,7 @@ class _Progress:
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
+            self._show_speed(time.monotonic())
             self._bar.stop()
 
     def prompt_done(self, num_tokens: int) -> None:
@@ -314,8 +323,14 @@ class _Progress:
 
     def tokens(self, num_tokens: int) -> None:
         self._new_tokens += num_tokens
+        now = time.monotonic()
+        if now >= self._next_update:
+            self._next_update = now + _REFRESH_SECONDS
+            self._show_speed(now)
+
+    def _show_speed(self, now: float) -> None:
         if self._bar is not None:
-            seconds = max(self._bar.tasks[0].elapsed or 0.0, 1e-3)
+            seconds = max(now - self._began, 1e-3)
             speed = f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._new_tokens / seconds:.0f} tok/s"
             self._bar.update(self._task, speed=speed)
 

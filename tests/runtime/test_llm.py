@@ -89,7 +89,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
 
 def test_progress_bar_shows_tokens_a_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], GREEDY)
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "2/2" in shown
     assert "tok/s" in shown
 

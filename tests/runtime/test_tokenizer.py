@@ -108,6 +108,19 @@ def test_missing_tokenizer_is_a_sentence(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_folder_of_another_kind_is_converted_by_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    original = byte_level_tokenizer(TEXTS)
+    original.backend.model.save(str(tmp_path))  # vocab.json and merges.txt
+    config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "eos_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with caplog.at_level("INFO", logger="runtime.tokenizer"):
+        loaded = load_tokenizer(tmp_path)
+    assert "transformers converts" in caplog.text
+    assert loaded.encode(TEXTS[0]) == original.encode(TEXTS[0])
+    assert loaded.eos_token_ids == original.eos_token_ids
+
+
 def test_lone_surrogate_is_a_sentence() -> None:
     with pytest.raises(TokenizerError, match="surrogate"):
         byte_level_tokenizer([]).encode("\ud800")
