@@ -7,7 +7,8 @@ needs; Dynamo's own guarded callable is thrown away, so there is nothing that co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class CapturedGraph:
     gm: GraphModule
     weights: WeightTable
     fake_mode: FakeTensorMode
+    bytecode: list[CodeType] = field(default_factory=list)  # what Dynamo made of `forward`, for dumps
 
 
 def example_inputs(kv_cache_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -61,12 +63,14 @@ def capture(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> CapturedGr
     kv_caches = [tensor for name, tensor in inputs.items() if name.startswith("kv_cache.")]
     args = (inputs["input_ids"], inputs["positions"], kv_caches, inputs["logits_indices"])
     try:
-        capture_full_graph(module, backend, args)
+        bytecode = capture_full_graph(module, backend, args)
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().split("\n\n")[0]
         raise CaptureError(f"The model's forward cannot be captured as one graph: {reason}") from error
     assert len(captured) == 1, f"capture gave {len(captured)} graphs"
-    return _name_placeholders(module, inputs, *captured[0])
+    graph = _name_placeholders(module, inputs, *captured[0])
+    graph.bytecode = bytecode
+    return graph
 
 
 def _name_placeholders(

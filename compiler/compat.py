@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,12 +28,23 @@ def mark_token_dimension(tensor: torch.Tensor, group: str) -> None:
     mark_unbacked(tensor, 0, shape_id=group)
 
 
-def capture_full_graph(module: torch.nn.Module, backend: Backend, args: Sequence[Any]) -> None:
-    """Trace `module(*args)` into one graph, which `backend` receives; raises if anything in it breaks the graph."""
+def capture_full_graph(module: torch.nn.Module, backend: Backend, args: Sequence[Any]) -> list[CodeType]:
+    """Trace `module(*args)` into one graph, which `backend` receives; raises if anything in it breaks the graph.
+
+    → the bytecode that Dynamo made of the model's `forward` (for dumps; nothing of ours runs it).
+    """
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    made: list[CodeType] = []
     torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(module, backend=backend, fullgraph=True)(*args)
+    handle = register_bytecode_hook(lambda original, transformed: made.append(transformed))
+    try:
+        with torch.no_grad():
+            torch.compile(module, backend=backend, fullgraph=True)(*args)
+    finally:
+        handle.remove()
     torch._dynamo.reset()
+    return made
 
 
 def fake_mode_with_symbols(

@@ -20,6 +20,7 @@ class CompileConfig:
     capture_sizes: token counts with a CUDA graph of their own; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
     cache_dir: artifact store; None: the user's cache folder.
     artifact_dir: an artifact made ahead of time; tried before the store.
+    dump_dir: where every stage is written to as readable files (`compiler.dump`); the model is then captured anew.
     """
 
     mode: Literal["compile", "eager"] = "compile"
@@ -30,3 +31,4 @@ class CompileConfig:
     cache_dir: Path | None = None
     artifact_dir: Path | None = None
     use_cache: bool = True
+    dump_dir: Path | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -34,11 +34,11 @@ class PassRecord:
 
 def run_passes(
     gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, disabled: frozenset[str] = frozenset(),
-    verifier: PassVerifier | None = None,
+    verifier: PassVerifier | None = None, after_pass: Callable[[str, GraphModule], None] = lambda name, gm: None,
 ) -> list[PassRecord]:  # fmt: skip
     """Rewrite `gm` in place. A near miss is logged with its place in the model and its reason; it never stops the compilation.
 
-    verifier: checks each pass; one that it finds wrong is left out.
+    verifier: checks each pass; one that it finds wrong is left out. after_pass: called after each pass that ran.
     """
     unknown = disabled - {graph_pass.name for graph_pass in passes}
     if unknown:
@@ -54,6 +54,7 @@ def run_passes(
         )  # fmt: skip
         log.info("pass %s", record.sentence())
         if isinstance(result, PassResult):
+            after_pass(graph_pass.name, gm)
             for miss in result.near_misses:
                 log.warning("pass %s left %s alone (%s): %s", graph_pass.name, miss.node, miss.source, miss.reason)
         records.append(record)

@@ -24,10 +24,11 @@ from torch.fx import GraphModule
 
 from compiler.capture import capture, example_inputs
 from compiler.config import CompileConfig
-from compiler.environment import op_versions, piece_fields, plan_fields
+from compiler.dump import Dump
+from compiler.environment import op_versions, piece_fields, plan_fields, toolchain_fields
 from compiler.fingerprint import normalized_text
 from compiler.graph_pass import GraphPass, PassContext, SkipReason
-from compiler.inductor import PieceCallable, compile_piece, load_piece
+from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_piece
 from compiler.model import CompiledModel, EagerModel, Model, ModelSource, StageCallback
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
@@ -81,27 +82,34 @@ class _Compilation:
     on_stage: StageCallback
     report: dict[str, Any] = field(default_factory=lambda: {"mode": "compile", "stages": {}})
     stores: list[ArtifactStore] = field(default_factory=list)
+    dump: Dump | None = None
 
     def run(self) -> CompiledModel:
         self.stores = _stores(self.config)
         fields = plan_fields(self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype)
         if self.config.verify_passes:  # a plan of its own: a pass may be left out of it, and its report has the errors
             fields["verified"] = True
+        if self.config.dump_dir is not None:
+            self.dump = Dump(self.config.dump_dir, self._facts(fields))
         # Inductor's files live in a folder of this process: nobody else can change them under a running model.
         work_dir = tempfile.TemporaryDirectory(prefix="compile-and-serve-")
-        found = self._load(fields, Path(work_dir.name))
+        # What is dumped is made here and now; an artifact has no captured graph.
+        found = self._load(fields, Path(work_dir.name)) if self.dump is None else None
         if found is None:
             with contextlib.ExitStack() as stack:
                 if self.stores:
                     stack.enter_context(self.stores[-1].lock(fields))
                 # Whoever held the lock may have made it meanwhile.
-                found = self._load(fields, Path(work_dir.name)) or self._make(fields, Path(work_dir.name))
+                found = self._load(fields, Path(work_dir.name)) if self.dump is None else None
+                found = found or self._make(fields, Path(work_dir.name))
         plan, pieces = found
         self.report |= pass_summary(self.report["passes"])
         self.report |= {
             "pieces": len([s for s in plan.steps if isinstance(s, PieceStep)]),
             "distinct_pieces": len(pieces),
         }
+        if self.dump is not None:
+            self.dump.finish(self.report)
         return CompiledModel(
             spec=self.spec, plan=plan, pieces=pieces, device=self.device, report=self.report, work_dir=work_dir
         )
@@ -119,7 +127,7 @@ class _Compilation:
             piece_entry = self._get("piece", piece_fields(piece, ops[piece], self.device))
             if piece_entry is None:
                 return None
-            pieces[piece] = _load_entry(piece_entry, work_dir)
+            pieces[piece] = _load_entry(piece_entry, work_dir).run
         self.report |= {"passes": stored["passes"], "artifact": "hit", "artifact_key": entry.key}
         self._stage("load artifact", start, f"{len(pieces)} pieces, {entry.path}")
         return plan, pieces
@@ -133,10 +141,13 @@ class _Compilation:
             key_fields = piece_fields(piece, ops[piece], self.device)
             entry = self._get("piece", key_fields)
             if entry is not None:
-                pieces[piece] = _load_entry(entry, work_dir)
+                made = _load_entry(entry, work_dir)
             else:
-                pieces[piece] = self._compile(piece, gm, key_fields, work_dir / f"compile-{piece}")
+                made = self._compile(gm, key_fields, work_dir / f"compile-{piece}")
+            pieces[piece] = made.run
             how = "compiled" if entry is None else "loaded"
+            if self.dump is not None:
+                self.dump.compiled(piece, made.source, how, time.perf_counter() - start)
             self._stage("compile", start, f"{number} of {len(graphs)} distinct pieces {how}")
         passes = [_pass_row(record) for record in records]
         self.report |= {"passes": passes, "artifact": "made", "artifact_key": key_of(fields)}
@@ -144,7 +155,8 @@ class _Compilation:
             PLAN: json.dumps({"plan": plan.to_json(), "ops": ops, "passes": passes}),
             FORWARD: stitched_source(plan),
         }
-        self._put("plan", fields, content, work_dir / "plan")
+        if self.dump is None or self._get("plan", fields) is None:
+            self._put("plan", fields, content, work_dir / "plan")
         return plan, pieces
 
     def _rewrite(self) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord]]:
@@ -154,25 +166,45 @@ class _Compilation:
         ]
         captured = capture(self.spec.module, example_inputs(shapes, self.dtype))
         self._stage("capture", start, f"{len(captured.gm.graph.nodes)} nodes")
+        if self.dump is not None:
+            self.dump.captured(captured.gm, captured.bytecode)
         start = time.perf_counter()
         ctx = PassContext(
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
             kernels=self.kernels,
         )  # fmt: skip
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
-        records = run_passes(captured.gm, self.passes, ctx, self.config.disabled_passes, verifier)
+        after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None
+        records = run_passes(captured.gm, self.passes, ctx, self.config.disabled_passes, verifier, after_pass)
         self._stage("passes", start, f"{len(records)} passes, {len(captured.gm.graph.nodes)} nodes")
         start = time.perf_counter()
         stages = split(captured.gm)
         plan, graphs = make_plan(captured.gm, stages, captured.weights)
         self._stage("split", start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
+        if self.dump is not None:
+            self.dump.split(plan, graphs)
         return plan, graphs, records
 
-    def _compile(self, piece: str, gm: GraphModule, key_fields: dict[str, Any], piece_dir: Path) -> PieceCallable:
+    def _facts(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """What a dump says of the model and the environment."""
+        toolchain = toolchain_fields(self.device)
+        return {
+            "model": {
+                "architecture": type(self.spec.module).__name__,
+                "config": dict(self.spec.config),
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "layers": len(self.spec.kv_cache_specs),
+            },
+            "environment": toolchain,
+            "key": {name: value for name, value in fields.items() if name not in toolchain},
+            "options": asdict(self.config) | {"kernels": sorted(self.kernels)},
+        }
+
+    def _compile(self, gm: GraphModule, key_fields: dict[str, Any], piece_dir: Path) -> CompiledPiece:
         compiled = compile_piece(gm, self.device, piece_dir / KERNELS)
         shutil.rmtree(piece_dir / KERNELS / "locks", ignore_errors=True)
         self._put("piece", key_fields, {SOURCE: compiled.source, GRAPH: normalized_text(gm)}, piece_dir)
-        return compiled.run
+        return compiled
 
     def _get(self, kind: str, fields: dict[str, Any]) -> Entry | None:
         for store in self.stores:
@@ -204,11 +236,11 @@ def _stores(config: CompileConfig) -> list[ArtifactStore]:
     return [*stores, ArtifactStore(config.cache_dir or default_root())]
 
 
-def _load_entry(entry: Entry, work_dir: Path) -> PieceCallable:
+def _load_entry(entry: Entry, work_dir: Path) -> CompiledPiece:
     kernels = entry.path / KERNELS
     if kernels.is_dir():
         shutil.copytree(kernels, work_dir / "loaded", dirs_exist_ok=True)
-    return load_piece((entry.path / SOURCE).read_text(), entry.key, work_dir / "loaded").run
+    return load_piece((entry.path / SOURCE).read_text(), entry.key, work_dir / "loaded")
 
 
 def pass_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def make_engine_config(
     cache_dir: str | Path | None = None,
     artifact_dir: str | Path | None = None,
     use_cache: bool = True,
+    dump_dir: str | Path | None = None,
 ) -> EngineConfig:
     """Resolve `model` (folder, .gguf file, known name, Hub id) to local files and check every option.
 
@@ -105,6 +106,7 @@ def make_engine_config(
             cache_dir=None if cache_dir is None else Path(cache_dir),
             artifact_dir=None if artifact_dir is None else Path(artifact_dir),
             use_cache=use_cache,
+            dump_dir=None if dump_dir is None else Path(dump_dir),
         ),
         device=device,
         attention_backend=attention_backend,

@@ -130,6 +130,13 @@ def engine_flags(
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = False,
+    dump_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Write every stage of the compilation there as readable files; look at it with `inspect`.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
     cudagraph_mode: Annotated[
         CudaGraphMode,
         typer.Option(help="How compiled pieces are replayed on CUDA.", rich_help_panel=COMPILER_PANEL),
@@ -188,6 +195,7 @@ def engine_flags(
         "enforce_eager": enforce_eager,
         "disabled_passes": disable_pass or (),
         "verify_passes": verify_passes,
+        "dump_dir": dump_dir,
         "cudagraph_mode": cudagraph_mode,
         "capture_sizes": None if cudagraph_capture_sizes is None else parse_counts(cudagraph_capture_sizes),
         "cache_dir": cache_dir,
