@@ -29,7 +29,8 @@ from custom_ops.gpu_sampling import greedy_tokens, sample_tokens
 from custom_ops.gpu_step import advance_step
 from custom_ops.rope_attention import norm_rope_reference
 from custom_ops.triton_decode import decode_attention
-from custom_ops.triton_linear import _gemv, _small_batch, fused_linear
+from custom_ops.triton_elementwise import add_rms_norm, silu_mul_rows
+from custom_ops.triton_linear import MAX_SMALL_TOKENS, _gemv, _small_batch, fused_linear
 from custom_ops.triton_prefill import prefill_attention
 from custom_ops.triton_rope import rope_kv_write, split_qkv
 
@@ -198,13 +199,13 @@ def section_linear(shape: Shape, sweep: bool) -> None:
 
 def sweep_linear(shape: Shape) -> None:
     """Every configuration of the two small-batch kernels, per linear, over all layers' weights."""
-    gemv_configs = [(2, 4), (4, 4), (8, 4), (2, 2), (4, 2), (8, 2), (2, 8), (4, 8), (1, 4)]
+    gemv_configs = [(rows, warps, per_sm, 16) for rows in (2, 4, 8) for warps in (4, 8) for per_sm in (2, 4, 999)]
     batch_configs = [
         (block_o, block_i, splits, stages, 4)
-        for block_o, block_i, stages in ((64, 128, 3), (64, 128, 4), (64, 256, 3), (128, 128, 3), (32, 256, 3), (16, 256, 4))
-        for splits in (1, 2, 4)
+        for block_o, block_i, stages in ((64, 128, 4), (64, 256, 3), (128, 128, 3))
+        for splits in (1, 2, 4, 8)
     ]
-    for m, kernel, configs in ((1, _gemv, gemv_configs), (8, _small_batch, batch_configs)):
+    for m, kernel, configs in ((1, _gemv, gemv_configs), (8, _small_batch, batch_configs), (16, _small_batch, batch_configs)):
         arguments = {site: linear_arguments(shape, site, m) for site in shape.sites()}
         compile_in_parallel(
             [
@@ -251,40 +252,32 @@ def section_decode(shape: Shape, sweep: bool) -> None:
         cache_error = relative_error(cache, expected_cache)
         emit(work="check_decode", model=shape.name, seqs=len(seq_lens), error=float(f"{error:.2e}"), cache_error=float(f"{cache_error:.2e}"),
              ok=error < 1e-2 and cache_error < 1e-3)  # fmt: skip
-    configs: list[tuple[int, int, int] | None] = [None]
+    configs: list[tuple[int, int, int, int, int] | None] = [None]
     if sweep:
-        configs += [(64, 2, 4), (64, 3, 4), (128, 2, 4), (128, 2, 8), (32, 3, 2), (32, 4, 4), (64, 2, 2), (16, 4, 1)]
-    for batch, length in ((1, 192), (1, 4096), (8, 192), (64, 192), (64, 1024), (256, 192), (256, 700)):
+        configs += [(16, 1, 4, 1, 16), (16, 1, 6, 1, 16), (32, 1, 4, 1, 32), (32, 1, 3, 2, 32), (64, 1, 3, 4, 64), (64, 2, 3, 4, 64), (128, 1, 2, 4, 128)]
+    for batch, length in ((1, 192), (1, 4096), (8, 192), (32, 192), (64, 192), (64, 1024), (256, 192), (256, 700)):
         layers = 4 if batch * length >= 1 << 17 else 8
         metadata, caches = make_batch(shape, [1] * batch, [length] * batch, None, layers)
         qkv = torch.randn(batch, tokens, device="cuda").to(DTYPE)
         q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
         cos, sin = rope_tables(batch, shape.head_dim)
         out = torch.empty(batch, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
-        splits = {"": None} | {f"{s}": s for s in ((1, 2, 4) if sweep and batch in (8, 64) else (8, 16) if sweep and batch == 1 else ())}
-        from custom_ops.triton_common import num_sms
-        from custom_ops.triton_decode import decode_splits
-
-        automatic = decode_splits(batch, shape.kv_heads, num_sms(q.device))
         results = []
-        for config, wanted in itertools.product(configs, splits.values()):
-            if config is None and wanted is not None:
-                continue
-            full = None if config is None else (config[0], wanted or automatic, *config[1:])
+        for config in configs:
 
-            def run(full: tuple[int, int, int, int] | None = full) -> None:
+            def run(config: tuple[int, int, int, int, int] | None = config) -> None:
                 for cache in caches:
                     decode_attention(
                         q, k, v, cos, sin, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-                        metadata.slot_mapping, out, batch, *norms, shape.eps, config=full,
+                        metadata.slot_mapping, out, batch, *norms, shape.eps, config=config,
                     )  # fmt: skip
 
             try:
-                results.append((round(time_ms(run, 15.0) * 1e3 / layers, 2), full))
+                results.append((round(time_ms(run, 15.0) * 1e3 / layers, 2), config))
             except Exception as error:
-                emit(work="sweep_failed", config=full, error=repr(error)[:200])
+                emit(work="sweep_failed", config=config, error=repr(error)[:200])
         size = batch * length * shape.kv_heads * shape.head_dim * 4
-        emit(work="decode_attention", model=shape.name, batch=batch, length=length, us=results[0][0], splits=automatic,
+        emit(work="decode_attention", model=shape.name, batch=batch, length=length, us=results[0][0],
              tb_s=round(size / results[0][0] / 1e6, 2), best=sorted(results, key=lambda r: r[0])[:4])  # fmt: skip
 
 
@@ -381,36 +374,113 @@ def section_sampling(shape: Shape, sweep: bool) -> None:
              top_k_top_p_us=round(filtered_us, 1), temperature_us=round(plain_us, 1))  # fmt: skip
 
 
-def section_step(shape: Shape, sweep: bool) -> None:
+def hand_step(shape: Shape, batch: int, length: int = 192) -> Callable[[], None]:
     """A whole decode step made by hand of the kernels: what the compiled model has to reach."""
     scale = shape.head_dim**-0.5
-    for batch in (1, 8, 32, 64, 128, 256):
-        metadata, caches = make_batch(shape, [1] * batch, [192] * batch, None, shape.layers)
-        ids = torch.randint(0, shape.vocab, (batch,), device="cuda")
-        positions = torch.full((batch,), 191, device="cuda")
-        tables = rope_tables(4096, shape.head_dim)
+    metadata, caches = make_batch(shape, [1] * batch, [length] * batch, None, shape.layers)
+    ids = torch.randint(0, shape.vocab, (batch,), device="cuda")
+    positions = torch.full((batch,), length - 1, device="cuda")
+    tables = rope_tables(8192, shape.head_dim)
 
-        def step() -> None:
-            h = F.embedding(ids, shape.embedding)
-            cos, sin = tables[0][positions], tables[1][positions]
+    def attend(qkv: torch.Tensor, w: dict[str, Any], cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(batch, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
+        q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
+        decode_attention(
+            q, k, v, cos, sin, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+            metadata.slot_mapping, out, batch, w["q_norm"], w["k_norm"], shape.eps,
+        )  # fmt: skip
+        return out.flatten(1)
+
+    def step() -> None:
+        h = F.embedding(ids, shape.embedding)
+        cos, sin = tables[0][positions], tables[1][positions]
+        if batch <= MAX_SMALL_TOKENS:
             for w, cache in zip(shape.weights, caches, strict=True):
-                qkv = fused_linear(h, w["qkv"], shape.qkv_rows, w["norm1"], shape.eps)
-                out = torch.empty(batch, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
-                q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
-                decode_attention(
-                    q, k, v, cos, sin, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-                    metadata.slot_mapping, out, batch, w["q_norm"], w["k_norm"], shape.eps,
-                )  # fmt: skip
-                h = fused_linear(out.flatten(1), w["o"], shape.hidden, residual_TO=h)
+                out = attend(fused_linear(h, w["qkv"], shape.qkv_rows, w["norm1"], shape.eps), w, cache, cos, sin)
+                h = fused_linear(out, w["o"], shape.hidden, residual_TO=h)
                 inner = fused_linear(h, w["gate_up"], 2 * shape.inner, w["norm2"], shape.eps, silu_mul=True)
                 h = fused_linear(inner, w["down"], shape.hidden, residual_TO=h)
             logits = fused_linear(h, shape.lm_head, shape.vocab, shape.final_norm, shape.eps)
-            sampled, _ = greedy_tokens(logits)
-            advance_step(sampled, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, BLOCK_SIZE)
+        else:
+            y = torch.zeros_like(h)
+            for w, cache in zip(shape.weights, caches, strict=True):
+                x, h = add_rms_norm(y, h, w["norm1"], shape.eps)
+                y = F.linear(attend(F.linear(x, w["qkv"]), w, cache, cos, sin), w["o"])
+                x, h = add_rms_norm(y, h, w["norm2"], shape.eps)
+                y = F.linear(silu_mul_rows(F.linear(x, w["gate_up"])), w["down"])
+            x, h = add_rms_norm(y, h, shape.final_norm, shape.eps)
+            logits = F.linear(x, shape.lm_head)
+        sampled, _ = greedy_tokens(logits)
+        advance_step(sampled, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, BLOCK_SIZE)
 
+    return step
+
+
+def section_step(shape: Shape, sweep: bool) -> None:
+    for batch in (1, 2, 8, 16, 32, 64, 128, 256):
         # The sequences grow by a token a replay and then stay at the end of their tables; little enough not to matter here.
-        ms = time_ms(step, 40.0 if batch > 1 else 80.0)
+        ms = time_ms(hand_step(shape, batch), 40.0 if batch > 1 else 80.0)
         emit(work="hand_step", model=shape.name, batch=batch, step_ms=round(ms, 4), tok_s=round(batch / ms * 1e3, 1))
+
+
+def section_tune(shape: Shape, sweep: bool) -> None:
+    """The 1-token step under other configurations of its kernels, changed one site at a time from the best so far."""
+    from custom_ops import triton_decode, triton_linear
+
+    q_size = shape.heads * shape.head_dim
+    sites = {
+        "qkv": (shape.qkv_rows, shape.hidden, False),
+        "o": (shape.hidden, q_size, False),
+        "gate_up": (shape.inner, shape.hidden, True),
+        "down": (shape.hidden, shape.inner, False),
+        "lm_head": (shape.vocab, shape.hidden, False),
+    }
+    chosen = {key: triton_linear.gemv_config(*key) for key in sites.values()}
+    saved = triton_linear.gemv_config, triton_decode.decode_config
+    decode = [saved[1](1, shape.kv_heads, 132)]
+    triton_linear.gemv_config = lambda *key: chosen[key]  # type: ignore[assignment]
+    triton_decode.decode_config = lambda *_: decode[0]  # type: ignore[assignment]
+    step = hand_step(shape, 1)
+
+    def measure() -> float:
+        return time_ms(step, 25.0)
+
+    try:
+        shapes = list(itertools.product((2, 4, 8), (4, 8)))
+        x = {i: torch.randn(1, i, device="cuda").to(DTYPE) for i in (shape.hidden, shape.inner, q_size)}
+        w = shape.weights[0]
+        compile_in_parallel(
+            [
+                lambda c=(*rw, 3, 16): (  # type: ignore[misc]
+                    _gemv(x[shape.hidden], w["qkv"], shape.qkv_rows, w["norm1"], 1e-6, None, False, None, config=c),
+                    _gemv(x[q_size], w["o"], shape.hidden, None, 1e-6, None, False, x[shape.hidden], config=c),
+                    _gemv(x[shape.hidden], w["gate_up"], 2 * shape.inner, w["norm1"], 1e-6, None, True, None, config=c),
+                )
+                for rw in shapes
+            ]
+        )
+        best = measure()
+        emit(work="tune", model=shape.name, what="start", step_ms=round(best, 4))
+        for site, key in sites.items():
+            log = []
+            for config in [(*rw, per_sm, mib) for rw in shapes for per_sm in (1, 2, 4, 999) for mib in (0, 16)]:
+                before, chosen[key] = chosen[key], config
+                log.append((round(ms := measure(), 4), config))
+                best, chosen[key] = (ms, config) if ms < best else (best, before)
+            for mib in (4, 8, 32):
+                before, chosen[key] = chosen[key], (*chosen[key][:3], mib)
+                log.append((round(ms := measure(), 4), chosen[key]))
+                best, chosen[key] = (ms, chosen[key]) if ms < best else (best, before)
+            emit(work="tune", model=shape.name, what=site, step_ms=round(best, 4), chosen=chosen[key], top=sorted(log)[:5], worst=max(log))
+        log = []
+        for config in ((64, 8, 2, 2, 64), (64, 8, 1, 2, 64), (32, 8, 1, 2, 32), (32, 16, 1, 1, 32), (64, 16, 2, 4, 64), (64, 8, 2, 1, 64), (64, 4, 2, 4, 256),
+                       (64, 4, 1, 8, 256), (32, 32, 2, 2, 32), (128, 2, 1, 4, 128)):  # fmt: skip
+            before, decode[0] = decode[0], config
+            log.append((round(ms := measure(), 4), config))
+            best, decode[0] = (ms, config) if ms < best else (best, before)
+        emit(work="tune", model=shape.name, what="decode", step_ms=round(best, 4), chosen=decode[0], top=sorted(log))
+    finally:
+        triton_linear.gemv_config, triton_decode.decode_config = saved
 
 
 SECTIONS = {
@@ -418,6 +488,7 @@ SECTIONS = {
     "decode": section_decode,
     "sampling": section_sampling,
     "step": section_step,
+    "tune": section_tune,
     "prefill": section_prefill,
 }
 ARGS = argparse.Namespace(flashinfer=False)
@@ -425,7 +496,7 @@ ARGS = argparse.Namespace(flashinfer=False)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--sections", default="linear,decode,sampling,step,prefill")
     parser.add_argument("--models", default="qwen3-0.6b,llama-8b")
     parser.add_argument("--sweep", action="store_true", help="also try every kernel configuration")
     parser.add_argument("--flashinfer", action="store_true", help="also check and time FlashInfer where its modules are built")

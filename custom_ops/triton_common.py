@@ -1,8 +1,9 @@
 """What the Triton kernels share: programmatic dependent launch, and buffers that outlive a launch.
 
 Programmatic dependent launch (Hopper and later): a kernel launched with `launch_pdl` may start while the one before it still runs.
-Until `wait_for_previous` returns it may touch only what no kernel of the step writes (weights). Every kernel that takes part calls it,
-so that the end of one kernel implies the end of all before it.
+Until `wait_for_previous` returns it may read only what no such kernel writes: weights, and what the step was given (lengths, block
+tables), which is there before the step's first kernel, an ordinary one. Every program of every kernel that takes part calls it, so that
+the end of one kernel implies the end of all before it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,35 @@ def let_next_start(PDL: tl.constexpr):
     """Allow the next kernel of the stream to start once every program of this one has come here."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(ptr, num_elements, THREADS: tl.constexpr):
+    """Bring num_elements (a multiple of 8 · THREADS two-byte values, contiguous, 16-byte aligned) into L2, without waiting."""
+    bytes_each = (num_elements * (ptr.dtype.element_ty.primitive_bitwidth // 8) // THREADS).to(tl.int32)
+    addresses = ptr.to(tl.int64) + tl.arange(0, THREADS).to(tl.int64) * bytes_each
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [addresses, tl.zeros((THREADS,), dtype=tl.int32) + bytes_each],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_rows_l2(pointers_C, NUM_ELEMENTS: tl.constexpr):
+    """Bring the row of NUM_ELEMENTS values (16-byte aligned, a multiple of 16 bytes) at each pointer into L2, without waiting."""
+    num_bytes: tl.constexpr = NUM_ELEMENTS * pointers_C.dtype.element_ty.primitive_bitwidth // 8
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers_C.to(tl.int64), tl.zeros(pointers_C.shape, dtype=tl.int32) + num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @functools.cache

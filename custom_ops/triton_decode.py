@@ -15,11 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from custom_ops.triton_common import launch_options, let_next_start, num_sms, split_counters, supports_pdl, wait_for_previous
+from custom_ops.triton_common import (
+    launch_options,
+    let_next_start,
+    num_sms,
+    prefetch_rows_l2,
+    split_counters,
+    supports_pdl,
+    wait_for_previous,
+)
 from custom_ops.triton_rope import heads_contiguous, load_norm_rope
 
 LOG2_E = 1.4426950408889634
-MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 32
 
 
@@ -41,11 +48,24 @@ def _decode_kernel(
     cols_R, cols_E, heads_G = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     ok_R, ok_E, ok_G = cols_R < HALF, cols_E < HEAD_DIM, heads_G < GROUP
     let_next_start(PDL)
-    wait_for_previous(PDL)
+    # Lengths and block tables were written before the step's first kernel, so they may be read while the previous one still runs.
     token = tl.load(start_loc_ptr + seq).to(tl.int64)
     query_len = tl.load(start_loc_ptr + seq + 1) - token
     seq_len = tl.load(seq_lens_ptr + seq)
-    # Sequences with more query tokens belong to the prefill kernel; padding has none and gets zeros where it has a token.
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_C) * BLOCK_C, MIN_SPLIT)
+    used_splits = tl.cdiv(seq_len, per_split)
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, seq_len - 1)
+    base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    if PDL and HEAD_DIM * kv_ptr.dtype.element_ty.primitive_bitwidth % 128 == 0:
+        if (query_len == 1) & (begin < end):
+            ahead_C = tl.minimum(begin + tl.arange(0, BLOCK_C), end - 1)
+            block_C = tl.load(block_table_ptr + seq * table_stride + ahead_C // BLOCK_SIZE).to(tl.int64)
+            rows_C = base + block_C * block_stride + (ahead_C % BLOCK_SIZE) * HEAD_DIM
+            prefetch_rows_l2(rows_C, HEAD_DIM)
+            prefetch_rows_l2(rows_C + TO_VALUES, HEAD_DIM)
+    wait_for_previous(PDL)
+    # Sequences with more query tokens belong to the prefill kernel; padding (length 0) gets zeros.
     if query_len != 1:
         return
     out_GE = out_ptr + token * (NUM_HEADS * HEAD_DIM) + (kv_head * GROUP + heads_G)[:, None] * HEAD_DIM + cols_E[None, :]
@@ -54,12 +74,8 @@ def _decode_kernel(
         if split == 0:
             tl.store(out_GE, tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32).to(dtype), mask=ok_GE)
         return
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_C) * BLOCK_C, MIN_SPLIT)
-    used_splits = tl.cdiv(seq_len, per_split)
     if split >= used_splits:
         return
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, seq_len - 1)
 
     cos_row, sin_row = cos_ptr, sin_ptr
     if HAS_ROPE:
@@ -93,7 +109,6 @@ def _decode_kernel(
         sum_G += 1.0
         acc_GE += v_E.to(tl.float32)[None, :]
 
-    base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         tokens_C = start + tl.arange(0, BLOCK_C)
         ok_C = tokens_C < end
@@ -145,12 +160,18 @@ def _decode_kernel(
             tl.store(counter, 0)
 
 
-def decode_splits(num_seqs: int, num_kv_heads: int, sms: int) -> int:
-    """Splits of a sequence, a power of two: enough programs for every multiprocessor to hold several, if sequences are long."""
-    splits = 1
-    while splits < MAX_SPLITS and num_seqs * num_kv_heads * splits < 3 * sms:
-        splits *= 2
-    return splits
+def decode_config(num_seqs: int, num_kv_heads: int, sms: int) -> tuple[int, int, int, int, int]:
+    """(tile of keys, splits, stages, warps, fewest tokens a split) by the number of sequences alone.
+
+    Few sequences are split finely; more of them only where they are long, because combining splits costs as much as 200 tokens;
+    many of them need no split, and one warp a program keeps the most loads in flight.
+    """
+    groups = num_seqs * num_kv_heads
+    if groups <= sms // 8:
+        return 64, 32, 2, 2, 64
+    if groups < sms:
+        return 128, triton.next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 2, 4, 512
+    return (64, 1, 3, 4, 64) if groups < 8 * sms else (16, 1, 4, 1, 16)
 
 
 def decode_attention(
@@ -170,19 +191,19 @@ def decode_attention(
     q_norm_weight_E: torch.Tensor | None = None,
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
-    config: tuple[int, int, int, int] | None = None,
+    config: tuple[int, int, int, int, int] | None = None,
 ) -> None:
     """out = attention of the sequences that have exactly one query token; the others' rows of out are left alone.
 
     q_THE, k_TKE, v_TKE: the step's new heads before norm and rope, rows may be strided; cos_TE, sin_TE: [T, E], None: no rope.
-    kv_cache: [N, 2, K, P, E], gets the new tokens. Sequences with seq_len 0 are padding: zeros. config: (tile of keys, splits, stages,
-    warps), None: by the number of sequences. The metadata's tensors are as in `AttentionMetadata`; num_seqs is S of the launch.
+    kv_cache: [N, 2, K, P, E], gets the new tokens. Sequences with seq_len 0 are padding: zeros. config: as `decode_config`
+    gives it, None: that. The metadata's tensors are as in `AttentionMetadata`; num_seqs is S of the launch.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_heads, head_dim = q_THE.shape[1:]
     num_kv_heads, block_size = k_TKE.shape[1], kv_cache.shape[3]
     device = q_THE.device
-    block_c, splits, stages, warps = config or (64, decode_splits(num_seqs, num_kv_heads, num_sms(device)), 2, 4)
+    block_c, splits, stages, warps, min_split = config or decode_config(num_seqs, num_kv_heads, num_sms(device))
     partial = counters = None
     if splits > 1:
         partial = torch.empty(num_seqs * splits * num_heads * (head_dim + 2), dtype=torch.float32, device=device)
@@ -196,7 +217,7 @@ def decode_attention(
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_R=max(16, triton.next_power_of_2(head_dim // 2)), BLOCK_E=max(16, triton.next_power_of_2(head_dim)), BLOCK_C=block_c,
-        SPLITS=splits, MIN_SPLIT=max(block_c, MIN_SPLIT_TOKENS), STAGES=stages,
+        SPLITS=splits, MIN_SPLIT=max(block_c, min_split), STAGES=stages,
         HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
         PDL=pdl, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip

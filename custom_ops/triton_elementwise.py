@@ -14,7 +14,8 @@ from custom_ops.triton_common import launch_options, let_next_start, supports_pd
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, num_features, x_stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, num_features, x_stride, residual_stride, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols_I = tl.arange(0, BLOCK)
@@ -23,6 +24,11 @@ def _rms_norm_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     x_I = tl.load(x_ptr + row * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x_I += tl.load(residual_ptr + row * residual_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+        rounded_I = x_I.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * num_features + cols_I, rounded_I, mask=ok_I)
+        x_I = rounded_I.to(tl.float32)
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
     tl.store(out_ptr + row * num_features + cols_I, (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty), mask=ok_I)
 
@@ -42,16 +48,31 @@ def _silu_mul_kernel(x_ptr, out_ptr, half, x_stride, BLOCK: tl.constexpr, PDL: t
 
 def rms_norm(x_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> torch.Tensor:
     """y = x / sqrt(mean(x²) + eps) · weight, in float32, rounded once. x_TI: [T, I], rows may be strided. → [T, I], x's dtype."""
+    return _rms_norm(x_TI, None, weight_I, eps)[0]
+
+
+def add_rms_norm(
+    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s = x + residual, rounded; y = rms_norm(s) · weight. Both [T, I], rows may be strided. → y, s, each [T, I] in x's dtype."""
+    return _rms_norm(x_TI, residual_TI, weight_I, eps)
+
+
+def _rms_norm(
+    x_TI: torch.Tensor, residual_TI: torch.Tensor | None, weight_I: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_features = x_TI.shape
     out_TI = x_TI.new_empty(num_tokens, num_features)
+    sum_TI = x_TI if residual_TI is None else torch.empty_like(out_TI)
     if num_tokens:
         block = triton.next_power_of_2(num_features)
         pdl = supports_pdl(x_TI.device)
         _rms_norm_kernel[(num_tokens,)](
-            x_TI, weight_I, out_TI, num_features, x_TI.stride(0), eps, BLOCK=block, PDL=pdl,
-            num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
+            x_TI, residual_TI, weight_I, sum_TI, out_TI, num_features, x_TI.stride(0),
+            residual_TI.stride(0) if residual_TI is not None else 0, eps, HAS_RESIDUAL=residual_TI is not None,
+            BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
         )  # fmt: skip
-    return out_TI
+    return out_TI, sum_TI
 
 
 def silu_mul_rows(x_TI: torch.Tensor) -> torch.Tensor:

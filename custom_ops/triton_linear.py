@@ -17,7 +17,15 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from custom_ops.triton_common import launch_options, let_next_start, num_sms, split_counters, supports_pdl, wait_for_previous
+from custom_ops.triton_common import (
+    launch_options,
+    let_next_start,
+    num_sms,
+    prefetch_l2,
+    split_counters,
+    supports_pdl,
+    wait_for_previous,
+)
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 
 MAX_SMALL_TOKENS = 16
@@ -29,70 +37,104 @@ def _silu(x):
 
 
 @triton.jit
+def _add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def _weight_tile(w_ptr, block, start, num_rows, num_blocks, in_features, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Rows of one block, columns [start, start + BLOCK_I), zeros beyond the last block and column."""
+    rows_O = block * BLOCK_O + tl.arange(0, BLOCK_O)
+    cols_I = start + tl.arange(0, BLOCK_I)
+    safe_rows_O = tl.where(rows_O < num_rows, rows_O, 0).to(tl.int64)
+    ok_1I = cols_I[None, :] < tl.where(block < num_blocks, in_features, 0)
+    at_OI = w_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
+    return tl.load(at_OI, mask=ok_1I, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _row_sums(w_OI, x_1I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr):
+    """Σ w · x over the values that lie together in a thread: [O, I / LANES], in float32."""
+    products = w_OI.to(tl.float32) * x_1I
+    return tl.sum(tl.reshape(products, (BLOCK_O, BLOCK_I // LANES, LANES)), 2)
+
+
+@triton.jit
 def _gemv_kernel(
-    x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, num_rows, in_features, eps,
+    x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, num_rows, in_features, eps, prefetch_blocks,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    cols_I = tl.arange(0, BLOCK_I)
-    row_ok_O = rows_O < num_rows
-    safe_rows_O = tl.where(row_ok_O, rows_O, 0).to(tl.int64)
-    w_OI = w_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
-    up_OI = w_OI + num_rows.to(tl.int64) * in_features
-    # The first tile of weights is on its way before the previous kernel's result is waited for.
-    ok_1I = cols_I[None, :] < in_features
-    if EVEN:
-        next_w = tl.load(w_OI, eviction_policy="evict_first")
-        if SILU_MUL:
-            next_up = tl.load(up_OI, eviction_policy="evict_first")
-    else:
-        next_w = tl.load(w_OI, mask=ok_1I, other=0.0, eviction_policy="evict_first")
-        if SILU_MUL:
-            next_up = tl.load(up_OI, mask=ok_1I, other=0.0, eviction_policy="evict_first")
+    # Every program walks over blocks of rows (pid, pid + programs, …) and in each over chunks of columns, as one loop, so that the
+    # next tile of weights is always on its way while the last one is multiplied.
+    first_block, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_blocks = tl.cdiv(num_rows, BLOCK_O)
+    num_chunks = tl.cdiv(in_features, BLOCK_I)
+    cols_1I = tl.arange(0, BLOCK_I)[None, :]
+    up_ptr = w_ptr + num_rows.to(tl.int64) * in_features
+    # Weights do not depend on the previous kernel: the first tile is loaded, and more of them brought into L2, while it still runs.
+    next_w = _weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+    if SILU_MUL:
+        next_up = _weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
     let_next_start(PDL)
+    if PDL:
+        block_elements = BLOCK_O * in_features.to(tl.int64)
+        for i in range(0, prefetch_blocks):
+            block = first_block + i * num_programs
+            if (block + 1) * BLOCK_O <= num_rows:
+                prefetch_l2(w_ptr + block * block_elements, block_elements, THREADS)
+                if SILU_MUL:
+                    prefetch_l2(up_ptr + block * block_elements, block_elements, THREADS)
     wait_for_previous(PDL)
-    acc_OI = tl.zeros((BLOCK_O, BLOCK_I), dtype=tl.float32)
-    acc_up_OI = tl.zeros((BLOCK_O, BLOCK_I), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
+    acc_up = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
     square_1I = tl.zeros((1, BLOCK_I), dtype=tl.float32)
-    for start in range(0, in_features, BLOCK_I):
+    inverse_rms = 1.0
+    block, chunk = first_block, 0
+    for _ in range(0, tl.cdiv(num_blocks - first_block, num_programs) * num_chunks):
         w = next_w
         if SILU_MUL:
             up = next_up
-        here_1I = start + cols_I[None, :]
-        ahead_1I = here_1I + BLOCK_I
-        ok_1I = ahead_1I < in_features
-        next_w = tl.load(w_OI + start + BLOCK_I, mask=ok_1I, other=0.0, eviction_policy="evict_first")
+        here_block, here_1I = block, chunk * BLOCK_I + cols_1I
+        is_last = chunk + 1 == num_chunks
+        block = tl.where(is_last, block + num_programs, block)
+        chunk = tl.where(is_last, 0, chunk + 1)
+        next_w = _weight_tile(w_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
         if SILU_MUL:
-            next_up = tl.load(up_OI + start + BLOCK_I, mask=ok_1I, other=0.0, eviction_policy="evict_first")
-        if EVEN:
-            x_1I = tl.load(x_ptr + here_1I).to(tl.float32)
-        else:
-            x_1I = tl.load(x_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
+            next_up = _weight_tile(up_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+        x_1I = tl.load(x_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
         if HAS_NORM:
-            square_1I += x_1I * x_1I
-            if EVEN:
-                x_1I *= tl.load(norm_ptr + here_1I).to(tl.float32)
+            if here_block == first_block:
+                square_1I += x_1I * x_1I
+            x_1I *= tl.load(norm_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
+        acc += _row_sums(w, x_1I, BLOCK_O, BLOCK_I, LANES)
+        if SILU_MUL:
+            acc_up += _row_sums(up, x_1I, BLOCK_O, BLOCK_I, LANES)
+        if is_last:
+            rows_O = here_block * BLOCK_O + tl.arange(0, BLOCK_O)
+            ok_O = rows_O < num_rows
+            if HAS_RESIDUAL:  # on its way while the sums are taken
+                residual_O = tl.load(residual_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+            if HAS_NORM:
+                if here_block == first_block:
+                    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(square_1I) / in_features + eps)
+            if SILU_MUL:
+                y_O, up_O = tl.reduce((acc, acc_up), 1, _add_pairs)
             else:
-                x_1I *= tl.load(norm_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
-        acc_OI += w.to(tl.float32) * x_1I
-        if SILU_MUL:
-            acc_up_OI += up.to(tl.float32) * x_1I
-    y_O = tl.sum(acc_OI, 1)
-    up_O = tl.sum(acc_up_OI, 1)
-    if HAS_NORM:
-        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(square_1I) / in_features + eps)
-        y_O *= inverse_rms
-        up_O *= inverse_rms
-    if HAS_BIAS:
-        y_O += tl.load(bias_ptr + safe_rows_O).to(tl.float32)
-        if SILU_MUL:
-            up_O += tl.load(bias_ptr + num_rows + safe_rows_O).to(tl.float32)
-    if SILU_MUL:
-        y_O = _silu(y_O) * up_O
-    if HAS_RESIDUAL:
-        y_O += tl.load(residual_ptr + safe_rows_O).to(tl.float32)
-    tl.store(out_ptr + rows_O, y_O.to(out_ptr.dtype.element_ty), mask=row_ok_O)
+                y_O = tl.sum(acc, 1)
+            y_O *= inverse_rms
+            if HAS_BIAS:
+                y_O += tl.load(bias_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+            if SILU_MUL:
+                up_O *= inverse_rms
+                if HAS_BIAS:
+                    up_O += tl.load(bias_ptr + num_rows + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+                y_O = _silu(y_O) * up_O
+            if HAS_RESIDUAL:
+                y_O += residual_O
+            tl.store(out_ptr + rows_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+            acc = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
+            acc_up = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
 
 
 @triton.jit
@@ -180,23 +222,22 @@ def _small_batch_kernel(
         tl.store(out, acc_OT.to(out_ptr.dtype.element_ty), mask=ok_OT)
 
 
-def gemv_config(num_rows: int, in_features: int, silu_mul: bool, sms: int) -> tuple[int, int]:
-    """(rows a program, warps) of the 1-token kernel: as many rows as leave every multiprocessor several programs."""
-    warps = 2 if in_features <= 1024 else 4
+def gemv_config(num_rows: int, in_features: int, silu_mul: bool) -> tuple[int, int, int, int]:
+    """(rows a block, warps, programs a multiprocessor, MiB brought into L2 ahead) of the 1-token kernel.
+
+    As many programs as just fill a multiprocessor's registers: when they start beside the previous kernel's, no multiprocessor can
+    take more than its share of the rows.
+    """
     rows = 4 if silu_mul else 8
-    while rows > 1 and num_rows // rows < 4 * sms:
-        rows //= 2
-    return rows, warps
+    return (rows, 8, 2, 16) if in_features >= 2048 else (rows, 4, 4, 16)
 
 
 def small_batch_config(num_rows: int, in_features: int, silu_mul: bool, sms: int) -> tuple[int, int, int, int, int]:
     """(BLOCK_O, BLOCK_I, splits, stages, warps) of the 2 … 16-token kernel."""
-    block_o, block_i = (32, 256) if silu_mul else (64, 256)
-    tiles = triton.cdiv(num_rows, block_o)
-    splits = 1
-    while tiles * splits < 2 * sms and splits < 8 and in_features // (2 * splits) >= 2 * block_i:
+    tiles, splits = triton.cdiv(num_rows, 64), 1
+    while 4 * tiles * splits < 3 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
-    return block_o, block_i, splits, 3, 4
+    return 64, 256, splits, 3, 4
 
 
 def fused_linear(
@@ -237,19 +278,24 @@ def _gemv(
     bias_O: torch.Tensor | None,
     silu_mul: bool,
     residual_1O: torch.Tensor | None,
-    config: tuple[int, int] | None = None,
+    config: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    in_features = x_1I.shape[1]
+    in_features, device = x_1I.shape[1], x_1I.device
     num_rows = out_features // 2 if silu_mul else out_features
-    rows, warps = config or gemv_config(num_rows, in_features, silu_mul, num_sms(x_1I.device))
-    # 8 two-byte (4 four-byte) values a thread, so that x's layout is that of a row of W and broadcasting moves nothing.
-    block_i = 32 * warps * (16 // x_1I.element_size())
+    rows, warps, per_sm, prefetch_mib = config or gemv_config(num_rows, in_features, silu_mul)
+    # 16 bytes a thread, so that x is laid out as a row of W and broadcasting it moves nothing.
+    lanes = 16 // x_1I.element_size()
     out = x_1I.new_empty(1, num_rows)
-    pdl = supports_pdl(x_1I.device)
-    _gemv_kernel[(triton.cdiv(num_rows, rows),)](
-        x_1I, weight_OI, out, norm_weight_I, bias_O, residual_1O, num_rows, in_features, eps,
+    pdl = supports_pdl(device)
+    num_programs = min(triton.cdiv(num_rows, rows), per_sm * num_sms(device))
+    block_bytes = rows * in_features * x_1I.element_size()
+    round_bytes = num_programs * block_bytes * (2 if silu_mul else 1)
+    # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
+    prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
+    _gemv_kernel[(num_programs,)](
+        x_1I, weight_OI, out, norm_weight_I, bias_O, residual_1O, num_rows, in_features, eps, prefetch_blocks,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None, SILU_MUL=silu_mul,
-        BLOCK_O=rows, BLOCK_I=block_i, EVEN=in_features % block_i == 0, PDL=pdl, num_warps=warps, **launch_options(pdl),
+        BLOCK_O=rows, BLOCK_I=32 * warps * lanes, LANES=lanes, THREADS=32 * warps, PDL=pdl, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -268,7 +314,7 @@ def _small_batch(
     num_tokens, in_features = x_TI.shape
     num_rows = out_features // 2 if silu_mul else out_features
     block_o, block_i, splits, stages, warps = config or small_batch_config(num_rows, in_features, silu_mul, num_sms(x_TI.device))
-    block_t = 16 if num_tokens > 8 else 8
+    block_t = 16
     tiles = triton.cdiv(num_rows, block_o)
     out = x_TI.new_empty(num_tokens, num_rows)
     partial = counters = None
