@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from custom_ops.attention import AttentionBackend
+from custom_ops.attention_triton import triton_unsupported_reason
 from custom_ops.linear import packed_linear_unsupported_reason
 
 
@@ -15,6 +16,10 @@ def available_kernels(
     kernels = set()
     if hasattr(attention_backend, "rope_forward"):
         kernels.add("rope_attention")
-    if packed_linear_unsupported_reason(device=device, dtype=dtype) is None:
+    if device.type == "cuda":
+        linear_reason = triton_unsupported_reason(device)
+    else:
+        linear_reason = packed_linear_unsupported_reason(device=device, dtype=dtype)
+    if linear_reason is None:
         kernels.add("fused_linear")
     return frozenset(kernels)

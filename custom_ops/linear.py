@@ -10,6 +10,8 @@ Two weight layouts, told apart by the number of dimensions:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -109,6 +111,12 @@ _ARGUMENTS = (
     "(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
     "bool silu_mul=False, Tensor? residual=None) -> Tensor"
 )
+def _fused_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from custom_ops.triton_linear import fused_linear as triton_fused_linear  # Triton is imported where it is used
+
+    return triton_fused_linear(*args, **kwargs)
+
+
 # The reference under a name of its own: where the kernels are loaded they hand plain weights to it.
 define(
     f"fused_linear_reference{_ARGUMENTS}",
@@ -123,6 +131,7 @@ _fused_linear_op = define(
     version=1,
     fake=_fused_linear_fake,
     CompositeExplicitAutograd=_fused_linear,
+    CUDA=_fused_linear_cuda,
 )
 
 
