@@ -127,7 +127,10 @@ class PiecewiseGraphs:
 
 
 def _copy_action(output: torch.Tensor, op: Callable[..., torch.Tensor], arguments: list[Any]) -> Callable[[], None]:
-    return lambda: output.copy_(op(*arguments)) and None
+    def run() -> None:
+        output.copy_(op(*arguments))
+
+    return run
 
 
 def _run_step(step: PieceStep | OpStep, values: dict[str, Any], pieces: Any) -> None:

@@ -96,6 +96,7 @@ def _choose_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    num_nan = tl.sum((x != x).to(tl.int32), 0)  # before the filters: a comparison with NaN would drop it
     if not GREEDY:
         temperature = tl.load(temperature_ptr + row)
         if temperature > 0.0:
@@ -107,7 +108,7 @@ def _choose_kernel(
             x = tl.where((x >= threshold) & (ids < vocab), noisy, float("-inf"))
     best = tl.max(x, 0)
     # A row with a NaN anywhere says so in its largest value; its token means nothing.
-    if tl.max((x != x).to(tl.int32), 0) > 0:
+    if num_nan > 0:
         best = float("nan")
     best_id = tl.min(tl.where((x == best) & (ids < vocab), ids, 0x7FFFFFFF), 0)
     if CHUNKS == 1:

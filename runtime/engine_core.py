@@ -291,6 +291,7 @@ class EngineCore:
     def _warm_up(self, runner: ModelRunner) -> str:
         runner.warm_up(1, 1)
         runner.warm_up(min(8, runner.max_num_tokens), 1)
+        runner.warm_up_sampler(self.dtype)
         if self._graphs is None:
             return ""
         # The sizes that are wanted first; the others are captured in idle moments, or when steps ask for them.

@@ -26,6 +26,7 @@ from runtime.kv_cache import allocate_kv_cache
 from runtime.messages import TokenLogprobs
 from runtime.sampler import Sampler, SamplingPlan
 from runtime.sampler_logprobs import RowLogprobs, row_logprobs
+from runtime.sampling_params import SamplingParams
 from runtime.schedule import ModelRunnerOutput, SchedulerOutput
 from runtime.staging import StagedArrays
 
@@ -262,6 +263,22 @@ class ModelRunner:
             self.compiled(zeros_T, zeros_T, self.kv_caches, indices_S)
         if not self._is_cpu:
             torch.cuda.synchronize(device)
+
+    def warm_up_sampler(self, dtype: torch.dtype) -> None:
+        """Build the GPU's sampling kernels before a request waits for them (on the CPU there are none). dtype: of the
+        logits.
+        """
+        if self._is_cpu:
+            return
+        for logits_dtype in {dtype, torch.float32}:
+            logits_SV = torch.zeros(1, self.sampler.vocab_size, dtype=logits_dtype, device=self.device)
+            for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5)):
+                token = np.zeros(1, dtype=np.int64)
+                self.sampler.add(0, params, [], token, token)
+                plan = self.sampler.plan([0])
+                drawn_from = torch.from_numpy(self.sampler.randomness(plan)).to(self.device)
+                self.sampler.sample(logits_SV, plan, drawn_from)
+                self.sampler.remove(0)
 
     def _take_in(self, scheduled: SchedulerOutput) -> None:
         batch, sampler = self.batch, self.sampler

@@ -62,7 +62,13 @@ def alone(model_dir: Path) -> dict[str, list[int]]:
     [
         {},
         {"async_scheduling": True},
-        {"async_scheduling": True, "num_kv_blocks": 20, "max_model_len": 160, "enable_prefix_caching": False},
+        {
+            "async_scheduling": True,
+            "num_kv_blocks": 45,
+            "max_model_len": 160,
+            "block_size": 4,
+            "enable_prefix_caching": False,
+        },
         {"async_scheduling": True, "max_num_batched_tokens": 32},
         {"enforce_eager": False, "async_scheduling": True},
         {"enforce_eager": False, "async_scheduling": True, "cudagraph_mode": "piecewise"},

@@ -1,0 +1,86 @@
+"""Which backend is chosen, and what is said when one cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import runtime.attention_backends as backends
+from runtime.attention_backends import AttentionBackendError, select_attention_backend
+
+SHAPE = {"head_dim": 64, "num_heads": 8, "num_kv_heads": 2, "block_size": 16}
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32} | SHAPE
+
+
+class Picky:
+    name = "picky"
+
+    def unsupported_reason(self, **combination: object) -> str | None:
+        return None if combination["dtype"] == torch.bfloat16 else "it takes bfloat16 only"
+
+
+class Easy(Picky):
+    name = "easy"
+
+    def unsupported_reason(self, **combination: object) -> str | None:
+        return None
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"picky": f"{__name__}:Picky", "missing": "no_such_package.module:Backend", "easy": f"{__name__}:Easy"}
+    monkeypatch.setattr(backends, "BACKENDS", known)
+    classes = {"picky": Picky, "easy": Easy}
+
+    def load(name: str) -> object:
+        if name == "missing":
+            raise ImportError("No module named 'no_such_package'")
+        return classes[name]()
+
+    monkeypatch.setattr(backends, "_load", load)
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_first_that_runs_is_chosen() -> None:
+    assert select_attention_backend(None, **CPU).name == "easy"
+    assert select_attention_backend(None, **(CPU | {"dtype": torch.bfloat16})).name == "picky"
+    assert select_attention_backend("easy", **(CPU | {"dtype": torch.bfloat16})).name == "easy"
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nothing", "There is no attention backend 'nothing': known are picky, missing, easy."),
+        ("picky", "Attention backend 'picky' does not run here: it takes bfloat16 only."),
+        (
+            "missing",
+            "Attention backend 'missing' does not run here: it cannot be imported: No module named 'no_such_package'.",
+        ),
+    ],
+)
+def test_a_forced_backend_that_cannot_run_says_why(name: str, sentence: str) -> None:
+    with pytest.raises(AttentionBackendError) as error:
+        select_attention_backend(name, **CPU)
+    assert str(error.value) == sentence
+
+
+@pytest.mark.usefixtures("registry")
+def test_when_none_runs_every_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "BACKENDS", {"picky": "", "missing": ""})
+    with pytest.raises(AttentionBackendError, match="picky: it takes bfloat16 only; missing: it cannot be imported"):
+        select_attention_backend(None, **CPU)
+
+
+def test_there_is_one_for_the_cpu() -> None:
+    assert select_attention_backend(None, **CPU).name in ("cpu", "torch")
+    assert select_attention_backend("torch", **CPU).name == "torch"
+
+
+@pytest.mark.parametrize("name", backends.BACKENDS)
+def test_every_known_name_is_its_backends_own(name: str) -> None:
+    try:
+        backend = backends._load(name)
+    except ImportError as error:
+        pytest.skip(f"{name} needs a package that is not installed: {error}")
+    assert backend.name == name
