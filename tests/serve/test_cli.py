@@ -50,6 +50,9 @@ FLAGS = {
     "bench throughput": ENGINE_FLAGS | {
         "model", "--num-prompts", "--input-len", "--output-len", "--random-range-ratio", "--output-json",
     },
+    "cache ls": {"--cache-dir"},
+    "cache verify": {"--cache-dir"},
+    "cache prune": {"--older-than", "--all", "--cache-dir"},
     "bench serve": {
         "--base-url", "--model", "--endpoint", "--num-prompts", "--request-rate", "--max-concurrency", "--input-len",
         "--output-len", "--ignore-eos", "--no-ignore-eos", "--api-key", "--seed", "--timeout", "--output-json",
