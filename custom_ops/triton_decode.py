@@ -27,7 +27,7 @@ from custom_ops.triton_common import (
 from custom_ops.triton_rope import heads_contiguous, load_norm_rope
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 32
+MAX_SPLITS = 16
 
 
 @triton.jit
@@ -168,9 +168,9 @@ def decode_config(num_seqs: int, num_kv_heads: int, sms: int) -> tuple[int, int,
     """
     groups = num_seqs * num_kv_heads
     if groups <= sms // 8:
-        return 64, 32, 2, 2, 64
+        return 128, MAX_SPLITS, 1, 4, 128
     if groups < sms:
-        return 128, triton.next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 2, 4, 512
+        return 128, triton.next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 1, 4, 256
     return (64, 1, 3, 4, 64) if groups < 8 * sms else (16, 1, 4, 1, 16)
 
 

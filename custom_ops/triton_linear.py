@@ -228,8 +228,7 @@ def gemv_config(num_rows: int, in_features: int, silu_mul: bool) -> tuple[int, i
     As many programs as just fill a multiprocessor's registers: when they start beside the previous kernel's, no multiprocessor can
     take more than its share of the rows.
     """
-    rows = 4 if silu_mul else 8
-    return (rows, 8, 2, 16) if in_features >= 2048 else (rows, 4, 4, 16)
+    return (4, 4, 4, 16) if silu_mul or in_features < 2048 else (8, 8, 2, 16)
 
 
 def small_batch_config(num_rows: int, in_features: int, silu_mul: bool, sms: int) -> tuple[int, int, int, int, int]:
