@@ -170,7 +170,10 @@ def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool, source
         result["content"] = [{"type": "text", "text": text} for text in texts] if walks_parts else "\n".join(texts)
     elif not isinstance(content, str):
         raise ChatTemplateError(f"{where}.content must be a string or a list of parts, got a {type(content).__name__}.")
-    for call in result.get("tool_calls") or []:
+    calls = result.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ChatTemplateError(f"{where}.tool_calls must be a list, got a {type(calls).__name__}.")
+    for call in calls:
         _parse_arguments(call, where)
     return result
 

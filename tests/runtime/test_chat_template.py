@@ -101,6 +101,7 @@ def test_tool_template_is_taken_for_tools(tokenizer: Tokenizer) -> None:
     (CHATML, [], "at least one message"),
     (CHATML, [{"role": "user", "content": 5}], r"messages\[0\].content"),
     (CHATML, [{"role": "user", "content": [{"type": "audio"}]}], "text only"),
+    (CHATML, [{"role": "assistant", "content": "", "tool_calls": 5}], "must be a list"),
     (CHATML, [{"role": "wizard", "content": "x"}], "must be one of system"),
     (CHATML, [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}], "not valid JSON"),
 ])  # fmt: skip

@@ -133,3 +133,14 @@ def test_without_a_tokenizer_ids_go_in_and_out(tiny_llama_dir: Path) -> None:
         assert output.outputs[0].text == ""
         with pytest.raises(ValueError, match="skip_tokenizer_init"):
             llm.generate("text", GREEDY, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_smollm2_answers_from_its_gguf_file(smollm2_gguf: Path) -> None:
+    options = {"max_num_seqs": 2, "max_model_len": 256, "num_kv_blocks": 32, "enforce_eager": True}
+    with LLM(str(smollm2_gguf), dtype="float32", device="cpu", **options) as llm:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        [output] = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
+        assert "Paris" in output.outputs[0].text
+        assert output.outputs[0].finish_reason == "stop"
+        assert "<|im_end|>" not in output.outputs[0].text
