@@ -30,7 +30,12 @@ def main() -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(modules.build, args.variants.split(",")))
     written = modules.export_to(args.out) if args.out else []
-    emit(work="flashinfer_modules", seconds=round(time.perf_counter() - started, 1), written=[p.name for p in written], **modules.status())
+    emit(
+        work="flashinfer_modules",
+        seconds=round(time.perf_counter() - started, 1),
+        written=[p.name for p in written],
+        **modules.status(),
+    )
 
 
 if __name__ == "__main__":

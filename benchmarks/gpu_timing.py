@@ -18,7 +18,9 @@ def environment() -> dict[str, str]:
     import triton
 
     root = Path(__file__).resolve().parent.parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
+    ).stdout.strip()
     commit_file = root / ".gpu" / "commit"
     if not commit and commit_file.exists():
         commit = commit_file.read_text().strip()

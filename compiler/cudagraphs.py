@@ -51,8 +51,20 @@ class StepInputs:
     def addresses(self) -> tuple[int, ...]:
         """What a graph that read these tensors bakes in."""
         m = self.metadata
-        tensors = (self.input_ids, self.positions, self.logits_indices, m.query_start_loc, m.seq_lens, m.block_table, m.slot_mapping)
-        return (*(t.data_ptr() for t in tensors), m.block_table.stride(0), self.kv_caches[0].data_ptr() if self.kv_caches else 0)
+        tensors = (
+            self.input_ids,
+            self.positions,
+            self.logits_indices,
+            m.query_start_loc,
+            m.seq_lens,
+            m.block_table,
+            m.slot_mapping,
+        )
+        return (
+            *(t.data_ptr() for t in tensors),
+            m.block_table.stride(0),
+            self.kv_caches[0].data_ptr() if self.kv_caches else 0,
+        )
 
 
 DecodeInputs = Callable[[int], StepInputs]
@@ -118,7 +130,8 @@ class CudaGraphRunner:
                 self.sizes = default_sizes(max_num_seqs, sizes)
             else:
                 logger.warning(
-                    "no full CUDA graphs: attention backend %s cannot be captured", getattr(backend, "name", type(backend).__name__)
+                    "no full CUDA graphs: attention backend %s cannot be captured",
+                    getattr(backend, "name", type(backend).__name__),
                 )
         self._waiting = list(self.sizes)
         self._piecewise: PiecewiseGraphs | None = None
@@ -126,7 +139,9 @@ class CudaGraphRunner:
             reason = piecewise_unsupported_reason(model)
             if reason is None:
                 largest = max(max_num_seqs, MAX_PIECEWISE_TOKENS)
-                self._piecewise = PiecewiseGraphs(model, device, default_sizes(largest, sizes if mode == "piecewise" else None))
+                self._piecewise = PiecewiseGraphs(
+                    model, device, default_sizes(largest, sizes if mode == "piecewise" else None)
+                )
             else:
                 logger.warning("no piecewise CUDA graphs: %s", reason)
 
@@ -210,7 +225,11 @@ class CudaGraphRunner:
             full = self._full.get(num_tokens)
             if full is not None:
                 inputs = StepInputs(
-                    input_ids=input_ids, positions=positions, kv_caches=kv_caches, logits_indices=logits_indices, metadata=metadata
+                    input_ids=input_ids,
+                    positions=positions,
+                    kv_caches=kv_caches,
+                    logits_indices=logits_indices,
+                    metadata=metadata,
                 )
                 if full.addresses == inputs.addresses() and full.backend_key == _backend_key(metadata):
                     full.graph.replay()
@@ -224,6 +243,11 @@ class CudaGraphRunner:
                 return logits
         self.stats.plain_steps += 1
         return self.model(input_ids, positions, kv_caches, logits_indices)
+
+    def captured_graph(self, num_seqs: int) -> Graph | None:
+        """The full graph that a step of num_seqs decodes replays (to time it by itself); None where there is none."""
+        size = self.padded_size(num_seqs, num_seqs, 1)
+        return self._full[size].graph if size in self._full else None
 
     def _most_wanted(self) -> int:
         asked = [size for size in self._waiting if size in self._asked]

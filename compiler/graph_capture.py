@@ -51,7 +51,9 @@ class CudaGraphs:
     def capture(self, fn: Callable[[], Sequence[torch.Tensor]]) -> tuple[Graph, tuple[torch.Tensor, ...], float]:
         """See `GraphDevice.capture`."""
         started = time.perf_counter()
-        if not self._collected:  # once: garbage that is collected during a capture would break it, and collecting is slow
+        if (
+            not self._collected
+        ):  # once: garbage that is collected during a capture would break it, and collecting is slow
             gc.collect()
             self._collected = True
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

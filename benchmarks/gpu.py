@@ -1,0 +1,180 @@
+"""Decode, prefill, mixed load and start-up on one GPU, with random weights. Prints one JSON line a workload.
+
+    python -m benchmarks.gpu MODEL_DIR [--work startup,decode,prefill,mixed] [--quick] [--out FILE]
+
+MODEL_DIR needs a config.json only. Prompts are random token ids; every request is greedy and runs to its full length.
+decode: (time of 129 new tokens - time of 1 new token) / 128 at prompt 128, the better of two runs; `device_ms` is the captured step
+replayed by itself, `host_gap` the share of a step in which the device does not run it. prefill: prompts of one length, one new token,
+the best of three runs. mixed: 512 requests at once, prompts of 64 to 1024 and outputs of 32 to 320 tokens. startup: from the start of
+this process to the first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+WORKS = ("startup", "decode", "prefill", "mixed")
+
+
+def seconds_since_process_start() -> float:
+    """Wall time since this process was made, interpreter start included (Linux)."""
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Bench:
+    """One engine and the rows that it brought."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.vocab: int = json.loads((args.model / "config.json").read_text())["vocab_size"]
+        self.rng = random.Random(0)
+        self.rows: list[dict[str, Any]] = []
+        started = time.perf_counter()
+        from runtime import LLM, SamplingParams
+
+        self.make_params = SamplingParams
+        imported = time.perf_counter()
+        stages: dict[str, float] = {}
+
+        def on_stage(stage: str, seconds: float, detail: str) -> None:
+            stages[stage] = round(stages.get(stage, 0.0) + seconds, 3)
+
+        self.llm = LLM(
+            str(args.model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            device=args.device,
+            max_model_len=args.max_model_len,
+            max_num_seqs=256,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            gpu_memory_utilization=0.85,
+            enable_prefix_caching=False,
+            async_scheduling=True,
+            enforce_eager=args.eager,
+            cudagraph_mode=args.cudagraph_mode,
+            attention_backend=args.attention_backend,
+            num_kv_blocks=args.num_kv_blocks,
+            on_stage=on_stage,
+        )
+        ready = time.perf_counter()
+        self.generate(self.prompts(1, 8), [1])
+        first_token = seconds_since_process_start()
+        if "startup" in args.work:
+            self.emit(
+                work="startup", import_s=round(imported - started, 2), init_s=round(ready - imported, 2),
+                first_token_s=round(first_token, 2), stages=stages, report=self.llm.info.compile_report,
+            )  # fmt: skip
+
+    def emit(self, **row: Any) -> None:
+        from benchmarks.gpu_timing import environment
+
+        row = {
+            "engine": "compile-and-serve", "model": self.args.model.name, "quant": None, "eager": self.args.eager, "tp": 1,
+            "label": self.args.label, **row, **environment(),
+        }  # fmt: skip
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    def prompts(self, count: int, shortest: int, longest: int | None = None) -> list[Any]:
+        rng = self.rng
+        return [
+            {
+                "prompt_token_ids": [
+                    rng.randrange(100, self.vocab - 1000) for _ in range(rng.randint(shortest, longest or shortest))
+                ]
+            }
+            for _ in range(count)
+        ]
+
+    def generate(self, prompts: list[Any], new_tokens: list[int]) -> tuple[float, int]:
+        """→ seconds, output tokens."""
+        params = [
+            self.make_params(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False) for n in new_tokens
+        ]
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - started, sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def decode(self) -> None:
+        new = 128
+        for batch in (1, 64) if self.args.quick else (1, 8, 32, 64, 128, 256):
+            best = float("inf")
+            for _ in range(2):
+                prompts = self.prompts(batch, 128)
+                one, _ = self.generate(prompts, [1] * batch)
+                many, _ = self.generate(prompts, [new + 1] * batch)
+                best = min(best, (many - one) / new)
+            row: dict[str, Any] = {"step_ms": round(best * 1e3, 3), "tok_s": round(batch / best, 1)}
+            if (device_ms := self.device_ms(batch)) is not None:
+                row |= {"device_ms": round(device_ms, 3), "host_gap": round(max(0.0, 1 - device_ms / (best * 1e3)), 3)}
+            self.emit(work="decode", batch=batch, prompt=128, **row)
+
+    def device_ms(self, batch: int) -> float | None:
+        """The captured decode step of this batch size, replayed by itself; None where there is none."""
+        graphs = getattr(getattr(self.llm.engine, "core", None), "_graphs", None)
+        captured = graphs.captured_graph(batch) if graphs is not None else None
+        if captured is None:
+            return None
+        from benchmarks.gpu_timing import replay_ms
+
+        return replay_ms(captured, 100.0)
+
+    def prefill(self) -> None:
+        for count, length in ((8, 4096),) if self.args.quick else ((1, 1024), (1, 4096), (16, 4096)):
+            best = min(self.generate(self.prompts(count, length), [1] * count)[0] for _ in range(3))
+            self.emit(work="prefill", n=count, prompt=length, s=round(best, 4), tok_s=round(count * length / best, 1))
+
+    def mixed(self) -> None:
+        count = 128 if self.args.quick else 512
+        prompts = self.prompts(count, 64, 1024)
+        seconds, output_tokens = self.generate(prompts, [self.rng.randint(32, 320) for _ in range(count)])
+        all_tokens = output_tokens + sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+        self.emit(
+            work="mixed", n=count, s=round(seconds, 3), out_tok_s=round(output_tokens / seconds, 1),
+            total_tok_s=round(all_tokens / seconds, 1), req_s=round(count / seconds, 2),
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--work", type=lambda text: text.split(","), default=list(WORKS))
+    parser.add_argument("--quantization", help="not there yet")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs; only 1 yet")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--label", default="")
+    parser.add_argument("--out", type=Path, help="append the rows to this file too")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--num-kv-blocks", type=int)
+    parser.add_argument("--cudagraph-mode", default="full_and_piecewise")
+    parser.add_argument("--attention-backend")
+    args = parser.parse_args()
+    if args.quantization is not None:
+        parser.error(f"--quantization {args.quantization} cannot be measured: only unquantized bf16 runs yet")
+    if args.tp != 1:
+        parser.error(f"--tp {args.tp} cannot be measured: only one GPU is used yet")
+    if unknown := set(args.work) - set(WORKS):
+        parser.error(f"--work knows {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")
+    bench = Bench(args)
+    bench.generate(bench.prompts(4, 64), [8] * 4)
+    for work in args.work:
+        if work != "startup":
+            getattr(bench, work)()
+    if args.out:
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in bench.rows)
+
+
+if __name__ == "__main__":
+    main()
