@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,15 +76,21 @@ def compile_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Comp
     return CompiledPiece(run=compiled.current_callable, source=compiled.source_code)
 
 
-def load_piece(source: str, name: str, work_dir: Path) -> CompiledPiece:
-    """Load a piece from its generated module's text; kernels are taken from `work_dir` where they are there, else built again."""
+def load_pieces(sources: Mapping[str, str], work_dir: Path) -> dict[str, CompiledPiece]:
+    """Load pieces from their generated modules' text; kernels are taken from `work_dir` where they are there, else built again.
+
+    sources: by fingerprint, as the result.
+    """
     from torch._inductor import config
 
-    module = types.ModuleType(f"compiled_piece_{name}")
-    module.__file__ = str(work_dir / f"{name}.py")
+    loaded = {}
     with _cache_dir(work_dir), config.patch({**OPTIONS, "compile_threads": 1}):
-        exec(compile(source, module.__file__, "exec"), module.__dict__)
-    return CompiledPiece(run=module.call, source=source)
+        for piece, source in sources.items():
+            module = types.ModuleType(f"compiled_piece_{piece}")
+            module.__file__ = str(work_dir / f"{piece}.py")
+            exec(compile(source, module.__file__, "exec"), module.__dict__)
+            loaded[piece] = CompiledPiece(run=module.call, source=source)
+    return loaded
 
 
 def fake_arguments(gm: GraphModule, device: torch.device) -> tuple[Any, list[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,9 @@ from compiler.weights import TensorSpec, WeightTransform
 
 class WeightMismatchError(ValueError):
     """A weight that the model cannot take."""
+
+
+JoinPieces = Callable[[], Mapping[str, PieceCallable]]
 
 
 class KVCacheShape(Protocol):
@@ -80,11 +84,14 @@ class Model(Protocol):
 
 @dataclass(kw_only=True)
 class CompiledModel:
-    """A model as its compiled pieces, stitched together. pieces: the distinct ones, by fingerprint."""
+    """A model as its compiled pieces, stitched together.
+
+    join_pieces: gives the distinct pieces by fingerprint, once they are loaded (they may load while weights are read).
+    """
 
     spec: ModelSource
     plan: ExecutionPlan
-    pieces: Mapping[str, PieceCallable]
+    join_pieces: JoinPieces
     device: torch.device
     report: dict[str, Any]
     work_dir: tempfile.TemporaryDirectory[str]  # Inductor's files; removed with the model
@@ -99,6 +106,11 @@ class CompiledModel:
     @property
     def transforms(self) -> tuple[WeightTransform, ...]:
         return tuple(t for t in self.plan.transforms if not set(t.sources) <= self.spec.buffers.keys())
+
+    @cached_property
+    def pieces(self) -> Mapping[str, PieceCallable]:
+        """The distinct pieces by fingerprint; waits until they are loaded."""
+        return self.join_pieces()
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from compiler.dump import Dump
 from compiler.environment import op_versions, piece_fields, plan_fields, toolchain_fields
 from compiler.fingerprint import normalized_text
 from compiler.graph_pass import GraphPass, PassContext, SkipReason
-from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_piece
-from compiler.model import CompiledModel, EagerModel, Model, ModelSource, StageCallback
+from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_pieces
+from compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
 from compiler.plan import ExecutionPlan, PieceStep, make_plan
@@ -92,7 +93,7 @@ class _Compilation:
         if self.config.dump_dir is not None:
             self.dump = Dump(self.config.dump_dir, self._facts(fields))
         # Inductor's files live in a folder of this process: nobody else can change them under a running model.
-        work_dir = tempfile.TemporaryDirectory(prefix="compile-and-serve-")
+        work_dir = tempfile.TemporaryDirectory(prefix="compile-and-serve-", ignore_cleanup_errors=True)
         # What is dumped is made here and now; an artifact has no captured graph.
         found = self._load(fields, Path(work_dir.name)) if self.dump is None else None
         if found is None:
@@ -102,37 +103,52 @@ class _Compilation:
                 # Whoever held the lock may have made it meanwhile.
                 found = self._load(fields, Path(work_dir.name)) if self.dump is None else None
                 found = found or self._make(fields, Path(work_dir.name))
-        plan, pieces = found
+        plan, join_pieces = found
         self.report |= pass_summary(self.report["passes"])
         self.report |= {
             "pieces": len([s for s in plan.steps if isinstance(s, PieceStep)]),
-            "distinct_pieces": len(pieces),
+            "distinct_pieces": len(plan.pieces),
         }
         if self.dump is not None:
             self.dump.finish(self.report)
         return CompiledModel(
-            spec=self.spec, plan=plan, pieces=pieces, device=self.device, report=self.report, work_dir=work_dir
+            spec=self.spec,
+            plan=plan,
+            join_pieces=join_pieces,
+            device=self.device,
+            report=self.report,
+            work_dir=work_dir,
         )
 
-    def _load(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, dict[str, PieceCallable]] | None:
-        """The whole model from artifacts, or None with the reason logged if any part is missing."""
-        start = time.perf_counter()
+    def _load(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, JoinPieces] | None:
+        """The whole model from artifacts, or None with the reason logged if any part is missing.
+
+        The pieces load in a thread, so that the caller can read the weights meanwhile.
+        """
         entry = self._get("plan", fields)
         if entry is None:
             return None
         stored = json.loads((entry.path / PLAN).read_text())
         plan, ops = ExecutionPlan.from_json(stored["plan"]), stored["ops"]
-        pieces = {}
+        entries = {}
         for piece in plan.pieces:
             piece_entry = self._get("piece", piece_fields(piece, ops[piece], self.device))
             if piece_entry is None:
                 return None
-            pieces[piece] = _load_entry(piece_entry, work_dir).run
+            entries[piece] = piece_entry
         self.report |= {"passes": stored["passes"], "artifact": "hit", "artifact_key": entry.key}
-        self._stage("load artifact", start, f"{len(pieces)} pieces, {entry.path}")
-        return plan, pieces
+        threads = ThreadPoolExecutor(1, thread_name_prefix="load-pieces")
+        loading = threads.submit(_load_timed, entries, work_dir)
+        threads.shutdown(wait=False)
 
-    def _make(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, dict[str, PieceCallable]]:
+        def join() -> dict[str, PieceCallable]:
+            pieces, seconds = loading.result()
+            self._stage("load artifact", seconds, f"{len(pieces)} pieces beside the weights, {entry.path}")
+            return {piece: compiled.run for piece, compiled in pieces.items()}
+
+        return plan, join
+
+    def _make(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, JoinPieces]:
         plan, graphs, records = self._rewrite()
         pieces, ops = {}, {}
         for number, (piece, gm) in enumerate(graphs.items(), start=1):
@@ -141,14 +157,14 @@ class _Compilation:
             key_fields = piece_fields(piece, ops[piece], self.device)
             entry = self._get("piece", key_fields)
             if entry is not None:
-                made = _load_entry(entry, work_dir)
+                made = _load_entries({piece: entry}, work_dir)[piece]
             else:
                 made = self._compile(gm, key_fields, work_dir / f"compile-{piece}")
             pieces[piece] = made.run
             how = "compiled" if entry is None else "loaded"
             if self.dump is not None:
                 self.dump.compiled(piece, made.source, how, time.perf_counter() - start)
-            self._stage("compile", start, f"{number} of {len(graphs)} distinct pieces {how}")
+            self._stage("compile", time.perf_counter() - start, f"{number} of {len(graphs)} distinct pieces {how}")
         passes = [_pass_row(record) for record in records]
         self.report |= {"passes": passes, "artifact": "made", "artifact_key": key_of(fields)}
         content = {
@@ -157,7 +173,7 @@ class _Compilation:
         }
         if self.dump is None or self._get("plan", fields) is None:
             self._put("plan", fields, content, work_dir / "plan")
-        return plan, pieces
+        return plan, lambda: pieces
 
     def _rewrite(self) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord]]:
         start = time.perf_counter()
@@ -165,7 +181,7 @@ class _Compilation:
             (CAPTURE_BLOCKS, 2, kv.num_kv_heads, CAPTURE_BLOCK_SIZE, kv.head_dim) for kv in self.spec.kv_cache_specs
         ]
         captured = capture(self.spec.module, example_inputs(shapes, self.dtype))
-        self._stage("capture", start, f"{len(captured.gm.graph.nodes)} nodes")
+        self._stage("capture", time.perf_counter() - start, f"{len(captured.gm.graph.nodes)} nodes")
         if self.dump is not None:
             self.dump.captured(captured.gm, captured.bytecode)
         start = time.perf_counter()
@@ -176,11 +192,13 @@ class _Compilation:
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
         after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None
         records = run_passes(captured.gm, self.passes, ctx, self.config.disabled_passes, verifier, after_pass)
-        self._stage("passes", start, f"{len(records)} passes, {len(captured.gm.graph.nodes)} nodes")
+        self._stage(
+            "passes", time.perf_counter() - start, f"{len(records)} passes, {len(captured.gm.graph.nodes)} nodes"
+        )
         start = time.perf_counter()
         stages = split(captured.gm)
         plan, graphs = make_plan(captured.gm, stages, captured.weights)
-        self._stage("split", start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
+        self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
         if self.dump is not None:
             self.dump.split(plan, graphs)
         return plan, graphs, records
@@ -222,8 +240,7 @@ class _Compilation:
         if self.stores:
             self.stores[-1].put(kind, fields, folder)
 
-    def _stage(self, stage: str, start: float, detail: str) -> None:
-        seconds = time.perf_counter() - start
+    def _stage(self, stage: str, seconds: float, detail: str) -> None:
         self.report["stages"][stage] = round(self.report["stages"].get(stage, 0.0) + seconds, 4)
         self.on_stage(stage, seconds, detail)
 
@@ -236,11 +253,16 @@ def _stores(config: CompileConfig) -> list[ArtifactStore]:
     return [*stores, ArtifactStore(config.cache_dir or default_root())]
 
 
-def _load_entry(entry: Entry, work_dir: Path) -> CompiledPiece:
-    kernels = entry.path / KERNELS
-    if kernels.is_dir():
-        shutil.copytree(kernels, work_dir / "loaded", dirs_exist_ok=True)
-    return load_piece((entry.path / SOURCE).read_text(), entry.key, work_dir / "loaded")
+def _load_entries(entries: Mapping[str, Entry], work_dir: Path) -> dict[str, CompiledPiece]:
+    for entry in entries.values():
+        if (entry.path / KERNELS).is_dir():
+            shutil.copytree(entry.path / KERNELS, work_dir / "loaded", dirs_exist_ok=True)
+    return load_pieces({piece: (e.path / SOURCE).read_text() for piece, e in entries.items()}, work_dir / "loaded")
+
+
+def _load_timed(entries: Mapping[str, Entry], work_dir: Path) -> tuple[dict[str, CompiledPiece], float]:
+    start = time.perf_counter()
+    return _load_entries(entries, work_dir), time.perf_counter() - start
 
 
 def pass_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:
         again, CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED,
         on_stage=lambda stage, seconds, detail: stages.append(stage),
     )  # fmt: skip
+    assert stages == []
     fill(second)
     assert stages == ["load artifact"]
     assert second.report["artifact"] == "hit"
