@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,50 @@ def test_a_failure_is_status_1_and_the_traceback_is_for_verbose(capsys: pytest.C
         if action is fail:
             assert "Error: RuntimeError: the device fell off" in err
             assert ("--verbose shows the traceback" in err) is not verbose
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def forget_architecture(folder: Path) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["architectures"]
+    file.write_text(json.dumps(config))
+
+
+def widen(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 160}))
+
+
+def lose_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_short, "model.safetensors is truncated or not a safetensors file"),
+        (forget_architecture, "names no architecture"),
+        (widen, "mlp.down_proj.weight in"),
+        (lose_tokenizer, "tokenizer"),
+    ],
+)
+def test_a_damaged_model_is_one_sentence_and_status_2(
+    damage: Callable[[Path], None], message: str, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, folder)
+    damage(folder)
+    code, out, err = run("generate", str(folder), "the one", *SMALL_ENGINE)
+    errors = [line for line in err.splitlines() if line.startswith("Error: ")]
+    assert (code, out, len(errors)) == (USER_ERROR, "", 1), err
+    assert message in errors[0]
+    assert err.splitlines()[-1] == errors[0]
 
 
 def test_stages_are_lines_with_times(capsys: pytest.CaptureFixture[str]) -> None:

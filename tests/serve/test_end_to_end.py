@@ -180,6 +180,8 @@ def test_killed_engine_ends_streams_and_the_server(own_server: ServerProcess) ->
 @pytest.mark.parametrize("stream", [False, True])
 def test_sigterm_lets_a_short_request_finish(own_server: ServerProcess, stream: bool) -> None:
     answers: list[httpx.Response] = []
+    [engine] = own_server.engine_pids()
+    os.kill(engine, signal.SIGSTOP)  # so that the request cannot finish before the signal
     body = {**LONG, "max_tokens": 60, "stream": stream}
     request = threading.Thread(
         target=lambda: answers.append(httpx.post(own_server.url + "/v1/completions", json=body, timeout=60))
@@ -187,7 +189,9 @@ def test_sigterm_lets_a_short_request_finish(own_server: ServerProcess, stream: 
     request.start()
     eventually(lambda: httpx.get(own_server.url + "/load").json()["server_load"] == 1)
     own_server.process.send_signal(signal.SIGTERM)
-    request.join(30)
+    eventually(lambda: "Shutting down" in own_server.output)
+    os.kill(engine, signal.SIGCONT)
+    request.join(60)
     [answer] = answers
     choice = read_events(answer.text)[-2]["choices"][0] if stream else answer.json()["choices"][0]
     assert choice["finish_reason"] == "length"
