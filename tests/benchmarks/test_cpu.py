@@ -1,0 +1,43 @@
+"""The CPU benchmark's arithmetic, and that every engine gets the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cpu import figures, make_cases, write_bfloat16_gguf, write_folder
+from runtime.weights import iter_tensors, read_config
+from runtime.weights.gguf import read_metadata
+
+
+def test_figures_are_medians_of_the_differences() -> None:
+    case = {"batch": 4, "prompt": 100, "new": 11}
+    values = figures(case, [(0.5, 1.5), (0.4, 1.3), (9.0, 19.0)])
+    assert values["prefill_tokens_per_second"] == 800.0  # 4 · 100 / 0.5
+    assert values["decode_tokens_per_second"] == 40.0  # 4 · 10 / median(1.0, 0.9, 10.0)
+    assert values["output_tokens_per_second"] == pytest.approx(29.3)  # 4 · 11 / 1.5
+    assert values["step_ms"] == 100.0
+    assert figures({"batch": 1, "prompt": 512, "new": 1}, [(0.25, 0.25)]) == {"prefill_tokens_per_second": 2048.0}
+
+
+def test_prompts_are_the_same_in_every_run() -> None:
+    assert make_cases(1000, []) == make_cases(1000, [])
+    (prefill,) = make_cases(1000, ["prefill"])
+    assert [len(prompt) for prompt in prefill["prompts"]] == [512]
+
+
+def test_peers_get_the_same_bfloat16_weights(smollm2_gguf: Path, tmp_path: Path) -> None:
+    write_folder(smollm2_gguf, tmp_path)
+    write_bfloat16_gguf(smollm2_gguf, tmp_path / "bf16.gguf")
+    again = dict(iter_tensors(tmp_path / "bf16.gguf"))
+    folder = dict(iter_tensors(tmp_path))
+    assert again.keys() == folder.keys()
+    for name, tensor in folder.items():
+        assert tensor.dtype == torch.bfloat16
+        if tensor.ndim > 1:
+            assert torch.equal(again[name], tensor.float()), name
+    assert read_config(tmp_path / "bf16.gguf") == read_config(smollm2_gguf)
+    vocabulary = "tokenizer.ggml.tokens"
+    assert read_metadata(tmp_path / "bf16.gguf")[vocabulary] == read_metadata(smollm2_gguf)[vocabulary]
