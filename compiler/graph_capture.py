@@ -21,10 +21,13 @@ class GraphDevice(Protocol):
 
     bytes_per_graph: int  # what a graph of a model's step takes besides its tensors
 
-    def capture(self, fn: Callable[[], Sequence[torch.Tensor]]) -> tuple[Graph, tuple[torch.Tensor, ...], float]:
+    def capture(
+        self, fn: Callable[[], Sequence[torch.Tensor]], *, keep_outputs: bool = False
+    ) -> tuple[Graph, tuple[torch.Tensor, ...], float]:
         """Run fn once, then capture it; → graph, its outputs, seconds.
 
-        The outputs hold what the last replay computed until any graph of this device is replayed next: all share one memory pool.
+        All graphs of a device share one memory pool. The outputs hold what the last replay computed until any graph of
+        the device is replayed next, or with keep_outputs until the graph itself is.
         """
         ...
 
@@ -48,13 +51,13 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._collected = False
 
-    def capture(self, fn: Callable[[], Sequence[torch.Tensor]]) -> tuple[Graph, tuple[torch.Tensor, ...], float]:
+    def capture(
+        self, fn: Callable[[], Sequence[torch.Tensor]], *, keep_outputs: bool = False
+    ) -> tuple[Graph, tuple[torch.Tensor, ...], float]:
         """See `GraphDevice.capture`."""
         started = time.perf_counter()
-        if (
-            not self._collected
-        ):  # once: garbage that is collected during a capture would break it, and collecting is slow
-            gc.collect()
+        if not self._collected:
+            gc.collect()  # once: collecting during a capture would break it, and collecting before each is slow
             self._collected = True
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         was_enabled = gc.isenabled()
@@ -74,7 +77,9 @@ class CudaGraphs:
             if was_enabled:
                 gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return graph, tuple(borrowed(output) for output in outputs), time.perf_counter() - started
+        if not keep_outputs:
+            outputs = tuple(borrowed(output) for output in outputs)
+        return graph, outputs, time.perf_counter() - started
 
     def used_bytes(self) -> int:
         """See `GraphDevice.used_bytes`."""

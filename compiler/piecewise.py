@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiler.graph_capture import Graph, GraphDevice
+from compiler.graph_capture import GraphDevice
 from compiler.plan import REF, OpStep, PieceStep
 from compiler.stitch import _overload
 
@@ -102,7 +102,8 @@ class PiecewiseGraphs:
         for step in plan.steps[: len(plan.steps) - len(self._rest())]:
             if isinstance(step, PieceStep):
                 piece, inputs = pieces[step.piece], [values[name] for name in step.inputs]
-                graph, outputs = self._capture_piece(piece, inputs)
+                # Kept: a piece's outputs live until later pieces of the same step have read them.
+                graph, outputs, _ = self._device.capture(_call(piece, inputs), keep_outputs=True)
                 stats.captured["piecewise"] += 1
                 values |= dict(zip(step.outputs, outputs, strict=True))
                 graph.replay()  # the op that follows reads real values while the rest is captured
@@ -113,17 +114,9 @@ class PiecewiseGraphs:
                 actions.append(_copy_action(output, op, arguments))
         return _Captured(static_ids, static_positions, actions, values, kv_caches[0].data_ptr())
 
-    def _capture_piece(self, piece: Callable[..., Any], inputs: list[Any]) -> tuple[Graph, tuple[torch.Tensor, ...]]:
-        outputs: tuple[torch.Tensor, ...] = ()
 
-        def run() -> tuple[torch.Tensor, ...]:
-            nonlocal outputs
-            outputs = tuple(piece(list(inputs)))
-            return ()
-
-        graph, _, _ = self._device.capture(run)
-        # Owned, not borrowed: a piece's outputs live until later pieces of the same step have read them.
-        return graph, outputs
+def _call(piece: Callable[..., Any], inputs: list[Any]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    return lambda: tuple(piece(list(inputs)))  # a piece empties the list that it is given
 
 
 def _copy_action(output: torch.Tensor, op: Callable[..., torch.Tensor], arguments: list[Any]) -> Callable[[], None]:

@@ -104,8 +104,10 @@ class TritonAttention:
 
         num_tokens, num_heads, head_dim = q_THE.shape
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
-        if metadata.max_query_len > 1 and metadata.num_tokens < num_tokens:
-            out_THE[metadata.num_tokens :].zero_()
+        # Tokens of no sequence get zeros; padding sequences (length 0) of a decode step are rows of the metadata and get theirs below.
+        num_covered = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_tokens
+        if num_covered < num_tokens:
+            out_THE[num_covered:].zero_()
         where = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
         if metadata.max_query_len > 1:
             # Writes every token's key and value, those of single-token sequences too: the decode kernel repeats the same values.
@@ -117,7 +119,6 @@ class TritonAttention:
             prefill_attention(rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, skip_single=has_single)
             if not has_single:
                 return out_THE
-        # Padding sequences (length 0) of a decode step are rows of the metadata too: they get zeros.
         num_rows = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_seqs
         decode_attention(
             q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, num_rows,

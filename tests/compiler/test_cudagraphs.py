@@ -1,0 +1,233 @@
+"""Which steps replay which graph, with a fake in place of CUDA's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiler import CompileConfig, compile_model
+from compiler.cudagraphs import CudaGraphRunner, StepInputs, default_sizes
+from custom_ops.attention import AttentionMetadata, attention_metadata
+from custom_ops.attention_torch import TorchAttention
+from tests.support.tiny_models import caches, fill, step, tiny_spec
+
+
+class FakeGraph:
+    """Replays by running the captured function again and copying what it returns into the first outputs."""
+
+    def __init__(self, fn: Callable[[], Sequence[torch.Tensor]], outputs: tuple[torch.Tensor, ...]) -> None:
+        self.fn, self.outputs, self.num_replays = fn, outputs, 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for static, fresh in zip(self.outputs, self.fn(), strict=True):
+            static.copy_(fresh)
+
+
+class FakeDevice:
+    bytes_per_graph = 10
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    def capture(
+        self, fn: Callable[[], Sequence[torch.Tensor]], *, keep_outputs: bool = False
+    ) -> tuple[FakeGraph, tuple[torch.Tensor, ...], float]:
+        outputs = tuple(fn())
+        self.used += 1000
+        return FakeGraph(fn, outputs), outputs, 0.5
+
+    def used_bytes(self) -> int:
+        return self.used
+
+    def peak_bytes(self, fn: Callable[[], None]) -> int:
+        fn()
+        return 777
+
+
+class Backend:
+    name = "fake"
+    decode_capturable = True
+
+    def graph_key(self, metadata: AttentionMetadata) -> object:
+        return metadata.max_seq_len > 100
+
+
+class NotCapturable(Backend):
+    name = "plain"
+    decode_capturable = False
+
+
+class Model:
+    """logits[s, 0] = 2 · input id, logits[s, 1] = length of the sequence."""
+
+    def __init__(self) -> None:
+        self.sizes_run: list[int] = []
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        from custom_ops.attention import current_metadata
+
+        self.sizes_run.append(len(input_ids))
+        lengths = torch.zeros_like(input_ids)
+        metadata = current_metadata()
+        lengths[: len(metadata.seq_lens)] = metadata.seq_lens
+        return torch.stack([2 * input_ids, lengths], 1).float()[logits_indices]
+
+
+@dataclass
+class Buffers:
+    """What a runner owns: the arrays that every step of decodes is written into."""
+
+    backend: Backend
+
+    def __post_init__(self) -> None:
+        self.input_ids = torch.zeros(64, dtype=torch.int64)
+        self.indices = torch.arange(64)
+        self.starts = torch.arange(65, dtype=torch.int32)
+        self.seq_lens = torch.zeros(64, dtype=torch.int32)
+        self.table = torch.zeros(64, 4, dtype=torch.int32)
+        self.slots = torch.full((64,), -1)
+        self.caches = [torch.zeros(4, 2, 1, 16, 8)]
+
+    def inputs(self, size: int) -> StepInputs:
+        metadata = AttentionMetadata(
+            backend=self.backend,  # type: ignore[arg-type]
+            query_start_loc=self.starts[: size + 1],
+            seq_lens=self.seq_lens[:size],
+            block_table=self.table[:size],
+            slot_mapping=self.slots[:size],
+            num_seqs=size,
+            num_tokens=size,
+            max_query_len=1,
+            max_seq_len=50,
+        )
+        return StepInputs(
+            input_ids=self.input_ids[:size],
+            positions=self.input_ids[:size],
+            kv_caches=self.caches,
+            logits_indices=self.indices[:size],
+            metadata=metadata,
+        )
+
+
+def run(runner: CudaGraphRunner, inputs: StepInputs) -> torch.Tensor:
+    with attention_metadata(inputs.metadata):
+        return runner(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
+
+
+def make(backend: Backend | None = None, **options: object) -> tuple[CudaGraphRunner, Model, Buffers, FakeDevice]:
+    model, buffers, device = Model(), Buffers(backend or Backend()), FakeDevice()
+    runner = CudaGraphRunner(
+        model,
+        mode="full",
+        max_num_seqs=40,
+        backend=buffers.backend,
+        device=device,
+        **options,  # type: ignore[arg-type]
+    )
+    runner.bind(buffers.inputs)
+    return runner, model, buffers, device
+
+
+def test_sizes() -> None:
+    assert default_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert default_sizes(3) == (1, 2, 3)
+    assert default_sizes(64, (1, 5, 200, 5)) == (1, 5)
+
+
+def test_padding() -> None:
+    runner, *_ = make()
+    assert [runner.padded_size(n, n, 1) for n in (1, 2, 3, 5, 9, 17, 40)] == [1, 2, 4, 8, 16, 24, 40]
+    assert runner.padded_size(41, 41, 1) is None
+    assert runner.padded_size(5, 2, 4) is None
+    assert runner.max_padded_size == 40
+
+
+def test_largest_is_captured_first_then_one_then_downwards_unless_asked() -> None:
+    runner, model, buffers, device = make()
+    assert runner.capture(3) == 3
+    assert model.sizes_run == [40, 1, 32]
+    run(runner, buffers.inputs(8))
+    assert runner.capture_next()
+    assert model.sizes_run[-1] == 8
+    runner.capture()
+    assert not runner.capture_next()
+    assert runner.report()["full_graphs"] == len(runner.sizes)
+    assert runner.report()["used_bytes"] == device.used
+    assert runner.stats.capture_seconds == pytest.approx(0.5 * len(runner.sizes))
+
+
+def test_replay_reads_the_buffers_of_now() -> None:
+    runner, model, buffers, _ = make(decode_tail=lambda logits, inputs: (logits.argmax(1),))
+    runner.capture()
+    ran = len(model.sizes_run)
+    buffers.input_ids[:4] = torch.tensor([5, 6, 7, 0])
+    buffers.seq_lens[:4] = torch.tensor([9, 80, 3, 0])
+    logits = run(runner, buffers.inputs(4))
+    assert logits.tolist() == [[10, 9], [12, 80], [14, 3], [0, 0]]
+    assert runner.tail is not None
+    assert runner.tail[0].tolist() == [0, 1, 0, 0]
+    assert runner.stats.replays["full"] == 1
+    assert runner.stats.plain_steps == 0
+    assert model.sizes_run[ran:] == [4]  # the fake's replay
+
+
+def test_what_a_graph_does_not_cover_runs_as_it_is() -> None:
+    runner, _, buffers, _ = make(decode_tail=lambda logits, inputs: (logits,))
+    runner.capture()
+    four = buffers.inputs(4)
+    elsewhere = replace(four, input_ids=four.input_ids.clone())
+    other_cache = replace(four, kv_caches=[buffers.caches[0].clone()])
+    other_key = replace(four, metadata=replace(four.metadata, max_seq_len=200))
+    prefill = replace(four, metadata=replace(four.metadata, max_query_len=4))
+    unpadded = buffers.inputs(5)
+    for count, inputs in enumerate((elsewhere, other_cache, other_key, prefill, unpadded), start=1):
+        run(runner, inputs)
+        assert runner.tail is None
+        assert runner.stats.plain_steps == count
+    assert runner.stats.replays["full"] == 0
+
+
+def test_backend_that_cannot_be_captured_gets_no_full_graph(caplog: pytest.LogCaptureFixture) -> None:
+    runner, _, buffers, _ = make(NotCapturable())
+    assert "plain cannot be captured" in caplog.text
+    assert runner.padded_size(3, 3, 1) is None
+    assert runner.capture() == 0
+    run(runner, buffers.inputs(3))
+    assert runner.stats.plain_steps == 1
+
+
+def test_estimate() -> None:
+    runner, *_ = make()
+    assert runner.estimate_bytes() == 777 + 10 * len(runner.sizes)
+
+
+def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
+    """A compiled model, piece by piece: prompts of the same padded size with other tokens, rows of logits and lengths."""
+    spec = tiny_spec()
+    kernels = frozenset({"rope_attention", "fused_linear"})
+    model = compile_model(
+        spec, CompileConfig(cache_dir=tmp_path), device=torch.device("cpu"), dtype=torch.float32, kernels=kernels
+    )
+    fill(model)
+    runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice())
+    ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
+    for number, length in enumerate((8, 16, 8, 8, 8, 16, 16, 9, 8)):
+        tokens = [(number * 31 + i * 7) % 320 for i in range(length)]
+        expected = step(model, tokens, number * 3, theirs)
+        torch.testing.assert_close(step(runner, tokens, number * 3, ours), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[0], theirs[0])
+    assert runner.stats.replays == {"full": 0, "piecewise": 4}
+    assert runner.stats.plain_steps == 5
+    assert runner.padded_size(9, 1, 9) == 16
+    assert runner.padded_size(3, 3, 1) == 4
