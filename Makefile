@@ -58,8 +58,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.venv-torch211/.installed-dev: pyproject.toml
+.venv-torch211/.installed-dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-torch211
+	grep -v '^torch==' constraints.txt > .venv-torch211/constraints.txt
 	.venv-torch211/bin/python -m pip install --quiet torch==2.11.0
-	.venv-torch211/bin/python -m pip install --quiet -e '.[dev]' torch==2.11.0
+	.venv-torch211/bin/python -m pip install --quiet -c .venv-torch211/constraints.txt -e '.[dev]' torch==2.11.0
 	@touch $@
