@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -57,6 +58,7 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     install_error_handlers(app)
+    _leave_out_422(app)
     # The last one added is the outermost: CORS headers belong on a 401, too.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
@@ -69,3 +71,19 @@ def create_app(
         allow_credentials=settings.allow_credentials,
     )
     return app
+
+
+def _leave_out_422(app: FastAPI) -> None:
+    """FastAPI documents its own validation error for every body; here validation errors are 400."""
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = original()
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -23,8 +23,6 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"description": "No valid API key"},
     404: {"description": "No such model"},
     503: {"description": "Queue full, or the engine is down (Retry-After says when to try again)"},
-    # FastAPI would document its own 422, which this server never sends.
-    422: {"description": "Never sent: validation errors are 400"},
 }
 
 
