@@ -1,0 +1,177 @@
+"""The CUDA kernels on a GPU, in bfloat16 and at odd sizes, against torch in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from custom_ops.attention import AttentionBackend, attention, attention_metadata
+from custom_ops.attention_flashinfer import FlashInferAttention
+from custom_ops.attention_torch import TorchAttention
+from custom_ops.attention_triton import TritonAttention
+from custom_ops.gpu_sampling import greedy_tokens, sample_tokens
+from custom_ops.gpu_step import advance_step
+from custom_ops.rope_attention import rope_attention
+from custom_ops.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
+from custom_ops.triton_linear import fused_linear
+from tests.support import attention_cases as cases
+
+CUDA = torch.device("cuda")
+LIMIT = 1e-2
+
+
+def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*size, device=CUDA).to(dtype)
+
+
+def to_cuda(metadata: object) -> None:
+    for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+        setattr(metadata, name, getattr(metadata, name).to(CUDA))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 16, 17, 100])
+@pytest.mark.parametrize(
+    ("out", "inner", "silu_mul"),
+    [(576, 576, False), (3072, 576, True), (130, 1536, False), (4096, 4096, False), (37, 72, False)],
+)
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fused_linear(out: int, inner: int, silu_mul: bool, num_tokens: int, extras: bool, dtype: torch.dtype) -> None:
+    rows = out // 2 if silu_mul else out
+    x, weight = random(num_tokens, inner + 8, dtype=dtype)[:, :inner], random(out, inner, dtype=dtype) * inner**-0.5
+    norm, bias, residual = (
+        (random(inner, dtype=dtype), random(out, dtype=dtype), random(num_tokens, rows, dtype=dtype))
+        if extras
+        else (None,) * 3
+    )
+    y = F.rms_norm(x.double(), (inner,), norm.double(), 1e-5) if norm is not None else x.double()
+    y = F.linear(y, weight.double(), bias.double() if bias is not None else None)
+    if silu_mul:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    y = y + residual.double() if residual is not None else y
+    result = fused_linear(x, weight, out, norm, 1e-5, bias, silu_mul, residual)
+    assert result.dtype == dtype
+    assert cases.relative_error(result, y) < (2e-3 if dtype == torch.float32 else LIMIT)
+
+
+def test_elementwise() -> None:
+    x, residual, weight = random(33, 1000)[:, :960], random(33, 960), random(960)
+    assert cases.relative_error(rms_norm(x, weight, 1e-6), F.rms_norm(x.float(), (960,), weight.float(), 1e-6)) < LIMIT
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert cases.relative_error(normed, F.rms_norm(total.float(), (960,), weight.float(), 1e-6)) < LIMIT
+    gate, up = x.float().chunk(2, dim=-1)
+    assert cases.relative_error(silu_mul_rows(x), F.silu(gate) * up) < LIMIT
+
+
+def backends() -> list[AttentionBackend]:
+    return [TritonAttention(), FlashInferAttention(build=False)]
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (8, 1, 96), (4, 4, 256), (6, 2, 80), (16, 8, 128)])
+@pytest.mark.parametrize("case", cases.BATCHES)
+@pytest.mark.parametrize("with_rope", [False, True])
+def test_attention(case: str, heads: tuple[int, int, int], with_rope: bool, backend: AttentionBackend) -> None:
+    batch, (H, K, E) = cases.BATCHES[case], heads
+    reason = backend.unsupported_reason(
+        device=CUDA, dtype=torch.bfloat16, head_dim=E, num_heads=H, num_kv_heads=K, block_size=batch.block_size
+    )
+    if reason is not None:
+        pytest.skip(reason)
+    metadata, num_blocks = cases.make_metadata(batch, backend)
+    to_cuda(metadata)
+    tokens = metadata.num_tokens + batch.padding
+    cache = random(num_blocks, 2, K, batch.block_size, E)
+    qkv = random(tokens, (H + 2 * K) * E)
+    cos, sin = (torch.rand(tokens, E // 2, device=CUDA).repeat(1, 2) for _ in range(2))
+    norms = (random(E), random(E)) if H == 16 else (None, None)
+    outs, caches = [], []
+    for one in (backend, TorchAttention()):
+        metadata.backend = one
+        one.plan(metadata)
+        caches.append(cache.clone())
+        with attention_metadata(metadata):
+            if with_rope:
+                outs.append(rope_attention(qkv, cos, sin, caches[-1], H, K, E**-0.5, *norms))
+            else:
+                q, k, v = qkv.unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
+                outs.append(attention(q, k, v, caches[-1], E**-0.5))
+    count = metadata.num_tokens
+    assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < LIMIT
+    assert cases.relative_error(caches[0], caches[1].double()) < 1e-3
+    assert outs[0].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab", [50, 8192, 128256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_greedy(vocab: int, dtype: torch.dtype) -> None:
+    logits = random(9, vocab, dtype=dtype)
+    tokens, best = greedy_tokens(logits)
+    first = (logits == logits.max(1, keepdim=True).values).int().argmax(1)
+    assert torch.equal(tokens, first)
+    assert torch.equal(best, logits.max(1).values.float())
+
+
+def test_sampling_follows_the_distribution() -> None:
+    vocab, draws = 1000, 20000
+    logits = random(1, vocab, dtype=torch.float32) * 2
+
+    def full(value: float) -> torch.Tensor:
+        return torch.full((draws,), value, device=CUDA)
+
+    tokens, _ = sample_tokens(
+        logits.expand(draws, vocab), full(0.7), torch.full((draws,), 40, device=CUDA, dtype=torch.int32), full(0.9), full(0.0),
+        torch.full((draws,), 3, device=CUDA), torch.arange(draws, device=CUDA),
+    )  # fmt: skip
+    scaled = logits[0] / 0.7
+    kept = torch.where(scaled >= scaled.topk(40).values[-1], scaled, -torch.inf).softmax(0)
+    ordered, order = kept.sort(descending=True)
+    kept[order[ordered.cumsum(0) - ordered >= 0.9]] = 0
+    kept /= kept.sum()
+    seen = torch.bincount(tokens, minlength=vocab) / draws
+    assert seen[kept == 0].sum() == 0
+    assert 0.5 * (seen - kept).abs().sum() < 0.03
+
+
+def test_decode_steps_replayed_from_one_graph() -> None:
+    """Attention and the step's advance in one graph: eight replays give what eight plain steps give."""
+    backend = TritonAttention()
+    results = []
+    for use_graph in (False, True):
+        torch.manual_seed(0)
+        metadata, num_blocks = cases.make_metadata(cases.Batch(query_lens=(1, 1, 1), seq_lens=(3, 130, 31)), backend)
+        to_cuda(metadata)
+        metadata.block_table = torch.arange(3 * 12, device=CUDA, dtype=torch.int32).reshape(3, 12)
+        metadata.slot_mapping = (
+            metadata.block_table.long().gather(1, ((metadata.seq_lens - 1) // 16).long()[:, None])[:, 0] * 16
+        )
+        metadata.slot_mapping += (metadata.seq_lens - 1) % 16
+        cache = random(36, 2, 2, 16, 64)
+        qkv, ids = random(3, 8 * 64), torch.zeros(3, dtype=torch.int64, device=CUDA)
+        positions = (metadata.seq_lens - 1).long()
+        out = torch.zeros(3, 4 * 64, device=CUDA, dtype=torch.bfloat16)
+
+        def step() -> None:
+            with attention_metadata(metadata):
+                q, k, v = qkv.unflatten(1, (8, 64)).split((4, 2, 2), dim=1)
+                out.copy_(attention(q, k, v, cache, 0.125).flatten(1))
+            advance_step(ids, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, 16)
+
+        step()
+        if use_graph:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+        for _ in range(8):
+            graph.replay() if use_graph else step()
+        torch.cuda.synchronize()
+        results.append((out.clone(), cache.clone(), metadata.seq_lens.clone(), positions.clone()))
+    for plain, replayed in zip(*results, strict=True):
+        assert torch.equal(plain, replayed)
