@@ -221,7 +221,8 @@ class CudaGraphRunner:
         metadata = current_metadata()
         num_tokens = input_ids.shape[0]
         self.tail = None
-        if metadata.max_query_len == 1 and metadata.seq_lens.shape[0] == num_tokens == logits_indices.shape[0]:
+        is_decode = metadata.max_query_len == 1 and metadata.seq_lens.shape[0] == num_tokens == logits_indices.shape[0]
+        if self.sizes and is_decode:
             full = self._full.get(num_tokens)
             if full is not None:
                 inputs = StepInputs(
