@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (Triton may be missing where there is no GPU)
 """The CUDA kernels on a GPU, in bfloat16 and at odd sizes, against torch in float32."""
 
 from __future__ import annotations
@@ -140,38 +141,38 @@ def test_sampling_follows_the_distribution() -> None:
     assert 0.5 * (seen - kept).abs().sum() < 0.03
 
 
+def decode_steps(use_graph: bool) -> list[torch.Tensor]:
+    """Nine steps of attention and advance, plain or replayed; what they leave behind."""
+    torch.manual_seed(0)
+    metadata, _ = cases.make_metadata(cases.Batch(query_lens=(1, 1, 1), seq_lens=(3, 130, 31)), TritonAttention())
+    to_cuda(metadata)
+    metadata.block_table = torch.arange(3 * 12, device=CUDA, dtype=torch.int32).reshape(3, 12)
+    positions = (metadata.seq_lens - 1).long()
+    blocks = metadata.block_table.long().gather(1, (positions // 16)[:, None])[:, 0]
+    metadata.slot_mapping = blocks * 16 + positions % 16
+    cache = random(36, 2, 2, 16, 64)
+    qkv, ids = random(3, 8 * 64), torch.zeros(3, dtype=torch.int64, device=CUDA)
+    out = torch.zeros(3, 4 * 64, device=CUDA, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with attention_metadata(metadata):
+            q, k, v = qkv.unflatten(1, (8, 64)).split((4, 2, 2), dim=1)
+            out.copy_(attention(q, k, v, cache, 0.125).flatten(1))
+        advance_step(ids, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, 16)
+
+    step()
+    run = step
+    if use_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    for _ in range(8):
+        run()
+    torch.cuda.synchronize()
+    return [out, cache, metadata.seq_lens, positions]
+
+
 def test_decode_steps_replayed_from_one_graph() -> None:
-    """Attention and the step's advance in one graph: eight replays give what eight plain steps give."""
-    backend = TritonAttention()
-    results = []
-    for use_graph in (False, True):
-        torch.manual_seed(0)
-        metadata, num_blocks = cases.make_metadata(cases.Batch(query_lens=(1, 1, 1), seq_lens=(3, 130, 31)), backend)
-        to_cuda(metadata)
-        metadata.block_table = torch.arange(3 * 12, device=CUDA, dtype=torch.int32).reshape(3, 12)
-        metadata.slot_mapping = (
-            metadata.block_table.long().gather(1, ((metadata.seq_lens - 1) // 16).long()[:, None])[:, 0] * 16
-        )
-        metadata.slot_mapping += (metadata.seq_lens - 1) % 16
-        cache = random(36, 2, 2, 16, 64)
-        qkv, ids = random(3, 8 * 64), torch.zeros(3, dtype=torch.int64, device=CUDA)
-        positions = (metadata.seq_lens - 1).long()
-        out = torch.zeros(3, 4 * 64, device=CUDA, dtype=torch.bfloat16)
-
-        def step() -> None:
-            with attention_metadata(metadata):
-                q, k, v = qkv.unflatten(1, (8, 64)).split((4, 2, 2), dim=1)
-                out.copy_(attention(q, k, v, cache, 0.125).flatten(1))
-            advance_step(ids, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, 16)
-
-        step()
-        if use_graph:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-        for _ in range(8):
-            graph.replay() if use_graph else step()
-        torch.cuda.synchronize()
-        results.append((out.clone(), cache.clone(), metadata.seq_lens.clone(), positions.clone()))
-    for plain, replayed in zip(*results, strict=True):
+    for plain, replayed in zip(decode_steps(False), decode_steps(True), strict=True):
         assert torch.equal(plain, replayed)
