@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from compiler.config import CompileConfig
-from compiler.kernels import available_kernels
-from compiler.model import CompiledModel, EagerModel, Model
-from compiler.pipeline import compile_model
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compiler.config import CompileConfig
+    from compiler.kernels import available_kernels
+    from compiler.model import CompiledModel, EagerModel, Model
+    from compiler.pipeline import compile_model
 
 __all__ = ["CompileConfig", "CompiledModel", "EagerModel", "Model", "available_kernels", "compile_model"]
+
+_MODULES = {
+    "CompileConfig": "config",
+    "CompiledModel": "model",
+    "EagerModel": "model",
+    "Model": "model",
+    "available_kernels": "kernels",
+    "compile_model": "pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: the process that only reads options (`compiler.config`) must not import torch.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
