@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -95,6 +96,7 @@ class SyncEngine:
         if self._core is not None:
             self._core.shutdown()
             self._core = None
+            gc.collect()  # the runner and its graphs know each other: nothing else frees the cache now
 
 
 class AsyncEngineClient:

@@ -213,11 +213,9 @@ class EngineCore:
         return outputs
 
     def shutdown(self) -> None:
-        """Drop the model and the cache; the core cannot be used afterwards. May be called more than once."""
+        """Stop the executor; the core cannot be used afterwards. May be called more than once."""
         self._in_flight.clear()
         self._executor.shutdown()
-        self._graphs = None
-        self.__dict__.pop("_runner", None)
 
     def _select_backend(self, spec: ModelSpec) -> AttentionBackend:
         layer = spec.kv_cache_specs[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from custom_ops.attention import AttentionMetadata, attention_metadata
 from custom_ops.attention_torch import TorchAttention
 from runtime.attention_backends import AttentionBackendError
+from runtime.engine_client import EngineDeadError, SyncEngine
 from runtime.engine_core import EngineCore
 from runtime.kv_cache import KVCacheTooSmallError, allocate_kv_cache
 from runtime.messages import EngineRequest, TokenLogprobs
@@ -271,3 +273,14 @@ def test_abort_all_ends_every_request_with_an_output(model_dir: Path) -> None:
     assert {output.request_id: output.finish_reason for output in outputs} == {f"r{i}": "abort" for i in range(3)}
     assert not engine.has_work()
     assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
+
+
+def test_shutdown_frees_the_cache(model_dir: Path) -> None:
+    engine = SyncEngine(tiny_config(model_dir))
+    cache = weakref.ref(engine.core._runner.kv_caches[0])
+    run_requests(engine.core, [request("a", [1, 2])])
+    engine.shutdown()
+    engine.shutdown()
+    assert cache() is None
+    with pytest.raises(EngineDeadError, match="shut down"):
+        engine.step()
