@@ -24,7 +24,7 @@ constexpr int kTileRows = 96;      // rows that share one repacked block of keys
 constexpr int kSubtile = kMaxRows;
 constexpr int kMinSplitKeys = 256;  // a shorter range of keys is not worth a second item
 constexpr int kMaxHeadDim = 512;
-constexpr float kLowest = -1e30f;   // maximum over no keys; finite, so that differences stay numbers
+constexpr float kLowest = -1e30f;  // maximum over no keys; finite, so that differences stay numbers
 
 struct Item {
     int32_t seq;
@@ -133,13 +133,19 @@ void prepare_head(const CasAttention& a, const T* x, const T* norm_weight, const
         for (int64_t e = 0; e < width; e += kLanes) store16(y + e, load16(values + e));
         return;
     }
-    alignas(64) float rotated[kMaxHeadDim];
-    for (int64_t e = 0; e < half; ++e) {
-        rotated[e] = -values[half + e];
-        rotated[half + e] = values[e];
+    if (half % kLanes == 0) {
+        for (int64_t e = 0; e < half; e += kLanes) {
+            const f32x16 low = load16(values + e), high = load16(values + half + e);
+            store16(y + e, low * load16(rotation.cos + e) - high * load16(rotation.sin + e));
+            store16(y + half + e, high * load16(rotation.cos + half + e) + low * load16(rotation.sin + half + e));
+        }
+        return;
     }
-    for (int64_t e = 0; e < width; e += kLanes)
-        store16(y + e, load16(values + e) * load16(rotation.cos + e) + load16(rotated + e) * load16(rotation.sin + e));
+    for (int64_t e = 0; e < half; ++e) {
+        const float low = values[e], high = values[half + e];
+        store_scalar(y + e, low * rotation.cos[e] - high * rotation.sin[e]);
+        store_scalar(y + half + e, high * rotation.cos[half + e] + low * rotation.sin[half + e]);
+    }
 }
 
 template <class T>
@@ -183,11 +189,11 @@ inline void transpose16(const uint32_t* const* rows, int64_t offset, uint32_t* t
 template <class T>
 struct Scratch {
     T *queries, *keys, *values, *probabilities;
-    float *scores, *sums, *products, *maxima, *denominators;
+    float *scores, *sums, *maxima, *denominators;
 
     static size_t bytes(int64_t head_dim) {
         const size_t elements = kTileRows * head_dim + 2 * kKeys * head_dim + kSubtile * kKeys;
-        const size_t floats = kSubtile * kKeys + kTileRows * head_dim + kSubtile * head_dim + 2 * (kTileRows + kLanes);
+        const size_t floats = kSubtile * kKeys + kTileRows * head_dim + kTileRows + kLanes + kTileRows * kLanes;
         return (elements * sizeof(T) + floats * sizeof(float) + 4095) / 4096 * 4096;
     }
 
@@ -198,8 +204,7 @@ struct Scratch {
         probabilities = values + kKeys * head_dim;
         scores = reinterpret_cast<float*>(probabilities + kSubtile * kKeys);
         sums = scores + kSubtile * kKeys;
-        products = sums + kTileRows * head_dim;
-        maxima = products + kSubtile * head_dim;
+        maxima = sums + kTileRows * head_dim;
         denominators = maxima + kTileRows + kLanes;
     }
 };
@@ -292,46 +297,55 @@ void pack_keys_values(const CasAttention& a, const KeyRows<T>& now, const KeyRow
     }
 }
 
-// One step of the online softmax for `rows` rows: probabilities from scores, new maxima and denominators. Returns the factors by which
-// the rows' sums so far must shrink.
+// Lane r of the result: the largest element of rows[r].
+inline f32x16 max_of_rows(f32x16* rows) {
+    u32x16 first{}, second{};
+#pragma GCC unroll 4
+    for (int d = 8; d >= 1; d /= 2) {
+        for (uint32_t lane = 0; lane < 16; ++lane) {
+            first[lane] = (lane & d) ? (lane - d) + 16 : lane;
+            second[lane] = (lane & d) ? lane + 16 : lane + d;
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < d; ++i)
+            rows[i] = max_of(__builtin_shuffle(rows[i], rows[i + d], first), __builtin_shuffle(rows[i], rows[i + d], second));
+    }
+    return rows[0];
+}
+
+// One step of the online softmax for `rows` rows: probabilities from scores, new maxima (in units of log 2) and denominators (by lanes).
+// Row r sees the first visible[r] keys. factors: by how much the rows' sums so far must shrink.
 template <class T>
-f32x16 softmax_step(
-    const CasAttention& a, Scratch<T>& s, int row, int rows, int count, int padded, const int32_t* visible
-) {
-    f32x16 old_maxima = load16(s.maxima + row), new_maxima = old_maxima;
+void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int padded, const int32_t* visible, float* factors) {
+    constexpr float kLog2E = 1.44269504088896341f;
+    const float scale = a.scale * kLog2E;
     i32x16 lanes;
     for (int i = 0; i < kLanes; ++i) lanes[i] = i;
-    for (int r = 0; r < rows; ++r) {
-        float* scores = s.scores + r * kKeys;
-        const int limit = std::min(count, visible[r]);
-        f32x16 largest = splat(kLowest);
+    f32x16 largest[kLanes];
+    for (int r = 0; r < kLanes; ++r) {
+        largest[r] = splat(kLowest);
+        if (r >= rows) continue;
         for (int c = 0; c < padded; c += kLanes) {
-            f32x16 v = load16(scores + c) * a.scale;
-            if (c + kLanes > limit) v = (lanes + c < limit) ? v : splat(kLowest);
-            store16(scores + c, v);
-            largest = max_of(largest, v);
+            const f32x16 v = load16(s.scores + r * kKeys + c);
+            largest[r] = max_of(largest[r], c + kLanes <= visible[r] ? v : ((lanes + c < visible[r]) ? v : splat(kLowest)));
         }
-        new_maxima[r] = std::max(new_maxima[r], max16(largest));
     }
-    const f32x16 factors = exp16(old_maxima - new_maxima);
-    f32x16 denominators = load16(s.denominators + row) * factors;
+    const f32x16 old_maxima = load16(s.maxima + row);
+    const f32x16 maxima = max_of(old_maxima, max_of_rows(largest) * scale);
+    alignas(64) float new_maxima[kLanes];
+    store16(new_maxima, maxima);
+    store16(factors, exp2_nonpositive(old_maxima - maxima));
     for (int r = 0; r < rows; ++r) {
-        const float* scores = s.scores + r * kKeys;
-        T* probabilities = s.probabilities + r * kKeys;
-        const int limit = std::min(count, visible[r]);
-        f32x16 total{};
+        f32x16 total = load16(s.denominators + (row + r) * kLanes) * factors[r];
         for (int c = 0; c < padded; c += kLanes) {
-            f32x16 p = exp16(load16(scores + c) - new_maxima[r]);
-            // With nothing visible so far the maximum is kLowest itself, and the difference says nothing.
-            if (c + kLanes > limit) p = (lanes + c < limit) ? p : f32x16{};
-            store16(probabilities + c, p);
+            f32x16 p = exp2_nonpositive(load16(s.scores + r * kKeys + c) * scale - new_maxima[r]);
+            if (c + kLanes > visible[r]) p = (lanes + c < visible[r]) ? p : f32x16{};
+            store16(s.probabilities + r * kKeys + c, p);
             total += p;
         }
-        denominators[r] += sum16(total);
+        store16(s.denominators + (row + r) * kLanes, total);
+        s.maxima[row + r] = new_maxima[r];
     }
-    store16(s.maxima + row, new_maxima);
-    store16(s.denominators + row, denominators);
-    return factors;
 }
 
 template <class T>
@@ -351,7 +365,7 @@ void run_item(const CasAttention& a, const Item& item, int64_t kv_head, Scratch<
     }
     std::fill(s.sums, s.sums + rows * E, 0.0f);
     std::fill(s.maxima, s.maxima + kTileRows + kLanes, kLowest);
-    std::fill(s.denominators, s.denominators + kTileRows + kLanes, 0.0f);
+    std::fill(s.denominators, s.denominators + rows * kLanes, 0.0f);
 
     // Position of the tile's first token within its sequence.
     const int64_t first_position = a.seq_lens[item.seq] - (a.query_start_loc[item.seq + 1] - item.token_begin);
@@ -370,18 +384,14 @@ void run_item(const CasAttention& a, const Item& item, int64_t kv_head, Scratch<
         for (int row = 0; row < rows; row += kSubtile) {
             const int n = std::min(kSubtile, rows - row);
             int32_t visible[kSubtile];
-            for (int r = 0; r < n; ++r) visible[r] = int32_t(std::clamp<int64_t>(first_position + (row + r) / G + 1 - key, 0, kKeys));
+            for (int r = 0; r < n; ++r) visible[r] = int32_t(std::clamp<int64_t>(first_position + (row + r) / G + 1 - key, 0, count));
             if (visible[n - 1] == 0) continue;
-            multiply_tile<T>(
+            multiply_tile<T, kPlain>(
                 s.queries + row * E, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
-            const f32x16 factors = softmax_step(a, s, row, n, count, padded, visible);
-            multiply_tile<T>(
-                s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, s.products, E);
-            for (int r = 0; r < n; ++r) {
-                float* sums = s.sums + (row + r) * E;
-                for (int64_t e = 0; e < E; e += kLanes)
-                    store16(sums + e, load16(sums + e) * factors[r] + load16(s.products + r * E + e));
-            }
+            alignas(64) float factors[kLanes];
+            softmax_step(a, s, row, n, padded, visible, factors);
+            multiply_tile<T, kAccumulate>(
+                s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, s.sums + row * E, E, factors);
         }
     }
 
@@ -389,12 +399,12 @@ void run_item(const CasAttention& a, const Item& item, int64_t kv_head, Scratch<
         const int64_t slot = (item.partial + item.split) * a.num_kv_heads + kv_head;
         std::copy(s.sums, s.sums + rows * E, partials.sums + slot * kTileRows * E);
         std::copy(s.maxima, s.maxima + rows, partials.maxima + slot * kTileRows);
-        std::copy(s.denominators, s.denominators + rows, partials.denominators + slot * kTileRows);
+        for (int r = 0; r < rows; ++r) partials.denominators[slot * kTileRows + r] = sum16(load16(s.denominators + r * kLanes));
         return;
     }
     for (int r = 0; r < rows; ++r) {
         T* out = static_cast<T*>(a.out) + (item.token_begin + r / G) * a.out_stride + (kv_head * G + r % G) * E;
-        const float inverse = 1.0f / s.denominators[r];
+        const float inverse = 1.0f / sum16(load16(s.denominators + r * kLanes));
         for (int64_t e = 0; e < E; e += kLanes) store16(out + e, load16(s.sums + r * E + e) * inverse);
     }
 }
@@ -410,7 +420,7 @@ void merge_splits(const CasAttention& a, const Item& item, int64_t kv_head, cons
         for (int i = 0; i < item.num_splits; ++i) maximum = std::max(maximum, partials.maxima[slot(i)]);
         alignas(64) float sums[kMaxHeadDim] = {};
         for (int i = 0; i < item.num_splits; ++i) {
-            const float factor = exp16(splat(partials.maxima[slot(i)] - maximum))[0];
+            const float factor = exp2_nonpositive(splat(partials.maxima[slot(i)] - maximum))[0];
             denominator += factor * partials.denominators[slot(i)];
             const float* part = partials.sums + slot(i) * E;
             for (int64_t e = 0; e < E; e += kLanes) store16(sums + e, load16(sums + e) + load16(part + e) * factor);

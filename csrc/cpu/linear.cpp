@@ -107,7 +107,7 @@ void compute_tile(
     int64_t groups, float* tile
 ) {
     constexpr int kVector = Dot<T>::kInputs * kLanes;
-    if (tiles > kMaxAheadTiles) return multiply_tile(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
+    if (tiles > kMaxAheadTiles) return multiply_tile<T, kPlain>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
     Ahead<T> ahead;
     for (int b = 0; b < panel.blocks; b += 2) {
         const int n = std::min(2, panel.blocks - b);
@@ -119,9 +119,9 @@ void compute_tile(
         }
         ahead.turn = tiles == 1 ? std::max<int64_t>(0, groups - kPrefetchGroups) : groups;
         ahead.step = kVector / tiles;
-        const auto product = n == 2 ? pick<T, 2, true>(rows, std::make_integer_sequence<int, kMaxRows>{})
-                                    : pick<T, 1, true>(rows, std::make_integer_sequence<int, kMaxRows>{});
-        product(x, x_stride, panel.weights + b, groups, tile + b * kLanes, kTileWidth, &ahead);
+        const auto product = n == 2 ? pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{})
+                                    : pick<T, 1, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{});
+        product(x, x_stride, panel.weights + b, groups, tile + b * kLanes, kTileWidth, nullptr, &ahead);
     }
 }
 

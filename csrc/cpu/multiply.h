@@ -22,69 +22,87 @@ struct Ahead {
     int64_t turn, step;
 };
 
+#define CAS_INLINE __attribute__((always_inline))
+
+// body(0) … body(kCount - 1) with the index a constant. A loop does not do: where it is unrolled late, GCC keeps the sums in memory.
+template <int kCount, class Body>
+CAS_INLINE inline void unrolled(const Body& body) {
+    [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) CAS_INLINE {
+        (body(std::integral_constant<int, kIndex>{}), ...);
+    }(std::make_integer_sequence<int, kCount>{});
+}
+
+enum Mode { kPlain, kPrefetch, kAccumulate };
+
 // tile[r][b] = sum over groups of x[r] * weights[b], for kRows rows and kBlocks blocks. Each sum adds its products in the order of the
-// inputs whatever the tile, so a row's result does not depend on the rows beside it. `ahead` is read if kPrefetch.
-template <class T, int kRows, int kBlocks, bool kPrefetch>
+// inputs whatever the tile, so a row's result does not depend on the rows beside it. kPrefetch: `ahead` is
+// read. kAccumulate: row r of the tile is not overwritten but multiplied by factors[r] and added to.
+template <class T, int kRows, int kBlocks, Mode kMode>
 __attribute__((noinline)) void multiply(
-    const T* x, int64_t x_stride, const T* const* weights, int64_t groups, float* tile, int64_t tile_stride, const Ahead<T>* ahead
+    const T* x, int64_t x_stride, const T* const* weights, int64_t groups, float* tile, int64_t tile_stride, const float* factors,
+    const Ahead<T>* ahead
 ) {
     using D = Dot<T>;
     constexpr int kVector = D::kInputs * kLanes;
     f32x16 sums[kRows][kBlocks];
-    for (int r = 0; r < kRows; ++r)
-        for (int b = 0; b < kBlocks; ++b) sums[r][b] = f32x16{};
+    unrolled<kRows>([&](auto r) CAS_INLINE {
+        unrolled<kBlocks>([&](auto b) CAS_INLINE {
+            if constexpr (kMode == kAccumulate) sums[r][b] = load16(tile + r * tile_stride + b * kLanes) * factors[r];
+            else sums[r][b] = f32x16{};
+        });
+    });
     const T *w[kBlocks], *asked[kBlocks];
-    for (int b = 0; b < kBlocks; ++b) w[b] = weights[b];
+    unrolled<kBlocks>([&](auto b) CAS_INLINE { w[b] = weights[b]; });
     int64_t g = 0;
-    for (int part = 0; part < (kPrefetch ? 2 : 1); ++part) {
-        int64_t end = groups;
-        if (kPrefetch) {
-            for (int b = 0; b < kBlocks; ++b) asked[b] = part ? ahead->second[b] - g * ahead->step : ahead->first[b];
+    for (int part = 0; part < (kMode == kPrefetch ? 2 : 1); ++part) {
+        int64_t end = groups, step = 0;
+        if constexpr (kMode == kPrefetch) {
             if (!part) end = ahead->turn;
+            step = ahead->step;
+            unrolled<kBlocks>([&](auto b) CAS_INLINE { asked[b] = part ? ahead->second[b] - g * step : ahead->first[b]; });
         }
         for (; g < end; ++g) {
             typename D::Weights vectors[kBlocks];
-#pragma GCC unroll 4
-            for (int b = 0; b < kBlocks; ++b) {
+            unrolled<kBlocks>([&](auto b) CAS_INLINE {
                 vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
-                if (kPrefetch) __builtin_prefetch(asked[b] + g * ahead->step);
-            }
-#pragma GCC unroll 16
-            for (int r = 0; r < kRows; ++r) {
+                if constexpr (kMode == kPrefetch) __builtin_prefetch(asked[b] + g * step);
+            });
+            unrolled<kRows>([&](auto r) CAS_INLINE {
                 const auto lane = load_raw<typename D::Lane>(x + r * x_stride + g * D::kInputs);
-#pragma GCC unroll 4
-                for (int b = 0; b < kBlocks; ++b) sums[r][b] = D::add(sums[r][b], vectors[b], lane);
-            }
+                unrolled<kBlocks>([&](auto b) CAS_INLINE { sums[r][b] = D::add(sums[r][b], vectors[b], lane); });
+            });
         }
     }
-    for (int r = 0; r < kRows; ++r)
-        for (int b = 0; b < kBlocks; ++b) store16(tile + r * tile_stride + b * kLanes, sums[r][b]);
+    unrolled<kRows>([&](auto r) CAS_INLINE {
+        unrolled<kBlocks>([&](auto b) CAS_INLINE { store16(tile + r * tile_stride + b * kLanes, sums[r][b]); });
+    });
 }
 
 template <class T>
-using Multiply = void (*)(const T*, int64_t, const T* const*, int64_t, float*, int64_t, const Ahead<T>*);
+using Multiply = void (*)(const T*, int64_t, const T* const*, int64_t, float*, int64_t, const float*, const Ahead<T>*);
 
-template <class T, int kBlocks, bool kPrefetch, int... kRows>
+template <class T, int kBlocks, Mode kMode, int... kRows>
 constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
-    constexpr Multiply<T> table[] = {multiply<T, kRows + 1, kBlocks, kPrefetch>...};
+    constexpr Multiply<T> table[] = {multiply<T, kRows + 1, kBlocks, kMode>...};
     return table[rows - 1];
 }
 
 // Any number of blocks, up to kMaxRows rows.
-template <class T>
+template <class T, Mode kMode>
 void multiply_tile(
-    const T* x, int64_t x_stride, int rows, const T* const* weights, int blocks, int64_t groups, float* tile, int64_t tile_stride
+    const T* x, int64_t x_stride, int rows, const T* const* weights, int blocks, int64_t groups, float* tile, int64_t tile_stride,
+    const float* factors = nullptr
 ) {
     int b = 0;
     if (rows <= kMaxRowsFour) {
-        const auto four = pick<T, 4, false>(rows, std::make_integer_sequence<int, kMaxRowsFour>{});
-        for (; b + 4 <= blocks; b += 4) four(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, nullptr);
+        const auto four = pick<T, 4, kMode>(rows, std::make_integer_sequence<int, kMaxRowsFour>{});
+        for (; b + 4 <= blocks; b += 4) four(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
     }
-    const auto two = pick<T, 2, false>(rows, std::make_integer_sequence<int, kMaxRows>{});
-    for (; b + 2 <= blocks; b += 2) two(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, nullptr);
+    const auto two = pick<T, 2, kMode>(rows, std::make_integer_sequence<int, kMaxRows>{});
+    for (; b + 2 <= blocks; b += 2) two(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
     if (b < blocks) {
-        const auto one = pick<T, 1, false>(rows, std::make_integer_sequence<int, kMaxRows>{});
-        one(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, nullptr);
+        const auto one = pick<T, 1, kMode>(rows, std::make_integer_sequence<int, kMaxRows>{});
+        one(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
     }
 }
 

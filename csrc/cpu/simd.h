@@ -121,18 +121,32 @@ inline f32x16 max_of(f32x16 a, f32x16 b) {
 #endif
 }
 
-// e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a degree-6 polynomial for e^r, then 2^n by the exponent
-// bits. Below e^-87 the result is 0, above e^88 it is the largest of them (softmax and sigmoid need no infinities).
+// To the nearest integer; for |x| < 2^22.
+inline f32x16 round16(f32x16 x) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    return (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23 leaves no bits for a fraction
+#endif
+}
+
+// x * 2^n for integral n; 0 below the normal floats.
+inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_scalef_ps((__m512)x, (__m512)n);
+#else
+    const i32x16 vanishes = n < splat(-126.0f);
+    const i32x16 exponent = (__builtin_convertvector(-max_of(-n, splat(-127.0f)), i32x16) + 127) << 23;
+    return (f32x16)((i32x16)(x * (f32x16)exponent) & ~vanishes);
+#endif
+}
+
+// e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, and the Taylor polynomial of degree 6 for e^r.
 inline f32x16 exp16(f32x16 x) {
-    const i32x16 vanishes = x < splat(-87.0f);
-    x = max_of(x, splat(-87.0f));
-    x = -max_of(-x, splat(-88.0f));
-    const f32x16 scaled = x * 1.44269504088896341f;
-    // Adding and taking away 1.5 * 2^23 rounds to an integer.
-    const f32x16 shifted = scaled + 12582912.0f;
-    const f32x16 n = shifted - 12582912.0f;
-    f32x16 r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
+    x = max_of(x, splat(-104.0f));
+    x = -max_of(-x, splat(-88.7f));
+    const f32x16 n = round16(x * 1.44269504088896341f);
+    const f32x16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     f32x16 p = splat(1.0f / 720.0f);
     p = p * r + 1.0f / 120.0f;
     p = p * r + 1.0f / 24.0f;
@@ -140,9 +154,22 @@ inline f32x16 exp16(f32x16 x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const i32x16 exponent = ((i32x16)shifted << 23) + (127 << 23);
-    const f32x16 result = p * (f32x16)exponent;
-    return (f32x16)((i32x16)result & ~vanishes);
+    return scale_by_power(p, n);
+}
+
+// 2^x for x <= 0, as exp16.
+inline f32x16 exp2_nonpositive(f32x16 x) {
+    x = max_of(x, splat(-150.0f));
+    const f32x16 n = round16(x);
+    const f32x16 r = x - n;
+    f32x16 p = splat(1.5403530e-4f);  // (ln 2)^6 / 6!
+    p = p * r + 1.3333558e-3f;
+    p = p * r + 9.6181291e-3f;
+    p = p * r + 5.5504109e-2f;
+    p = p * r + 2.4022651e-1f;
+    p = p * r + 6.9314718e-1f;
+    p = p * r + 1.0f;
+    return scale_by_power(p, n);
 }
 
 // A weight vector holds, for 16 outputs, `kInputs` consecutive inputs each. A lane of the activation holds the same inputs of one row.
