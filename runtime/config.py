@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from compiler.config import CompileConfig
+
+CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
+MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound of a symbolic length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,13 +50,31 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step. max_num_batched_tokens: the token budget that decodes and prefill chunks share."""
+    """Limits of one step.
+
+    max_num_batched_tokens: the token budget that decodes and prefill chunks share; None: by device, 2048 on the CPU.
+    async_scheduling: launch a step before the result of the one before it is read; None: by device, off on the CPU.
+    """
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
-    async_scheduling: bool = False
+    async_scheduling: bool | None = None
     max_waiting: int | None = None  # requests that may wait; beyond it new ones are refused (HTTP 503)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one step at most."""
+        return CPU_TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+
+    def for_device(self, device_type: str) -> SchedulerConfig:
+        """The same with the device's values where none was given: a GPU is busy only with long steps and no waiting host."""
+        budget = CUDA_TOKEN_BUDGET if device_type == "cuda" else CPU_TOKEN_BUDGET
+        return replace(
+            self,
+            max_num_batched_tokens=budget if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
+            async_scheduling=device_type == "cuda" if self.async_scheduling is None else self.async_scheduling,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

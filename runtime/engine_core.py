@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,9 +59,9 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
-        self.config = config
         self._on_stage = on_stage
         self.device = resolve_device(config.device)
+        config = self.config = replace(config, scheduler=config.scheduler.for_device(self.device.type))
         self.num_threads = use_threads(config.num_threads)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
 

@@ -141,7 +141,7 @@ class ModelRunner:
         self.backend = backend
         self.device = device
         self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
-        self.max_num_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        self.max_num_tokens = max(scheduler.token_budget, scheduler.max_num_seqs)
         self.kv_caches = allocate_kv_cache(spec.kv_cache_specs, num_blocks, block_size, dtype=dtype, device=device)
         self.padded_tokens = 0  # since the start
         self.decode_misses = 0  # steps of decodes for which the model had no graph, since the start

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from compiler.config import CompileConfig, CudaGraphMode
-from runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from runtime.config import MAX_TOKEN_BUDGET, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 
 
 def make_engine_config(
@@ -26,9 +26,9 @@ def make_engine_config(
     gpu_memory_utilization: float = 0.9,
     enable_prefix_caching: bool = True,
     max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 2048,
+    max_num_batched_tokens: int | None = None,
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
-    async_scheduling: bool = False,
+    async_scheduling: bool | None = None,
     max_waiting: int | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     attention_backend: str | None = None,
@@ -65,6 +65,10 @@ def make_engine_config(
         ("num_threads", num_threads),
     ):
         _require(value is None or value >= 1, name, "at least 1", value)
+    _require(
+        max_num_batched_tokens is None or max_num_batched_tokens <= MAX_TOKEN_BUDGET,
+        "max_num_batched_tokens", f"at most {MAX_TOKEN_BUDGET}", max_num_batched_tokens,
+    )  # fmt: skip
     _require(max_waiting is None or max_waiting >= 0, "max_waiting", "at least 0", max_waiting)
     _require(0.0 < gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "in (0, 1]", gpu_memory_utilization)
     if num_kv_blocks is not None and kv_cache_memory_bytes is not None:

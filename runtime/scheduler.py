@@ -70,10 +70,10 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, *, num_blocks: int, max_model_len: int) -> None:
-        if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
+        if config.max_num_seqs < 1 or config.token_budget < 1:
             raise ValueError(
                 "max_num_seqs and max_num_batched_tokens must be at least 1, "
-                f"got {config.max_num_seqs} and {config.max_num_batched_tokens}."
+                f"got {config.max_num_seqs} and {config.token_budget}."
             )
         self.config = config
         self.manager = KVCacheManager(num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching)
@@ -85,7 +85,7 @@ class Scheduler:
                 self.max_len, max_model_len, self.max_len,
             )  # fmt: skip
         # Every running sequence takes at least one token of each step, so that none is left out.
-        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.max_num_seqs = min(config.max_num_seqs, config.token_budget)
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # heap
@@ -202,7 +202,7 @@ class Scheduler:
             decodes.append(request)
 
         scheduled = dict.fromkeys([request.request_id for request in decodes], 1)
-        budget = self.config.max_num_batched_tokens - len(decodes)
+        budget = self.config.token_budget - len(decodes)
         for request in prefilling:
             if budget > 0:
                 budget -= self._schedule_chunk(request, budget, step, scheduled)
@@ -213,7 +213,7 @@ class Scheduler:
 
         self._next_step += 1
         self._in_flight.append(step)
-        self._step_tokens = self.config.max_num_batched_tokens - budget
+        self._step_tokens = self.config.token_budget - budget
         forget_ids, self._forget_ids = self._forget_ids, []
         return SchedulerOutput(
             step=step.step,

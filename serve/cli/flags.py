@@ -98,16 +98,22 @@ def engine_flags(
     ] = True,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.", rich_help_panel=SCHEDULER_PANEL)] = 256,
     max_num_batched_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens in one step, decodes and prefill chunks.", rich_help_panel=SCHEDULER_PANEL),
-    ] = 2048,
+        int | None,
+        typer.Option(
+            help="Tokens in one step, decodes and prefill chunks; by default 2048 on the CPU, 8192 on CUDA.",
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
+    ] = None,
     scheduling_policy: Annotated[
         Policy,
         typer.Option(help="priority: requests of lower priority numbers run first.", rich_help_panel=SCHEDULER_PANEL),
     ] = "fcfs",
     async_scheduling: Annotated[
-        bool, typer.Option(help="Schedule a step while the one before it runs.", rich_help_panel=SCHEDULER_PANEL)
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="Schedule a step while the one before it runs; by default on CUDA.", rich_help_panel=SCHEDULER_PANEL
+        ),
+    ] = None,
     max_waiting: Annotated[
         int | None,
         typer.Option(help="Requests that may wait; more are refused (HTTP 503).", rich_help_panel=SCHEDULER_PANEL),

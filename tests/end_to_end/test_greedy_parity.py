@@ -121,7 +121,7 @@ def test_after_preemption(
         enable_prefix_caching=False,
     )  # fmt: skip
     check(reference, prompts, generate(llm, prompts), expected)
-    stats = llm.engine.stats()
+    stats = llm.engine.core.stats()
     assert stats.num_preemptions > 0
     assert stats.num_free_blocks == stats.num_total_blocks
     llm.shutdown()
@@ -130,7 +130,7 @@ def test_after_preemption(
 def test_cached_prefix(smollm2_dir: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
     llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=16)
     check(reference, prompts, generate(llm, prompts), expected)
-    hits = llm.engine.stats().prefix_cache_hits
+    hits = llm.engine.core.stats().prefix_cache_hits
     check(reference, prompts, generate(llm, prompts), expected)
-    assert llm.engine.stats().prefix_cache_hits > hits
+    assert llm.engine.core.stats().prefix_cache_hits > hits
     llm.shutdown()
