@@ -6,7 +6,7 @@
     90_split/piece_0_<fingerprint>.py    each distinct piece
     91_compiled/piece_0_<fingerprint>.py what Inductor generated for it, kernels included
     92_forward.py                    the function that calls the pieces
-    report.json                      all of it as data, with what each pass said (schema: `SCHEMA`)
+    report.json                      all of it as data, with what each pass said (schema: `compiler.dump_format`)
 
 A failure while dumping is logged and ends the dump, never the compilation.
 """
@@ -27,6 +27,7 @@ from typing import Any, ParamSpec
 import torch
 from torch.fx import GraphModule, Node
 
+from compiler.dump_format import BYTECODE, COMPILED, FORWARD, REPORT, SCHEMA, SPLIT
 from compiler.fingerprint import fingerprint
 from compiler.graph_text import GraphText, SymbolNames, source_of, target_name
 from compiler.plan import ExecutionPlan, OpStep, PieceStep
@@ -35,9 +36,6 @@ from compiler.stitch import stitched_source
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
-REPORT = "report.json"
-SPLIT, COMPILED, FORWARD, BYTECODE = "90_split", "91_compiled", "92_forward.py", "00_dynamo_bytecode.py"
 
 P = ParamSpec("P")
 

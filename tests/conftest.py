@@ -20,6 +20,10 @@ CHAT_TEMPLATE = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshot", metavar="FILE", help="where the explorer's test writes the README's picture")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
     for item in items:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from serve.cli.flags import COMPILER_PANEL, ModelArgument
 from serve.cli.output import StageDisplay, error_console
@@ -64,16 +63,11 @@ def compile_model_command(
 
 
 def _print_report(report: dict[str, Any], seconds: float, output: Path | None) -> None:
-    table = Table(title="Passes", title_justify="left")
-    for column in ("pass", "matched", "expected", "seconds", "note"):
-        table.add_column(column, justify="left" if column in ("pass", "note") else "right")
-    for row in report["passes"]:
-        misses = row.get("near_misses", [])
-        note = row.get("skipped") or (f"{len(misses)} near misses" if misses else "")
-        counts = (str(row.get("matched", "–")), str(row.get("expected", "–")))
-        table.add_row(row["name"], *counts, f"{row['seconds']:.3f}", note)
+    from serve.inspect.text import pass_tables
+
     console = error_console()
-    console.print(table)
+    for table in pass_tables(report["passes"]):
+        console.print(table)
     verb = "found ready" if report["artifact"] == "hit" else "compiled"
     console.print(f"{report['pieces']} pieces, {report['distinct_pieces']} distinct, {verb} in {seconds:.1f} s")
     if output is not None:

@@ -11,6 +11,7 @@ from serve.cli.cache_command import cache_app
 from serve.cli.compile_command import compile_model_command
 from serve.cli.flags import command
 from serve.cli.generate_command import generate_command
+from serve.cli.inspect_command import inspect_command
 from serve.cli.serve_command import serve_command
 
 app = typer.Typer(
@@ -41,6 +42,7 @@ def _root(
 app.command("serve")(command(serve_command))
 app.command("compile")(command(compile_model_command))
 app.command("generate")(command(generate_command))
+app.command("inspect")(command(inspect_command))
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
 

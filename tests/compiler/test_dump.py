@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compiler import CompileConfig, compile_model
-from compiler.dump import REPORT, SCHEMA
+from compiler.dump_format import REPORT, SCHEMA
 from compiler.inductor import load_piece
 from compiler.model import Model
 from compiler.passes import default_passes

@@ -44,6 +44,7 @@ FLAGS = {
         "model", "prompts", "--prompts-file", "--raw", "--system", "--max-tokens", "--temperature", "--top-p",
         "--top-k", "--stop", "--json",
     },
+    "inspect": {"dump", "other", "--text", "--output", "-o", "--host", "--port", "--verbose", "-v"},
     "bench latency": ENGINE_FLAGS | {
         "model", "--input-len", "--output-len", "--batch-size", "--num-iters", "--num-iters-warmup", "--output-json",
     },

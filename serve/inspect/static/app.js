@@ -1,0 +1,50 @@
+"use strict";
+const TITLES = document.getElementById("tabs"), MAIN = document.getElementById("main");
+
+/** Open a view; argument: what it is to start with. */
+function show(id, argument = null) {
+  const view = VIEWS.find((candidate) => candidate.id === id) || VIEWS[0];
+  for (const tab of TITLES.children) {
+    const selected = tab.dataset.view === view.id;
+    tab.setAttribute("aria-selected", String(selected));
+    tab.tabIndex = selected ? 0 : -1;
+  }
+  MAIN.setAttribute("aria-labelledby", `tab-${view.id}`);
+  MAIN.replaceChildren();
+  view.render(MAIN, argument);
+  if (location.hash !== `#${view.id}`) history.replaceState(null, "", `#${view.id}`);
+}
+
+function start() {
+  const { model, environment } = DATA;
+  document.getElementById("title").textContent = `${model.architecture}, ${model.layers} layers`;
+  document.getElementById("subtitle").textContent =
+    `${model.dtype} on ${environment.device} (${environment.capability}), torch ${environment.torch.split(" ")[0]}`;
+  for (const view of VIEWS) {
+    TITLES.append(h("button", { type: "button", role: "tab", id: `tab-${view.id}`, "data-view": view.id,
+      "aria-controls": "main", click: () => show(view.id) }, view.title));
+  }
+  TITLES.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const tabs = [...TITLES.children];
+    const next = tabs[(tabs.indexOf(document.activeElement) + step + tabs.length) % tabs.length];
+    next.focus();
+    next.click();
+  });
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const setTheme = (dark) => { document.documentElement.dataset.theme = dark ? "dark" : "light"; };
+  setTheme(prefersDark.matches);
+  prefersDark.addEventListener("change", (event) => setTheme(event.matches));
+  document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) {
+      event.preventDefault();
+      if (!document.getElementById("search")) show("graph");
+      document.getElementById("search").focus();
+    }
+  });
+  window.addEventListener("hashchange", () => { if (location.hash !== "#main") show(location.hash.slice(1)); });
+  show(location.hash.slice(1));
+}
+start();

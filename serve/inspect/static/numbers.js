@@ -1,0 +1,117 @@
+"use strict";
+VIEWS.push({
+  id: "reasons", title: "Why not",
+  render(main) {
+    const filter = h("input", { type: "search", id: "reason-filter", placeholder: "pass, node, reason …", input: draw });
+    const holder = h("div");
+    main.append(h("div", { class: "toolbar" }, h("label", { for: "reason-filter" }, "Filter"), filter), holder);
+    const skipped = DATA.compilation.passes.filter((row) => row.skipped);
+    function draw() {
+      const wanted = filter.value.toLowerCase();
+      const rows = DATA.near_misses.filter((row) => JSON.stringify(row).toLowerCase().includes(wanted));
+      holder.replaceChildren(
+        DATA.near_misses.length
+          ? table("Places that looked like a site of a pass and were left alone", ["pass", "#times", "node", "source", "reason"],
+            rows.map((row) => [row.pass, row.count, h("code", {}, row.nodes.slice(0, 3).join(", ") + (row.count > 3 ? " …" : "")),
+              h("code", {}, row.source), row.reason]))
+          : h("p", {}, "Every place that a pass looked for was rewritten."),
+        skipped.length ? table("Passes that did not run", ["pass", "reason"], skipped.map((row) => [row.name, row.skipped])) : "");
+    }
+    draw();
+  },
+}, {
+  id: "numbers", title: "Numbers",
+  render(main) {
+    const rows = DATA.compilation.passes.filter((row) => row.verification);
+    if (!rows.length) {
+      main.append(h("p", {}, "The passes were not verified: compile with ", h("code", {}, "--verify-passes"), "."));
+      return;
+    }
+    main.append(table("The graph before and after each pass on the same random inputs, in float64",
+      ["pass", "#max error", "#relative error", "#tolerance", "verdict"], rows.map(({ name, verification: v }) => [
+        name, number(v.max_error, 2), number(v.relative_error, 2), number(v.tolerance, 2),
+        v.reason ? h("span", { class: "bad" }, `wrong, left out: ${v.reason}`) : h("span", { class: "good" }, "right")])));
+    for (const { name, verification } of rows) {
+      if (!verification.sites.length) continue;
+      main.append(h("details", {}, h("summary", {}, `${name}: ${verification.sites.length} places compared`),
+        table(name, ["place", "source", "#max error", "#relative error"], verification.sites.map((site) =>
+          [h("code", {}, site.node), h("code", {}, site.source), number(site.max_error, 2), number(site.relative_error, 2)]))));
+    }
+  },
+}, {
+  id: "timings", title: "Timings",
+  render(main) {
+    const { profile } = DATA;
+    if (!profile) {
+      main.append(h("p", {}, "The pieces were not measured: dump with ", h("code", {}, "--profile-pieces"), "."));
+      return;
+    }
+    main.append(h("p", {}, `Measured on this device: ${number(profile.bandwidth / 1e9)} GB/s of streaming, `
+      + `${number(profile.gemm_rate / 1e9)} GFLOP/s of matrix products in ${profile.dtype}.`),
+    roofline(profile),
+    table("Pieces and the ops between them", ["", "#times", "#tokens", "#ms", "#GB/s", "#of bandwidth", "#GFLOP/s", "#of compute"],
+      profile.rows.map((row) => [row.name, `× ${row.count}`, row.tokens, number(row.seconds * 1e3),
+        number(row.bytes / row.seconds / 1e9), percent(row.bytes / row.seconds / profile.bandwidth),
+        number(row.flops / row.seconds / 1e9), percent(row.flops / row.seconds / profile.gemm_rate)])));
+    if (profile.steps?.length) {
+      main.append(table("A whole step, and what of it is not inside a piece or an op", ["#tokens", "#ms", "#between, ms", "#share"],
+        profile.steps.map((row) => [row.tokens, number(row.seconds * 1e3), number(row.between * 1e3), percent(row.between / row.seconds)])));
+    }
+  },
+}, {
+  id: "memory", title: "Memory and captures",
+  render(main) {
+    const { options, weights, cudagraphs } = DATA;
+    const large = Object.entries(weights).map(([name, spec]) => ({ name, ...spec,
+      bytes: spec.shape.reduce((size, n) => size * n, 1) * itemSize(spec.dtype) })).sort((a, b) => b.bytes - a.bytes);
+    main.append(h("h2", {}, "Captures"));
+    if (cudagraphs) main.append(h("pre", {}, JSON.stringify(cudagraphs, null, 1)));
+    else {
+      const sizes = options.capture_sizes ? options.capture_sizes.join(", ") : "chosen when serving starts";
+      main.append(h("p", {}, DATA.environment.device === "cuda"
+        ? `CUDA graphs: ${options.cudagraph_mode}; token counts: ${sizes}` : "No CUDA graphs on the CPU: pieces are called directly."));
+    }
+    main.append(h("h2", {}, "Weights"), table(`${large.length} tensors, ${bytes(DATA.weight_bytes)}; the 40 largest`,
+      ["name", "#size", "dtype", "shape", "made from"], large.slice(0, 40).map((row) => [h("code", {}, row.name), bytes(row.bytes),
+        row.dtype, `[${row.shape.join(", ")}]`, h("code", {}, expression(row.expression))])));
+  },
+});
+
+function percent(share) { return `${number(share * 100, 2)} %`; }
+function itemSize(dtype) { return { float64: 8, int64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2 }[dtype] || 1; }
+function expression(value) {
+  return typeof value === "string" ? value : `${value[0]}(${value.slice(1).map(expression).join(", ")})`;
+}
+
+/** Achieved FLOP/s over FLOPs a byte, both logarithmic, under the roof of what the device was measured to do. */
+function roofline({ rows, bandwidth, gemm_rate: rate }) {
+  const points = rows.filter((row) => row.flops > 0).map((row) => ({ ...row, x: row.flops / row.bytes, y: row.flops / row.seconds }));
+  if (!points.length) return h("p", {}, "Nothing that was measured computes.");
+  const xs = [...points.map((p) => p.x), rate / bandwidth * 4], ys = [...points.map((p) => p.y), rate];
+  const [x0, x1] = [Math.floor(Math.log10(Math.min(...xs))), Math.ceil(Math.log10(Math.max(...xs)))];
+  const [y0, y1] = [Math.floor(Math.log10(Math.min(...ys))), Math.ceil(Math.log10(Math.max(...ys)))];
+  const [width, height, left, bottom] = [760, 380, 70, 40];
+  const X = (x) => left + ((Math.log10(x) - x0) / (x1 - x0)) * (width - left - 20);
+  const Y = (y) => height - bottom - ((Math.log10(y) - y0) / (y1 - y0)) * (height - bottom - 20);
+  const parts = [];
+  for (let e = x0; e <= x1; e += 1) {
+    parts.push(svg("path", { class: "axis", d: `M${X(10 ** e)} 20V${height - bottom}` }),
+      svg("text", { x: X(10 ** e), y: height - bottom + 16, "text-anchor": "middle" }, String(Number((10 ** e).toPrecision(1)))));
+  }
+  for (let e = y0; e <= y1; e += 1) {
+    parts.push(svg("path", { class: "axis", d: `M${left} ${Y(10 ** e)}H${width - 20}` }),
+      svg("text", { x: left - 6, y: Y(10 ** e) + 4, "text-anchor": "end" }, `${Number((10 ** (e - 9)).toPrecision(1))} G`));
+  }
+  const ridge = rate / bandwidth, lowest = Math.max(10 ** x0, 10 ** y0 / bandwidth);
+  parts.push(svg("path", { fill: "none", stroke: "var(--accent)", "stroke-width": 2,
+    d: `M${X(lowest)} ${Y(lowest * bandwidth)}L${X(Math.min(ridge, 10 ** x1))} ${Y(rate)}L${width - 20} ${Y(rate)}` }),
+  svg("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle" }, "FLOPs a byte"),
+  svg("text", { x: left, y: 12 }, "FLOP/s; the line is the device's measured roof"));
+  for (const point of points) {
+    const text = `${point.name}, ${point.tokens} tokens: ${number(point.y / 1e9)} GFLOP/s`;
+    parts.push(svg("circle", { cx: X(point.x), cy: Y(point.y), r: 5, fill: "var(--good)" }, svg("title", {}, text)),
+      svg("text", { x: X(point.x) + 8, y: Y(point.y) + 4 }, `${point.name} · ${point.tokens}`));
+  }
+  return svg("svg", { width, height, role: "img", "aria-label": `Roofline: ${points.map((p) =>
+    `${p.name} at ${p.tokens} tokens ${number(p.y / 1e9)} GFLOP/s`).join("; ")}` }, parts);
+}

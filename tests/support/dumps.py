@@ -1,0 +1,45 @@
+"""Dumps of tiny models for tests of what looks at them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from compiler import CompileConfig, compile_model
+from compiler.dump_format import REPORT
+from models.spec import ModelSpec
+from tests.support.tiny_models import tiny_spec
+
+FUSED = frozenset({"rope_attention", "fused_linear"})
+
+
+def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED) -> Path:
+    """Compile without weights, verified, and dump to `folder`."""
+    dtype = next(spec.module.parameters()).dtype
+    config = CompileConfig(use_cache=False, verify_passes=True, dump_dir=folder)
+    compile_model(spec, config, device=torch.device("cpu"), dtype=dtype, kernels=kernels)
+    return folder
+
+
+def spec_with_near_misses(layers: int = 3) -> ModelSpec:
+    """A tiny bfloat16 Llama whose first norm of each layer has a float32 weight, which no pass takes."""
+    spec = tiny_spec(layers=layers, dtype=torch.bfloat16)
+    for layer in spec.module.model.layers:
+        layer.input_layernorm.weight.data = layer.input_layernorm.weight.data.float()
+    return spec
+
+
+def deepen(folder: Path, layers: int) -> None:
+    """Make a dump one of a model with `layers` layers, by repeating its middle."""
+    report = json.loads((folder / REPORT).read_text())
+    report["model"]["layers"] = layers
+    for graph in report["graphs"]:
+        steps = graph["steps"]
+        graph["steps"] = steps[:1] + steps[1:3] * (layers - 1) + steps[-2:]
+        graph["nodes"] *= layers
+    for row in report["compilation"]["passes"]:
+        row["verification"]["sites"] *= layers
+        row["near_misses"] = row.get("near_misses", []) * layers
+    (folder / REPORT).write_text(json.dumps(report))
