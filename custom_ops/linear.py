@@ -111,6 +111,8 @@ _ARGUMENTS = (
     "(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
     "bool silu_mul=False, Tensor? residual=None) -> Tensor"
 )
+
+
 def _fused_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
     from custom_ops.triton_linear import fused_linear as triton_fused_linear  # Triton is imported where it is used
 

@@ -1,0 +1,190 @@
+"""CPU ops alone, on the shapes of one model: linears of a whole step and attention of all layers, against torch and oneDNN.
+
+    python -m benchmarks.ops_cpu [--threads 2] [--tokens 1 16 128 512] [--dtypes bfloat16 float32]
+
+One JSON line a measurement: best time in ms, GB/s over the weights (or the KV cache), GFLOP/s. A line "read" gives what the memory
+itself does at that moment: a sum over as many bytes as the bfloat16 weights have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_metadata
+from custom_ops.attention_cpu import CpuAttention
+from custom_ops.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from custom_ops.linear import fused_linear, pack_linear_weight
+from custom_ops.rope_attention import rope_attention
+
+# SmolLM2-135M: (outputs, inputs) of a layer's linears, how many layers, and the language-model head.
+LAYER_SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
+NUM_LAYERS = 30
+HEAD_SHAPE = (49152, 576)
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
+ATTENTION_CASES = [
+    (1, 1, 128),
+    (1, 1, 1024),
+    (16, 1, 256),
+    (16, 1, 1024),
+    (1, 512, 512),
+]  # sequences, query tokens, keys
+
+
+def best_seconds(step: Callable[[], Any], budget: float) -> float:
+    """The fastest of as many calls as fit `budget` seconds, at least 3."""
+    step()
+    best, calls, deadline = float("inf"), 0, time.perf_counter() + budget
+    while calls < 3 or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        step()
+        best = min(best, time.perf_counter() - start)
+        calls += 1
+    return best
+
+
+def linear_functions(dtype: torch.dtype, tokens: int) -> dict[str, tuple[Callable, Callable]]:
+    """name → (weight preparation, product of x, prepared weight, outputs)."""
+    reorder, product = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
+    return {
+        "fused_linear": (pack_linear_weight, fused_linear),
+        "F.linear": (lambda w: w, lambda x, w, _: F.linear(x, w)),
+        "oneDNN packed": (lambda w: reorder(w, tokens), lambda x, w, _: product(x, w, None, "none", [], "")),
+    }
+
+
+def measure_linears(dtype: torch.dtype, tokens: int, budget: float) -> None:
+    """All linears of one step, one after another, each with weights of its own."""
+    shapes = LAYER_SHAPES * NUM_LAYERS + [HEAD_SHAPE]
+    weights = [torch.randn(shape).to(dtype) for shape in shapes]
+    inputs = {width: torch.randn(tokens, width).to(dtype) for width in {shape[1] for shape in shapes}}
+    num_weights = sum(weight.numel() for weight in weights)
+    for name, (prepare, product) in linear_functions(dtype, tokens).items():
+        prepared = [(inputs[w.shape[1]], prepare(w), w.shape[0]) for w in weights]
+
+        def step(prepared: list = prepared, product: Callable = product) -> None:
+            for x, weight, outputs in prepared:
+                product(x, weight, outputs)
+
+        seconds = best_seconds(step, budget)
+        emit(
+            op="linears",
+            how=name,
+            dtype=str(dtype),
+            tokens=tokens,
+            ms=seconds * 1e3,
+            gb_per_s=num_weights * dtype.itemsize / seconds / 1e9,
+            gflop_per_s=2 * tokens * num_weights / seconds / 1e9,
+        )
+
+
+def make_metadata(backend: AttentionBackend, num_seqs: int, query_len: int, seq_len: int) -> AttentionMetadata:
+    """`num_seqs` equal sequences over shuffled blocks."""
+    columns = -(-seq_len // BLOCK_SIZE)
+    block_table = torch.randperm(num_seqs * columns).view(num_seqs, columns)
+    positions = torch.arange(seq_len - query_len, seq_len)
+    slots = block_table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    return AttentionMetadata(
+        backend=backend,
+        query_start_loc=torch.arange(0, num_seqs * query_len + 1, query_len, dtype=torch.int32),
+        seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32),
+        block_table=block_table.int(),
+        slot_mapping=slots.flatten(),
+        num_seqs=num_seqs,
+        num_tokens=num_seqs * query_len,
+        max_query_len=query_len,
+        max_seq_len=seq_len,
+    )
+
+
+def measure_attention(dtype: torch.dtype, num_seqs: int, query_len: int, seq_len: int, budget: float) -> None:
+    """`rope_attention` of all layers, against rotated inputs and `scaled_dot_product_attention` on gathered keys and values."""
+    tokens = num_seqs * query_len
+    blocks = num_seqs * -(-seq_len // BLOCK_SIZE)
+    caches = [torch.randn(blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
+    qkv = torch.randn(tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM).to(dtype)
+    angle = torch.rand(tokens, HEAD_DIM)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def paged() -> None:
+        for cache in caches:
+            rope_attention(qkv, cos, sin, cache, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM**-0.5)
+
+    q = torch.randn(num_seqs, NUM_HEADS, query_len, HEAD_DIM).to(dtype)
+    dense = [torch.randn(2, num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
+
+    def contiguous() -> None:
+        for k, v in dense:
+            F.scaled_dot_product_attention(q, k, v, is_causal=query_len == seq_len, enable_gqa=True)
+
+    kv_bytes = NUM_LAYERS * num_seqs * seq_len * 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
+    pairs = num_seqs * sum(range(seq_len - query_len + 1, seq_len + 1))
+    with attention_metadata(make_metadata(CpuAttention(), num_seqs, query_len, seq_len)):
+        for name, step in {"rope_attention": paged, "sdpa alone, contiguous": contiguous}.items():
+            seconds = best_seconds(step, budget)
+            emit(
+                op="attention",
+                how=name,
+                dtype=str(dtype),
+                sequences=num_seqs,
+                query_len=query_len,
+                seq_len=seq_len,
+                ms=seconds * 1e3,
+                gb_per_s=kv_bytes / seconds / 1e9,
+                gflop_per_s=4 * NUM_LAYERS * NUM_HEADS * HEAD_DIM * pairs / seconds / 1e9,
+            )
+
+
+def measure_read(budget: float) -> None:
+    """The memory's own speed: a product with one row reads every weight once and does next to nothing else."""
+    numbers = torch.ones(270 * 2**20 // 8, dtype=torch.int64)
+    seconds = best_seconds(numbers.sum, budget)
+    emit(op="read", how="sum of int64", ms=seconds * 1e3, gb_per_s=numbers.nbytes / seconds / 1e9)
+
+
+def emit(**values: Any) -> None:
+    """One JSON line, with where it was measured."""
+    rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()}
+    print(json.dumps(rounded | CONTEXT), flush=True)
+
+
+CONTEXT: dict[str, Any] = {}
+
+
+def main() -> None:
+    """Measure everything that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128, 512])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds a measurement")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    load_cpu_kernels()
+    CONTEXT.update(
+        device=platform.processor() or platform.machine(),
+        threads=arguments.threads,
+        torch=torch.__version__,
+        commit=commit.stdout.strip(),
+        kernels=cpu_kernels_status() or "in use",
+    )
+    with torch.inference_mode():
+        measure_read(arguments.budget)
+        for dtype in (getattr(torch, name) for name in arguments.dtypes):
+            for tokens in arguments.tokens:
+                measure_linears(dtype, tokens, arguments.budget)
+            for case in ATTENTION_CASES:
+                measure_attention(dtype, *case, arguments.budget)
+
+
+if __name__ == "__main__":
+    main()
