@@ -15,6 +15,7 @@ from runtime.tokenizer import Tokenizer
 from serve.context import ServerContext, server_version
 from serve.engine import AsyncEngine, EngineClient
 from serve.errors import install_error_handlers
+from serve.inspect import router as graphs
 from serve.metrics import Metrics
 from serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from serve.routers import chat, completions, health, models, tokens
@@ -57,6 +58,8 @@ def create_app(
     app.state.context = ServerContext(settings=settings, engine=engine, inputs=inputs, metrics=metrics)
     for router in ROUTERS:
         app.include_router(router)
+    if settings.graphs_dir is not None:
+        app.include_router(graphs.router)
     install_error_handlers(app)
     _leave_out_422(app)
     # The last one added is the outermost: CORS headers belong on a 401, too.

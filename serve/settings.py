@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +19,7 @@ class ServerSettings:
     max_body_bytes: larger request bodies are refused.
     shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM; then they are cancelled.
     health_timeout: seconds in which the engine must answer /health.
+    graphs_dir: the dump of the model's compilation, shown at /graphs; None: there is no such page.
     """
 
     served_model_names: tuple[str, ...]
@@ -39,6 +41,7 @@ class ServerSettings:
     health_timeout: float = 10.0
     log_level: str = "info"
     access_log: bool = True
+    graphs_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):

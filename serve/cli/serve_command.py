@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serve.cli.flags import ModelArgument
+from serve.cli.flags import COMPILER_PANEL, ModelArgument
 from serve.cli.output import StageDisplay, error_console
 
 if TYPE_CHECKING:
@@ -65,6 +68,14 @@ def serve_command(
         ),
     ] = 30.0,
     access_log: Annotated[bool, typer.Option(help="Log every request.", rich_help_panel=SERVER_PANEL)] = True,
+    enable_graphs: Annotated[
+        bool,
+        typer.Option(
+            "--enable-graphs",
+            help="Show what the compiler did at /graphs; the model is then captured anew at start-up.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = False,
     *,
     engine_options: dict[str, Any],
 ) -> None:
@@ -73,6 +84,12 @@ def serve_command(
     from serve.server import run
     from serve.settings import ServerSettings
 
+    if enable_graphs and engine_options["enforce_eager"]:
+        raise ValueError("There is no compiled graph with --enforce-eager: leave it or --enable-graphs out.")
+    graphs = contextlib.ExitStack()
+    if enable_graphs and engine_options["dump_dir"] is None:
+        folder = graphs.enter_context(tempfile.TemporaryDirectory(prefix="compile-and-serve-graphs-"))
+        engine_options = engine_options | {"dump_dir": folder}
     names = tuple(served_model_name or [model])
     settings = ServerSettings(
         served_model_names=names,
@@ -86,10 +103,11 @@ def serve_command(
         return_tokens_as_token_ids=return_tokens_as_token_ids,
         shutdown_timeout=shutdown_timeout,
         access_log=access_log,
+        graphs_dir=Path(engine_options["dump_dir"]) if enable_graphs else None,
     )
     config = make_engine_config(model, served_model_name=names[0], **engine_options)
     started = time.perf_counter()
-    with StageDisplay() as stages:
+    with graphs, StageDisplay() as stages:
 
         def on_ready(url: str, info: EngineInfo) -> None:
             stages.close()
@@ -97,6 +115,8 @@ def serve_command(
             where = f"{info.device}, {info.dtype}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
             error_console().print(f"[bold]Serving {settings.served_model_names[0]} on {url}[/bold]  [dim]{where}[/dim]")
             error_console().print(f"[dim]ready after {seconds:.1f} s; API page at {url}/docs; Ctrl-C stops[/dim]")
+            if enable_graphs:
+                error_console().print(f"[dim]what the compiler did: {url}/graphs[/dim]")
 
         status = run(config, settings, on_stage=stages, on_ready=on_ready)
     if status:

@@ -37,7 +37,7 @@ FLAGS = {
     "serve": ENGINE_FLAGS | {
         "model", "--host", "--port", "--served-model-name", "--api-key", "--allowed-origins", "--root-path",
         "--chat-template", "--response-role", "--return-tokens-as-token-ids", "--shutdown-timeout", "--access-log",
-        "--no-access-log",
+        "--no-access-log", "--enable-graphs",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},
     "generate": ENGINE_FLAGS | {
