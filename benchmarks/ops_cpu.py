@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.common import cpu_name, environment
 from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_metadata
 from custom_ops.attention_cpu import CpuAttention
 from custom_ops.cpu_kernels import cpu_kernels_status, load_cpu_kernels
@@ -168,14 +167,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1.0, help="seconds a measurement")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     load_cpu_kernels()
     CONTEXT.update(
-        device=platform.processor() or platform.machine(),
+        device=cpu_name(),
         threads=arguments.threads,
-        torch=torch.__version__,
-        commit=commit.stdout.strip(),
         kernels=cpu_kernels_status() or "in use",
+        **environment(),
     )
     with torch.inference_mode():
         measure_read(arguments.budget)
