@@ -15,7 +15,7 @@ import torch
 
 from compiler import CompileConfig, compile_model
 from compiler.dump_format import REPORT, SCHEMA
-from compiler.inductor import load_piece
+from compiler.inductor import load_pieces
 from compiler.model import Model
 from compiler.passes import default_passes
 from compiler.run_dump import random_inputs, run
@@ -50,7 +50,7 @@ def assert_pieces_compute_what_was_compiled(folder: Path, tolerance: float) -> i
         inputs = random_inputs(piece.INPUTS, tokens=7)
         expected = run(piece.forward, piece.INPUTS, inputs)
         generated = (folder / "91_compiled" / file.name).read_text()
-        compiled = load_piece(generated, file.stem, folder / "kernels").run
+        compiled = load_pieces({file.stem: generated}, folder / "kernels")[file.stem].run
         with torch.no_grad():
             for ours, theirs in zip(compiled(list(inputs)), expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
