@@ -111,7 +111,7 @@ def _checked_stream(
                 f"{name} in {path} has shape {list(shape)}, but the model's config makes it {list(expected)}: "
                 "use the config.json that belongs to these weights."
             )
-    missing = [name for name in specs if name not in set(wanted.values())]
+    missing = sorted(specs.keys() - wanted.values(), key=list(specs).index)
     if missing:
         raise WeightError(
             f"{path} lacks {_some(missing)}, which the model's config asks for: use complete weights of the same model."

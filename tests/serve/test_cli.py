@@ -61,6 +61,7 @@ FLAGS = {
     },
 }  # fmt: skip
 
+ROOT = Path(__file__).parents[2]
 SMALL_ENGINE = ["--eager", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4", "--num-threads", "1"]
 
 
@@ -105,6 +106,14 @@ def test_flags_are_frozen() -> None:
         for name, command in commands().items()
     }
     assert found == FLAGS
+
+
+@pytest.mark.parametrize("module", ["serve.cli.main", "serve.server", "runtime.options", "runtime.weights.resolve"])
+def test_torch_is_left_to_the_engine(module: str) -> None:
+    """The API process starts the engine's process before anything slow is imported, and never needs torch itself."""
+    code = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -313,7 +322,7 @@ def test_serve_from_start_to_signal(tiny_llama_dir: Path) -> None:
     ]
     process = subprocess.Popen(
         [*command, *SMALL_ENGINE],
-        cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"},
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"},
     )  # fmt: skip
     try:
         assert process.stderr is not None
@@ -329,7 +338,7 @@ def test_serve_from_start_to_signal(tiny_llama_dir: Path) -> None:
         # a second server on the same port ends at once, with a sentence
         second = subprocess.run(
             [*command, *SMALL_ENGINE],
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=120,

@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import typer
 from rich.table import Table
 
@@ -62,6 +61,8 @@ def summarize(traces: Sequence[RequestTrace], seconds: float) -> dict[str, Any]:
 def _distribution(seconds: Sequence[float]) -> dict[str, float] | None:
     if not seconds:
         return None
+    import numpy as np
+
     values = np.asarray(seconds) * 1e3
     ranks = dict(zip((f"p{p}" for p in PERCENTILES), np.percentile(values, PERCENTILES).tolist(), strict=True))
     return {name: round(value, 3) for name, value in ({"mean": float(values.mean())} | ranks).items()}

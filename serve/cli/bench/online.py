@@ -10,12 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from serve.cli.bench.metrics import RequestTrace, report, summarize
+
+if TYPE_CHECKING:
+    import httpx
 
 _WORDS = (
     "time way year work government day man world life part house course case system place end group company party "
@@ -111,6 +113,8 @@ async def send_all(
     timeout: float,
 ) -> list[RequestTrace]:
     """Send prompt i delays[i] seconds after prompt i - 1, at most `max_concurrency` under way. One trace a prompt, in order."""
+    import httpx
+
     slots = asyncio.Semaphore(max_concurrency or len(prompts))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
@@ -130,6 +134,8 @@ async def send_all(
 
 
 async def _send(client: httpx.AsyncClient, target: Target, prompt: str) -> RequestTrace:
+    import httpx
+
     content = {"messages": [{"role": "user", "content": prompt}]} if target.chat else {"prompt": prompt}
     body = {
         "model": target.model,
@@ -174,6 +180,8 @@ def _has_text(choice: dict[str, Any], *, chat: bool) -> bool:
 
 
 def _first_model(base_url: str, headers: dict[str, str]) -> str:
+    import httpx
+
     try:
         response = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30.0)
         response.raise_for_status()
