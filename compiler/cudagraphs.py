@@ -23,7 +23,7 @@ from custom_ops.attention import AttentionMetadata, attention_metadata, current_
 
 logger = logging.getLogger(__name__)
 
-MAX_PIECEWISE_TOKENS = 512
+MAX_PIECEWISE_TOKENS = 2048  # beyond, a step keeps the device busy longer than the host needs to launch it
 
 
 class StepModel(Protocol):
@@ -98,6 +98,17 @@ def default_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None) -> tupl
     return tuple(sorted({size for size in wanted if 1 <= size <= max_num_seqs}))
 
 
+def piecewise_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Ascending sizes of piecewise graphs, each at most an eighth larger than the one before from 64 tokens on; or `sizes`."""
+    if sizes is not None:
+        return tuple(sorted(set(sizes)))
+    wanted, step = [1, 2, 4, *range(8, 64, 8)], 8
+    while wanted[-1] < max(max_num_seqs, MAX_PIECEWISE_TOKENS):
+        step = 2 * step if wanted[-1] >= 16 * step else step
+        wanted.append(wanted[-1] + step)
+    return tuple(wanted)
+
+
 class CudaGraphRunner:
     """A model that replays graphs where it has one for the step, and runs the model where it has not.
 
@@ -138,10 +149,8 @@ class CudaGraphRunner:
         if mode in ("piecewise", "full_and_piecewise"):
             reason = piecewise_unsupported_reason(model)
             if reason is None:
-                largest = max(max_num_seqs, MAX_PIECEWISE_TOKENS)
-                self._piecewise = PiecewiseGraphs(
-                    model, device, default_sizes(largest, sizes if mode == "piecewise" else None)
-                )
+                wanted = piecewise_sizes(max_num_seqs, sizes if mode == "piecewise" else None)
+                self._piecewise = PiecewiseGraphs(model, device, wanted)
             else:
                 logger.warning("no piecewise CUDA graphs: %s", reason)
 

@@ -31,6 +31,10 @@ class GraphDevice(Protocol):
         """
         ...
 
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without keeping it from later captures."""
+        ...
+
     def used_bytes(self) -> int:
         """Device memory in use by this process's allocator."""
         ...
@@ -80,6 +84,10 @@ class CudaGraphs:
         if not keep_outputs:
             outputs = tuple(borrowed(output) for output in outputs)
         return graph, outputs, time.perf_counter() - started
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `GraphDevice.borrow`."""
+        return borrowed(tensor)
 
     def used_bytes(self) -> int:
         """See `GraphDevice.used_bytes`."""

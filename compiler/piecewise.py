@@ -1,7 +1,9 @@
 """Piecewise CUDA graphs: each compiled piece of a step is a graph of its own, the ops between them run as they are.
 
-For a padded token count, every piece is captured on static inputs; the output of an op between pieces is copied into the static input of
-the next piece. The pieces that depend on `logits_indices` (their number of rows changes from step to step) run without a graph.
+For a padded token count, every piece is captured on static inputs; the output of an op between pieces is copied into the
+static input of the next piece. Memory is that of one layer, not of all: a value's memory is free for later pieces once its
+last reader is captured. The pieces that depend on `logits_indices` (their number of rows changes from step to step) run
+without a graph.
 """
 
 from __future__ import annotations
@@ -99,10 +101,11 @@ class PiecewiseGraphs:
         values |= {f"kv_cache.{i}": cache for i, cache in enumerate(kv_caches)}
         values |= {f"weight.{name}": weight for name, weight in self._model.weights.items()}
         actions: list[Callable[[], None]] = []
-        for step in plan.steps[: len(plan.steps) - len(self._rest())]:
+        buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        last_use = {name: index for index, step in enumerate(plan.steps) for name in _reads(step)}
+        for index, step in enumerate(plan.steps[: len(plan.steps) - len(self._rest())]):
             if isinstance(step, PieceStep):
                 piece, inputs = pieces[step.piece], [values[name] for name in step.inputs]
-                # Kept: a piece's outputs live until later pieces of the same step have read them.
                 graph, outputs, _ = self._device.capture(_call(piece, inputs), keep_outputs=True)
                 stats.captured["piecewise"] += 1
                 values |= dict(zip(step.outputs, outputs, strict=True))
@@ -110,9 +113,23 @@ class PiecewiseGraphs:
                 actions.append(graph.replay)
             else:
                 op, arguments = _overload(step), [_value(argument, values) for argument in step.arguments]
-                output = values[step.output] = op(*arguments)
-                actions.append(_copy_action(output, op, arguments))
+                output = op(*arguments)
+                if last_use.get(step.output) == index + 1:  # read by the next piece alone: layers share one buffer
+                    output = buffers.setdefault((output.shape, output.dtype), output).copy_(output)
+                values[step.output] = output
+                # Not owned: what a piece returned may be overwritten by pieces that are replayed after this op.
+                held = [
+                    self._borrowed(argument, value) for argument, value in zip(step.arguments, arguments, strict=True)
+                ]
+                actions.append(_copy_action(output, op, held))
+            for name in _reads(step):
+                if last_use[name] == index and name.startswith("v"):
+                    values.pop(name, None)  # its memory is free for the pieces that are captured next
         return _Captured(static_ids, static_positions, actions, values, kv_caches[0].data_ptr())
+
+    def _borrowed(self, argument: Any, value: Any) -> Any:
+        computed = isinstance(argument, str) and argument.startswith(f"{REF}v")
+        return self._device.borrow(value) if computed else value
 
 
 def _call(piece: Callable[..., Any], inputs: list[Any]) -> Callable[[], tuple[torch.Tensor, ...]]:

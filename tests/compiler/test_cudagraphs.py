@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compiler import CompileConfig, compile_model
-from compiler.cudagraphs import CudaGraphRunner, StepInputs, default_sizes
+from compiler.cudagraphs import CudaGraphRunner, StepInputs, default_sizes, piecewise_sizes
 from custom_ops.attention import AttentionMetadata, attention_metadata
 from custom_ops.attention_torch import TorchAttention
 from tests.support.tiny_models import caches, fill, step, tiny_spec
@@ -40,6 +40,9 @@ class FakeDevice:
         outputs = tuple(fn())
         self.used += 1000
         return FakeGraph(fn, outputs), outputs, 0.5
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
 
     def used_bytes(self) -> int:
         return self.used
@@ -143,6 +146,13 @@ def test_sizes() -> None:
     assert default_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert default_sizes(3) == (1, 2, 3)
     assert default_sizes(64, (1, 5, 200, 5)) == (1, 5)
+
+
+def test_piecewise_sizes_waste_little() -> None:
+    sizes = piecewise_sizes(256)
+    assert sizes[-1] == 2048
+    assert max(b / a for a, b in zip(sizes, sizes[1:], strict=False) if a >= 64) <= 1.125
+    assert piecewise_sizes(256, (16, 4)) == (4, 16)
 
 
 def test_padding() -> None:
