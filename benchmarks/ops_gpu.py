@@ -29,7 +29,7 @@ from custom_ops.gpu_sampling import greedy_tokens, sample_tokens
 from custom_ops.gpu_step import advance_step
 from custom_ops.rope_attention import norm_rope_reference
 from custom_ops.triton_decode import decode_attention
-from custom_ops.triton_elementwise import add_rms_norm, silu_mul_rows
+from custom_ops.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
 from custom_ops.triton_linear import MAX_SMALL_TOKENS, _gemv, _small_batch, fused_linear
 from custom_ops.triton_prefill import prefill_attention
 from custom_ops.triton_rope import rope_kv_write, split_qkv
@@ -231,6 +231,33 @@ def sweep_linear(shape: Shape) -> None:
             results.sort(key=lambda r: r[0])
             emit(work="sweep_linear", model=shape.name, site=site, tokens=m, us=results[:6], tb_s=round(size / results[0][0] / shape.layers / 1e6, 2),
                  worst=results[-1])  # fmt: skip
+
+
+def section_medium(shape: Shape, sweep: bool) -> None:
+    """17 … 64 tokens: the library GEMM between elementwise kernels, against the tensor-core kernel with its epilogues."""
+    for m in (32, 64):
+        for site in shape.sites():
+            a = linear_arguments(shape, site, m)
+
+            def library(site: str = site, a: dict[str, Any] = a) -> None:
+                for layer in range(shape.layers):
+                    call_linear(fused_linear, shape, layer, site, a)
+
+            def ours(config: tuple[int, ...], site: str = site, a: dict[str, Any] = a) -> None:
+                for layer, w in enumerate(shape.weights):
+                    x = rms_norm(a["x"], w[a["norm_name"]], shape.eps) if a["norm"] else a["x"]
+                    call_linear(_small_batch, shape, layer, site, a | {"x": x, "norm": False}, config=config)
+
+            configs = [(o, i, s, n, w) for o, i, n, w in ((64, 128, 4, 4), (64, 256, 3, 4), (128, 128, 3, 4), (128, 64, 4, 4)) for s in (1, 2, 4)]
+            compile_in_parallel([lambda c=c: ours(c) for c in configs])  # type: ignore[misc]
+            results = []
+            for config in configs:
+                try:
+                    results.append((round(time_ms(lambda c=config: ours(c), 15.0) * 1e3 / shape.layers, 2), config))  # type: ignore[misc]
+                except Exception as error:
+                    emit(work="sweep_failed", config=config, error=repr(error)[:200])
+            baseline = round(time_ms(library, 15.0) * 1e3 / shape.layers, 2)
+            emit(work="medium_linear", model=shape.name, tokens=m, site=site, library_us=baseline, best=sorted(results)[:3])
 
 
 def section_decode(shape: Shape, sweep: bool) -> None:
@@ -489,6 +516,7 @@ SECTIONS = {
     "sampling": section_sampling,
     "step": section_step,
     "tune": section_tune,
+    "medium": section_medium,
     "prefill": section_prefill,
 }
 ARGS = argparse.Namespace(flashinfer=False)

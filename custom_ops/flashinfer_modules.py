@@ -42,7 +42,9 @@ class FlashInferModules:
 
         major, minor = torch.cuda.get_device_capability(device)
         self.key = f"flashinfer-{version('flashinfer-python')}-sm{major}{minor}"
-        default_dir = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile-and-serve" / "flashinfer"
+        default_dir = (
+            Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile-and-serve" / "flashinfer"
+        )
         self.module_dir = (module_dir or default_dir) / self.key
         self.dtype, self.head_dim, self.device = dtype, head_dim, device
         self.variants: tuple[Variant, ...] = ("fa2", "fa3") if (major, minor) == (9, 0) else ("fa2",)
@@ -57,7 +59,17 @@ class FlashInferModules:
 
         env.FLASHINFER_AOT_DIR = self.module_dir
         return gen_batch_prefill_module(
-            variant, self.dtype, self.dtype, self.dtype, torch.int32, self.head_dim, self.head_dim, 0, False, False, False
+            variant,
+            self.dtype,
+            self.dtype,
+            self.dtype,
+            torch.int32,
+            self.head_dim,
+            self.head_dim,
+            0,
+            False,
+            False,
+            False,
         )
 
     def name(self, variant: Variant) -> str:
@@ -65,7 +77,17 @@ class FlashInferModules:
         from flashinfer.jit.attention import get_batch_prefill_uri
 
         return get_batch_prefill_uri(
-            variant, self.dtype, self.dtype, self.dtype, torch.int32, self.head_dim, self.head_dim, 0, False, False, False
+            variant,
+            self.dtype,
+            self.dtype,
+            self.dtype,
+            torch.int32,
+            self.head_dim,
+            self.head_dim,
+            0,
+            False,
+            False,
+            False,
         )
 
     def is_built(self, variant: Variant) -> bool:
@@ -83,7 +105,10 @@ class FlashInferModules:
 
     def status(self) -> dict[str, str]:
         """Variant → "built", "building", "not built", or why it failed."""
-        return {variant: "built" if self.is_built(variant) else self._state.get(variant, "not built") for variant in self.variants}
+        return {
+            variant: "built" if self.is_built(variant) else self._state.get(variant, "not built")
+            for variant in self.variants
+        }
 
     def build(self, variant: Variant) -> None:
         """Build the module now (half a minute and more) and put it into `module_dir`; does nothing where it is there."""
@@ -97,10 +122,16 @@ class FlashInferModules:
             self._store(spec.name, spec.jit_library_path)
         except Exception as error:
             self._state[variant] = f"failed: {error}"
-            logger.warning("FlashInfer's %s prefill module could not be built, Triton's kernels stay in use: %s", variant, error)
+            logger.warning(
+                "FlashInfer's %s prefill module could not be built, Triton's kernels stay in use: %s", variant, error
+            )
             return
         self._state[variant] = "built"
-        logger.info("FlashInfer's %s prefill module was built in %.0f s and is used from now on", variant, time.perf_counter() - started)
+        logger.info(
+            "FlashInfer's %s prefill module was built in %.0f s and is used from now on",
+            variant,
+            time.perf_counter() - started,
+        )
 
     def _store(self, name: str, library: Path) -> None:
         target = self.module_dir / name / f"{name}.so"
@@ -112,12 +143,20 @@ class FlashInferModules:
     def build_in_background(self) -> None:
         """Build every missing module in a thread of its own, one after another; returns at once."""
         with self._lock:
-            missing = [variant for variant in self.variants if not self.is_built(variant) and variant not in self._state]
+            missing = [
+                variant for variant in self.variants if not self.is_built(variant) and variant not in self._state
+            ]
             if self._thread is not None or not missing:
                 return
             logger.info("building FlashInfer's prefill modules in the background: %s", ", ".join(missing))
-            self._thread = threading.Thread(target=lambda: [self.build(v) for v in missing], name="flashinfer-build", daemon=True)
+            self._thread = threading.Thread(
+                target=self._build_all, args=(missing,), name="flashinfer-build", daemon=True
+            )
             self._thread.start()
+
+    def _build_all(self, variants: list[Variant]) -> None:
+        for variant in variants:
+            self.build(variant)
 
     def export_to(self, folder: Path) -> list[Path]:
         """Copy the built modules into folder/<key>/…; → the files written."""

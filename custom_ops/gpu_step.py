@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _advance_kernel(
     sampled_ptr, input_ids_ptr, positions_ptr, seq_lens_ptr, slot_ptr, block_table_ptr, num_seqs, table_stride, num_columns,
     BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -30,7 +30,7 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, out_ptr, partial_ptr, counter_ptr,
     start_loc_ptr, seq_lens_ptr, block_table_ptr, slot_ptr,

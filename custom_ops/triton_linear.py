@@ -6,7 +6,7 @@ Three ways, by the number of tokens, all bound by the weights' bytes:
 - 1 token: each program multiplies a few rows of W with x in float32, no tensor core (`_gemv_kernel`);
 - 2 … MAX_SMALL_TOKENS: W tiles times xᵀ on the tensor cores, split over I where rows are few (`_small_batch_kernel`);
 - more: cuBLAS between elementwise kernels.
-RMSNorm costs nothing in the first two: Σ x² is summed beside the products, and 1 / rms, being the same for a whole token,
+RMSNorm costs nothing for a few tokens: Σ x² is summed beside the products, and 1 / rms, being the same for a whole token,
 multiplies the finished sums.
 """
 
@@ -28,7 +28,8 @@ from custom_ops.triton_common import (
 )
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 
-MAX_SMALL_TOKENS = 16
+MAX_SMALL_TOKENS = 64
+MAX_NORM_TOKENS = 16  # up to here every program of the tensor-core kernel sums the squares of x by itself
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def _row_sums(w_OI, x_1I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: t
     return tl.sum(tl.reshape(products, (BLOCK_O, BLOCK_I // LANES, LANES)), 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["prefetch_blocks"])
 def _gemv_kernel(
     x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, num_rows, in_features, eps, prefetch_blocks,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
@@ -137,7 +138,7 @@ def _gemv_kernel(
             acc_up = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _small_batch_kernel(
     x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
     num_tokens, num_rows, in_features, x_stride, residual_stride, eps,
@@ -165,7 +166,9 @@ def _small_batch_kernel(
         here_I = start + cols_I
         ok_1I = here_I[None, :] < in_features
         w = tl.load(w_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first")
-        x_TI = tl.load(x_ptr + tokens_T[:, None] * x_stride + here_I[None, :], mask=token_ok_T[:, None] & ok_1I, other=0.0)
+        x_TI = tl.load(
+            x_ptr + tokens_T[:, None] * x_stride + here_I[None, :], mask=token_ok_T[:, None] & ok_1I, other=0.0
+        )
         if HAS_NORM:
             x32_TI = x_TI.to(tl.float32)
             square_TI += x32_TI * x32_TI
@@ -231,11 +234,15 @@ def gemv_config(num_rows: int, in_features: int, silu_mul: bool) -> tuple[int, i
     return (4, 4, 4, 16) if silu_mul or in_features < 2048 else (8, 8, 2, 16)
 
 
-def small_batch_config(num_rows: int, in_features: int, silu_mul: bool, sms: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the 2 … 16-token kernel."""
+def small_batch_config(
+    num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, sms: int
+) -> tuple[int, int, int, int, int]:
+    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the 2 … 64-token kernel."""
     tiles, splits = triton.cdiv(num_rows, 64), 1
-    while 4 * tiles * splits < 3 * sms and splits < 8 and in_features >= 512 * splits:
+    while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
+    if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # wider tiles of x and two of W do not fit beside each other
+        return 64, 128, splits, 4, 4
     return 64, 256, splits, 3, 4
 
 
@@ -258,10 +265,11 @@ def fused_linear(
     small = weight_OI.stride() == (in_features, 1) and x_TI.dtype == weight_OI.dtype
     if num_tokens == 1 and small:
         return _gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
-    if 1 < num_tokens <= MAX_SMALL_TOKENS and small and x_TI.dtype != torch.float32:
+    runs_small = 1 < num_tokens <= MAX_SMALL_TOKENS and small and x_TI.dtype != torch.float32
+    if norm_weight_I is not None and not (runs_small and num_tokens <= MAX_NORM_TOKENS):
+        x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
+    if runs_small:
         return _small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
-    if norm_weight_I is not None:
-        x_TI = rms_norm(x_TI, norm_weight_I, eps)
     y_TO = F.linear(x_TI, weight_OI, bias_O)
     if silu_mul:
         y_TO = silu_mul_rows(y_TO)
@@ -312,13 +320,17 @@ def _small_batch(
 ) -> torch.Tensor:
     num_tokens, in_features = x_TI.shape
     num_rows = out_features // 2 if silu_mul else out_features
-    block_o, block_i, splits, stages, warps = config or small_batch_config(num_rows, in_features, silu_mul, num_sms(x_TI.device))
-    block_t = 16
+    block_o, block_i, splits, stages, warps = config or small_batch_config(
+        num_tokens, num_rows, in_features, silu_mul, num_sms(x_TI.device)
+    )
+    block_t = max(16, triton.next_power_of_2(num_tokens))
     tiles = triton.cdiv(num_rows, block_o)
     out = x_TI.new_empty(num_tokens, num_rows)
     partial = counters = None
     if splits > 1:
-        partial = torch.empty(tiles * splits * (2 * block_o * block_t + block_t), dtype=torch.float32, device=x_TI.device)
+        partial = torch.empty(
+            tiles * splits * (2 * block_o * block_t + block_t), dtype=torch.float32, device=x_TI.device
+        )
         counters = split_counters(x_TI.device)
     pdl = supports_pdl(x_TI.device)
     _small_batch_kernel[(tiles, splits)](

@@ -13,7 +13,7 @@ import triton.language as tl
 from custom_ops.triton_decode import LOG2_E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _prefill_kernel(
     q_ptr, kv_ptr, out_ptr, start_loc_ptr, seq_lens_ptr, block_table_ptr,
     block_stride, table_stride, num_seqs, scale_log2,

@@ -90,13 +90,14 @@ def test_splits_count_from_zero_again() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 3, 17, 40])
+@pytest.mark.parametrize("num_tokens", [0, 3, 17, 40, 70])
 def test_any_number_of_tokens(num_tokens: int) -> None:
-    a = arguments(num_tokens, 24, 48, True, True, torch.float32)
-    out = fused_linear(**a)  # type: ignore[arg-type]
-    assert out.shape == (num_tokens, 12)
-    if num_tokens:
-        assert relative_error(out, reference(a)) < 1e-6
+    for dtype in (torch.float32, torch.float16):
+        a = arguments(num_tokens, 24, 48, True, True, dtype)
+        out = fused_linear(**a)  # type: ignore[arg-type]
+        assert out.shape == (num_tokens, 12)
+        if num_tokens:
+            assert relative_error(out, reference(a)) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize(("num_rows", "inner", "silu"), [(28672, 4096, True), (1024, 1024, False), (576, 576, False)])
@@ -105,7 +106,7 @@ def test_configurations_cover_every_row(num_rows: int, inner: int, silu: bool) -
     assert rows >= 1
     assert per_sm >= 1
     assert warps in (1, 2, 4, 8, 16)
-    block_o, _, splits, _, _ = triton_linear.small_batch_config(num_rows, inner, silu, 132)
+    block_o, _, splits, _, _ = triton_linear.small_batch_config(8, num_rows, inner, silu, 132)
     assert -(-num_rows // block_o) * splits < 1 << 16
 
 
