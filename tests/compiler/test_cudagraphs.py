@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ def test_sizes() -> None:
 def test_piecewise_sizes_waste_little() -> None:
     sizes = piecewise_sizes(256)
     assert sizes[-1] == 2048
-    assert max(b / a for a, b in zip(sizes, sizes[1:], strict=False) if a >= 64) <= 1.125
+    assert max(b / a for a, b in pairwise(sizes) if a >= 64) <= 1.125
     assert piecewise_sizes(256, (16, 4)) == (4, 16)
 
 
