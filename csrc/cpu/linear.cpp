@@ -18,7 +18,7 @@ namespace {
 constexpr int kMaxTileBlocks = 3;
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
 constexpr int kPrefetchGroups = 64;         // weight vectors (64 bytes) ahead of the one in use
-constexpr int kMaxAheadTiles = 4;
+constexpr int kAheadTiles = 2;               // of a panel's tiles, how many ask for the next panel
 constexpr int64_t kGrabBytes = 128 << 10;   // weights that a thread takes at a time
 constexpr int64_t kChunkBytes = 512 << 10;  // activations that one pass over the weights keeps in the L2 cache
 
@@ -100,25 +100,26 @@ struct Panel {
 };
 
 // The sums of one tile, while the memory is asked for what comes next: with one tile a panel a fixed distance ahead in the same blocks
-// and then the start of the next panel; with several, each asks for its part of the whole next panel; with many, computing takes so long that it does not matter.
+// and then the start of the next panel; with several, each of the last ones asks for its part of the whole next panel.
 template <class T>
 void compute_tile(
     const T* x, int64_t x_stride, int rows, const Panel<T>& panel, const Panel<T>& next, int64_t tile_index, int64_t tiles,
     int64_t groups, float* tile
 ) {
     constexpr int kVector = Dot<T>::kInputs * kLanes;
-    if (tiles > kMaxAheadTiles) return multiply_tile<T, kPlain>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
+    const int64_t parts = std::min<int64_t>(tiles, kAheadTiles), part = tile_index - (tiles - parts);
+    if (part < 0) return multiply_tile<T, kPlain>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
     Ahead<T> ahead;
     for (int b = 0; b < panel.blocks; b += 2) {
         const int n = std::min(2, panel.blocks - b);
         for (int i = 0; i < n; ++i) {
             const T* following = next.weights[std::min(b + i, next.blocks - 1)];
             ahead.first[i] = tiles == 1 ? panel.weights[b + i] + kPrefetchGroups * kVector
-                                        : following + groups * tile_index / tiles * kVector;
+                                        : following + groups * part / parts * kVector;
             ahead.second[i] = following;
         }
         ahead.turn = tiles == 1 ? std::max<int64_t>(0, groups - kPrefetchGroups) : groups;
-        ahead.step = kVector / tiles;
+        ahead.step = kVector / parts;
         const auto product = n == 2 ? pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{})
                                     : pick<T, 1, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{});
         product(x, x_stride, panel.weights + b, groups, tile + b * kLanes, kTileWidth, nullptr, &ahead);
