@@ -1,6 +1,6 @@
 """Builds FlashInfer's prefill modules for this machine's GPU and copies them to a folder, for machines that must not wait for it.
 
-usage: python -m benchmarks.build_flashinfer [OUT_DIR] [--head-dim 128] [--variants fa2,fa3] [--import DIR]
+usage: python -m benchmarks.build_flashinfer [OUT_DIR] [--head-dim 128] [--import DIR]
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--variants", default="fa2,fa3")
     parser.add_argument("--import", dest="source", type=Path)
     args = parser.parse_args()
     modules = FlashInferModules(torch.bfloat16, args.head_dim, torch.device("cuda"))
@@ -28,7 +27,7 @@ def main() -> None:
         modules.import_from(args.source)
     started = time.perf_counter()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(modules.build, args.variants.split(",")))
+        list(pool.map(modules.build, modules.variants))
     written = modules.export_to(args.out) if args.out else []
     emit(
         work="flashinfer_modules",

@@ -3,6 +3,8 @@
 Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block,
 M block-table columns.
 
+Prompts without a cached prefix are attended straight from the step's own keys and values, which FA3 reads faster than pages.
+On Hopper FA3 takes long prompts and Triton's kernel the others (FA2 was slower than it at every length); elsewhere FA2 takes all.
 Decode has nothing to plan, so it goes into CUDA graphs of any length. Prompts are planned on the host once a step, at the first layer
 (which is when head counts are known), and the plan serves all layers. Where the module that a step wants is not built yet, Triton's
 kernel takes the step and the build goes on in the background.
@@ -25,7 +27,7 @@ from custom_ops.flashinfer_modules import FlashInferModules, Variant, flashinfer
 logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 256 << 20
-FA3_MIN_QUERY_LEN = 256  # FA3 is the slower one for few query tokens a sequence
+FA3_MIN_QUERY_LEN = 1024  # below that Triton's kernel is as fast, and it needs no plan
 _HEAD_DIMS = (64, 128, 256)
 
 
@@ -48,6 +50,7 @@ class _StepPlan:
     max_query_len: int
     query_start_loc: np.ndarray  # of the others, from 0
     seq_lens: np.ndarray  # of the others
+    is_fresh: bool  # none of the others has tokens in the cache yet
     wrappers: dict[_Shape, Any]
 
 
@@ -63,13 +66,20 @@ class FlashInferAttention:
         self._module_dir = module_dir
         self._build = build
         self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
-        self._wrappers: dict[Variant, Any] = {}
+        self._wrappers: dict[tuple[Variant, bool], Any] = {}
         self._workspace: torch.Tensor | None = None
         self._step: _StepPlan | None = None
-        self._announced: set[str] = set()
+        self._announced: set[tuple[Variant, bool]] = set()
 
     def unsupported_reason(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
     ) -> str | None:
         """None when the combination runs, else one sentence why not."""
         if reason := flashinfer_unavailable_reason(device):
@@ -79,7 +89,12 @@ class FlashInferAttention:
         if head_dim not in _HEAD_DIMS:
             return f"FlashInfer's kernels are used for head sizes {_HEAD_DIMS}, not {head_dim}"
         return self._triton.unsupported_reason(
-            device=device, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=block_size
+            device=device,
+            dtype=dtype,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
         )
 
     def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FlashInferModules:
@@ -90,7 +105,7 @@ class FlashInferAttention:
         return self._modules[key]
 
     def module_status(self) -> dict[str, str]:
-        """"dtype head size variant" → "built", "building", "not built", or why it failed; empty before the first step."""
+        """ "dtype head size variant" → "built", "building", "not built", or why it failed; empty before the first step."""
         return {
             f"{str(dtype).removeprefix('torch.')} {head_dim} {variant}": state
             for (dtype, head_dim), modules in self._modules.items()
@@ -109,7 +124,13 @@ class FlashInferAttention:
         lengths = np.diff(starts)
         num_single = int(np.argmax(lengths != 1))
         self._step = _StepPlan(
-            metadata, num_single, metadata.max_query_len, (starts[num_single:] - num_single).astype(np.int32), seq_lens[num_single:], {}
+            metadata=metadata,
+            num_single=num_single,
+            max_query_len=metadata.max_query_len,
+            query_start_loc=(starts[num_single:] - num_single).astype(np.int32),
+            seq_lens=seq_lens[num_single:],
+            is_fresh=bool((seq_lens == lengths)[num_single:].all()),
+            wrappers={},
         )
 
     def forward(
@@ -175,18 +196,27 @@ class FlashInferAttention:
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
         if metadata.num_tokens < num_tokens:
             out_THE[metadata.num_tokens :].zero_()
+        changes_q = cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()
+        changes_k = cos_TE is not None or k_norm_weight_E is not None
+        is_ragged = wrapper is self._wrappers.get(("fa3", True))
+        rotated_TKE = (
+            torch.empty_like(k_TKE, memory_format=torch.contiguous_format) if is_ragged and changes_k else None
+        )
         rotated_THE = rope_kv_write(
             q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
-            write_q=cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous(),
+            write_q=changes_q, k_out_TKE=rotated_TKE,
         )  # fmt: skip
         if num_single:
             decode_attention(
                 q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, metadata.query_start_loc, metadata.seq_lens,
                 metadata.block_table, metadata.slot_mapping, out_THE, num_single, q_norm_weight_E, k_norm_weight_E, eps,
             )  # fmt: skip
-        wrapper.run(
-            rotated_THE[num_single : metadata.num_tokens], (kv_cache[:, 0], kv_cache[:, 1]), out=out_THE[num_single : metadata.num_tokens]
-        )
+        ours = slice(num_single, metadata.num_tokens)
+        if is_ragged:
+            keys_TKE = k_TKE if rotated_TKE is None else rotated_TKE
+            wrapper.run(rotated_THE[ours], keys_TKE[ours], v_TKE[ours], out=out_THE[ours])
+        else:
+            wrapper.run(rotated_THE[ours], (kv_cache[:, 0], kv_cache[:, 1]), out=out_THE[ours])
         return out_THE
 
     def _planned_wrapper(self, shape: _Shape, device: torch.device, metadata: AttentionMetadata) -> Any:
@@ -204,25 +234,35 @@ class FlashInferAttention:
 
     def _choose(self, shape: _Shape, device: torch.device, step: _StepPlan) -> Variant | None:
         modules = self.modules(shape.dtype, shape.head_dim, device)
-        wanted: tuple[Variant, ...] = ("fa3", "fa2") if step.max_query_len >= FA3_MIN_QUERY_LEN else ("fa2", "fa3")
-        if wanted[0] in modules.variants and not modules.is_built(wanted[0]) and self._build:
+        wanted: Variant = "fa3" if "fa3" in modules.variants else "fa2"
+        if wanted == "fa3" and step.max_query_len < FA3_MIN_QUERY_LEN:
+            return None
+        is_built = modules.is_built(wanted)
+        if not is_built and self._build:
             modules.build_in_background()
-        chosen = next((variant for variant in wanted if modules.is_built(variant)), None)
-        note = f"prompts with up to {step.max_query_len} tokens use {f'FlashInfer {chosen}' if chosen else 'Triton'}"
-        if (kind := f"{wanted[0]}>{chosen}") not in self._announced:
-            self._announced.add(kind)
-            logger.info("%s; modules: %s", note, modules.status())
-        return chosen
+        if (wanted, is_built) not in self._announced:
+            self._announced.add((wanted, is_built))
+            logger.info(
+                "long prompts use %s; modules: %s", f"FlashInfer {wanted}" if is_built else "Triton", modules.status()
+            )
+        return wanted if is_built else None
 
     def _plan_wrapper(self, variant: Variant, shape: _Shape, device: torch.device, step: _StepPlan) -> Any:
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        if variant not in self._wrappers:
-            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-            self._wrappers[variant] = BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND", backend=variant)
-        wrapper = self._wrappers[variant]
-        assert not any(w is wrapper for w in step.wrappers.values()), "layers with different heads share one FlashInfer plan"
+        is_ragged = variant == "fa3" and step.is_fresh
+        wrapper = self._wrapper(variant, is_ragged)
+        assert not any(w is wrapper for w in step.wrappers.values()), (
+            "layers with different heads share one FlashInfer plan"
+        )
+        query_start_loc = torch.from_numpy(step.query_start_loc)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        if is_ragged:
+            wrapper.plan(
+                query_start_loc, query_start_loc, *heads, causal=True, sm_scale=shape.scale,
+                q_data_type=shape.dtype, kv_data_type=shape.dtype,
+            )  # fmt: skip
+            return wrapper
         blocks = -(-step.seq_lens // shape.block_size)
         indptr = np.zeros(len(blocks) + 1, dtype=np.int32)
         np.cumsum(blocks, out=indptr[1:])
@@ -234,8 +274,20 @@ class FlashInferAttention:
         indices = flat_table[torch.from_numpy(places).to(device, non_blocking=True)]
         last_page = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
         wrapper.plan(
-            torch.from_numpy(step.query_start_loc), torch.from_numpy(indptr), indices, torch.from_numpy(last_page),
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, causal=True, sm_scale=shape.scale,
+            query_start_loc, torch.from_numpy(indptr), indices, torch.from_numpy(last_page),
+            *heads, shape.block_size, causal=True, sm_scale=shape.scale,
             q_data_type=shape.dtype, kv_data_type=shape.dtype, seq_lens=torch.from_numpy(step.seq_lens.astype(np.int32)),
         )  # fmt: skip
         return wrapper
+
+    def _wrapper(self, variant: Variant, is_ragged: bool) -> Any:
+        if (variant, is_ragged) not in self._wrappers:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+
+            kind, layout = (
+                (BatchPrefillWithRaggedKVCacheWrapper, "NHD")
+                if is_ragged
+                else (BatchPrefillWithPagedKVCacheWrapper, "HND")
+            )
+            self._wrappers[variant, is_ragged] = kind(self._workspace, kv_layout=layout, backend=variant)
+        return self._wrappers[variant, is_ragged]

@@ -47,7 +47,9 @@ class FlashInferModules:
         )
         self.module_dir = (module_dir or default_dir) / self.key
         self.dtype, self.head_dim, self.device = dtype, head_dim, device
-        self.variants: tuple[Variant, ...] = ("fa2", "fa3") if (major, minor) == (9, 0) else ("fa2",)
+        self.variants: tuple[Variant, ...] = (
+            ("fa3",) if (major, minor) == (9, 0) else ("fa2",)
+        )  # those that are used there
         self._state: dict[Variant, str] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

@@ -44,11 +44,12 @@ def load_norm_rope(
 
 @triton.jit
 def _rope_kv_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_out_ptr, kv_ptr, slot_ptr,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_out_ptr, k_out_ptr, kv_ptr, slot_ptr,
     q_stride, k_stride, v_stride, cos_stride, block_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    WRITE_Q: tl.constexpr, HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PDL: tl.constexpr,
+    WRITE_Q: tl.constexpr, WRITE_K: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -88,6 +89,10 @@ def _rope_kv_kernel(
             v_low_KR = tl.load(v_KR, mask=ok_KR, other=0.0)
             v_high_KR = tl.load(v_KR + HALF, mask=ok_KR, other=0.0)
             store_type = kv_ptr.dtype.element_ty
+            if WRITE_K:
+                k_out_KR = k_out_ptr + token * NUM_KV_HEADS * HEAD_DIM + heads_K[:, None] * HEAD_DIM + cols_R[None, :]
+                tl.store(k_out_KR, low_KR, mask=ok_KR)
+                tl.store(k_out_KR + HALF, high_KR, mask=ok_KR)
             tl.store(at_KR, low_KR.to(store_type), mask=ok_KR)
             tl.store(at_KR + HALF, high_KR.to(store_type), mask=ok_KR)
             to_values: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
@@ -119,11 +124,13 @@ def rope_kv_write(
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
     write_q: bool = True,
+    k_out_TKE: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q' = rope(norm(q)) is returned, rope(norm(k)) and v go to the cache at slot_mapping; norm and rope only where given.
 
     q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E], rows may be strided; cos_TE, sin_TE: [T, E] with equal halves, contiguous rows;
-    kv_cache: [N, 2, K, P, E] (mutated); slot_mapping_T: int64 [T], -1 is skipped. → [T, H, E], or q itself without write_q.
+    kv_cache: [N, 2, K, P, E] (mutated); slot_mapping_T: int64 [T], -1 is skipped. k_out_TKE: gets the
+    keys as well (contiguous, not where the slot is -1). → [T, H, E], or q itself without write_q.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_tokens, num_heads, head_dim = q_THE.shape
@@ -136,11 +143,11 @@ def rope_kv_write(
     parts = (triton.cdiv(num_heads, block_h) if write_q else 0) + triton.cdiv(num_kv_heads, block_k)
     pdl = supports_pdl(q_THE.device)
     _rope_kv_kernel[(num_tokens, parts)](
-        q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, q_out, kv_cache, slot_mapping_T,
+        q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, q_out, k_out_TKE, kv_cache, slot_mapping_T,
         q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0, kv_cache.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_R=triton.next_power_of_2(head_dim // 2),
-        WRITE_Q=write_q, HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None,
+        WRITE_Q=write_q, WRITE_K=k_out_TKE is not None, HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None,
         HAS_ROPE=cos_TE is not None, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return q_out
