@@ -18,7 +18,7 @@ namespace {
 constexpr int kMaxTileBlocks = 3;
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
 constexpr int kPrefetchGroups = 64;         // weight vectors (64 bytes) ahead of the one in use
-constexpr int kAheadTiles = 2;               // of a panel's tiles, how many ask for the next panel
+constexpr int kAheadTiles = 2;              // of a panel's tiles, how many ask for the next panel
 constexpr int64_t kGrabBytes = 128 << 10;   // weights that a thread takes at a time
 constexpr int64_t kChunkBytes = 512 << 10;  // activations that one pass over the weights keeps in the L2 cache
 

@@ -89,6 +89,7 @@ void fill_step(
         args.head_dim % 16 == 0 && args.head_dim <= 512 && args.num_heads % args.num_kv_heads == 0 &&
             args.num_heads / args.num_kv_heads <= 96,
         "the CPU attention kernel does not take ", args.num_heads, " heads on ", args.num_kv_heads, " of size ", args.head_dim);
+    TORCH_CHECK_VALUE(scale > 0, "attention needs a positive scale, not ", scale);
     TORCH_INTERNAL_ASSERT(
         query_start_loc.scalar_type() == at::kInt && seq_lens.scalar_type() == at::kInt && block_table.scalar_type() == at::kInt &&
         slot_mapping.scalar_type() == at::kLong && query_start_loc.numel() > num_seqs && seq_lens.numel() >= num_seqs &&
