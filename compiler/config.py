@@ -21,6 +21,7 @@ class CompileConfig:
     cache_dir: artifact store; None: the user's cache folder.
     artifact_dir: an artifact made ahead of time; tried before the store.
     dump_dir: where every stage is written to as readable files (`compiler.dump`); the model is then captured anew.
+    profile_tokens: numbers of tokens at which each piece is measured (`compiler.profile`); the model is then captured anew.
     """
 
     mode: Literal["compile", "eager"] = "compile"
@@ -32,3 +33,4 @@ class CompileConfig:
     artifact_dir: Path | None = None
     use_cache: bool = True
     dump_dir: Path | None = None
+    profile_tokens: tuple[int, ...] = ()

@@ -133,7 +133,10 @@ class Dump:
     @_never_breaks
     def finish(self, report: Mapping[str, Any]) -> None:
         """Write report.json, with the compilation's own report in it."""
-        self.report["compilation"] = dict(report)
+        self.report |= {
+            "compilation": {k: v for k, v in report.items() if k != "profile"},
+            "profile": report.get("profile"),
+        }
         write_report(self.folder, self.report)
         log.info("dumped the compilation to %s", self.folder)
 

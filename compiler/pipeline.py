@@ -34,10 +34,12 @@ from compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSo
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
 from compiler.plan import ExecutionPlan, PieceStep, make_plan
+from compiler.profile import profile_model
 from compiler.splitter import split
 from compiler.stitch import stitched_source
 from compiler.store import ArtifactStore, Entry, default_root, key_of
 from compiler.verify import PassVerifier
+from custom_ops.attention import AttentionBackend
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +59,21 @@ def compile_model(
     dtype: torch.dtype,
     kernels: frozenset[str] = frozenset(),
     passes: Sequence[GraphPass] | None = None,
+    attention_backend: AttentionBackend | None = None,
     on_stage: StageCallback = _ignore_stage,
 ) -> Model:
     """Compile (or, in mode "eager", just wrap) a model for one device; weights are filled in afterwards through the result.
 
     kernels: names of the fused `cas` ops that have a kernel here, from `available_kernels` (passes that need another are
         left out).
-    passes: instead of `default_passes()`. on_stage: called with (stage, seconds, detail) when a stage ends.
+    passes: instead of `default_passes()`. attention_backend: what split ops are measured with (needed for `profile_tokens`).
+    on_stage: called with (stage, seconds, detail) when a stage ends.
     Raises `CaptureError`, `SplitError` or `PieceCompileError`.
     """
     if config.mode == "eager":
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
-    job = _Compilation(spec, config, device, dtype, kernels, tuple(passes or default_passes()), on_stage)
+    job = _Compilation(spec, config, device, dtype, kernels, tuple(passes or default_passes()), on_stage,
+                       attention_backend=attention_backend)  # fmt: skip
     return job.run()
 
 
@@ -84,6 +89,7 @@ class _Compilation:
     report: dict[str, Any] = field(default_factory=lambda: {"mode": "compile", "stages": {}})
     stores: list[ArtifactStore] = field(default_factory=list)
     dump: Dump | None = None
+    attention_backend: AttentionBackend | None = None
 
     def run(self) -> CompiledModel:
         self.stores = _stores(self.config)
@@ -94,14 +100,15 @@ class _Compilation:
             self.dump = Dump(self.config.dump_dir, self._facts(fields))
         # Inductor's files live in a folder of this process: nobody else can change them under a running model.
         work_dir = tempfile.TemporaryDirectory(prefix="compile-and-serve-", ignore_cleanup_errors=True)
-        # What is dumped is made here and now; an artifact has no captured graph.
-        found = self._load(fields, Path(work_dir.name)) if self.dump is None else None
+        # What is dumped or measured is made here and now; an artifact has no captured graph.
+        anew = self.dump is not None or bool(self.config.profile_tokens)
+        found = None if anew else self._load(fields, Path(work_dir.name))
         if found is None:
             with contextlib.ExitStack() as stack:
                 if self.stores:
                     stack.enter_context(self.stores[-1].lock(fields))
                 # Whoever held the lock may have made it meanwhile.
-                found = self._load(fields, Path(work_dir.name)) if self.dump is None else None
+                found = None if anew else self._load(fields, Path(work_dir.name))
                 found = found or self._make(fields, Path(work_dir.name))
         plan, join_pieces = found
         self.report |= pass_summary(self.report["passes"])
@@ -173,6 +180,8 @@ class _Compilation:
         }
         if self.dump is None or self._get("plan", fields) is None:
             self._put("plan", fields, content, work_dir / "plan")
+        if self.config.profile_tokens:
+            self._profile(plan, graphs, pieces)
         return plan, lambda: pieces
 
     def _rewrite(self) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord]]:
@@ -202,6 +211,22 @@ class _Compilation:
         if self.dump is not None:
             self.dump.split(plan, graphs)
         return plan, graphs, records
+
+    def _profile(
+        self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule], pieces: Mapping[str, PieceCallable]
+    ) -> None:
+        if self.attention_backend is None:
+            raise ValueError("Measuring pieces needs the attention backend: give compile_model its attention_backend.")
+        start = time.perf_counter()
+        try:
+            self.report["profile"] = profile_model(
+                plan, graphs, pieces, [(kv.num_kv_heads, kv.head_dim) for kv in self.spec.kv_cache_specs],
+                device=self.device, dtype=self.dtype, backend=self.attention_backend, tokens=self.config.profile_tokens,
+            )  # fmt: skip
+        except RuntimeError as error:  # of torch, out of memory among them: a measurement is no reason not to serve
+            log.warning("The pieces could not be measured: %s", str(error).splitlines()[0])
+            return
+        self._stage("measure pieces", time.perf_counter() - start, f"at {self.config.profile_tokens} tokens")
 
     def _facts(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """What a dump says of the model and the environment."""

@@ -78,6 +78,7 @@ class EngineCore:
             device=self.device,
             dtype=self.dtype,
             kernels=available_kernels(device=self.device, dtype=self.dtype, attention_backend=backend),
+            attention_backend=backend,
             on_stage=on_stage,
         )
         start = time.perf_counter()

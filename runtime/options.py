@@ -42,6 +42,7 @@ def make_engine_config(
     artifact_dir: str | Path | None = None,
     use_cache: bool = True,
     dump_dir: str | Path | None = None,
+    profile_tokens: Iterable[int] = (),
 ) -> EngineConfig:
     """Resolve `model` (folder, .gguf file, known name, Hub id) to local files and check every option.
 
@@ -75,6 +76,8 @@ def make_engine_config(
         raise ValueError("num_kv_blocks and kv_cache_memory_bytes both size the KV cache: give one of them.")
     sizes = None if capture_sizes is None else tuple(sorted(set(capture_sizes)))
     _require(sizes is None or (len(sizes) > 0 and sizes[0] >= 1), "capture_sizes", "positive token counts", sizes)
+    profiled = tuple(profile_tokens)
+    _require(all(count >= 1 for count in profiled), "profile_tokens", "positive token counts", profiled)
     return EngineConfig(
         model=ModelConfig(
             model=model,
@@ -111,6 +114,7 @@ def make_engine_config(
             artifact_dir=None if artifact_dir is None else Path(artifact_dir),
             use_cache=use_cache,
             dump_dir=None if dump_dir is None else Path(dump_dir),
+            profile_tokens=profiled,
         ),
         device=device,
         attention_backend=attention_backend,

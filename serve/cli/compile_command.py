@@ -58,15 +58,23 @@ def compile_model_command(
         detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {describe_device(device)}"
         stages("read", time.perf_counter() - started, detail)
         kernels = available_kernels(device=device, dtype=dtype, attention_backend=backend)
-        compiled = compile_model(spec, config.compile, device=device, dtype=dtype, kernels=kernels, on_stage=stages)
+        compiled = compile_model(
+            spec,
+            config.compile,
+            device=device,
+            dtype=dtype,
+            kernels=kernels,
+            attention_backend=backend,
+            on_stage=stages,
+        )
     _print_report(compiled.report, time.perf_counter() - started, output)
 
 
 def _print_report(report: dict[str, Any], seconds: float, output: Path | None) -> None:
-    from serve.inspect.text import pass_tables
+    from serve.inspect.text import pass_tables, profile_tables
 
     console = error_console()
-    for table in pass_tables(report["passes"]):
+    for table in (*pass_tables(report["passes"]), *profile_tables(report.get("profile"))):
         console.print(table)
     verb = "found ready" if report["artifact"] == "hit" else "compiled"
     console.print(f"{report['pieces']} pieces, {report['distinct_pieces']} distinct, {verb} in {seconds:.1f} s")

@@ -136,6 +136,14 @@ def engine_flags(
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = False,
+    profile_pieces: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Measure each piece in decode steps of these token counts, e.g. 1,16,64, against the device's limits.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
     dump_dir: Annotated[
         str | None,
         typer.Option(
@@ -201,6 +209,7 @@ def engine_flags(
         "enforce_eager": enforce_eager,
         "disabled_passes": disable_pass or (),
         "verify_passes": verify_passes,
+        "profile_tokens": () if profile_pieces is None else parse_counts(profile_pieces),
         "dump_dir": dump_dir,
         "cudagraph_mode": cudagraph_mode,
         "capture_sizes": None if cudagraph_capture_sizes is None else parse_counts(cudagraph_capture_sizes),

@@ -34,7 +34,7 @@ def print_dump(report: Mapping[str, Any], console: Console) -> None:
         console.print(table)
     console.print(_graphs(report))
     console.print(_pieces(report))
-    for table in _profile(report):
+    for table in profile_tables(report.get("profile")):
         console.print(table)
     console.print(f"weights {report['weight_bytes'] / 2**20:.1f} MiB, {len(report['weights'])} tensors")
 
@@ -95,8 +95,8 @@ def _pieces(report: Mapping[str, Any]) -> Table:
     return _table("Distinct pieces", ("piece", "×", "calls", "fingerprint", "", "seconds"), lines)
 
 
-def _profile(report: Mapping[str, Any]) -> list[Table]:
-    profile = report.get("profile")
+def profile_tables(profile: Mapping[str, Any] | None) -> list[Table]:
+    """What was measured of pieces and split ops (`compiler.profile`), none if nothing was."""
     if not profile:
         return []
     device = (
@@ -109,7 +109,14 @@ def _profile(report: Mapping[str, Any]) -> list[Table]:
         for row in profile["rows"]
     ]  # fmt: skip
     columns = ("piece", "×", "tokens", "ms", "GB/s", "bandwidth", "GFLOP/s", "compute")
-    return [_table(f"Measured pieces ({device})", columns, lines)]
+    steps = [
+        (str(row["tokens"]), f"{row['seconds'] * 1e3:.3f}", f"{row['between'] * 1e3:.3f}") for row in profile["steps"]
+    ]
+    title = f"Whole steps, {profile['context']} tokens of context"
+    return [
+        _table(f"Measured pieces ({device})", columns, lines),
+        _table(title, ("tokens", "ms", "between pieces, ms"), steps),
+    ]
 
 
 def print_comparison(before: Mapping[str, Any], after: Mapping[str, Any], console: Console) -> None:

@@ -28,8 +28,8 @@ ENGINE_FLAGS = {
     "--kv-cache-memory", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--enable-prefix-caching",
     "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--scheduling-policy",
     "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass",
-    "--verify-passes", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--cache-dir", "--artifact", "--no-cache",
-    "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
+    "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--cache-dir",
+    "--artifact", "--no-cache", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
 }  # fmt: skip
 
 # A flag that disappears or changes its name breaks somebody's script: this list is changed on purpose only.
