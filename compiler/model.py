@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from compiler.arena import WeightArena
 from compiler.inductor import PieceCallable
 from compiler.plan import ExecutionPlan
 from compiler.stitch import Stitched, stitch
@@ -112,6 +113,10 @@ class CompiledModel:
         """The distinct pieces by fingerprint; waits until they are loaded."""
         return self.join_pieces()
 
+    @cached_property
+    def _arena(self) -> WeightArena:
+        return WeightArena({t.target: t.spec for t in self.plan.transforms}, self.device)
+
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The model's own weights by name; read only."""
@@ -119,8 +124,7 @@ class CompiledModel:
 
     def assign(self, target: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` into the model's own storage as weight `target`. Raises `WeightMismatchError` for a wrong shape."""
-        spec = next(t.spec for t in self.plan.transforms if t.target == target)
-        self._weights[target] = _owned(target, tensor, spec, self.device)
+        self._weights[target] = _fill(target, self._arena.tensor(target), tensor)
 
     def finish_loading(self) -> None:
         """Bind the weights; raises `WeightMismatchError` naming the ones that are missing."""
@@ -164,9 +168,7 @@ class EagerModel:
 
     def assign(self, target: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` into parameter `target`. Raises `WeightMismatchError` for a wrong shape."""
-        parameter = self.module.get_parameter(target)
-        spec = TensorSpec(shape=tuple(parameter.shape), dtype=parameter.dtype)
-        parameter.data.copy_(_owned(target, tensor, spec, self.device))
+        _fill(target, self.module.get_parameter(target).data, tensor)
         self._assigned.add(target)
 
     def finish_loading(self) -> None:
@@ -213,13 +215,13 @@ def _materialized(module: nn.Module, device: torch.device) -> nn.Module:
     return module
 
 
-def _owned(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    if tuple(tensor.shape) != spec.shape:
+def _fill(name: str, place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.shape != place.shape:
         raise WeightMismatchError(
-            f"Weight {name} has shape {list(tensor.shape)}, expected {list(spec.shape)}: "
+            f"Weight {name} has shape {list(tensor.shape)}, expected {list(place.shape)}: "
             "the checkpoint does not fit its config."
         )
-    return torch.empty(spec.shape, dtype=spec.dtype, device=device).copy_(tensor)
+    return place.copy_(tensor)
 
 
 def _require(present: Any, names: Sequence[str]) -> None:
