@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from custom_ops.gpu_sampling import greedy_tokens, sample_tokens
 from custom_ops.gpu_step import advance_step
 from custom_ops.rope_attention import norm_rope_reference
 from custom_ops.triton_decode import decode_attention
-from custom_ops.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
-from custom_ops.triton_linear import MAX_SMALL_TOKENS, _gemv, _small_batch, fused_linear
+from custom_ops.triton_elementwise import add_rms_norm, silu_mul_rows
+from custom_ops.triton_linear import MAX_SMALL_TOKENS, fused_linear
 from custom_ops.triton_prefill import prefill_attention
 from custom_ops.triton_rope import rope_kv_write, split_qkv
 
@@ -46,7 +45,11 @@ class Shape:
         config = json.loads((CONFIGS / name / "config.json").read_text())
         self.name = name
         self.hidden, self.inner = config["hidden_size"], config["intermediate_size"]
-        self.heads, self.kv_heads, self.head_dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+        self.heads, self.kv_heads, self.head_dim = (
+            config["num_attention_heads"],
+            config["num_key_value_heads"],
+            config["head_dim"],
+        )
         self.layers, self.vocab, self.eps = config["num_hidden_layers"], config["vocab_size"], config["rms_norm_eps"]
         self.qk_norm = config["model_type"] == "qwen3"
         self.qkv_rows = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -61,7 +64,7 @@ class Shape:
             return torch.empty(size, dtype=DTYPE, device="cuda").uniform_(0.5, 1.5)
 
         q_size = self.heads * self.head_dim
-        self.weights = [
+        self.weights: list[dict[str, Any]] = [
             {
                 "qkv": linear(self.qkv_rows, self.hidden),
                 "o": linear(self.hidden, q_size),
@@ -94,7 +97,9 @@ def make_batch(
     """Metadata of a batch with scattered blocks, and `layers` caches with random contents."""
     columns = max(-(-n // BLOCK_SIZE) for n in seq_lens) + 2
     num_blocks = len(seq_lens) * columns + 1
-    table = (torch.randperm(num_blocks - 1)[: len(seq_lens) * columns] + 1).reshape(len(seq_lens), columns).to(torch.int32)
+    table = (
+        (torch.randperm(num_blocks - 1)[: len(seq_lens) * columns] + 1).reshape(len(seq_lens), columns).to(torch.int32)
+    )
     starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
     slots = []
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -141,7 +146,9 @@ def linear_arguments(shape: Shape, site: str, num_tokens: int) -> dict[str, Any]
     }
 
 
-def call_linear(kernel: Callable[..., torch.Tensor], shape: Shape, layer: int, site: str, a: dict[str, Any], **extra: Any) -> torch.Tensor:
+def call_linear(
+    kernel: Callable[..., torch.Tensor], shape: Shape, layer: int, site: str, a: dict[str, Any], **extra: Any
+) -> torch.Tensor:
     weights = shape.weights[layer]
     return kernel(
         a["x"], weights[site], weights[site].shape[0], weights[a["norm_name"]] if a["norm"] else None, shape.eps, None,
@@ -172,8 +179,6 @@ def section_linear(shape: Shape, sweep: bool) -> None:
     for (site, m), a in arguments.items():
         error = relative_error(call_linear(fused_linear, shape, 0, site, a), reference_linear(shape, site, a))
         emit(work="check_linear", model=shape.name, site=site, tokens=m, error=float(f"{error:.2e}"), ok=error < 1e-2)
-    if sweep:
-        sweep_linear(shape)
 
     total_bytes = sum(w.numel() * 2 for w in (*[shape.weights[0][s] for s in sites] * shape.layers, shape.lm_head))
     for m in (1, 2, 4, 8, 16, 32, 64, 128, 256):
@@ -197,69 +202,6 @@ def section_linear(shape: Shape, sweep: bool) -> None:
              cublas_without_norms_ms=round(theirs, 4))  # fmt: skip
 
 
-def sweep_linear(shape: Shape) -> None:
-    """Every configuration of the two small-batch kernels, per linear, over all layers' weights."""
-    gemv_configs = [(rows, warps, per_sm, 16) for rows in (2, 4, 8) for warps in (4, 8) for per_sm in (2, 4, 999)]
-    batch_configs = [
-        (block_o, block_i, splits, stages, 4)
-        for block_o, block_i, stages in ((64, 128, 4), (64, 256, 3), (128, 128, 3))
-        for splits in (1, 2, 4, 8)
-    ]
-    for m, kernel, configs in ((1, _gemv, gemv_configs), (8, _small_batch, batch_configs), (16, _small_batch, batch_configs)):
-        arguments = {site: linear_arguments(shape, site, m) for site in shape.sites()}
-        compile_in_parallel(
-            [
-                lambda s=site, c=config: call_linear(kernel, shape, 0, s, arguments[s], config=c)  # type: ignore[misc]
-                for site in arguments for config in configs
-            ]
-        )  # fmt: skip
-        for site, a in arguments.items():
-            size = shape.weights[0][site].numel() * 2 * shape.layers
-            results = []
-            for config in configs:
-
-                def run(site: str = site, a: dict[str, Any] = a, config: tuple[int, ...] = config) -> None:
-                    for layer in range(shape.layers):
-                        call_linear(kernel, shape, layer, site, a, config=config)
-
-                try:
-                    ms = time_ms(run, 15.0)
-                except Exception as error:
-                    emit(work="sweep_failed", config=config, error=repr(error)[:200])
-                    continue
-                results.append((round(ms * 1e3 / shape.layers, 2), config))
-            results.sort(key=lambda r: r[0])
-            emit(work="sweep_linear", model=shape.name, site=site, tokens=m, us=results[:6], tb_s=round(size / results[0][0] / shape.layers / 1e6, 2),
-                 worst=results[-1])  # fmt: skip
-
-
-def section_medium(shape: Shape, sweep: bool) -> None:
-    """17 … 64 tokens: the library GEMM between elementwise kernels, against the tensor-core kernel with its epilogues."""
-    for m in (32, 64):
-        for site in shape.sites():
-            a = linear_arguments(shape, site, m)
-
-            def library(site: str = site, a: dict[str, Any] = a) -> None:
-                for layer in range(shape.layers):
-                    call_linear(fused_linear, shape, layer, site, a)
-
-            def ours(config: tuple[int, ...], site: str = site, a: dict[str, Any] = a) -> None:
-                for layer, w in enumerate(shape.weights):
-                    x = rms_norm(a["x"], w[a["norm_name"]], shape.eps) if a["norm"] else a["x"]
-                    call_linear(_small_batch, shape, layer, site, a | {"x": x, "norm": False}, config=config)
-
-            configs = [(o, i, s, n, w) for o, i, n, w in ((64, 128, 4, 4), (64, 256, 3, 4), (128, 128, 3, 4), (128, 64, 4, 4)) for s in (1, 2, 4)]
-            compile_in_parallel([lambda c=c: ours(c) for c in configs])  # type: ignore[misc]
-            results = []
-            for config in configs:
-                try:
-                    results.append((round(time_ms(lambda c=config: ours(c), 15.0) * 1e3 / shape.layers, 2), config))  # type: ignore[misc]
-                except Exception as error:
-                    emit(work="sweep_failed", config=config, error=repr(error)[:200])
-            baseline = round(time_ms(library, 15.0) * 1e3 / shape.layers, 2)
-            emit(work="medium_linear", model=shape.name, tokens=m, site=site, library_us=baseline, best=sorted(results)[:3])
-
-
 def section_decode(shape: Shape, sweep: bool) -> None:
     tokens = shape.qkv_rows
     norms = (shape.weights[0]["q_norm"], shape.weights[0]["k_norm"])
@@ -273,15 +215,28 @@ def section_decode(shape: Shape, sweep: bool) -> None:
         q, k, v = split_qkv(qkv.float(), shape.heads, shape.kv_heads)
         q = norm_rope_reference(q, cos, sin, norms[0], shape.eps)
         k = norm_rope_reference(k, cos, sin, norms[1], shape.eps)
-        expected = TorchAttention().forward(q, k.to(DTYPE).float(), v, (expected_cache := expected_cache.float()), scale, metadata)
-        out = backend.rope_forward(qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata)
+        expected = TorchAttention().forward(
+            q, k.to(DTYPE).float(), v, (expected_cache := expected_cache.float()), scale, metadata
+        )
+        out = backend.rope_forward(
+            qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata
+        )
         error = relative_error(out, expected.flatten(1))
         cache_error = relative_error(cache, expected_cache)
-        emit(work="check_decode", model=shape.name, seqs=len(seq_lens), error=float(f"{error:.2e}"), cache_error=float(f"{cache_error:.2e}"),
+        emit(work="check_decode", model=shape.name, seqs=len(seq_lens), error=float(f"{error:.2e}"),
+        cache_error=float(f"{cache_error:.2e}"),
              ok=error < 1e-2 and cache_error < 1e-3)  # fmt: skip
     configs: list[tuple[int, int, int, int, int] | None] = [None]
     if sweep:
-        configs += [(16, 1, 4, 1, 16), (16, 1, 6, 1, 16), (32, 1, 4, 1, 32), (32, 1, 3, 2, 32), (64, 1, 3, 4, 64), (64, 2, 3, 4, 64), (128, 1, 2, 4, 128)]
+        configs += [
+            (16, 1, 4, 1, 16),
+            (16, 1, 6, 1, 16),
+            (32, 1, 4, 1, 32),
+            (32, 1, 3, 2, 32),
+            (64, 1, 3, 4, 64),
+            (64, 2, 3, 4, 64),
+            (128, 1, 2, 4, 128),
+        ]
     for batch, length in ((1, 192), (1, 4096), (8, 192), (32, 192), (64, 192), (64, 1024), (256, 192), (256, 700)):
         layers = 4 if batch * length >= 1 << 17 else 8
         metadata, caches = make_batch(shape, [1] * batch, [length] * batch, None, layers)
@@ -311,8 +266,15 @@ def section_decode(shape: Shape, sweep: bool) -> None:
 def section_prefill(shape: Shape, sweep: bool) -> None:
     scale = shape.head_dim**-0.5
     norms = (shape.weights[0]["q_norm"], shape.weights[0]["k_norm"])
-    for name, backend in (("triton", TritonAttention()), *([("flashinfer", FlashInferAttention(build=False))] if ARGS.flashinfer else [])):
-        for query_lens, seq_lens in (([5, 130, 64], [5, 300, 64]), ([1, 1, 257, 33], [700, 3, 257, 1000]), ([300], [1300])):
+    backends: list[tuple[str, Any]] = [("triton", TritonAttention())]
+    if ARGS.flashinfer:
+        backends.append(("flashinfer", FlashInferAttention(build=False)))
+    for name, backend in backends:
+        for query_lens, seq_lens in (
+            ([5, 130, 64], [5, 300, 64]),
+            ([1, 1, 257, 33], [700, 3, 257, 1000]),
+            ([300], [1300]),
+        ):
             metadata, (cache,) = make_batch(shape, query_lens, seq_lens, backend)
             metadata.num_tokens, total = sum(query_lens), sum(query_lens) + 3
             metadata.slot_mapping = F.pad(metadata.slot_mapping, (0, 3), value=-1)
@@ -324,12 +286,15 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
             k = norm_rope_reference(k, cos, sin, norms[1], shape.eps)
             expected = TorchAttention().forward(q, k.to(DTYPE).float(), v, expected_cache, scale, metadata)
             backend.plan(metadata)
-            out = backend.rope_forward(qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata)
+            out = backend.rope_forward(
+                qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata
+            )
             used = backend.module_status() if isinstance(backend, FlashInferAttention) else {}
             error = relative_error(out[:-3], expected.flatten(1)[:-3])
             cache_error = relative_error(cache, expected_cache)
             emit(work="check_prefill", backend=name, model=shape.name, queries=query_lens, error=float(f"{error:.2e}"),
-                 cache_error=float(f"{cache_error:.2e}"), ok=error < 1e-2 and cache_error < 1e-3 and bool(out.isfinite().all()), modules=used)  # fmt: skip
+                 cache_error=float(f"{cache_error:.2e}"),
+                 ok=error < 1e-2 and cache_error < 1e-3 and bool(out.isfinite().all()), modules=used)  # fmt: skip
     for query_lens in ([1024], [4096], [4096, 4096], [512] * 4, [8192]):
         total = sum(query_lens)
         metadata, (cache,) = make_batch(shape, query_lens, query_lens, None)
@@ -338,17 +303,34 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
         cos, sin = rope_tables(total, shape.head_dim)
         out = torch.empty(total, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
         flops = sum(2 * n * n for n in query_lens) * shape.heads * shape.head_dim
-        rope_us = time_ms(lambda: rope_kv_write(q, k, v, cos, sin, cache, metadata.slot_mapping, *norms, shape.eps)) * 1e3
+        rope_us = (
+            time_ms(lambda: rope_kv_write(q, k, v, cos, sin, cache, metadata.slot_mapping, *norms, shape.eps)) * 1e3
+        )
         rotated = rope_kv_write(q, k, v, cos, sin, cache, metadata.slot_mapping, *norms, shape.eps)
         configs: list[tuple[int, int, int, int] | None] = [None]
         if sweep:
-            configs += [(128, 64, 2, 8), (128, 128, 2, 8), (64, 64, 3, 4), (128, 64, 4, 8), (128, 32, 4, 8), (64, 128, 2, 4)]
+            configs += [
+                (128, 64, 2, 8),
+                (128, 128, 2, 8),
+                (64, 64, 3, 4),
+                (128, 64, 4, 8),
+                (128, 32, 4, 8),
+                (64, 128, 2, 4),
+            ]
         results = []
         for config in configs:
             try:
                 ms = time_ms(
                     lambda config=config: prefill_attention(  # type: ignore[misc]
-                        rotated, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, out, len(query_lens), config=config
+                        rotated,
+                        cache,
+                        scale,
+                        metadata.query_start_loc,
+                        metadata.seq_lens,
+                        metadata.block_table,
+                        out,
+                        len(query_lens),
+                        config=config,
                     ),
                     30.0,
                 )
@@ -356,7 +338,11 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
             except Exception as error:
                 emit(work="sweep_failed", config=config, error=repr(error)[:200])
         best = min(results, key=lambda r: r[0])
-        row = {"triton_us": results[0][0], "triton_tflops": round(flops / results[0][0] / 1e6, 1), "best": sorted(results, key=lambda r: r[0])[:3]}
+        row = {
+            "triton_us": results[0][0],
+            "triton_tflops": round(flops / results[0][0] / 1e6, 1),
+            "best": sorted(results, key=lambda r: r[0])[:3],
+        }
         row["best_tflops"] = round(flops / best[0] / 1e6, 1)
         if ARGS.flashinfer:
             row |= flashinfer_times(shape, metadata, rotated, cache, scale, flops)
@@ -378,7 +364,9 @@ def flashinfer_times(
         backend._choose = lambda *_, variant=variant: variant  # type: ignore[method-assign,misc]
         backend.plan(metadata)
         started = time.perf_counter()
-        wrapper = backend._planned_wrapper(module._Shape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, scale), q.device, metadata)
+        wrapper = backend._planned_wrapper(
+            module._Shape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, scale), q.device, metadata
+        )
         row[f"{variant}_first_plan_ms"] = round((time.perf_counter() - started) * 1e3, 2)
         us = event_ms(lambda: wrapper.run(q, (cache[:, 0], cache[:, 1]))) * 1e3
         row |= {f"{variant}_us": round(us, 1), f"{variant}_tflops": round(flops / us / 1e6, 1)}
@@ -396,7 +384,10 @@ def section_sampling(shape: Shape, sweep: bool) -> None:
         k = k.to(torch.int32)
         filtered_us = time_ms(lambda: sample_tokens(logits, full[0], k, full[1], full[2], seeds, positions)) * 1e3
         plain = [torch.full((batch,), x, device="cuda") for x in (0.8, 1.0, 0.0)]
-        plain_us = time_ms(lambda: sample_tokens(logits, plain[0], torch.zeros_like(k), plain[1], plain[2], seeds, positions)) * 1e3
+        plain_us = (
+            time_ms(lambda: sample_tokens(logits, plain[0], torch.zeros_like(k), plain[1], plain[2], seeds, positions))
+            * 1e3
+        )
         emit(work="sampling", model=shape.name, batch=batch, ok=right, greedy_us=round(us, 1), torch_argmax_us=round(torch_us, 1),
              top_k_top_p_us=round(filtered_us, 1), temperature_us=round(plain_us, 1))  # fmt: skip
 
@@ -409,7 +400,9 @@ def hand_step(shape: Shape, batch: int, length: int = 192) -> Callable[[], None]
     positions = torch.full((batch,), length - 1, device="cuda")
     tables = rope_tables(8192, shape.head_dim)
 
-    def attend(qkv: torch.Tensor, w: dict[str, Any], cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def attend(
+        qkv: torch.Tensor, w: dict[str, Any], cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
         out = torch.empty(batch, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
         q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
         decode_attention(
@@ -438,7 +431,9 @@ def hand_step(shape: Shape, batch: int, length: int = 192) -> Callable[[], None]
             x, h = add_rms_norm(y, h, shape.final_norm, shape.eps)
             logits = F.linear(x, shape.lm_head)
         sampled, _ = greedy_tokens(logits)
-        advance_step(sampled, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, BLOCK_SIZE)
+        advance_step(
+            sampled, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, BLOCK_SIZE
+        )
 
     return step
 
@@ -450,99 +445,43 @@ def section_step(shape: Shape, sweep: bool) -> None:
         emit(work="hand_step", model=shape.name, batch=batch, step_ms=round(ms, 4), tok_s=round(batch / ms * 1e3, 1))
 
 
-def section_tune(shape: Shape, sweep: bool) -> None:
-    """The 1-token step under other configurations of its kernels, changed one site at a time from the best so far."""
-    from custom_ops import triton_decode, triton_linear
-
-    q_size = shape.heads * shape.head_dim
-    sites = {
-        "qkv": (shape.qkv_rows, shape.hidden, False),
-        "o": (shape.hidden, q_size, False),
-        "gate_up": (shape.inner, shape.hidden, True),
-        "down": (shape.hidden, shape.inner, False),
-        "lm_head": (shape.vocab, shape.hidden, False),
-    }
-    chosen = {key: triton_linear.gemv_config(*key) for key in sites.values()}
-    saved = triton_linear.gemv_config, triton_decode.decode_config
-    decode = [saved[1](1, shape.kv_heads, 132)]
-    triton_linear.gemv_config = lambda *key: chosen[key]  # type: ignore[assignment]
-    triton_decode.decode_config = lambda *_: decode[0]  # type: ignore[assignment]
-    step = hand_step(shape, 1)
-
-    def measure() -> float:
-        return time_ms(step, 25.0)
-
-    try:
-        shapes = list(itertools.product((2, 4, 8), (4, 8)))
-        x = {i: torch.randn(1, i, device="cuda").to(DTYPE) for i in (shape.hidden, shape.inner, q_size)}
-        w = shape.weights[0]
-        compile_in_parallel(
-            [
-                lambda c=(*rw, 3, 16): (  # type: ignore[misc]
-                    _gemv(x[shape.hidden], w["qkv"], shape.qkv_rows, w["norm1"], 1e-6, None, False, None, config=c),
-                    _gemv(x[q_size], w["o"], shape.hidden, None, 1e-6, None, False, x[shape.hidden], config=c),
-                    _gemv(x[shape.hidden], w["gate_up"], 2 * shape.inner, w["norm1"], 1e-6, None, True, None, config=c),
-                )
-                for rw in shapes
-            ]
-        )
-        best = measure()
-        emit(work="tune", model=shape.name, what="start", step_ms=round(best, 4))
-        for site, key in sites.items():
-            log = []
-            for config in [(*rw, per_sm, mib) for rw in shapes for per_sm in (1, 2, 4, 999) for mib in (0, 16)]:
-                before, chosen[key] = chosen[key], config
-                log.append((round(ms := measure(), 4), config))
-                best, chosen[key] = (ms, config) if ms < best else (best, before)
-            for mib in (4, 8, 32):
-                before, chosen[key] = chosen[key], (*chosen[key][:3], mib)
-                log.append((round(ms := measure(), 4), chosen[key]))
-                best, chosen[key] = (ms, chosen[key]) if ms < best else (best, before)
-            emit(work="tune", model=shape.name, what=site, step_ms=round(best, 4), chosen=chosen[key], top=sorted(log)[:5], worst=max(log))
-        log = []
-        for config in ((64, 8, 2, 2, 64), (64, 8, 1, 2, 64), (32, 8, 1, 2, 32), (32, 16, 1, 1, 32), (64, 16, 2, 4, 64), (64, 8, 2, 1, 64), (64, 4, 2, 4, 256),
-                       (64, 4, 1, 8, 256), (32, 32, 2, 2, 32), (128, 2, 1, 4, 128)):  # fmt: skip
-            before, decode[0] = decode[0], config
-            log.append((round(ms := measure(), 4), config))
-            best, decode[0] = (ms, config) if ms < best else (best, before)
-        emit(work="tune", model=shape.name, what="decode", step_ms=round(best, 4), chosen=decode[0], top=sorted(log))
-    finally:
-        triton_linear.gemv_config, triton_decode.decode_config = saved
-
-
 SECTIONS = {
     "linear": section_linear,
     "decode": section_decode,
     "sampling": section_sampling,
     "step": section_step,
-    "tune": section_tune,
-    "medium": section_medium,
     "prefill": section_prefill,
 }
-ARGS = argparse.Namespace(flashinfer=False)
+ARGS = argparse.Namespace(flashinfer=False, sweep=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default="linear,decode,sampling,step,prefill")
-    parser.add_argument("--models", default="qwen3-0.6b,llama-8b")
-    parser.add_argument("--sweep", action="store_true", help="also try every kernel configuration")
-    parser.add_argument("--flashinfer", action="store_true", help="also check and time FlashInfer where its modules are built")
-    parser.parse_args(namespace=ARGS)
-    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
-    for name in ARGS.models.split(","):
+def run_sections(sections: Mapping[str, Callable[[Shape, bool], None]], names: list[str], models: list[str]) -> None:
+    """Run the sections for each model; one that fails says so in a row and does not keep the others from running."""
+    for name in models:
         shape = Shape(name)
         shape.make_weights()
-        for section in ARGS.sections.split(","):
+        for section in names:
             started = time.perf_counter()
             try:
-                SECTIONS[section](shape, ARGS.sweep)
+                sections[section](shape, ARGS.sweep)
             except Exception:
                 emit(work="failed", section=section, model=name, error=traceback.format_exc()[-1500:])
             torch.cuda.synchronize()
             emit(work="section", section=section, model=name, seconds=round(time.perf_counter() - started, 1))
         del shape
         torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--models", default="qwen3-0.6b,llama-8b")
+    parser.add_argument("--sweep", action="store_true", help="also try other configurations of the attention kernels")
+    parser.add_argument(
+        "--flashinfer", action="store_true", help="also check and time FlashInfer where its modules are built"
+    )
+    parser.parse_args(namespace=ARGS)
+    run_sections(SECTIONS, ARGS.sections.split(","), ARGS.models.split(","))
 
 
 if __name__ == "__main__":

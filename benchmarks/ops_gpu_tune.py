@@ -1,0 +1,208 @@
+"""Tries configurations of the small-batch kernels on a GPU: each linear alone, 17 to 64 tokens, and a whole 1-token step. JSON lines.
+
+usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune] [--models llama-8b,qwen3-0.6b]
+What it finds best is written by hand into `gemv_config`, `small_batch_config` and `decode_config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_timing import emit, time_ms
+from benchmarks.ops_gpu import (
+    ARGS,
+    DTYPE,
+    Shape,
+    call_linear,
+    compile_in_parallel,
+    hand_step,
+    linear_arguments,
+    run_sections,
+)
+from custom_ops import triton_decode, triton_linear
+from custom_ops.triton_elementwise import rms_norm
+from custom_ops.triton_linear import _gemv, _small_batch, fused_linear
+
+DECODE_CONFIGS = [
+    (128, 2, 1, 4, 128),
+    (128, 16, 1, 4, 128),
+    (128, 32, 1, 4, 128),
+    (64, 16, 1, 4, 64),
+    (64, 8, 1, 2, 64),
+    (32, 16, 1, 1, 32),
+    (256, 8, 1, 8, 256),
+    (64, 8, 2, 4, 64),
+]
+
+
+def sweep_linear(shape: Shape, sweep: bool) -> None:
+    """Every configuration of the two small-batch kernels, per linear, over all layers' weights."""
+    gemv_configs = [(rows, warps, per_sm, 16) for rows in (2, 4, 8) for warps in (4, 8) for per_sm in (2, 4, 999)]
+    batch_configs = [
+        (block_o, block_i, splits, stages, 4)
+        for block_o, block_i, stages in ((64, 128, 4), (64, 256, 3), (128, 128, 3))
+        for splits in (1, 2, 4, 8)
+    ]
+    for m, kernel, configs in (
+        (1, _gemv, gemv_configs),
+        (8, _small_batch, batch_configs),
+        (16, _small_batch, batch_configs),
+    ):
+        arguments = {site: linear_arguments(shape, site, m) for site in shape.sites()}
+        compile_in_parallel(
+            [
+                lambda s=site, c=config: call_linear(kernel, shape, 0, s, arguments[s], config=c)  # type: ignore[misc]
+                for site in arguments for config in configs
+            ]
+        )  # fmt: skip
+        for site, a in arguments.items():
+            size = shape.weights[0][site].numel() * 2 * shape.layers
+            results = []
+            for config in configs:
+
+                def run(site: str = site, a: dict[str, Any] = a, config: tuple[int, ...] = config) -> None:
+                    for layer in range(shape.layers):
+                        call_linear(kernel, shape, layer, site, a, config=config)
+
+                try:
+                    ms = time_ms(run, 15.0)
+                except Exception as error:
+                    emit(work="sweep_failed", config=config, error=repr(error)[:200])
+                    continue
+                results.append((round(ms * 1e3 / shape.layers, 2), config))
+            results.sort(key=lambda r: r[0])
+            emit(work="sweep_linear", model=shape.name, site=site, tokens=m, us=results[:6],
+            tb_s=round(size / results[0][0] / shape.layers / 1e6, 2),
+                 worst=results[-1])  # fmt: skip
+
+
+def section_medium(shape: Shape, sweep: bool) -> None:
+    """17 … 64 tokens: the library GEMM between elementwise kernels, against the tensor-core kernel with its epilogues."""
+    for m in (32, 64):
+        for site in shape.sites():
+            a = linear_arguments(shape, site, m)
+
+            def library(site: str = site, a: dict[str, Any] = a) -> None:
+                for layer in range(shape.layers):
+                    call_linear(fused_linear, shape, layer, site, a)
+
+            def ours(config: tuple[int, ...], site: str = site, a: dict[str, Any] = a) -> None:
+                for layer, w in enumerate(shape.weights):
+                    x = rms_norm(a["x"], w[a["norm_name"]], shape.eps) if a["norm"] else a["x"]
+                    call_linear(_small_batch, shape, layer, site, a | {"x": x, "norm": False}, config=config)
+
+            configs = [
+                (o, i, s, n, w)
+                for o, i, n, w in ((64, 128, 4, 4), (64, 256, 3, 4), (128, 128, 3, 4), (128, 64, 4, 4))
+                for s in (1, 2, 4)
+            ]
+            compile_in_parallel([lambda c=c: ours(c) for c in configs])  # type: ignore[misc]
+            results = []
+            for config in configs:
+                try:
+                    results.append((round(time_ms(lambda c=config: ours(c), 15.0) * 1e3 / shape.layers, 2), config))  # type: ignore[misc]
+                except Exception as error:
+                    emit(work="sweep_failed", config=config, error=repr(error)[:200])
+            baseline = round(time_ms(library, 15.0) * 1e3 / shape.layers, 2)
+            emit(
+                work="medium_linear",
+                model=shape.name,
+                tokens=m,
+                site=site,
+                library_us=baseline,
+                best=sorted(results)[:3],
+            )
+
+
+def section_tune(shape: Shape, sweep: bool) -> None:
+    """The 1-token step under other configurations of its kernels, changed one site at a time from the best so far."""
+    q_size = shape.heads * shape.head_dim
+    sites = {
+        "qkv": (shape.qkv_rows, shape.hidden, False),
+        "o": (shape.hidden, q_size, False),
+        "gate_up": (shape.inner, shape.hidden, True),
+        "down": (shape.hidden, shape.inner, False),
+        "lm_head": (shape.vocab, shape.hidden, False),
+    }
+    chosen: dict[tuple[int, int, bool], tuple[int, int, int, int]] = {
+        key: triton_linear.gemv_config(*key) for key in sites.values()
+    }
+    saved = triton_linear.gemv_config, triton_decode.decode_config
+    decode = [saved[1](1, shape.kv_heads, 132)]
+    triton_linear.gemv_config = lambda *key: chosen[key]
+    triton_decode.decode_config = lambda *_: decode[0]
+    step = hand_step(shape, 1)
+
+    def measure() -> float:
+        return time_ms(step, 25.0)
+
+    try:
+        shapes = list(itertools.product((2, 4, 8), (4, 8)))
+        x = {i: torch.randn(1, i, device="cuda").to(DTYPE) for i in (shape.hidden, shape.inner, q_size)}
+        w = shape.weights[0]
+        compile_in_parallel(
+            [
+                lambda c=(*rw, 3, 16): (  # type: ignore[misc]
+                    _gemv(x[shape.hidden], w["qkv"], shape.qkv_rows, w["norm1"], 1e-6, None, False, None, config=c),
+                    _gemv(x[q_size], w["o"], shape.hidden, None, 1e-6, None, False, x[shape.hidden], config=c),
+                    _gemv(x[shape.hidden], w["gate_up"], 2 * shape.inner, w["norm1"], 1e-6, None, True, None, config=c),
+                )
+                for rw in shapes
+            ]
+        )
+        best = measure()
+        emit(work="tune", model=shape.name, what="start", step_ms=round(best, 4))
+        for site, key in sites.items():
+            log: list[tuple[float, tuple[int, int, int, int]]] = []
+            for config in [(*rw, per_sm, mib) for rw in shapes for per_sm in (1, 2, 4, 999) for mib in (0, 16)]:
+                before, chosen[key] = chosen[key], config
+                log.append((round(ms := measure(), 4), config))
+                best, chosen[key] = (ms, config) if ms < best else (best, before)
+            for mib in (4, 8, 32):
+                before, chosen[key] = chosen[key], (*chosen[key][:3], mib)
+                log.append((round(ms := measure(), 4), chosen[key]))
+                best, chosen[key] = (ms, chosen[key]) if ms < best else (best, before)
+            emit(
+                work="tune",
+                model=shape.name,
+                what=site,
+                step_ms=round(best, 4),
+                chosen=chosen[key],
+                top=sorted(log)[:5],
+                worst=max(log),
+            )
+        decode_log: list[tuple[float, tuple[int, int, int, int, int]]] = []
+        for decode_config in DECODE_CONFIGS:
+            kept, decode[0] = decode[0], decode_config
+            decode_log.append((round(ms := measure(), 4), decode_config))
+            best, decode[0] = (ms, decode_config) if ms < best else (best, kept)
+        emit(
+            work="tune",
+            model=shape.name,
+            what="decode",
+            step_ms=round(best, 4),
+            chosen=decode[0],
+            top=sorted(decode_log),
+        )
+    finally:
+        triton_linear.gemv_config, triton_decode.decode_config = saved
+
+
+SECTIONS = {"sweep": sweep_linear, "medium": section_medium, "tune": section_tune}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--models", default="qwen3-0.6b,llama-8b")
+    args = parser.parse_args()
+    ARGS.sweep = True
+    run_sections(SECTIONS, args.sections.split(","), args.models.split(","))
+
+
+if __name__ == "__main__":
+    main()
