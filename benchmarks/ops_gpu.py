@@ -361,7 +361,7 @@ def flashinfer_times(
         if not backend.modules(DTYPE, shape.head_dim, q.device).is_built(variant):
             row[variant] = "not built"
             continue
-        backend._choose = lambda *_, variant=variant: variant  # type: ignore[method-assign,misc]
+        backend._choose = lambda *_, variant=variant: variant  # type: ignore[method-assign]
         backend.plan(metadata)
         started = time.perf_counter()
         wrapper = backend._planned_wrapper(
