@@ -3,8 +3,9 @@
 1. canonicalize         one spelling for each op; lengths that nobody needs are dropped
 2. eliminate_noops      views, casts and dropouts that change nothing
 3. merge_linears        linears over the same input become one (QKV, gate/up)
-4. fuse_rope_attention  QK-norm + RoPE + KV write + attention become one op between the pieces
-5. fuse_linears         RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+4. select_rows_early    the last layer computes only the rows whose logits are wanted
+5. fuse_rope_attention  QK-norm + RoPE + KV write + attention become one op between the pieces
+6. fuse_linears         RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from compiler.passes.eliminate_noops import EliminateNoops
 from compiler.passes.fuse_linears import FuseLinears
 from compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compiler.passes.merge_linears import MergeLinears
+from compiler.passes.select_rows_early import SelectRowsEarly
 
 
 def default_passes() -> tuple[GraphPass, ...]:
     """The passes of every compilation, in the order in which they run."""
-    return (Canonicalize(), EliminateNoops(), MergeLinears(), FuseRopeAttention(), FuseLinears())
+    return (Canonicalize(), EliminateNoops(), MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), FuseLinears())

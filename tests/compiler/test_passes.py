@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -47,7 +48,12 @@ def targets(captured: CapturedGraph) -> list[object]:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_every_site_is_matched(architecture: str) -> None:
     captured, _, records = run(architecture)
-    expected = {"merge_linears": 5 * LAYERS, "fuse_rope_attention": LAYERS, "fuse_linears": 4 * LAYERS + 1}
+    expected = {
+        "merge_linears": 5 * LAYERS,
+        "select_rows_early": 1,
+        "fuse_rope_attention": LAYERS,
+        "fuse_linears": 4 * LAYERS + 1,
+    }
     for name, sites in expected.items():
         assert records[name].result == PassResult(matched=sites), name
     left = targets(captured)
@@ -78,6 +84,20 @@ def test_biases_are_merged_too() -> None:
     _, ctx, records = run(attention_bias=True)
     assert records["merge_linears"].result == PassResult(matched=5 * LAYERS)
     assert ctx.weights["model.layers.0.self_attn.q_proj+k_proj+v_proj.bias"].spec.shape == (64 + 2 * 32,)
+
+
+def test_rows_are_selected_before_the_last_mlp() -> None:
+    captured, _, _ = run(kernels=frozenset())
+    selections = [
+        n
+        for n in captured.gm.graph.find_nodes(op="call_function", target=operator.getitem)
+        if len(n.args[1:]) and isinstance(n.args[1], torch.fx.Node)
+    ]
+    assert len(selections) == 2  # of the last attention's output and of the residual beside it
+    linears = captured.gm.graph.find_nodes(op="call_function", target=F.linear)
+    rows = str(selections[0].meta["example_value"].shape[0])
+    on_rows = [str(node.meta["example_value"].shape[0]) == rows for node in linears]
+    assert on_rows == [False] * (len(linears) - 4) + [True] * 4  # output projection, gate/up, down, head
 
 
 def test_without_kernels_the_fusions_say_why() -> None:

@@ -120,7 +120,9 @@ def test_compiling_works_without_a_writable_store(tmp_path: Path) -> None:
 def _start(cache_dir: str, expected: torch.Tensor, report: str) -> None:
     """One start of a process: compile or load, compare a step with the expected logits, say whether it was a hit."""
     spec = tiny_spec(layers=2)
-    model = compile_model(spec, CompileConfig(cache_dir=Path(cache_dir)), device=CPU, dtype=torch.float32, kernels=FUSED)
+    model = compile_model(
+        spec, CompileConfig(cache_dir=Path(cache_dir)), device=CPU, dtype=torch.float32, kernels=FUSED
+    )
     fill(model)
     logits = step(model, [1, 2, 3, 4, 5], 0, caches(spec, torch.float32))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -178,7 +180,9 @@ def test_killed_at_any_point_the_next_start_is_right(tmp_path: Path) -> None:
     assert report.read_text() == "hit"
 
 
-def _run_to_end(context: multiprocessing.context.BaseContext, store: Path, expected: torch.Tensor, report: Path) -> None:
+def _run_to_end(
+    context: multiprocessing.context.BaseContext, store: Path, expected: torch.Tensor, report: Path
+) -> None:
     process = context.Process(target=_start, args=(str(store), expected, str(report)))  # type: ignore[attr-defined]
     process.start()
     process.join(300)

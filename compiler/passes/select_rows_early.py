@@ -1,0 +1,98 @@
+"""Rows that nobody reads are not computed: the selection of logits rows moves up to the last attention.
+
+    f(g(a), b)[rows]  →  f(g(a[rows]), b[rows])       where f and g work on each row for itself
+
+A step of T prompt tokens wants one row of logits a sequence. The last layer's output projection and MLP, which come after the
+last op that mixes rows, then run on those rows alone: 1/L of a prefill's linears saved for L layers.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from compiler.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    arguments,
+    is_call,
+    set_example_value,
+    tensor_of,
+)
+
+# Row i of the result depends on row i of the first argument, and of a second that has as many rows.
+ROW_WISE = (F.linear, torch.rms_norm, F.silu, torch.add, torch.mul, torch.split)
+
+
+class SelectRowsEarly(BasePass):
+    name = "select_rows_early"
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched, near_misses = 0, []
+        for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
+            if not _selects_rows(node):
+                continue
+            cone = _cone(node)
+            if not cone:
+                continue
+            if any(tensor_of(n).dim() != 2 for n in cone if not is_call(n, torch.split)):
+                near_misses.append(NearMiss.at(node, "what it selects from is not [tokens, features] all the way"))
+                continue
+            _move(gm, node, cone, ctx)
+            matched += 1
+        return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+
+def _selects_rows(node: Node) -> bool:
+    rows = arguments(node)[1]
+    return isinstance(rows, Node) and tensor_of(rows).dim() == 1 and tensor_of(rows).dtype == torch.int64
+
+
+def _cone(selection: Node) -> list[Node]:
+    """Row-wise nodes above the selection whose every reader is the selection or in the cone, in the graph's order."""
+    inside = {selection}
+    found = []
+    for node in _reversed_before(selection):
+        if all(user in inside for user in node.users) and node.users and _is_row_wise(node):
+            inside.add(node)
+            found.append(node)
+    return found[::-1]
+
+
+def _reversed_before(node: Node) -> list[Node]:
+    nodes = []
+    current = node.prev
+    while current.op == "call_function":
+        nodes.append(current)
+        current = current.prev
+    return nodes
+
+
+def _is_row_wise(node: Node) -> bool:
+    if is_call(node, operator.getitem):
+        return is_call(arguments(node)[0], torch.split)
+    return is_call(node, *ROW_WISE)
+
+
+def _move(gm: GraphModule, selection: Node, cone: list[Node], ctx: PassContext) -> None:
+    source, rows = arguments(selection)
+    inside, selected = set(cone), {}
+    num_tokens = str(tensor_of(source).shape[0])
+    for node in cone:
+        for value in node.all_input_nodes:
+            if value in inside or value in selected or str(tensor_of(value).shape[0]) != num_tokens:
+                continue  # a weight, or in the cone itself
+            place = cone[0] if value.op == "placeholder" else value.next
+            with gm.graph.inserting_before(place):
+                selected[value] = ctx.call(gm, operator.getitem, value, rows, origin=selection)
+    for node in cone:
+        for value, chosen in selected.items():
+            node.replace_input_with(value, chosen)
+        set_example_value(node, ctx.fake_mode)
+    selection.replace_all_uses_with(source)
+    gm.graph.erase_node(selection)
