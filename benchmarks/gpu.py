@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from runtime.bytecode import keep_bytecode
+
 WORKS = ("startup", "decode", "prefill", "mixed")
 
 
@@ -106,9 +108,8 @@ class Bench:
 
     def capture_graphs(self) -> None:
         """Capture now what a server captures in its idle moments, so that no capture falls into a measurement."""
-        graphs = getattr(self.llm.engine.core, "_graphs", None)
-        if graphs is not None:
-            graphs.capture()
+        while self.llm.engine.core.idle():
+            pass
 
     def decode(self) -> None:
         new = 128
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the rows to this file too")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--num-kv-blocks", type=int)
     parser.add_argument("--cudagraph-mode", default="full_and_piecewise")
     parser.add_argument("--attention-backend")
@@ -175,6 +176,7 @@ def main() -> None:
         parser.error(f"--tp {args.tp} cannot be measured: only one GPU is used yet")
     if unknown := set(args.work) - set(WORKS):
         parser.error(f"--work knows {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")
+    keep_bytecode()  # as the command line does
     bench = Bench(args)
     bench.capture_graphs()
     bench.generate(bench.prompts(4, 64), [8] * 4)

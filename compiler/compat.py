@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = ["FakeTensorMode", "capture_full_graph", "fake_mode_with_symbols", "mark_token_dimension", "node_source_line"]
 
@@ -51,6 +50,8 @@ def fake_mode_with_symbols(
     groups: Sequence[str], upper: dict[str, int]
 ) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
     """A fake mode with one unbacked symbol in [1, upper[group]] for each group of equally long token dimensions."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     shape_env = ShapeEnv()
     symbols = {}
     for group in groups:

@@ -207,6 +207,10 @@ class CudaGraphRunner:
         stats.used_bytes += max(0, self._device.used_bytes() - before)
         return True
 
+    def next_piecewise_size(self) -> int | None:
+        """The piecewise size to capture next, largest first; None when all are. The next step of that size captures it."""
+        return None if self._piecewise is None else self._piecewise.want_next()
+
     def estimate_bytes(self) -> int:
         """Device memory that the full graphs will take, from one plain run of the largest size."""
         if self._decode_inputs is None or not self.sizes:

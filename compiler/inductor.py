@@ -9,6 +9,7 @@ run-time wrapper are left out on purpose: a piece is functional and needs no gra
 from __future__ import annotations
 
 import logging
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -132,5 +133,11 @@ def _cache_dir(path: Path) -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     path.mkdir(parents=True, exist_ok=True)
+    triton_dir = os.environ.get("TRITON_CACHE_DIR")
     with temporary_cache_dir(str(path)):
-        yield
+        try:
+            yield
+        finally:
+            # Inductor points Triton at the folder for good; our own kernels must go on finding the user's.
+            if triton_dir is None:
+                os.environ.pop("TRITON_CACHE_DIR", None)

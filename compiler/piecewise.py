@@ -86,6 +86,14 @@ class PiecewiseGraphs:
         stats.replays["piecewise"] += 1
         return values[self._model.plan.result]
 
+    def want_next(self) -> int | None:
+        """The largest size without graphs, to be captured by the next step of that size; None when there is none."""
+        missing = [size for size in self.sizes if size not in self._captured]
+        if not missing:
+            return None
+        self._asked[missing[-1]] = ASKED_BEFORE_CAPTURE
+        return missing[-1]
+
     def _rest(self) -> list[PieceStep | OpStep]:
         """The steps from the first that reads logits_indices on."""
         steps = self._model.plan.steps

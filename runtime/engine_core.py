@@ -44,7 +44,7 @@ StageCallback = Callable[[str, float, str], None]
 UtilityValue = dict[str, int | float | str | bool | None]
 
 
-CAPTURE_SECONDS = 2.0  # of start-up, for CUDA graphs
+CAPTURE_SECONDS = 0.5  # of start-up, for CUDA graphs
 MISSES_BEFORE_CAPTURE = 4  # a capture costs several steps
 
 
@@ -181,7 +181,13 @@ class EngineCore:
         if self._graphs is None or self._in_flight:
             return False
         self._decode_misses = self._runner.decode_misses
-        return self._graphs.capture_next()
+        if self._graphs.capture_next():
+            return True
+        size = self._graphs.next_piecewise_size()
+        if size is None:
+            return False
+        self._runner.warm_up(size, 1)
+        return True
 
     def stats(self) -> EngineStats:
         """State after the last step."""

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 BOOT_CODE = """\
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
+from runtime.bytecode import keep_bytecode
+keep_bytecode()
 from runtime.engine_process import main
 main()
 """

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from runtime.bytecode import keep_bytecode
 from serve.cli.bench import bench_app
 from serve.cli.cache_command import cache_app
 from serve.cli.compile_command import compile_model_command
@@ -49,4 +50,5 @@ app.add_typer(cache_app, name="cache")
 
 def main() -> None:
     """Run the command line."""
+    keep_bytecode()
     app()
