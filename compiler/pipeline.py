@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -281,8 +282,14 @@ def _stores(config: CompileConfig) -> list[ArtifactStore]:
 def _load_entries(entries: Mapping[str, Entry], work_dir: Path) -> dict[str, CompiledPiece]:
     for entry in entries.values():
         if (entry.path / KERNELS).is_dir():
-            shutil.copytree(entry.path / KERNELS, work_dir / "loaded", dirs_exist_ok=True)
+            shutil.copytree(entry.path / KERNELS, work_dir / "loaded", copy_function=_copy_new, dirs_exist_ok=True)
     return load_pieces({piece: (e.path / SOURCE).read_text() for piece, e in entries.items()}, work_dir / "loaded")
+
+
+def _copy_new(source: str, target: str) -> None:
+    """Copy a file that is not there yet. Pieces share kernels, named by content: one that is loaded must not be written again."""
+    if not os.path.exists(target):
+        shutil.copy2(source, target)
 
 
 def _load_timed(entries: Mapping[str, Entry], work_dir: Path) -> tuple[dict[str, CompiledPiece], float]:
