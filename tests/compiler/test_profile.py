@@ -36,8 +36,9 @@ def measured(tmp_path: Path, tokens: Sequence[int], **options: Any) -> dict[str,
 def test_each_piece_and_op_is_measured_at_each_size(tmp_path: Path) -> None:
     result = measured(tmp_path, (1, 4))
     rows = {(row["name"], row["tokens"]): row for row in result["rows"]}
-    assert set(rows) == {(name, t) for name in ("piece 0", "piece 1", "piece 2", "rope_attention") for t in (1, 4)}
-    assert rows["piece 1", 4]["count"] == LAYERS - 1
+    pieces = {name for name, _ in rows if name.startswith("piece ")}
+    assert set(rows) == {(name, t) for name in pieces | {"rope_attention"} for t in (1, 4)}
+    assert sum(rows[name, 4]["count"] for name in pieces) == LAYERS + 1
     assert rows["rope_attention", 4]["count"] == LAYERS
     assert all(row["seconds"] > 0 for row in result["rows"])
     assert [step["tokens"] for step in result["steps"]] == [1, 4]
@@ -53,8 +54,9 @@ def test_work_is_counted_from_the_graph(tmp_path: Path) -> None:
     # two norms' weights; in: attention's result and the residual; out: the residual and qkv
     values = macs + 2 * HIDDEN + tokens * (2 * HIDDEN + HIDDEN + QKV)
     assert rows["piece 1"]["bytes"] == 4 * values
-    # the last piece: o_proj and MLP, then the final norm and the vocabulary
-    assert rows["piece 2"]["flops"] >= 2 * tokens * HIDDEN * VOCAB
+    # the last piece ends with the final norm and the vocabulary
+    last = max(name for name in rows if name.startswith("piece "))
+    assert rows[last]["flops"] >= 2 * tokens * HIDDEN * VOCAB
     # an embedding is read by rows: less than the table
     assert rows["piece 0"]["bytes"] < 4 * (VOCAB * HIDDEN + HIDDEN * QKV)
     heads, kv_heads, size = 4, 2, 16

@@ -9,21 +9,25 @@ import torch
 
 from compiler import CompileConfig, compile_model
 from compiler.dump_format import REPORT
+from custom_ops.attention_torch import TorchAttention
 from models.spec import ModelSpec
 from tests.support.tiny_models import tiny_spec
 
+LAYERS = 4
 FUSED = frozenset({"rope_attention", "fused_linear"})
 
 
 def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED) -> Path:
-    """Compile without weights, verified, and dump to `folder`."""
+    """Compile without weights, verified and measured, and dump to `folder`."""
     dtype = next(spec.module.parameters()).dtype
-    config = CompileConfig(use_cache=False, verify_passes=True, dump_dir=folder)
-    compile_model(spec, config, device=torch.device("cpu"), dtype=dtype, kernels=kernels)
+    config = CompileConfig(use_cache=False, verify_passes=True, dump_dir=folder, profile_tokens=(1, 2))
+    backend = TorchAttention()
+    cpu = torch.device("cpu")
+    compile_model(spec, config, device=cpu, dtype=dtype, kernels=kernels, attention_backend=backend)
     return folder
 
 
-def spec_with_near_misses(layers: int = 3) -> ModelSpec:
+def spec_with_near_misses(layers: int = LAYERS) -> ModelSpec:
     """A tiny bfloat16 Llama whose first norm of each layer has a float32 weight, which no pass takes."""
     spec = tiny_spec(layers=layers, dtype=torch.bfloat16)
     for layer in spec.module.model.layers:
@@ -32,12 +36,12 @@ def spec_with_near_misses(layers: int = 3) -> ModelSpec:
 
 
 def deepen(folder: Path, layers: int) -> None:
-    """Make a dump one of a model with `layers` layers, by repeating its middle."""
+    """Make a dump with `LAYERS` layers one of a model with `layers` layers, by repeating its second."""
     report = json.loads((folder / REPORT).read_text())
     report["model"]["layers"] = layers
     for graph in report["graphs"]:
         steps = graph["steps"]
-        graph["steps"] = steps[:1] + steps[1:3] * (layers - 1) + steps[-2:]
+        graph["steps"] = steps[:1] + steps[1:3] * (layers - LAYERS) + steps[1:]
         graph["nodes"] *= layers
     for row in report["compilation"]["passes"]:
         row["verification"]["sites"] *= layers

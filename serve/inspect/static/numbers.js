@@ -107,10 +107,15 @@ function roofline({ rows, bandwidth, gemm_rate: rate }) {
     d: `M${X(lowest)} ${Y(lowest * bandwidth)}L${X(Math.min(ridge, 10 ** x1))} ${Y(rate)}L${width - 20} ${Y(rate)}` }),
   svg("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle" }, "FLOPs a byte"),
   svg("text", { x: left, y: 12 }, "FLOP/s; the line is the device's measured roof"));
-  for (const point of points) {
+  const labels = []; // boxes of the labels so far: a new one moves down until it touches none
+  for (const point of points.sort((a, b) => b.y - a.y)) {
+    const label = `${point.name} · ${point.tokens}`, wide = label.length * 6.5 + 10, atEnd = X(point.x) + wide > width;
+    const box = { left: atEnd ? X(point.x) - wide : X(point.x) + 8, top: Y(point.y) - 6 };
+    while (labels.some((other) => Math.abs(other.left - box.left) < wide && Math.abs(other.top - box.top) < 13)) box.top += 4;
+    labels.push(box);
     const text = `${point.name}, ${point.tokens} tokens: ${number(point.y / 1e9)} GFLOP/s`;
     parts.push(svg("circle", { cx: X(point.x), cy: Y(point.y), r: 5, fill: "var(--good)" }, svg("title", {}, text)),
-      svg("text", { x: X(point.x) + 8, y: Y(point.y) + 4 }, `${point.name} · ${point.tokens}`));
+      svg("text", { class: "halo", x: box.left, y: box.top + 10 }, label));
   }
   return svg("svg", { width, height, role: "img", "aria-label": `Roofline: ${points.map((p) =>
     `${p.name} at ${p.tokens} tokens ${number(p.y / 1e9)} GFLOP/s`).join("; ")}` }, parts);

@@ -11,7 +11,7 @@ import pytest
 
 from serve.inspect.data import load_dump
 from serve.inspect.page import build_page
-from tests.support.dumps import deepen, make_dump
+from tests.support.dumps import LAYERS, deepen, make_dump
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -70,7 +70,7 @@ def texts(browser: Any, selector: str) -> list[str]:
 
 def test_every_view_opens(dump: Path, open_page: Open) -> None:
     browser = open_page(dump)
-    assert "LlamaForCausalLM, 3 layers" in by_id(browser, "title").text
+    assert f"LlamaForCausalLM, {LAYERS} layers" in by_id(browser, "title").text
     for view in VIEWS:
         tab = by_id(browser, f"tab-{view}")
         tab.click()
@@ -99,7 +99,7 @@ def test_diff_of_a_pass(dump: Path, open_page: Open) -> None:
     browser = open_page(dump)
     browser.find_element("css selector", "button[aria-label='Diff of pass merge_linears']").click()
     assert by_id(browser, "diff-pass").get_attribute("value") == "3"
-    assert "merge_linears: 15 of 15 sites" in browser.find_element("css selector", "#main h2").text
+    assert f"merge_linears: {5 * LAYERS} of {5 * LAYERS} sites" in browser.find_element("css selector", "#main h2").text
     added = " ".join(texts(browser, ".diff .added"))
     removed = " ".join(texts(browser, ".diff .removed"))
     assert "self_attn_q_proj_k_proj_v_proj_weight" in added
@@ -111,13 +111,24 @@ def test_diff_of_a_pass(dump: Path, open_page: Open) -> None:
 
 def test_reason_of_a_near_miss(dump: Path, open_page: Open) -> None:
     browser = open_page(dump)
-    browser.find_element("xpath", "//button[text()='3 near misses']").click()
+    browser.find_element("xpath", f"//button[text()='{LAYERS} near misses']").click()
     row = texts(browser, "#main tbody tr")[0]
     assert "fuse_linears" in row
     assert "the norm's weight and its input have different dtypes (torch.float32 and torch.bfloat16)" in row
     assert "models/llama.py:" in row
     by_id(browser, "reason-filter").send_keys("no such reason")
     assert texts(browser, "#main tbody tr") == []
+
+
+def test_measured_pieces_are_drawn_under_the_roof(dump: Path, open_page: Open) -> None:
+    browser = open_page(dump, "timings")
+    pieces = len(load_dump(dump)["split"])
+    assert len(browser.find_elements("css selector", "#main svg circle")) == 2 * (
+        pieces + 1
+    )  # and the op, at two sizes
+    rows = texts(browser, "#main tbody tr")
+    assert sum(row.startswith(f"rope_attention × {LAYERS}") for row in rows) == 2
+    assert "GFLOP/s" in browser.find_element("css selector", "#main svg").get_attribute("aria-label")
 
 
 def test_by_keyboard_alone(dump: Path, open_page: Open) -> None:
@@ -148,7 +159,7 @@ def test_dark_and_light(dump: Path, open_page: Open) -> None:
     assert colors == {"rgb(255, 255, 255)", "rgb(20, 23, 27)"}
 
 
-def test_64_layers_draw_as_much_as_3(dump: Path, tmp_path: Path, open_page: Open) -> None:
+def test_64_layers_draw_as_much_as_few(dump: Path, tmp_path: Path, open_page: Open) -> None:
     """What is drawn does not grow with depth, which is what keeps a deep model's page quick."""
     shallow = len(open_page(dump, "graph").find_elements("css selector", "#canvas .node"))
     deep = tmp_path / "deep"
@@ -156,7 +167,7 @@ def test_64_layers_draw_as_much_as_3(dump: Path, tmp_path: Path, open_page: Open
     deepen(deep, 64)
     browser = open_page(deep, "graph")
     assert len(browser.find_elements("css selector", "#canvas .node")) == shallow
-    assert "× 63" in texts(browser, "#canvas .badge")
+    assert f"× {2 + 64 - LAYERS}" in texts(browser, "#canvas .badge")
 
 
 def test_screenshot_of_the_readme(request: pytest.FixtureRequest, tmp_path: Path, open_page: Open) -> None:

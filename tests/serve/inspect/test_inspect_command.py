@@ -11,10 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from compiler.passes import default_passes
 from serve.cli.main import app
 from serve.inspect.data import load_dump
 from serve.inspect.page import build_page, serve_page
-from tests.support.dumps import make_dump
+from tests.support.dumps import LAYERS, make_dump
 from tests.support.tiny_models import tiny_spec
 
 
@@ -27,22 +28,24 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_says_what_the_page_says(dump: Path) -> None:
     result = CliRunner().invoke(app, ["inspect", str(dump), "--text"])
     assert result.exit_code == 0, result.output
-    assert "(attention → piece 1) × 2" in result.output
+    assert "(attention → piece 1) × 3" in result.output
     assert "(rope_attention → piece 1) × 2" in result.output
     assert "the norm's weight and its input have different dtypes (torch.float32 and torch.bfloat16)" in result.output
     assert re.search(r"fuse_linears .*models/llama\.py:\d+", result.output)
-    assert result.output.count("right") == 5
+    assert result.output.count("right") == len(default_passes())
+    assert "Measured pieces (" in result.output
+    assert "Whole steps, 512 tokens of context" in result.output
 
 
 @pytest.mark.usefixtures("wide")
 def test_two_dumps_are_compared(dump: Path, tmp_path: Path) -> None:
     other = make_dump(
-        tmp_path / "other", tiny_spec(layers=3, dtype=torch.bfloat16), kernels=frozenset({"fused_linear"})
+        tmp_path / "other", tiny_spec(layers=LAYERS, dtype=torch.bfloat16), kernels=frozenset({"fused_linear"})
     )
     result = CliRunner().invoke(app, ["inspect", str(dump), str(other)])
     assert result.exit_code == 0, result.output
-    assert re.search(r"fuse_rope_attention .*3 of 3.*no fused RoPE kernel", result.output)
-    assert re.search(r"torch.ops.cas.rope_attention.default .* 3 .*–", result.output)
+    assert re.search(rf"fuse_rope_attention .*{LAYERS} of {LAYERS}.*no fused RoPE kernel", result.output)
+    assert re.search(rf"torch.ops.cas.rope_attention.default .* {LAYERS} .*–", result.output)
     assert re.search(r"^\+.*torch.ops.cas.attention.default", result.output, re.MULTILINE)
     same = CliRunner().invoke(app, ["inspect", str(dump), str(dump)])
     assert "The two dumps are the same." in same.output
