@@ -171,6 +171,15 @@ class Dump:
         return row | ({"source": source.place, "code": source.code} if source.place else {})
 
 
+def add_to_report(folder: Path, name: str, facts: Mapping[str, Any]) -> None:
+    """Put what was found out after the compilation (memory, captured graphs) into a dump's report; failing is one warning."""
+    try:
+        report = json.loads((folder / REPORT).read_text())
+        write_report(folder, report | {name: facts})
+    except (OSError, ValueError) as error:
+        log.warning("The dump in %s could not be completed: %s", folder, error)
+
+
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Write report.json; numbers that JSON has not (infinity, NaN) become null."""
     (folder / REPORT).write_text(json.dumps(_plain(report), indent=1, allow_nan=False))

@@ -21,6 +21,7 @@ import torch
 
 from compiler import Model, available_kernels, compile_model
 from compiler.cudagraphs import CudaGraphRunner
+from compiler.dump import add_to_report
 from compiler.graph_capture import CudaGraphs
 from custom_ops.attention import AttentionBackend
 from models.registry import build_model
@@ -104,6 +105,17 @@ class EngineCore:
 
         start = time.perf_counter()
         self._stage("warm up", start, self._warm_up(runner))
+
+        if config.compile.dump_dir is not None:
+            facts = {
+                "attention_backend": backend.name,
+                "kv_cache_tokens": tokens,
+                "kv_cache_bytes": cache_bytes,
+                "block_size": config.cache.block_size,
+                "loaded_bytes": loaded.num_bytes,
+            }
+            graphs = {} if self._graphs is None else {"sizes": self._graphs.sizes, **self._graphs.report()}
+            add_to_report(config.compile.dump_dir, "engine", facts | {"cudagraphs": graphs})
 
         self._runner = runner
         self._executor: Executor = InProcessExecutor(runner)

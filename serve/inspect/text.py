@@ -36,6 +36,11 @@ def print_dump(report: Mapping[str, Any], console: Console) -> None:
     console.print(_pieces(report))
     for table in profile_tables(report.get("profile")):
         console.print(table)
+    if engine := report.get("engine"):
+        size = f"{engine['kv_cache_tokens']} tokens, {engine['kv_cache_bytes'] / 2**20:.1f} MiB"
+        console.print(f"KV cache {size}, attention by {engine['attention_backend']}")
+        if engine["cudagraphs"]:
+            console.print(_table("CUDA graphs", ("", ""), [(k, str(v)) for k, v in engine["cudagraphs"].items()]))
     console.print(f"weights {report['weight_bytes'] / 2**20:.1f} MiB, {len(report['weights'])} tensors")
 
 

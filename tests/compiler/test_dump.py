@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from compiler import CompileConfig, compile_model
+from compiler.dump import add_to_report
 from compiler.dump_format import REPORT, SCHEMA
 from compiler.inductor import load_pieces
 from compiler.model import Model
@@ -163,3 +164,14 @@ def test_a_dump_replaces_an_older_one(tmp_path: Path) -> None:
     (folder / "08_pass_of_an_older_version.py").write_text("")
     dumped(tmp_path)
     assert not (folder / "08_pass_of_an_older_version.py").exists()
+
+
+def test_facts_are_added_to_a_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _ = dumped(tmp_path)
+    before = json.loads((folder / REPORT).read_text())
+    add_to_report(folder, "engine", {"kv_cache_tokens": 128, "share": float("nan")})
+    facts = {"kv_cache_tokens": 128, "share": None}
+    assert json.loads((folder / REPORT).read_text()) == before | {"engine": facts}
+    with caplog.at_level(logging.WARNING):
+        add_to_report(tmp_path / "nowhere", "engine", {})
+    assert "could not be completed" in caplog.text

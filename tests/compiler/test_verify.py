@@ -13,24 +13,10 @@ from compiler import CompileConfig, compile_model
 from compiler.graph_pass import BasePass, PassContext, PassResult
 from compiler.passes import default_passes
 from tests.support.tiny_models import caches, fill, step, tiny_spec
+from tests.support.wrong_passes import DropsResidual
 
 CPU = torch.device("cpu")
 FUSED = frozenset({"rope_attention", "fused_linear"})
-
-
-class DropsResidual(BasePass):
-    """Planted: the second residual add of the model becomes its branch alone."""
-
-    name = "drops_residual"
-
-    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        add = [n for n in gm.graph.find_nodes(op="call_function", target=torch.add) if "models/" in str(n.stack_trace)][
-            -1
-        ]
-        add.replace_all_uses_with(add.args[1])
-        gm.graph.erase_node(add)
-        gm.graph.eliminate_dead_code()
-        return PassResult(matched=1)
 
 
 class Raises(BasePass):

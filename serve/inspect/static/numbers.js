@@ -61,15 +61,20 @@ VIEWS.push({
 }, {
   id: "memory", title: "Memory and captures",
   render(main) {
-    const { options, weights, cudagraphs } = DATA;
+    const { options, weights, engine } = DATA;
+    const cudagraphs = engine?.cudagraphs && Object.keys(engine.cudagraphs).length ? engine.cudagraphs : null;
     const large = Object.entries(weights).map(([name, spec]) => ({ name, ...spec,
       bytes: spec.shape.reduce((size, n) => size * n, 1) * itemSize(spec.dtype) })).sort((a, b) => b.bytes - a.bytes);
     main.append(h("h2", {}, "Captures"));
-    if (cudagraphs) main.append(h("pre", {}, JSON.stringify(cudagraphs, null, 1)));
+    if (cudagraphs) main.append(factTable("CUDA graphs when serving began (others are captured when they are needed)", cudagraphs));
     else {
       const sizes = options.capture_sizes ? options.capture_sizes.join(", ") : "chosen when serving starts";
       main.append(h("p", {}, DATA.environment.device === "cuda"
         ? `CUDA graphs: ${options.cudagraph_mode}; token counts: ${sizes}` : "No CUDA graphs on the CPU: pieces are called directly."));
+    }
+    if (engine) {
+      main.append(h("h2", {}, "KV cache"), table(`Attention by the ${engine.attention_backend} backend`, ["", "#"], [
+        ["tokens", engine.kv_cache_tokens], ["size", bytes(engine.kv_cache_bytes)], ["tokens a block", engine.block_size]]));
     }
     main.append(h("h2", {}, "Weights"), table(`${large.length} tensors, ${bytes(DATA.weight_bytes)}; the 40 largest`,
       ["name", "#size", "dtype", "shape", "made from"], large.slice(0, 40).map((row) => [h("code", {}, row.name), bytes(row.bytes),
@@ -77,6 +82,10 @@ VIEWS.push({
   },
 });
 
+function factTable(caption, facts) {
+  return table(caption, ["", ""], Object.entries(facts).map(([name, value]) => [name.replaceAll("_", " "),
+    /bytes$/.test(name) ? bytes(value) : typeof value === "object" ? JSON.stringify(value) : String(value)]));
+}
 function percent(share) { return `${number(share * 100, 2)} %`; }
 function itemSize(dtype) { return { float64: 8, int64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2 }[dtype] || 1; }
 function expression(value) {

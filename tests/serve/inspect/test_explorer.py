@@ -131,6 +131,14 @@ def test_measured_pieces_are_drawn_under_the_roof(dump: Path, open_page: Open) -
     assert "GFLOP/s" in browser.find_element("css selector", "#main svg").get_attribute("aria-label")
 
 
+def test_captures_and_memory(dump: Path, open_page: Open) -> None:
+    text = by_id(open_page(dump, "memory"), "main").text
+    assert "used bytes 3 MiB" in text
+    assert "sizes [1,2,4]" in text
+    assert "size 1 MiB" in text
+    assert "pack_linear_weight(cat(model.layers.0.self_attn.q_proj.weight, " in text
+
+
 def test_by_keyboard_alone(dump: Path, open_page: Open) -> None:
     browser = open_page(dump)
     keys = webdriver.common.keys.Keys

@@ -34,6 +34,7 @@ def test_text_says_what_the_page_says(dump: Path) -> None:
     assert re.search(r"fuse_linears .*models/llama\.py:\d+", result.output)
     assert result.output.count("right") == len(default_passes())
     assert "Measured pieces (" in result.output
+    assert "KV cache 512 tokens, 1.0 MiB, attention by torch" in result.output
     assert "Whole steps, 512 tokens of context" in result.output
 
 
