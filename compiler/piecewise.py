@@ -53,6 +53,7 @@ class PiecewiseGraphs:
         self._device = device
         self._captured: dict[int, _Captured] = {}
         self._asked: dict[int, int] = {}
+        self._wanted = list(sizes)
 
     def run(
         self,
@@ -87,12 +88,13 @@ class PiecewiseGraphs:
         return values[self._model.plan.result]
 
     def want_next(self) -> int | None:
-        """The largest size without graphs, to be captured by the next step of that size; None when there is none."""
-        missing = [size for size in self.sizes if size not in self._captured]
-        if not missing:
-            return None
-        self._asked[missing[-1]] = ASKED_BEFORE_CAPTURE
-        return missing[-1]
+        """The largest size without graphs, to be captured by the next step of that size; each is wanted once, then None."""
+        while self._wanted:
+            size = self._wanted.pop()
+            if size not in self._captured:
+                self._asked[size] = ASKED_BEFORE_CAPTURE
+                return size
+        return None
 
     def _rest(self) -> list[PieceStep | OpStep]:
         """The steps from the first that reads logits_indices on."""

@@ -87,8 +87,7 @@ def _move(gm: GraphModule, selection: Node, cone: list[Node], ctx: PassContext) 
         for value in node.all_input_nodes:
             if value in inside or value in selected or str(tensor_of(value).shape[0]) != num_tokens:
                 continue  # a weight, or in the cone itself
-            place = cone[0] if value.op == "placeholder" else value.next
-            with gm.graph.inserting_before(place):
+            with gm.graph.inserting_before(node):  # its first reader: not in an earlier piece
                 selected[value] = ctx.call(gm, operator.getitem, value, rows, origin=selection)
     for node in cone:
         for value, chosen in selected.items():

@@ -242,3 +242,30 @@ def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
     assert runner.stats.plain_steps == 5
     assert runner.padded_size(9, 1, 9) == 16
     assert runner.padded_size(3, 3, 1) == 4
+
+
+def test_idle_moments_capture_every_piecewise_size_once(tmp_path: Path) -> None:
+    spec = tiny_spec()
+    kernels = frozenset({"rope_attention", "fused_linear"})
+    model = compile_model(
+        spec, CompileConfig(cache_dir=tmp_path), device=torch.device("cpu"), dtype=torch.float32, kernels=kernels
+    )
+    fill(model)
+    runner = CudaGraphRunner(
+        model, mode="full_and_piecewise", max_num_seqs=8, backend=Backend(), device=FakeDevice(), sizes=(1, 2, 4, 8)
+    )
+    wanted = []
+    while (size := runner.next_piecewise_size()) is not None and len(wanted) < 1000:
+        wanted.append(size)
+    assert wanted == sorted(piecewise_sizes(8), reverse=True)
+
+    piecewise = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice())
+    size = piecewise.next_piecewise_size()
+    assert size is not None
+    step(piecewise, [7] * 16, 0, caches(spec, torch.float32))
+    assert piecewise.stats.replays["piecewise"] == 0  # 16 was not the one that was wanted
+    while size != 16:
+        size = piecewise.next_piecewise_size()
+        assert size is not None
+    step(piecewise, [7] * 16, 0, caches(spec, torch.float32))
+    assert piecewise.stats.replays["piecewise"] == 1
