@@ -36,7 +36,7 @@ class WeightArena:
         self._bytes = torch.empty(total + ALIGNMENT, dtype=torch.uint8, device=device)
         self._base = -self._bytes.data_ptr() % ALIGNMENT
         if device.type == "cpu":
-            _advise_huge_pages(self._bytes)
+            advise_huge_pages(self._bytes)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor's place in the arena; always the same memory."""
@@ -45,11 +45,12 @@ class WeightArena:
         return self._bytes[start : start + size].view(spec.dtype).view(spec.shape)
 
 
-def _advise_huge_pages(memory: torch.Tensor) -> None:
+def advise_huge_pages(memory: torch.Tensor) -> None:
+    """Ask Linux for huge pages under a CPU tensor that nothing has been written to yet; elsewhere nothing happens."""
     first = -(-memory.data_ptr() // _PAGE) * _PAGE
-    length = memory.data_ptr() + memory.numel() - first
+    length = memory.data_ptr() + memory.numel() * memory.element_size() - first
     madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
     if madvise is None or length <= 0:
         return
     if madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_HUGEPAGE) != 0:
-        log.info("no huge pages for the weights (errno %d); a step reads them somewhat slower", ctypes.get_errno())
+        log.info("no huge pages (errno %d); a step reads its memory somewhat slower", ctypes.get_errno())

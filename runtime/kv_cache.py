@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from compiler.arena import advise_huge_pages
 from models.spec import KVCacheSpec
 from runtime.config import CacheConfig
 
@@ -79,6 +80,8 @@ def allocate_kv_cache(
     """
     sizes = [num_blocks * 2 * spec.num_kv_heads * block_size * spec.head_dim for spec in specs]
     storage = _zeros(sum(sizes), dtype, device)
+    if device.type == "cpu":
+        advise_huge_pages(storage)  # a sequence's blocks lie anywhere in the cache
     caches, begin = [], 0
     for spec, size in zip(specs, sizes, strict=True):
         shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)

@@ -349,7 +349,17 @@ void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int p
 }
 
 template <class T>
-void run_item(const CasAttention& a, const Item& item, int64_t kv_head, Scratch<T>& s, const Partials& partials) {
+KeyRows<T> key_rows(const CasAttention& a, const Item& item, int64_t kv_head, int64_t key) {
+    KeyRows<T> rows;
+    rows.locate(a, a.block_table + item.seq * a.block_table_stride, kv_head, key, item.key_end);
+    return rows;
+}
+
+// `after`: the first keys of the item that this thread will probably run next.
+template <class T>
+void run_item(
+    const CasAttention& a, const Item& item, int64_t kv_head, const KeyRows<T>& after, Scratch<T>& s, const Partials& partials
+) {
     constexpr int kInputs = Dot<T>::kInputs;
     const int64_t E = a.head_dim, G = a.num_heads / a.num_kv_heads;
     const int rows = int((item.token_end - item.token_begin) * G);
@@ -369,12 +379,10 @@ void run_item(const CasAttention& a, const Item& item, int64_t kv_head, Scratch<
 
     // Position of the tile's first token within its sequence.
     const int64_t first_position = a.seq_lens[item.seq] - (a.query_start_loc[item.seq + 1] - item.token_begin);
-    const int32_t* blocks = a.block_table + item.seq * a.block_table_stride;
-    KeyRows<T> now, next;
-    next.locate(a, blocks, kv_head, item.key_begin, item.key_end);
+    KeyRows<T> now, next = key_rows<T>(a, item, kv_head, item.key_begin);
     for (int64_t key = item.key_begin; key < item.key_end; key += kKeys) {
         now = next;
-        next.locate(a, blocks, kv_head, key + kKeys, item.key_end);
+        next = key + kKeys < item.key_end ? key_rows<T>(a, item, kv_head, key + kKeys) : after;
         const int count = now.count, padded = now.padded;
         pack_keys_values(a, now, next, s);
         const T* key_blocks[kKeys / kLanes];
@@ -458,8 +466,14 @@ void attention(const CasAttention& a) {
             write_cache<T>(a, token, rotation);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < units; ++unit)
-            run_item(a, plan.items[unit / a.num_kv_heads], unit % a.num_kv_heads, s, partials);
+        for (int64_t unit = 0; unit < units; ++unit) {
+            KeyRows<T> after;
+            if (const int64_t following = unit + a.num_threads; following < units) {
+                const Item& item = plan.items[following / a.num_kv_heads];
+                after = key_rows<T>(a, item, following % a.num_kv_heads, item.key_begin);
+            }
+            run_item(a, plan.items[unit / a.num_kv_heads], unit % a.num_kv_heads, after, s, partials);
+        }
         if (plan.num_partials > 0) {
 #pragma omp for schedule(static)
             for (int64_t unit = 0; unit < units; ++unit) {
