@@ -12,6 +12,7 @@ from compiler.dump import add_to_report
 from compiler.dump_format import REPORT
 from custom_ops.attention_torch import TorchAttention
 from models.spec import ModelSpec
+from serve.inspect.data import load_dump
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 4
@@ -37,6 +38,11 @@ def spec_with_near_misses(layers: int = LAYERS) -> ModelSpec:
     for layer in spec.module.model.layers:
         layer.input_layernorm.weight.data = layer.input_layernorm.weight.data.float()
     return spec
+
+
+def repeats(folder: Path) -> int:
+    """How often the repeated group of the final graph stands there."""
+    return max(block["count"] for block in load_dump(folder)["graphs"][-1]["blocks"])
 
 
 def deepen(folder: Path, layers: int) -> None:
