@@ -48,11 +48,11 @@ def example_inputs(kv_cache_shapes: Sequence[tuple[int, ...]], dtype: torch.dtyp
     return {**ids, **caches, "logits_indices": rows}
 
 
-def capture(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> CapturedGraph:
+def capture(module: nn.Module, inputs: Mapping[str, torch.Tensor], *, with_bytecode: bool = False) -> CapturedGraph:
     """Capture `module(input_ids, positions, kv_caches, logits_indices)` with symbolic token dimensions.
 
-    module: on the meta device. inputs: from `example_inputs`. Raises `CaptureError` with Dynamo's reason where the model's code
-    cannot be one graph.
+    module: on the meta device. inputs: from `example_inputs`. with_bytecode: keep what Dynamo makes of `forward`.
+    Raises `CaptureError` with Dynamo's reason where the model's code cannot be one graph.
     """
     captured: list[tuple[GraphModule, list[Any]]] = []
 
@@ -63,7 +63,7 @@ def capture(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> CapturedGr
     kv_caches = [tensor for name, tensor in inputs.items() if name.startswith("kv_cache.")]
     args = (inputs["input_ids"], inputs["positions"], kv_caches, inputs["logits_indices"])
     try:
-        bytecode = capture_full_graph(module, backend, args)
+        bytecode = capture_full_graph(module, backend, args, with_bytecode=with_bytecode)
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().split("\n\n")[0]
         raise CaptureError(f"The model's forward cannot be captured as one graph: {reason}") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -27,23 +29,51 @@ def mark_token_dimension(tensor: torch.Tensor, group: str) -> None:
     mark_unbacked(tensor, 0, shape_id=group)
 
 
-def capture_full_graph(module: torch.nn.Module, backend: Backend, args: Sequence[Any]) -> list[CodeType]:
+class _Enough(Exception):
+    """The graph is captured: Dynamo need not go on to guards and bytecode."""
+
+
+def capture_full_graph(
+    module: torch.nn.Module, backend: Backend, args: Sequence[Any], *, with_bytecode: bool
+) -> list[CodeType]:
     """Trace `module(*args)` into one graph, which `backend` receives; raises if anything in it breaks the graph.
 
-    → the bytecode that Dynamo made of the model's `forward` (for dumps; nothing of ours runs it).
+    → with_bytecode: the bytecode that Dynamo makes of the model's `forward` (for dumps; nothing of ours runs it); else nothing.
     """
     from torch._dynamo.convert_frame import register_bytecode_hook
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def take(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        result = backend(gm, examples)
+        if not with_bytecode:
+            raise _Enough
+        return result
 
     made: list[CodeType] = []
     torch._dynamo.reset()
     handle = register_bytecode_hook(lambda original, transformed: made.append(transformed))
     try:
-        with torch.no_grad():
-            torch.compile(module, backend=backend, fullgraph=True)(*args)
+        with torch.no_grad(), _no_garbage_collection():
+            torch.compile(module, backend=take, fullgraph=True)(*args)
+    except BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _Enough):
+            raise
     finally:
         handle.remove()
     torch._dynamo.reset()
     return made
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tracing makes hundreds of thousands of objects that live until it ends: looking through them again and again is for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def fake_mode_with_symbols(

@@ -74,7 +74,7 @@ class PassContext:
         if target in self._weight_nodes:
             return self._weight_nodes[target]
         names = [weight.meta["weight"] for weight in weights]
-        spec = evaluate_spec(function, [self.weights[name].spec for name in names], self.device)
+        spec = evaluate_spec(function, tuple(self.weights[name].spec for name in names), self.device)
         self.weights.derive(target, function, *names, spec=spec)
         with gm.graph.inserting_before(weights[0]), self.fake_mode:
             node = gm.graph.placeholder(f"weight_{target}".replace(".", "_"))

@@ -190,7 +190,8 @@ class _Compilation:
         shapes = [
             (CAPTURE_BLOCKS, 2, kv.num_kv_heads, CAPTURE_BLOCK_SIZE, kv.head_dim) for kv in self.spec.kv_cache_specs
         ]
-        captured = capture(self.spec.module, example_inputs(shapes, self.dtype))
+        inputs = example_inputs(shapes, self.dtype)
+        captured = capture(self.spec.module, inputs, with_bytecode=self.dump is not None)
         self._stage("capture", time.perf_counter() - start, f"{len(captured.gm.graph.nodes)} nodes")
         if self.dump is not None:
             self.dump.captured(captured.gm, captured.bytecode)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ def _evaluate(expression: Expression, values: dict[str, torch.Tensor]) -> torch.
     return _FUNCTIONS[function](*(_evaluate(argument, values) for argument in arguments))
 
 
-def evaluate_spec(function: str, arguments: Sequence[TensorSpec], device: torch.device) -> TensorSpec:
+@cache
+def evaluate_spec(function: str, arguments: tuple[TensorSpec, ...], device: torch.device) -> TensorSpec:
     """Spec of a weight function's result on `device`; nothing is allocated."""
     with FakeTensorMode():
         out = _FUNCTIONS[function](*(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in arguments))

@@ -34,7 +34,14 @@ class TritonAttention:
     decode_capturable = True  # a step of decodes reads all lengths from the device
 
     def unsupported_reason(
-        self, *, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
     ) -> str | None:
         """None when the combination runs, else one sentence why not."""
         if reason := triton_unsupported_reason(device):

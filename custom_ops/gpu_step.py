@@ -21,7 +21,9 @@ def _advance_kernel(
     live_S = ok_S & (seq_len_S > 0)
     column_S = seq_len_S // BLOCK_SIZE
     room_S = live_S & (column_S < num_columns)
-    block_S = tl.load(block_table_ptr + rows_S.to(tl.int64) * table_stride + column_S, mask=room_S, other=-1).to(tl.int64)
+    block_S = tl.load(block_table_ptr + rows_S.to(tl.int64) * table_stride + column_S, mask=room_S, other=-1).to(
+        tl.int64
+    )
     grows_S = room_S & (block_S >= 0)
     slot_S = tl.where(grows_S, block_S * BLOCK_SIZE + seq_len_S % BLOCK_SIZE, -1)
     tl.store(input_ids_ptr + rows_S, tl.load(sampled_ptr + rows_S, mask=grows_S, other=0), mask=grows_S)

@@ -68,7 +68,9 @@ def _decode_kernel(
     # Sequences with more query tokens belong to the prefill kernel; padding (length 0) gets zeros.
     if query_len != 1:
         return
-    out_GE = out_ptr + token * (NUM_HEADS * HEAD_DIM) + (kv_head * GROUP + heads_G)[:, None] * HEAD_DIM + cols_E[None, :]
+    out_GE = (
+        out_ptr + token * (NUM_HEADS * HEAD_DIM) + (kv_head * GROUP + heads_G)[:, None] * HEAD_DIM + cols_E[None, :]
+    )
     ok_GE = ok_G[:, None] & ok_E[None, :]
     if seq_len <= 0:
         if split == 0:
@@ -99,7 +101,12 @@ def _decode_kernel(
         v_E = v_E.to(kv_ptr.dtype.element_ty)
         slot = tl.load(slot_ptr + token)
         if slot >= 0:
-            at = kv_ptr + (slot // BLOCK_SIZE) * block_stride + kv_head * (BLOCK_SIZE * HEAD_DIM) + (slot % BLOCK_SIZE) * HEAD_DIM
+            at = (
+                kv_ptr
+                + (slot // BLOCK_SIZE) * block_stride
+                + kv_head * (BLOCK_SIZE * HEAD_DIM)
+                + (slot % BLOCK_SIZE) * HEAD_DIM
+            )
             tl.store(at + cols_R[None, :], k_low_1R, mask=ok_R[None, :])
             tl.store(at + HALF + cols_R[None, :], k_high_1R, mask=ok_R[None, :])
             tl.store(at + TO_VALUES + cols_E, v_E, mask=ok_E)
@@ -112,13 +119,17 @@ def _decode_kernel(
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         tokens_C = start + tl.arange(0, BLOCK_C)
         ok_C = tokens_C < end
-        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(tl.int64)
+        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(
+            tl.int64
+        )
         rows_C = block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM
         k_CR = base + rows_C[:, None] + cols_R[None, :]
         ok_CR = ok_C[:, None] & ok_R[None, :]
         k_low_CR = tl.load(k_CR, mask=ok_CR, other=0.0).to(dtype)
         k_high_CR = tl.load(k_CR + HALF, mask=ok_CR, other=0.0).to(dtype)
-        v_CE = tl.load(base + TO_VALUES + rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0).to(dtype)
+        v_CE = tl.load(
+            base + TO_VALUES + rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0
+        ).to(dtype)
         scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
         scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
         scores_GC = tl.where(ok_C[None, :], scores_GC * scale_log2, float("-inf"))
@@ -156,7 +167,9 @@ def _decode_kernel(
                 )  # fmt: skip
                 weight_J = tl.exp2(max_J - tl.max(max_J, 0))
                 out_E = tl.sum(acc_JE * weight_J[:, None], 0) / tl.sum(sum_J * weight_J, 0)
-                tl.store(out_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + cols_E, out_E.to(dtype), mask=ok_E)
+                tl.store(
+                    out_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + cols_E, out_E.to(dtype), mask=ok_E
+                )
             tl.store(counter, 0)
 
 

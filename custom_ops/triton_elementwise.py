@@ -30,7 +30,9 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * num_features + cols_I, rounded_I, mask=ok_I)
         x_I = rounded_I.to(tl.float32)
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
-    tl.store(out_ptr + row * num_features + cols_I, (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty), mask=ok_I)
+    tl.store(
+        out_ptr + row * num_features + cols_I, (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty), mask=ok_I
+    )
 
 
 @triton.jit

@@ -75,7 +75,9 @@ def _prefill_kernel(
     for start in tl.range(whole, end, BLOCK_C, num_stages=1):
         tokens_C = start + tl.arange(0, BLOCK_C)
         ok_C = tokens_C < end
-        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(tl.int64)
+        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(
+            tl.int64
+        )
         at_CE = base + (block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM)[:, None] + cols_E[None, :]
         ok_CE = ok_C[:, None] & (cols_E < HEAD_DIM)[None, :]
         k_CE = tl.load(at_CE, mask=ok_CE, other=0.0).to(dtype)

@@ -31,8 +31,13 @@ def load_norm_rope(
     if HAS_NORM:
         mean_N = (tl.sum(low_NR * low_NR, 1) + tl.sum(high_NR * high_NR, 1)) / HEAD_DIM
         inverse_rms_N = 1.0 / tl.sqrt_rn(mean_N + eps)
-        low_NR *= inverse_rms_N[:, None] * tl.load(weight_ptr + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
-        high_NR *= inverse_rms_N[:, None] * tl.load(weight_ptr + HALF + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
+        low_NR *= (
+            inverse_rms_N[:, None] * tl.load(weight_ptr + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
+        )
+        high_NR *= (
+            inverse_rms_N[:, None]
+            * tl.load(weight_ptr + HALF + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
+        )
     if HAS_ROPE:
         cos_R = tl.load(cos_ptr + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]
         sin_R = tl.load(sin_ptr + cols_R, mask=col_ok_R, other=0.0).to(tl.float32)[None, :]

@@ -64,13 +64,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0", self.max_tokens)
         _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         if self.max_tokens is not None:
-            _check(self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens={self.max_tokens}", self.min_tokens)
+            _check(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                f"at most max_tokens={self.max_tokens}",
+                self.min_tokens,
+            )
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
         _check(all(self.stop), "stop", "without empty strings", self.stop)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]", value)
-        _check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "not empty", "[]")
+        _check(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "not empty", "[]"
+        )
         _check(all(self.bad_words), "bad_words", "without empty strings", self.bad_words)
         _check(
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1,
