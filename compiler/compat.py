@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["FakeTensorMode", "capture_full_graph", "fake_mode_with_symbols", "mark_token_dimension", "node_source_line"]
+__all__ = [
+    "FakeTensorMode",
+    "capture_full_graph",
+    "fake_mode_with_symbols",
+    "mark_token_dimension",
+    "no_garbage_collection",
+    "node_source_line",
+]
 
 _NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", f"{os.sep}custom_ops{os.sep}")  # folders of what a model calls
 
@@ -53,7 +60,7 @@ def capture_full_graph(
     torch._dynamo.reset()
     handle = register_bytecode_hook(lambda original, transformed: made.append(transformed))
     try:
-        with torch.no_grad(), _no_garbage_collection():
+        with torch.no_grad():
             torch.compile(module, backend=take, fullgraph=True)(*args)
     except BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _Enough):
@@ -65,8 +72,8 @@ def capture_full_graph(
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Tracing makes hundreds of thousands of objects that live until it ends: looking through them again and again is for nothing."""
+def no_garbage_collection() -> Iterator[None]:
+    """Tracing and rewriting make hundreds of thousands of objects that stay: looking through them again and again is for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -25,6 +25,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiler.capture import capture, example_inputs
+from compiler.compat import no_garbage_collection
 from compiler.config import CompileConfig
 from compiler.dump import Dump
 from compiler.environment import op_versions, piece_fields, plan_fields, toolchain_fields
@@ -157,7 +158,8 @@ class _Compilation:
         return plan, join
 
     def _make(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, JoinPieces]:
-        plan, graphs, records = self._rewrite()
+        with no_garbage_collection():
+            plan, graphs, records = self._rewrite()
         pieces, ops = {}, {}
         for number, (piece, gm) in enumerate(graphs.items(), start=1):
             start = time.perf_counter()
