@@ -9,6 +9,8 @@ from importlib import import_module
 import torch
 
 from custom_ops.attention import AttentionBackend
+from models.spec import ModelSpec
+from runtime.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,22 @@ def select_attention_backend(
         raise AttentionBackendError(f"Attention backend {name!r} does not run here: {reasons[0][1]}.")
     raise AttentionBackendError(
         "No attention backend runs this model here: " + "; ".join(f"{other}: {why}" for other, why in reasons) + "."
+    )
+
+
+def backend_of_model(
+    spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    """The backend that runs a model's attention under these options; raises as `select_attention_backend` does."""
+    layer = spec.kv_cache_specs[0]
+    return select_attention_backend(
+        config.attention_backend,
+        device=device,
+        dtype=dtype,
+        head_dim=layer.head_dim,
+        num_heads=int(spec.config.get("num_attention_heads", layer.num_kv_heads)),
+        num_kv_heads=layer.num_kv_heads,
+        block_size=config.cache.block_size,
     )
 
 

@@ -26,7 +26,7 @@ from compiler.graph_capture import CudaGraphs
 from custom_ops.attention import AttentionBackend
 from models.registry import build_model
 from models.spec import ModelSpec
-from runtime.attention_backends import select_attention_backend
+from runtime.attention_backends import backend_of_model
 from runtime.config import EngineConfig
 from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
 from runtime.executor import Executor, InProcessExecutor, StepHandle
@@ -69,7 +69,7 @@ class EngineCore:
         start = time.perf_counter()
         spec = build_model(read_config(config.model.path), dtype=self.dtype)
         self.max_model_len = _max_model_len(config, spec)
-        backend = self._select_backend(spec)
+        backend = backend_of_model(spec, config, self.device, self.dtype)
         architecture = (spec.config.get("architectures") or ["?"])[0]
         self._stage("read", start, f"{architecture}, {_dtype_name(self.dtype)} on {describe_device(self.device)}")
 
@@ -236,18 +236,6 @@ class EngineCore:
         """Stop the executor; the core cannot be used afterwards. May be called more than once."""
         self._in_flight.clear()
         self._executor.shutdown()
-
-    def _select_backend(self, spec: ModelSpec) -> AttentionBackend:
-        layer = spec.kv_cache_specs[0]
-        return select_attention_backend(
-            self.config.attention_backend,
-            device=self.device,
-            dtype=self.dtype,
-            head_dim=layer.head_dim,
-            num_heads=int(spec.config.get("num_attention_heads", layer.num_kv_heads)),
-            num_kv_heads=layer.num_kv_heads,
-            block_size=self.config.cache.block_size,
-        )
 
     def _graph_runner(self, model: Model, backend: AttentionBackend) -> CudaGraphRunner | None:
         options = self.config.compile

@@ -33,7 +33,7 @@ def compile_model_command(
         raise ValueError("--output and --cache-dir both say where the artifact goes: give one of them.")
     from compiler import available_kernels, compile_model
     from models.registry import build_model
-    from runtime.attention_backends import select_attention_backend
+    from runtime.attention_backends import backend_of_model
     from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
     from runtime.options import make_engine_config
     from runtime.weights import read_config
@@ -45,16 +45,7 @@ def compile_model_command(
         dtype = resolve_dtype(config.model.dtype, device)
         use_threads(config.num_threads)
         spec = build_model(read_config(config.model.path), dtype=dtype)
-        layer = spec.kv_cache_specs[0]
-        backend = select_attention_backend(
-            config.attention_backend,
-            device=device,
-            dtype=dtype,
-            head_dim=layer.head_dim,
-            num_heads=spec.config["num_attention_heads"],
-            num_kv_heads=layer.num_kv_heads,
-            block_size=config.cache.block_size,
-        )
+        backend = backend_of_model(spec, config, device, dtype)
         detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {describe_device(device)}"
         stages("read", time.perf_counter() - started, detail)
         kernels = available_kernels(device=device, dtype=dtype, attention_backend=backend)

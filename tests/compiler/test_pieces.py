@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from compiler.passes import default_passes
 from compiler.plan import ExecutionPlan, make_plan
 from compiler.splitter import Piece, SplitError, split
 from custom_ops.attention import attention
+from models.registry import build_model
+from runtime.weights import read_config
 from tests.support.tiny_models import tiny_spec
 
 ALL_KERNELS = frozenset({"rope_attention", "fused_linear"})
@@ -46,6 +49,24 @@ def test_distinct_pieces_do_not_grow_with_depth(architecture: str, kernels: froz
         distinct[layers] = {fingerprint(piece.gm) for piece in pieces}
     assert distinct[2] == distinct[5]
     assert len(distinct[2]) <= 4
+
+
+def test_smollm2_has_as_many_distinct_pieces_at_30_layers_as_at_2(smollm2_gguf: Path) -> None:
+    config = read_config(smollm2_gguf)
+    assert config["num_hidden_layers"] == 30
+    distinct = {}
+    for layers in (30, 2):
+        spec = build_model({**config, "num_hidden_layers": layers}, dtype=torch.bfloat16)
+        shapes = [(8, 2, kv.num_kv_heads, 16, kv.head_dim) for kv in spec.kv_cache_specs]
+        captured = capture(spec.module, example_inputs(shapes, torch.bfloat16))
+        ctx = PassContext(
+            device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
+            kernels=ALL_KERNELS,
+        )  # fmt: skip
+        run_passes(captured.gm, default_passes(), ctx)
+        distinct[layers] = {fingerprint(stage.gm) for stage in split(captured.gm) if isinstance(stage, Piece)}
+    assert distinct[30] == distinct[2]
+    assert len(distinct[30]) <= 4
 
 
 def test_no_layer_identity_in_a_piece() -> None:
