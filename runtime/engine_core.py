@@ -195,11 +195,11 @@ class EngineCore:
         self._decode_misses = self._runner.decode_misses
         if self._graphs.capture_next():
             return True
-        size = self._graphs.next_piecewise_size()
-        if size is None:
-            return False
-        self._runner.warm_up(size, 1)
-        return True
+        while (size := self._graphs.next_piecewise_size()) is not None:
+            if size <= self._runner.max_num_tokens:  # no step is longer
+                self._runner.warm_up(size, 1)
+                return True
+        return False
 
     def stats(self) -> EngineStats:
         """State after the last step."""
