@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from compiler.environment import toolchain_fields
+from compiler.store import ArtifactStore
 from custom_ops.attention import AttentionBackend
 from models.spec import ModelSpec
 from runtime.config import EngineConfig
@@ -21,6 +26,29 @@ BACKENDS: Mapping[str, str] = {
     "triton": "custom_ops.attention_triton:TritonAttention",
     "torch": "custom_ops.attention_torch:TorchAttention",
 }
+
+
+MODULES_KIND = "attention"  # in the artifact store
+
+
+class KernelModules(Protocol):
+    """Compiled kernels of a package that builds them at first use."""
+
+    key: str  # package version and architecture
+    variants: tuple[Any, ...]
+
+    def build(self, variant: Any) -> None: ...
+
+    def export_to(self, folder: Path) -> list[Path]: ...
+
+    def import_from(self, folder: Path) -> list[Path]: ...
+
+
+@runtime_checkable
+class BuildsModules(Protocol):
+    """A backend whose kernels are built at first use."""
+
+    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> KernelModules: ...
 
 
 class AttentionBackendError(ValueError):
@@ -74,9 +102,12 @@ def select_attention_backend(
 def backend_of_model(
     spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """The backend that runs a model's attention under these options; raises as `select_attention_backend` does."""
+    """The backend that runs a model's attention under these options; raises as `select_attention_backend` does.
+
+    Kernel modules that an artifact brings are put where the backend finds them, so that nothing waits for their build.
+    """
     layer = spec.kv_cache_specs[0]
-    return select_attention_backend(
+    backend = select_attention_backend(
         config.attention_backend,
         device=device,
         dtype=dtype,
@@ -85,6 +116,38 @@ def backend_of_model(
         num_kv_heads=layer.num_kv_heads,
         block_size=config.cache.block_size,
     )
+    if config.compile.artifact_dir is not None and isinstance(backend, BuildsModules):
+        modules = backend.modules(dtype, layer.head_dim, device)
+        entry = ArtifactStore(config.compile.artifact_dir).get(
+            MODULES_KIND, _module_fields(modules, layer.head_dim, dtype, device)
+        )
+        if entry is not None and (taken := modules.import_from(entry.path)):
+            logger.info("Took %d built attention modules from the artifact %s.", len(taken), entry.path)
+    return backend
+
+
+def keep_built_modules(
+    backend: AttentionBackend, spec: ModelSpec, device: torch.device, dtype: torch.dtype, root: Path
+) -> int:
+    """Build a backend's kernel modules and keep them in the artifact store `root`, as `backend_of_model` looks for them.
+
+    → how many; 0 for a backend that builds none. Takes a minute and more for FlashInfer's.
+    """
+    if not isinstance(backend, BuildsModules):
+        return 0
+    head_dim = spec.kv_cache_specs[0].head_dim
+    modules = backend.modules(dtype, head_dim, device)
+    for variant in modules.variants:
+        modules.build(variant)
+    with tempfile.TemporaryDirectory() as folder:
+        written = modules.export_to(Path(folder))
+        if written:
+            ArtifactStore(root).put(MODULES_KIND, _module_fields(modules, head_dim, dtype, device), Path(folder))
+    return len(written)
+
+
+def _module_fields(modules: KernelModules, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return {**toolchain_fields(device), "modules": modules.key, "head_dim": head_dim, "dtype": str(dtype)}
 
 
 def _load(name: str) -> AttentionBackend:

@@ -33,7 +33,7 @@ def compile_model_command(
         raise ValueError("--output and --cache-dir both say where the artifact goes: give one of them.")
     from compiler import available_kernels, compile_model
     from models.registry import build_model
-    from runtime.attention_backends import backend_of_model
+    from runtime.attention_backends import backend_of_model, keep_built_modules
     from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
     from runtime.options import make_engine_config
     from runtime.weights import read_config
@@ -58,6 +58,10 @@ def compile_model_command(
             attention_backend=backend,
             on_stage=stages,
         )
+        if output is not None:
+            start = time.perf_counter()
+            if count := keep_built_modules(backend, spec, device, dtype, output):
+                stages("attention", time.perf_counter() - start, f"{count} kernel modules built and kept")
     _print_report(compiled.report, time.perf_counter() - started, output)
 
 

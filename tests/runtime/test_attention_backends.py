@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
 import runtime.attention_backends as backends
-from runtime.attention_backends import AttentionBackendError, select_attention_backend
+from compiler.config import CompileConfig
+from custom_ops.attention_torch import TorchAttention
+from runtime.attention_backends import (
+    AttentionBackendError,
+    backend_of_model,
+    keep_built_modules,
+    select_attention_backend,
+)
+from runtime.config import EngineConfig, ModelConfig
+from tests.support.tiny_models import tiny_spec
 
 SHAPE = {"head_dim": 64, "num_heads": 8, "num_kv_heads": 2, "block_size": 16}
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32} | SHAPE
@@ -84,3 +96,56 @@ def test_every_known_name_is_its_backends_own(name: str) -> None:
     except ImportError as error:
         pytest.skip(f"{name} needs a package that is not installed: {error}")
     assert backend.name == name
+
+
+class FakeModules:
+    """Kernel modules as a package that builds them would have them: files in a folder."""
+
+    key = "package-1.0-sm90"
+    variants = ("a", "b")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.built = folder, []
+
+    def build(self, variant: str) -> None:
+        self.built.append(variant)
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / f"{variant}.so").write_text(f"kernels {variant}")
+
+    def export_to(self, folder: Path) -> list[Path]:
+        return [Path(shutil.copy(file, folder)) for file in sorted(self.folder.glob("*.so"))]
+
+    def import_from(self, folder: Path) -> list[Path]:
+        self.folder.mkdir(exist_ok=True)
+        return [Path(shutil.copy(file, self.folder)) for file in sorted(folder.glob("*.so"))]
+
+
+class BuildingBackend(TorchAttention):
+    def __init__(self, folder: Path) -> None:
+        self._modules = FakeModules(folder)
+
+    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FakeModules:
+        return self._modules
+
+
+def test_built_modules_travel_in_the_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, cpu = tiny_spec(), torch.device("cpu")
+    builder = BuildingBackend(tmp_path / "here")
+    assert keep_built_modules(builder, spec, cpu, torch.float32, tmp_path / "artifact") == 2
+    assert keep_built_modules(TorchAttention(), spec, cpu, torch.float32, tmp_path / "artifact") == 0
+
+    other = BuildingBackend(tmp_path / "there")
+    monkeypatch.setattr("runtime.attention_backends.select_attention_backend", lambda *args, **options: other)
+    config = EngineConfig(
+        model=ModelConfig(model="tiny", path=tmp_path), compile=CompileConfig(artifact_dir=tmp_path / "artifact")
+    )
+    assert backend_of_model(spec, config, cpu, torch.float32) is other
+    assert (tmp_path / "there" / "b.so").read_text() == "kernels b"
+    assert other._modules.built == []
+
+    damaged = next((tmp_path / "artifact" / "attention").glob("*/a.so"))
+    damaged.write_text("tampered")
+    third = BuildingBackend(tmp_path / "elsewhere")
+    monkeypatch.setattr("runtime.attention_backends.select_attention_backend", lambda *args, **options: third)
+    backend_of_model(spec, config, cpu, torch.float32)
+    assert not (tmp_path / "elsewhere").exists()
