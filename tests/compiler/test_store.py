@@ -155,7 +155,8 @@ def test_two_processes_at_once_share_the_work(tmp_path: Path) -> None:
 def test_killed_at_any_point_the_next_start_is_right(tmp_path: Path) -> None:
     """Twenty cold compilations are killed, each after a random share of the time that a whole one takes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "compiler", "tests.support.tiny_models"])
+    # What every start imports is imported once, so that most of a start is the compilation.
+    context.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "tests.support.tiny_models"])
     expected, randomness = _expected_logits(), random.Random(0)
     report = tmp_path / "report"
     _run_to_end(context, tmp_path / "warm-up", expected, report)  # starts the fork server
