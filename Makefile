@@ -46,7 +46,7 @@ clean:
 # everything else must then be content with it. A stamp is newer than what it was made from: the next `make` starts at once.
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || { echo "Python's venv module is needed: apt install python3-venv"; exit 1; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || { echo "Python's venv module is needed: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
 	@touch $@
 
@@ -59,7 +59,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 .venv-torch211/.installed-dev: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-torch211
+	test -x .venv-torch211/bin/python || $(PYTHON) -m venv .venv-torch211
 	grep -v '^torch==' constraints.txt > .venv-torch211/constraints.txt
 	.venv-torch211/bin/python -m pip install --quiet torch==2.11.0
 	.venv-torch211/bin/python -m pip install --quiet -c .venv-torch211/constraints.txt -e '.[dev]' torch==2.11.0
