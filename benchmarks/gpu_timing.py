@@ -14,14 +14,14 @@ import torch
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Device, versions and commit of this run."""
+    """Device, versions and commit of this run (of a tree without history: what its file COMMIT says)."""
     import triton
 
     root = Path(__file__).resolve().parent.parent
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
     ).stdout.strip()
-    commit_file = root / ".gpu" / "commit"
+    commit_file = root / "COMMIT"  # of a tree that was copied without its history
     if not commit and commit_file.exists():
         commit = commit_file.read_text().strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
