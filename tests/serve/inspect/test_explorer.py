@@ -14,6 +14,7 @@ from serve.inspect.page import build_page
 from tests.support.dumps import LAYERS, deepen, make_dump, repeats
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -35,6 +36,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "--no-sandbox",
         "--disable-gpu",
         "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-quic",
         "--window-size=1440,1000",
     ):
         options.add_argument(argument)
@@ -92,7 +98,9 @@ def test_search_finds_a_node_and_shows_where_it_comes_from(dump: Path, open_page
     assert "bfloat16[tokens, " in details
     assert "torch.ops.cas.fused_linear.default(" in details
     browser.find_element("css selector", "#details summary").click()
-    code = browser.find_element("css selector", "#details details pre").get_attribute("textContent")
+    block = browser.find_element("css selector", "#details details pre")
+    # The text is filled in by the "toggle" event, which comes after the click has returned.
+    code = WebDriverWait(browser, 10).until(lambda _: block.get_attribute("textContent"))
     assert "def call(args)" in code or "def call(self, args)" in code
 
 
