@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from compiler.graph_pass import GraphPass
 from compiler.model import ModelSource
+from custom_ops.build import cpu_identity
 from custom_ops.library import OPS
 
 
@@ -38,6 +39,7 @@ def toolchain_fields(device: torch.device) -> dict[str, Any]:
         }
     else:
         fields["capability"] = torch.backends.cpu.get_cpu_capability()
+        fields["cpu"] = _digest(cpu_identity())  # Inductor builds for the very CPU that it runs on
     return fields
 
 

@@ -4,7 +4,8 @@ Shape legend: T tokens of the step, S sequences, H query heads, K key/value head
 M block-table columns.
 
 Prompts without a cached prefix are attended straight from the step's own keys and values, which FA3 reads faster than pages.
-On Hopper FA3 takes long prompts and Triton's kernel the others (FA2 was slower than it at every length); elsewhere FA2 takes all.
+On Hopper FA3 takes long prompts and Triton's kernel the others (it was faster than FA2, whose time had its launches in it, though);
+elsewhere FA2 takes all.
 Decode has nothing to plan, so it goes into CUDA graphs of any length. Prompts are planned on the host once a step, at the first layer
 (which is when head counts are known), and the plan serves all layers. Where the module that a step wants is not built yet, Triton's
 kernel takes the step and the build goes on in the background.

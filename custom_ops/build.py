@@ -45,8 +45,8 @@ def find_compiler() -> str:
     raise BuildError("no C++ compiler was found: install g++ (or set CXX to one)")
 
 
-def _cpu_identity() -> str:
-    """What `-march=native` depends on."""
+def cpu_identity() -> str:
+    """What `-march=native` depends on: code built on one CPU may not run on another of the same family."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -99,7 +99,7 @@ def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = 
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     flags = [*_FLAGS, *_torch_flags()]
     digest = hashlib.sha256()
-    for part in (version, torch.__version__, _cpu_identity(), repr(_FLAGS), str(_TORCH)):
+    for part in (version, torch.__version__, cpu_identity(), repr(_FLAGS), str(_TORCH)):
         digest.update(part.encode() + b"\0")
     for path in (*sources, *headers):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
