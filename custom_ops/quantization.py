@@ -1,0 +1,90 @@
+"""Symmetric quantization in plain torch: value ≈ quantized · scale, with the scale of a row, of a block or of the whole tensor.
+
+Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
+
+Two quantized dtypes: float8_e4m3fn (±448, three bits of mantissa) and int8 (±127, so that the range is symmetric).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Activations = Literal["none", "dynamic", "static"]
+
+BLOCK = 128  # inputs and outputs that share a scale where scales are per block
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
+
+
+def row_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """max |w| of each output's row over the largest value of `dtype`. → float32 [O]"""
+    return _scale(weight_OI.abs().amax(1), dtype)
+
+
+def block_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """max |w| of each block of 128 × 128 over the largest value of `dtype`. → float32 [ceil(O / 128), ceil(I / 128)]"""
+    out_features, in_features = weight_OI.shape
+    rows, columns = -(-out_features // BLOCK), -(-in_features // BLOCK)
+    padding = (0, columns * BLOCK - in_features, 0, rows * BLOCK - out_features)
+    blocks = torch.nn.functional.pad(weight_OI, padding).view(rows, BLOCK, columns, BLOCK)
+    return _scale(blocks.abs().amax((1, 3)), dtype)
+
+
+def quantize_weight(weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """round(w / scale), to the nearest, ties to even. scale: float32 [O], or [ceil(O / 128), ceil(I / 128)]. → `dtype` [O, I]"""
+    math_dtype = torch.promote_types(weight_OI.dtype, torch.float32)
+    return _round(weight_OI.to(math_dtype) / expand_scale(scale, weight_OI.shape).to(math_dtype), dtype)
+
+
+def dequantize_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """quantized · scale, rounded once to `dtype`. scale as in `quantize_weight`. → [O, I]"""
+    math_dtype = torch.promote_types(dtype, torch.float32)
+    return (quantized_OI.to(math_dtype) * expand_scale(scale, quantized_OI.shape).to(math_dtype)).to(dtype)
+
+
+def expand_scale(scale: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
+    """A weight's scale so that it broadcasts over the weight [O, I]: [O] → [O, 1], [ceil(O / 128), ceil(I / 128)] → [O, I]."""
+    if scale.dim() == 1:
+        return scale[:, None]
+    return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+
+
+def quantize_activations(
+    x_TI: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    per_group: bool = False,
+    input_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """round(x · (1 / scale)) and the scale: max |x| of the token (or of its group of 128 inputs) over the largest value of `dtype`.
+
+    x_TI: [T, I]. input_scale: one value that is used instead. → `dtype` [T, I], float32 [T, 1] or [T, G]
+    The product with 1 / scale, and the scale itself, are in float32 (float64 for float64 inputs), ties go to even.
+    """
+    math_dtype = torch.promote_types(x_TI.dtype, torch.float32)
+    num_tokens, in_features = x_TI.shape
+    x_TI = x_TI.to(math_dtype)
+    if not per_group:
+        if input_scale is None:
+            scale_T1 = (x_TI.abs().amax(1, keepdim=True) / LARGEST[dtype]).clamp_min(_SMALLEST_SCALE)
+        else:
+            scale_T1 = input_scale.to(math_dtype).reshape(1, 1).expand(num_tokens, 1)
+        return _round(x_TI * scale_T1.reciprocal(), dtype), scale_T1
+    assert input_scale is None, "a static scale is per tensor"
+    groups = -(-in_features // BLOCK)
+    padded_TGB = torch.nn.functional.pad(x_TI, (0, groups * BLOCK - in_features)).view(num_tokens, groups, BLOCK)
+    scale_TG = (padded_TGB.abs().amax(2) / LARGEST[dtype]).clamp_min(_SMALLEST_SCALE)
+    quantized_TGB = _round(padded_TGB * scale_TG.reciprocal()[:, :, None], dtype)
+    return quantized_TGB.view(num_tokens, groups * BLOCK)[:, :in_features], scale_TG
+
+
+def _scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    math_dtype = torch.promote_types(largest.dtype, torch.float32)
+    return (largest.to(math_dtype) / LARGEST[dtype]).clamp_min(_SMALLEST_SCALE).to(torch.float32)
+
+
+def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    values = values.clamp(-LARGEST[dtype], LARGEST[dtype])  # beyond it a cast to float8 gives NaN, and int8 wraps
+    return values.round().to(dtype) if dtype == torch.int8 else values.to(dtype)

@@ -1,0 +1,187 @@
+"""`cas::quantized_linear`: `cas::fused_linear`'s contract over a weight of 8 bits a value.
+
+Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
+
+The weight is float8_e4m3fn or int8 (its tensor's dtype says which) with a float32 scale per output [O], or per block of 128 × 128
+[ceil(O / 128), ceil(I / 128)]. What is multiplied with it:
+- activations "none": x as it is (weight-only);
+- "dynamic": x rounded to the weight's dtype with a scale a token (or a token and group of 128 inputs, where the weight's scale is
+  per block), made of its largest value;
+- "static": x rounded with one scale for all, `input_scale`, that a checkpoint brings.
+
+Layouts: plain [O, I], or what a kernel's own packing makes of it (`pack_quantized_weight`); a packed weight is never two-dimensional.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+
+from custom_ops.library import OpKind, define
+from custom_ops.quantization import LARGEST, Activations, expand_scale, quantize_activations
+
+log = logging.getLogger(__name__)
+
+KINDS = get_args(Activations)
+
+
+def quantized_linear_unsupported_reason(
+    *, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, activations: Activations, per_block: bool
+) -> str | None:
+    """None when `quantized_linear` has a kernel for this combination, else one sentence why not (the op itself runs anywhere).
+
+    dtype: of the activations. per_block: whether the weight's scale is per block.
+    """
+    if device.type == "cuda":
+        return (
+            None if dtype in (torch.bfloat16, torch.float16) else f"its kernels take bfloat16 and float16, not {dtype}"
+        )
+    return f"there is no kernel for {_name(weight_dtype)} weights on {device.type}"
+
+
+def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, activations: Activations) -> torch.Tensor:
+    """The weight in the layout that `quantized_linear` wants on its device; the same tensor where that is the plain one.
+
+    quantized_OI: float8_e4m3fn or int8 [O, I]; scale: float32 [O] or [ceil(O / 128), ceil(I / 128)].
+    """
+    return quantized_OI
+
+
+def _quantized_linear(
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias_O: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    residual_TO: torch.Tensor | None = None,
+    activations: str = "none",
+    input_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    assert packed.dim() == 2, "a packed weight came to the reference, which reads plain ones"
+    _check(packed, scale, activations, input_scale)
+    dtype, math_dtype = x_TI.dtype, torch.promote_types(x_TI.dtype, torch.float32)
+    if norm_weight_I is not None:
+        x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
+    per_block = scale.dim() == 2
+    x_scale = None
+    if activations != "none":
+        x_TI, x_scale = quantize_activations(x_TI, packed.dtype, per_group=per_block, input_scale=input_scale)
+    # Products of two 8-bit values are exact in float32; only their sums round.
+    x_TI, weight_OI = x_TI.to(math_dtype), packed.to(math_dtype)
+    if per_block:
+        if x_scale is not None:
+            x_TI = x_TI * x_scale.repeat_interleave(128, 1)[:, : x_TI.shape[1]]
+        y_TO = x_TI @ (weight_OI * expand_scale(scale, weight_OI.shape)).T
+    else:
+        y_TO = (x_TI @ weight_OI.T) * scale
+        if x_scale is not None:
+            y_TO = y_TO * x_scale
+    if bias_O is not None:
+        y_TO = y_TO + bias_O
+    if silu_mul:
+        gate, up = y_TO.chunk(2, dim=-1)
+        y_TO = F.silu(gate) * up
+    if residual_TO is not None:
+        y_TO = y_TO + residual_TO
+    return y_TO.to(dtype)
+
+
+def _check(packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None) -> None:
+    if packed.dtype not in LARGEST:
+        raise ValueError(f"quantized_linear takes float8_e4m3fn and int8 weights, not {packed.dtype}.")
+    if activations not in KINDS:
+        raise ValueError(f"quantized_linear's activations must be one of {', '.join(KINDS)}, not {activations!r}.")
+    if (activations == "static") != (input_scale is not None):
+        raise ValueError("quantized_linear needs an input_scale with static activations, and only then.")
+    if activations == "static" and scale.dim() == 2:
+        raise ValueError("quantized_linear has no static activations where the weight's scales are per block.")
+
+
+def _quantized_linear_fake(
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias_O: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    residual_TO: torch.Tensor | None = None,
+    activations: str = "none",
+    input_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
+
+
+def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    _warn_slow(x_TI.device.type, packed.dtype)
+    return _quantized_linear(x_TI, packed, *args, **kwargs)
+
+
+@cache
+def _warn_slow(device: str, weight_dtype: torch.dtype) -> None:
+    log.warning(
+        "There is no kernel for linears over %s weights on %s: the slow torch reference runs.",
+        _name(weight_dtype),
+        device,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_ARGUMENTS = (
+    "(Tensor x, Tensor packed, Tensor scale, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
+    'bool silu_mul=False, Tensor? residual=None, str activations="none", Tensor? input_scale=None) -> Tensor'
+)
+
+# The reference under a name of its own: kernels that are loaded later hand plain weights to it.
+define(
+    f"quantized_linear_reference{_ARGUMENTS}",
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_quantized_linear_fake,
+    CompositeExplicitAutograd=_quantized_linear_slowly,
+)
+_quantized_linear_op = define(
+    f"quantized_linear{_ARGUMENTS}",
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_quantized_linear_fake,
+    CompositeExplicitAutograd=_quantized_linear_slowly,
+)
+
+
+def quantized_linear(
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias_O: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    residual_TO: torch.Tensor | None = None,
+    activations: Activations = "none",
+    input_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out = f(q(rms_norm(x)) (scale · Q)ᵀ + bias) + residual; f is silu(first half) · second half, or nothing.
+
+    x_TI: [T, I], rows may be strided; packed: `pack_quantized_weight(Q [O, I], scale, activations)`; scale: float32 [O], or
+    [ceil(O / 128), ceil(I / 128)]; out_features: O; norm_weight_I: [I]; bias_O: [O]; residual_TO: [T, O] (with silu_mul:
+    [T, O / 2]); input_scale: float32, one value. → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
+
+    q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int32
+    for int8 activations), the scales multiply the sums in float32, and the output is rounded once to x's dtype.
+    """
+    return _quantized_linear_op(
+        x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale
+    )
