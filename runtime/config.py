@@ -78,6 +78,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Ranks and replicas.
+
+    tensor_parallel_size: ranks of one replica, which share the model's tensors. data_parallel_size: replicas, each with a
+    scheduler and a KV cache of its own; data_parallel_rank: which of them this engine is.
+    """
+
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of all replicas: so many share a host's cores and memory."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """All options of one engine. device: "auto" is CUDA where there is one."""
 
@@ -85,6 +103,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str | None = None  # None: the first that supports the combination
     num_threads: int | None = None  # CPU threads of the engine; None: every core

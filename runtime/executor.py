@@ -2,14 +2,29 @@
 
 A model is cut into pipeline stages, each of which runs on one rank or on several that share its tensors. Every rank
 gets every step's `SchedulerOutput`, in order; the last stage's first rank answers with what was sampled.
+
+One rank lives in the engine's process. Several are processes of their own, all of them: the engine is then never inside
+a collective that waits for a rank which is gone, so it can always say what happened, and ranks on other hosts are no
+special case.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
-from runtime.model_runner import ModelRunner, PendingStep
-from runtime.schedule import ModelRunnerOutput, SchedulerOutput
+from runtime.config import EngineConfig
+from runtime.schedule import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
+
+if TYPE_CHECKING:
+    from runtime.model_runner import ModelRunner
+    from runtime.worker import Worker
+
+StageCallback = Callable[[str, float, str], None]
+
+
+class RankFailedError(RuntimeError):
+    """A rank is gone, or its step failed; the message is one sentence that names the rank."""
 
 
 class StepHandle(Protocol):
@@ -17,29 +32,32 @@ class StepHandle(Protocol):
 
     step: int
 
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the step, once; what it sampled."""
-        ...
-
 
 class Executor(Protocol):
     """Runs steps on num_ranks ranks in num_stages stages. Steps are launched in order, and their results taken in
-    that order.
+    that order. info: what all ranks have in common; its num_blocks is the number of KV blocks that each has.
     """
 
     num_ranks: int
     num_stages: int
+    info: WorkerInfo
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Start a step on every rank, without waiting for it where the device allows."""
         ...
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for the oldest launched step; raises what a rank raised."""
+        """Wait for the oldest launched step; raises what the rank raised, or `RankFailedError`."""
         ...
 
-    def failure(self) -> str | None:
-        """One sentence about a rank that is gone, else None."""
+    def idle(self) -> bool:
+        """Have every rank do one piece of work that can wait; False when there is none. Nothing may be in flight.
+        Raises `RankFailedError` for a rank that is gone.
+        """
+        ...
+
+    def stats(self) -> WorkerStats:
+        """The answering rank's counters, as far as results were taken."""
         ...
 
     def shutdown(self) -> None:
@@ -48,32 +66,51 @@ class Executor(Protocol):
 
 
 class InProcessExecutor:
-    """One rank, one stage: the model runner of this process."""
+    """One rank, one stage: a worker in this process. Construction raises as `Worker` does."""
 
     num_ranks = 1
     num_stages = 1
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner: ModelRunner | None = runner
+    def __init__(self, config: EngineConfig, on_stage: StageCallback) -> None:
+        from runtime.worker import Rank, Worker
+
+        worker = Worker(config, Rank(), on_stage)
+        worker.start(worker.info.num_blocks)
+        self.info = worker.info
+        self._worker: Worker | None = worker
+
+    @property
+    def worker(self) -> Worker:
+        """The rank itself."""
+        assert self._worker is not None, "the executor is shut down"
+        return self._worker
 
     @property
     def runner(self) -> ModelRunner:
         """The rank's model runner."""
-        assert self._runner is not None, "the executor is shut down"
-        return self._runner
+        return self.worker.runner
 
-    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+    def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Start a step. On the CPU it is over when this returns."""
-        return self.runner.launch(scheduled)
+        return self.worker.launch(scheduled)
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
         """Wait for a launched step."""
-        return handle.result()
+        return handle.result()  # type: ignore[attr-defined]
 
-    def failure(self) -> str | None:
-        """A rank of this process cannot be gone by itself."""
-        return None
+    def idle(self) -> bool:
+        """Capture one more graph."""
+        return self.worker.idle()
+
+    def stats(self) -> WorkerStats:
+        """Counters after the last launched step."""
+        return self.worker.stats()
 
     def shutdown(self) -> None:
         """Drop the model and its cache."""
-        self._runner = None
+        self._worker = None
+
+
+def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
+    """The executor that the options ask for, its ranks ready for steps. on_stage hears of the first rank's start-up."""
+    return InProcessExecutor(config, on_stage)

@@ -154,9 +154,7 @@ class ModelRunner:
             block_size=block_size,
             device=device,
         )
-        self.sampler = Sampler(
-            vocab_size=spec.vocab_size, num_slots=scheduler.max_num_seqs, device=device, seed=config.model.seed
-        )
+        self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=scheduler.max_num_seqs, device=device)
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
         self._is_cpu = device.type == "cpu"
@@ -272,7 +270,7 @@ class ModelRunner:
             return
         for logits_dtype in {dtype, torch.float32}:
             logits_SV = torch.zeros(1, self.sampler.vocab_size, dtype=logits_dtype, device=self.device)
-            for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5)):
+            for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
                 token = np.zeros(1, dtype=np.int64)
                 self.sampler.add(0, params, [], token, token)
                 plan = self.sampler.plan([0])

@@ -92,8 +92,7 @@ class SampledRows:
 class Sampler:
     """Options and state of the requests by slot; `plan` once a batch composition, `sample` every step."""
 
-    def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device, seed: int = 0) -> None:
-        """seed: of the streams of the requests that bring none."""
+    def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._is_cpu = device.type == "cpu"
@@ -105,17 +104,19 @@ class Sampler:
         self._processors = LogitsProcessors(vocab_size, num_slots, device)
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._keys = np.zeros(num_slots, dtype=np.uint64)
-        self._seeds = np.random.default_rng(seed)
 
     def add(
         self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray
     ) -> None:
-        """Take in a request. prompt, output: int64 token ids; output is what was generated before a preemption."""
+        """Take in a request. prompt, output: int64 token ids; output is what was generated before a preemption.
+
+        A request that is not greedy has a seed: the engine gives one to those that bring none.
+        """
         self._params[slot] = params
         self.num_outputs[slot] = len(output)
         if not params.is_greedy:
-            seed = int(self._seeds.integers(1 << 63)) if params.seed is None else params.seed
-            self._keys[slot] = stream_key(seed)
+            assert params.seed is not None, f"the request of slot {slot} draws tokens and has no seed"
+            self._keys[slot] = stream_key(params.seed)
         self._processors.add(slot, params, stop_ids, prompt, output)
 
     def remove(self, slot: int) -> None:

@@ -1,4 +1,5 @@
-"""What the scheduler tells the model runner for one step, and what comes back: plain data that can cross processes.
+"""What the scheduler tells the model runner for one step, what comes back, and what a worker says of itself: plain data that
+can cross processes.
 
 The runner keeps, for each request that it holds, the token ids, the block ids and `num_computed_tokens`. It advances
 these by itself, so that a step of unchanged decodes says almost nothing:
@@ -74,3 +75,23 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     logprobs: dict[str, TokenLogprobs]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     errors: dict[str, str]
+
+
+class WorkerInfo(msgspec.Struct, kw_only=True):
+    """What a rank knows once its weights are loaded. num_blocks: KV blocks that it has room for."""
+
+    num_blocks: int
+    device_type: str
+    device: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    compile_report: dict[str, int | float | str]
+
+
+class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Counters since the start. decode_misses: steps of decodes for which a CUDA graph would have been of use."""
+
+    padded_tokens: int = 0
+    decode_misses: int = 0
+    graph_replays: dict[str, int] = {}

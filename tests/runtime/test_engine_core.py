@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -277,10 +278,23 @@ def test_abort_all_ends_every_request_with_an_output(model_dir: Path) -> None:
 
 def test_shutdown_frees_the_cache(model_dir: Path) -> None:
     engine = SyncEngine(tiny_config(model_dir))
-    cache = weakref.ref(engine.core._runner.kv_caches[0])
+    cache = weakref.ref(engine.core._executor.runner.kv_caches[0])
     run_requests(engine.core, [request("a", [1, 2])])
     engine.shutdown()
     engine.shutdown()
     assert cache() is None
     with pytest.raises(EngineDeadError, match="shut down"):
         engine.step()
+
+
+def test_a_request_without_a_seed_draws_from_a_generator_of_its_replica(model_dir: Path) -> None:
+    def drawn(replica: int) -> dict[str, list[int]]:
+        config = tiny_config(model_dir)
+        config = replace(config, parallel=replace(config.parallel, data_parallel_size=2, data_parallel_rank=replica))
+        core = EngineCore(config)
+        return tokens_of(run_requests(core, [request(name, [1, 2, 3], temperature=2.0) for name in "ab"]))
+
+    first = drawn(0)
+    assert first["a"] != first["b"]
+    assert first == drawn(0)
+    assert first["a"] not in drawn(1).values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_draws_follow_the_distribution() -> None:
         sampler = Sampler(vocab_size=vocab, num_slots=rows, device=device)
         empty = np.empty(0, dtype=np.int64)
         for slot in range(rows):
-            sampler.add(slot, params, [], empty, empty)
+            sampler.add(slot, msgspec.structs.replace(params, seed=slot), [], empty, empty)
         plan = sampler.plan(list(range(rows)))
         counts: Counter[int] = Counter()
         for _ in range(draws):
@@ -129,7 +130,7 @@ def test_a_row_of_nan_is_seen() -> None:
     logits[1, 17] = float("nan")
     logits[2] = float("-inf")
     empty = np.empty(0, dtype=np.int64)
-    for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5, top_k=3)):
+    for params in (SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(top_p=0.5, top_k=3, seed=1)):
         sampler = Sampler(vocab_size=40_000, num_slots=3, device=device)
         for slot in range(3):
             sampler.add(slot, params, [], empty, empty)

@@ -1,0 +1,259 @@
+"""`Worker`: one rank. A device, the model's part that it holds, its KV cache, and the runner of its steps.
+
+Start-up, each stage reported with its time: read the config → (the compiler's stages) → load the weights; then, once
+the number of KV blocks is settled (ranks agree on one), allocate the cache → warm up. All ranks go through the same
+calls of the model in the same order: a sharded model waits in each for the other ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from compiler import available_kernels, compile_model
+from compiler.cudagraphs import CudaGraphRunner
+from compiler.dump import add_to_report
+from compiler.graph_capture import CudaGraphs
+from models.registry import build_model
+from models.spec import ModelSpec
+from runtime.attention_backends import backend_of_model
+from runtime.config import EngineConfig
+from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
+from runtime.kv_cache import GIB, bytes_per_block, free_cpu_bytes, plan_num_blocks
+from runtime.model_runner import ModelRunner, PendingStep
+from runtime.sampling_ops import argmax_rows
+from runtime.schedule import SchedulerOutput, WorkerInfo, WorkerStats
+from runtime.weights import load_weights, read_config
+
+StageCallback = Callable[[str, float, str], None]
+
+CAPTURE_SECONDS = 0.5  # of start-up, for CUDA graphs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """Which rank of how many."""
+
+    index: int = 0
+    size: int = 1
+
+
+class Worker:
+    """Built with its weights loaded; `start` gives it its cache, then it takes steps.
+
+    Construction raises the `ValueError` family with one sentence for whatever is wrong with the model, its files or
+    the options.
+    """
+
+    def __init__(self, config: EngineConfig, rank: Rank, on_stage: StageCallback) -> None:
+        self.rank = rank
+        self._on_stage = on_stage
+        device = self.device = resolve_device(config.device)
+        config = self._config = replace(config, scheduler=config.scheduler.for_device(device.type))
+        use_threads(config.num_threads)
+        dtype = self._dtype = resolve_dtype(config.model.dtype, device)
+
+        start = time.perf_counter()
+        spec = self._spec = build_model(read_config(config.model.path), dtype=dtype)
+        self._max_model_len = _max_model_len(config, spec)
+        backend = self._backend = backend_of_model(spec, config, device, dtype)
+        architecture = (spec.config.get("architectures") or ["?"])[0]
+        self._stage("read", start, f"{architecture}, {_dtype_name(dtype)} on {describe_device(device)}")
+
+        model = self._model = compile_model(
+            spec,
+            config.compile,
+            device=device,
+            dtype=dtype,
+            kernels=available_kernels(device=device, dtype=dtype, attention_backend=backend),
+            attention_backend=backend,
+            on_stage=on_stage,
+        )
+        start = time.perf_counter()
+        self._loaded = load_weights(
+            model,
+            spec,
+            config.model.path,
+            load_format=config.model.load_format,
+            device=device,
+            dtype=dtype,
+            seed=config.model.seed,
+        )
+        self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
+
+        self._start_of_cache = time.perf_counter()
+        self._graphs = self._graph_runner()
+        self.info = WorkerInfo(
+            num_blocks=self._num_blocks(),
+            device_type=device.type,
+            device=describe_device(device),
+            dtype=_dtype_name(dtype),
+            max_model_len=self._max_model_len,
+            vocab_size=spec.vocab_size,
+            compile_report=_flat_report(model.report) | {"attention_backend": backend.name},
+        )
+
+    def start(self, num_blocks: int) -> None:
+        """Allocate the cache of `num_blocks` blocks and run every kind of step once."""
+        cache = self._config.cache
+        self.runner = self._new_runner(num_blocks)
+        cache_bytes = num_blocks * bytes_per_block(self._spec.kv_cache_specs, cache.block_size, self._dtype)
+        tokens = num_blocks * cache.block_size
+        self._stage("kv cache", self._start_of_cache, f"{tokens} tokens, {cache_bytes / GIB:.2f} GiB")
+
+        start = time.perf_counter()
+        self._stage("warm up", start, self._warm_up())
+
+        if self._config.compile.dump_dir is not None:
+            facts = {
+                "attention_backend": self._backend.name,
+                "kv_cache_tokens": tokens,
+                "kv_cache_bytes": cache_bytes,
+                "block_size": cache.block_size,
+                "loaded_bytes": self._loaded.num_bytes,
+            }
+            graphs = {} if self._graphs is None else {"sizes": self._graphs.sizes, **self._graphs.report()}
+            add_to_report(self._config.compile.dump_dir, "engine", facts | {"cudagraphs": graphs})
+
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Start a step. On the CPU it is over when this returns."""
+        return self.runner.launch(scheduled)
+
+    def idle(self) -> bool:
+        """Do one piece of work that can wait (capture one more graph); False when there is none. Nothing may be in
+        flight. Which piece it is depends on the steps so far alone, so that ranks do the same.
+        """
+        if self._graphs is None:
+            return False
+        if self._graphs.capture_next():
+            return True
+        while (size := self._graphs.next_piecewise_size()) is not None:
+            if size <= self.runner.max_num_tokens:  # no step is longer
+                self.runner.warm_up(size, 1)
+                return True
+        return False
+
+    def stats(self) -> WorkerStats:
+        """Counters after the last launched step."""
+        if self._graphs is None:
+            return WorkerStats(padded_tokens=self.runner.padded_tokens)
+        return WorkerStats(
+            padded_tokens=self.runner.padded_tokens,
+            decode_misses=self.runner.decode_misses,
+            graph_replays=self._graphs.stats.replays,
+        )
+
+    def _graph_runner(self) -> CudaGraphRunner | None:
+        options = self._config.compile
+        if self.device.type != "cuda" or options.mode == "eager" or options.cudagraph_mode == "none":
+            return None
+        return CudaGraphRunner(
+            self._model,
+            mode=options.cudagraph_mode,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            backend=self._backend,
+            device=CudaGraphs(self.device),
+            sizes=options.capture_sizes,
+            decode_tail=lambda logits, inputs: argmax_rows(logits),
+        )
+
+    def _new_runner(self, num_blocks: int) -> ModelRunner:
+        model = self._model if self._graphs is None else self._graphs
+        runner = ModelRunner(
+            self._config,
+            self._spec,
+            model,
+            self._backend,
+            self.device,
+            self._dtype,
+            num_blocks,
+            max_model_len=self._max_model_len,
+        )
+        if self._graphs is not None:
+            self._graphs.bind(runner.decode_inputs)
+        return runner
+
+    def _num_blocks(self) -> int:
+        cache = self._config.cache
+        if self.device.type == "cpu":
+            free = free_cpu_bytes() // self._config.parallel.num_processes
+        elif cache.num_blocks is None and cache.memory_bytes is None:
+            free = self._free_cuda_bytes()
+        else:
+            free = 0
+        return plan_num_blocks(
+            cache,
+            self._spec.kv_cache_specs,
+            dtype=self._dtype,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            free_bytes=free,
+            is_cpu=self.device.type == "cpu",
+        )
+
+    def _free_cuda_bytes(self) -> int:
+        """What the device has left for the cache when the largest step runs: measured by running one."""
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        torch.cuda.reset_peak_memory_stats(self.device)
+        probe = self._new_runner(1)
+        probe.warm_up(probe.max_num_tokens, min(max_num_seqs, probe.max_num_tokens))
+        graphs = 0 if self._graphs is None else self._graphs.estimate_bytes()
+        del probe
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)  # of other processes, and of the driver
+        # The sampler works on float32 copies of the logits.
+        sampler = 3 * max_num_seqs * self._spec.vocab_size * 4
+        budget = int(total * self._config.cache.gpu_memory_utilization)
+        return budget - peak - graphs - others - sampler
+
+    def _warm_up(self) -> str:
+        runner = self.runner
+        runner.warm_up(1, 1)
+        runner.warm_up(min(8, runner.max_num_tokens), 1)
+        runner.warm_up_sampler(self._dtype)
+        if self._graphs is None:
+            return ""
+        # The sizes that are wanted first; the others are captured in idle moments, or when steps ask for them.
+        if self.rank.size == 1:
+            until = time.perf_counter() + CAPTURE_SECONDS
+            while self._graphs.capture_next() and time.perf_counter() < until:
+                pass
+        else:  # as many on each rank, whatever the time
+            self._graphs.capture(2)
+        report = self._graphs.report()
+        return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come"
+
+    def _stage(self, stage: str, start: float, detail: str) -> None:
+        self._on_stage(stage, time.perf_counter() - start, detail)
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return spec.max_model_len
+    if wanted > spec.max_model_len:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len."
+        )
+    return wanted
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _flat_report(report: dict[str, Any]) -> dict[str, int | float | str]:
+    """Numbers and strings of a compile report; those of a nested dict as `outer.inner`."""
+    flat: dict[str, int | float | str] = {}
+    for name, value in report.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in _flat_report(value).items()}
+        elif isinstance(value, (int, float, str)):
+            flat[name] = value
+    return flat
