@@ -45,7 +45,7 @@ def toolchain_fields(device: torch.device) -> dict[str, Any]:
 
 def plan_fields(
     spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str], kernels: frozenset[str],
-    device: torch.device, dtype: torch.dtype,
+    device: torch.device, dtype: torch.dtype, tensor_parallel_size: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """Key of a whole model's plan. It says everything that the captured and rewritten graph depends on, so that a second start
     needs neither capture nor passes."""
@@ -54,6 +54,8 @@ def plan_fields(
         "config": _digest(json.dumps(spec.config, sort_keys=True)),
         "architecture": type(spec.module).__name__,
         "layers": len(spec.kv_cache_specs),
+        "tensor_parallel_size": tensor_parallel_size,  # never the rank: all ranks run the same pieces
+        "tp_plan": _digest(json.dumps(dict(spec.tp_plan), sort_keys=True)),
         "dtype": str(dtype),
         "passes": [p.cache_key() for p in passes if p.name not in disabled],
         "kernels": sorted(kernels),

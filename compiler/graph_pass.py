@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
@@ -11,7 +11,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
 from compiler.compat import FakeTensorMode, node_source_line
-from compiler.weights import WeightTable, evaluate_spec
+from compiler.weights import TensorSpec, WeightTable, evaluate_spec
+
+
+class PassError(ValueError):
+    """The compilation cannot go on as it was asked for; the message says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +56,7 @@ class PassContext:
 
     device, dtype: of the finished model (while passes run, the graph's own tensors are fakes on the meta device).
     kernels: names of the `cas` ops that have a kernel of their own for this device and dtype.
+    tensor_parallel_size: number of ranks that the graph will run on. tp_plan: the model's, glob over module names → style.
     """
 
     device: torch.device
@@ -59,6 +64,8 @@ class PassContext:
     weights: WeightTable
     fake_mode: FakeTensorMode
     kernels: frozenset[str] = frozenset()
+    tensor_parallel_size: int = 1
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
 
     def call(self, gm: GraphModule, target: Callable[..., Any], *args: Any, origin: Node) -> Node:
@@ -69,19 +76,37 @@ class PassContext:
         set_example_value(node, self.fake_mode)
         return node
 
-    def derived_weight(self, gm: GraphModule, target: str, function: str, *weights: Node) -> Node:
-        """Placeholder of the weight `target` = function(*weights); made once, shared by later calls with the same target."""
+    def derived_weight(self, gm: GraphModule, target: str, function: str, weight: Node, *others: Node | int) -> Node:
+        """Placeholder of the weight `target` = function(weight, *others); made once, shared by later calls with the same target.
+
+        An integer among `others` is a constant of the expression.
+        """
         if target in self._weight_nodes:
             return self._weight_nodes[target]
-        names = [weight.meta["weight"] for weight in weights]
-        spec = evaluate_spec(function, tuple(self.weights[name].spec for name in names), self.device)
-        self.weights.derive(target, function, *names, spec=spec)
-        with gm.graph.inserting_before(weights[0]), self.fake_mode:
+        arguments = [a if isinstance(a, int) else a.meta["weight"] for a in (weight, *others)]
+        spec = self._spec(function, arguments)
+        self.weights.derive(target, function, *arguments, spec=spec)
+        with gm.graph.inserting_before(weight), self.fake_mode:
             node = gm.graph.placeholder(f"weight_{target}".replace(".", "_"))
             node.meta["weight"] = target
             node.meta["example_value"] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         self._weight_nodes[target] = node
         return node
+
+    def replace_weight(self, weight: Node, function: str, *constants: int) -> None:
+        """Let a weight's placeholder stand for function(what it was, *constants), under the name that it has.
+
+        Whoever does it recomputes the nodes that read it (`set_example_value`).
+        """
+        name = weight.meta["weight"]
+        spec = self._spec(function, [name, *constants])
+        self.weights.replace(name, function, *constants, spec=spec)
+        with self.fake_mode:
+            weight.meta["example_value"] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+    def _spec(self, function: str, arguments: Sequence[str | int]) -> TensorSpec:
+        specs = tuple(a if isinstance(a, int) else self.weights[a].spec for a in arguments)
+        return evaluate_spec(function, specs, self.device)
 
     def checkpoint(self, gm: GraphModule) -> Callable[[], None]:
         """What takes the graph and the weights back to how they are now, whatever passes do to them meanwhile."""

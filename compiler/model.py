@@ -40,6 +40,7 @@ class ModelSource(Protocol):
 
     module: on the meta device. config: plain data that, with the module's source, says what the module computes.
     kv_cache_specs: one a layer. buffers: values of the buffers that no checkpoint holds.
+    tp_plan: glob over module names → how its weight is sharded over tensor-parallel ranks.
     """
 
     @property
@@ -53,6 +54,9 @@ class ModelSource(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def tp_plan(self) -> Mapping[str, str]: ...
 
 
 class Model(Protocol):

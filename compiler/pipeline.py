@@ -30,7 +30,7 @@ from compiler.config import CompileConfig
 from compiler.dump import Dump
 from compiler.environment import op_versions, piece_fields, plan_fields, toolchain_fields
 from compiler.fingerprint import normalized_text
-from compiler.graph_pass import GraphPass, PassContext, SkipReason
+from compiler.graph_pass import GraphPass, PassContext, PassError, SkipReason
 from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_pieces
 from compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compiler.pass_manager import PassRecord, run_passes
@@ -70,9 +70,14 @@ def compile_model(
         left out).
     passes: instead of `default_passes()`. attention_backend: what split ops are measured with (needed for `profile_tokens`).
     on_stage: called with (stage, seconds, detail) when a stage ends.
-    Raises `CaptureError`, `SplitError` or `PieceCompileError`.
+    Raises `CaptureError`, `SplitError`, `PassError` or `PieceCompileError`.
     """
     if config.mode == "eager":
+        if config.tensor_parallel_size > 1:
+            raise PassError(
+                f"An eager model cannot be sharded over {config.tensor_parallel_size} ranks, only a compiled one: "
+                "leave out --enforce-eager, or use a tensor parallel size of 1."
+            )
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
     job = _Compilation(spec, config, device, dtype, kernels, tuple(passes or default_passes()), on_stage,
                        attention_backend=attention_backend)  # fmt: skip
@@ -95,7 +100,10 @@ class _Compilation:
 
     def run(self) -> CompiledModel:
         self.stores = _stores(self.config)
-        fields = plan_fields(self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype)
+        fields = plan_fields(
+            self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype,
+            self.config.tensor_parallel_size,
+        )  # fmt: skip
         if self.config.verify_passes:  # a plan of its own: a pass may be left out of it, and its report has the errors
             fields["verified"] = True
         if self.config.dump_dir is not None:
@@ -200,7 +208,7 @@ class _Compilation:
         start = time.perf_counter()
         ctx = PassContext(
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-            kernels=self.kernels,
+            kernels=self.kernels, tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
         )  # fmt: skip
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
         after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None

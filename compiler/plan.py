@@ -131,4 +131,4 @@ def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) 
 
 
 def _tuples(expression: Any) -> Any:
-    return expression if isinstance(expression, str) else tuple(_tuples(item) for item in expression)
+    return expression if isinstance(expression, str | int) else tuple(_tuples(item) for item in expression)

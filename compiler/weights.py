@@ -2,12 +2,13 @@
 
 A transform is data, not a closure, so that an artifact can carry it: a small expression over checkpoint tensors whose
 functions are looked up by name (`weight_function`). `merge_linears` makes `cat(q, k, v)`, `fuse_linears` wraps it into
-`pack_linear_weight(cat(q, k, v))`.
+`pack_linear_weight(cat(q, k, v))`; `tensor_parallel` makes `shard_rows(q, 2, 2)`, which differs from rank to rank while the
+expression does not: a function may ask for the rank (`by_rank`), which is told where weights are loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,17 +17,26 @@ import torch
 
 from compiler.compat import FakeTensorMode
 
-Expression = str | tuple[Any, ...]  # a source's name, or (function name, *expressions)
+Expression = str | int | tuple[Any, ...]  # a source's name, a constant, or (function name, *expressions)
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
+_BY_RANK: set[str] = set()
 
 
-def weight_function(name: str) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    """Register a function of tensors under a name that expressions and artifacts use; change the name when its result changes."""
+def weight_function(
+    name: str, *, by_rank: bool = False
+) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
+    """Register a function of tensors and integers under a name that expressions and artifacts use; change the name when its
+    result changes.
+
+    by_rank: it takes a keyword `rank` and selects what that rank needs of one tensor; `rank` changes neither shape nor dtype.
+    """
 
     def register(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         assert name not in _FUNCTIONS, f"weight function {name} is registered twice"
         _FUNCTIONS[name] = fn
+        if by_rank:
+            _BY_RANK.add(name)
         return fn
 
     return register
@@ -61,31 +71,65 @@ class WeightTransform:
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the checkpoint tensors that it needs, in order of first use."""
-        return tuple(dict.fromkeys(_names(self.expression)))
+        return tuple(dict.fromkeys(source_of(part) for part in self.inputs))
 
-    def fn(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The target's value from its sources' values, given in the order of `sources`."""
-        return _evaluate(self.expression, dict(zip(self.sources, tensors, strict=True)))
+    @property
+    def inputs(self) -> tuple[Expression, ...]:
+        """What it needs of the sources, in order of first use: a whole one (its name) or what a rank selects of it."""
+        return tuple(dict.fromkeys(_inputs(self.expression)))
+
+    def fn(self, *tensors: torch.Tensor, rank: int = 0) -> torch.Tensor:
+        """The target's value on a rank from its sources' values, given in the order of `sources`."""
+        return self.evaluate(dict(zip(self.sources, tensors, strict=True)), rank=rank)
+
+    def evaluate(self, values: Mapping[Expression, torch.Tensor], *, rank: int = 0) -> torch.Tensor:
+        """The target's value on a rank from the values of its `inputs`, or of its `sources`, whichever are given."""
+        return _evaluate(self.expression, values, rank)
 
 
-def _names(expression: Expression) -> Sequence[str]:
-    if isinstance(expression, str):
+def source_of(part: Expression) -> str:
+    """The source of which one of `WeightTransform.inputs` takes something, or all."""
+    name = part[1] if isinstance(part, tuple) else part
+    assert isinstance(name, str)
+    return name
+
+
+def select(part: Expression, source: torch.Tensor, *, rank: int) -> torch.Tensor:
+    """What one of `WeightTransform.inputs` is of its source: the tensor itself, or (a view of) what the rank needs of it."""
+    return _evaluate(part, {source_of(part): source}, rank)
+
+
+def _is_selection(expression: Expression) -> bool:
+    return isinstance(expression, tuple) and expression[0] in _BY_RANK and isinstance(expression[1], str)
+
+
+def _inputs(expression: Expression) -> Sequence[Expression]:
+    if isinstance(expression, int):
+        return []
+    if isinstance(expression, str) or _is_selection(expression):
         return [expression]
-    return [name for argument in expression[1:] for name in _names(argument)]
+    return [part for argument in expression[1:] for part in _inputs(argument)]
 
 
-def _evaluate(expression: Expression, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    if isinstance(expression, str):
+def _evaluate(expression: Expression, values: Mapping[Expression, torch.Tensor], rank: int) -> Any:
+    if isinstance(expression, int):
+        return expression
+    if isinstance(expression, str) or expression in values:
         return values[expression]
     function, *arguments = expression
-    return _FUNCTIONS[function](*(_evaluate(argument, values) for argument in arguments))
+    evaluated = [_evaluate(argument, values, rank) for argument in arguments]
+    return _FUNCTIONS[function](*evaluated, **({"rank": rank} if function in _BY_RANK else {}))
 
 
 @cache
-def evaluate_spec(function: str, arguments: tuple[TensorSpec, ...], device: torch.device) -> TensorSpec:
+def evaluate_spec(function: str, arguments: tuple[TensorSpec | int, ...], device: torch.device) -> TensorSpec:
     """Spec of a weight function's result on `device`; nothing is allocated."""
     with FakeTensorMode():
-        out = _FUNCTIONS[function](*(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in arguments))
+        values = [
+            argument if isinstance(argument, int) else torch.empty(argument.shape, dtype=argument.dtype, device=device)
+            for argument in arguments
+        ]
+        out = _FUNCTIONS[function](*values, **({"rank": 0} if function in _BY_RANK else {}))
     return TensorSpec(shape=tuple(out.shape), dtype=out.dtype)
 
 
@@ -101,16 +145,24 @@ class WeightTable:
     def __getitem__(self, name: str) -> WeightTransform:
         return self._transforms[name]
 
-    def derive(self, target: str, function: str, *weights: str, spec: TensorSpec) -> None:
-        """Define weight `target` = function(*weights); the arguments may themselves be derived."""
-        assert function in _FUNCTIONS, f"unknown weight function {function}"
-        expression = (function, *(self._transforms[name].expression for name in weights))
+    def derive(self, target: str, function: str, *weights: str | int, spec: TensorSpec) -> None:
+        """Define weight `target` = function(*weights); the arguments may themselves be derived, integers are constants."""
+        expression = self._call(function, weights)
         known = self._transforms.get(target)
         assert known is None or known.expression == expression, f"weight {target} is defined twice, differently"
         self._transforms[target] = WeightTransform(expression=expression, target=target, spec=spec)
 
+    def replace(self, target: str, function: str, *constants: int, spec: TensorSpec) -> None:
+        """From now on weight `target` is function(what it was, *constants); what was derived from it before is not touched."""
+        expression = self._call(function, (target, *constants))
+        self._transforms[target] = WeightTransform(expression=expression, target=target, spec=spec)
+
+    def _call(self, function: str, arguments: Sequence[str | int]) -> Expression:
+        assert function in _FUNCTIONS, f"unknown weight function {function}"
+        return (function, *(self._transforms[a].expression if isinstance(a, str) else a for a in arguments))
+
     def checkpoint(self) -> Callable[[], None]:
-        """What forgets every weight that is derived after this call."""
+        """What forgets every change of a weight after this call."""
         transforms = dict(self._transforms)
 
         def undo() -> None:

@@ -16,6 +16,7 @@ from models.qwen3 import Qwen3ForCausalLM
 from models.spec import KVCacheSpec, ModelSpec, ShardStyle
 
 DECODER_TP_PLAN: Mapping[str, ShardStyle] = {
+    "model.embed_tokens": "vocab",
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",
     "model.layers.*.self_attn.v_proj": "colwise",
@@ -23,6 +24,7 @@ DECODER_TP_PLAN: Mapping[str, ShardStyle] = {
     "model.layers.*.mlp.gate_proj": "colwise",
     "model.layers.*.mlp.up_proj": "colwise",
     "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "vocab",
 }
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-ShardStyle = Literal["colwise", "rowwise"]
+# How a module's weight [out, in] is cut over tensor-parallel ranks: by its outputs; by its inputs; by the tokens of an embedding
+# or of an output head.
+ShardStyle = Literal["colwise", "rowwise", "vocab"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +20,10 @@ class KVCacheSpec:
 
     num_kv_heads: int
     head_dim: int
+
+    def of_rank(self, tensor_parallel_size: int) -> KVCacheSpec:
+        """What one of the ranks that share the layer keeps: its share of the heads, or one that several ranks keep."""
+        return replace(self, num_kv_heads=max(1, self.num_kv_heads // tensor_parallel_size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

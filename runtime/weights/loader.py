@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from compiler.weights import TensorSpec, WeightTransform
+from compiler.weights import Expression, TensorSpec, WeightTransform, select, source_of
 from models.spec import ModelSpec
 from runtime.weights.checkpoint import open_checkpoint
 from runtime.weights.dummy import dummy_tensors
@@ -38,7 +38,9 @@ class WeightTarget(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """num_bytes: of the tensors as they arrived; unexpected: checkpoint tensors that the model has no use for."""
+    """num_bytes: of what was taken of the tensors, in the checkpoint's dtype; unexpected: checkpoint tensors that the model has
+    no use for.
+    """
 
     num_tensors: int
     num_bytes: int
@@ -55,12 +57,14 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
+    rank: int = 0,
 ) -> LoadReport:
     """Fill `compiled` from the folder or GGUF file at `path` ("dummy": with random values, nothing but the config is needed).
 
     Floating-point tensors are converted to `dtype` on `device` before a transform sees them. A source is held only until the
-    last transform that needs it has run. Raises `WeightError` (missing or truncated file, missing tensor, wrong shape) before
-    any data is read.
+    last transform that needs it has run. rank: of this process among those that share a sharded model; of a tensor that is
+    sharded only the rank's part is read, converted and held. Raises `WeightError` (missing or truncated file, missing tensor,
+    wrong shape) before any data is read.
     """
     started = time.perf_counter()
     unexpected: tuple[str, ...] = ()
@@ -77,14 +81,15 @@ def load_weights(
                 f"The checkpoint is quantized with {method!r}, which is not supported: use an unquantized one."
             )
         tensors, unexpected = _checked_stream(sources, spec.weight_map, path)
-    num_tensors, num_bytes = 0, 0
+    num_tensors = 0
     with torch.no_grad():
-        sink = _Transforms(compiled)
+        sink = _Transforms(compiled, rank=rank, device=device, dtype=dtype)
         for name, tensor in tensors:
-            num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.nbytes
-            sink.add(name, tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None))
+            num_tensors += 1
+            sink.add(name, tensor)
+        num_bytes = sink.num_bytes
         for name in buffers:
-            sink.add(name, spec.buffers[name].to(device))
+            sink.add(name, spec.buffers[name], convert=False)
     compiled.finish_loading()
     seconds = time.perf_counter() - started
     return LoadReport(num_tensors=num_tensors, num_bytes=num_bytes, seconds=seconds, unexpected=unexpected)
@@ -129,38 +134,60 @@ def _some(names: Sequence[str]) -> str:
 
 
 class _Transforms:
-    """Runs each transform as soon as its last source has come, and forgets a source after its last use."""
+    """Runs each transform as soon as its last input has come, and forgets an input after its last use.
 
-    def __init__(self, compiled: WeightTarget) -> None:
+    An input is a source, or what this rank takes of it: the rest of a sharded source is neither read nor converted.
+    """
+
+    def __init__(self, compiled: WeightTarget, *, rank: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.num_bytes = 0
         self._compiled = compiled
-        self._by_source: dict[str, list[int]] = {}
-        self._waiting_for = [set(transform.sources) for transform in compiled.transforms]
+        self._rank, self._device, self._dtype = rank, device, dtype
+        self._inputs_of: dict[str, list[Expression]] = {}  # source → what transforms take of it
+        self._users: dict[Expression, set[int]] = {}  # input → transforms that have not run
+        self._waiting_for = [set(transform.inputs) for transform in compiled.transforms]
         for index, transform in enumerate(compiled.transforms):
-            for source in set(transform.sources):
-                self._by_source.setdefault(source, []).append(index)
-        self._held: dict[str, torch.Tensor] = {}
+            for part in transform.inputs:
+                if part not in self._users:
+                    self._inputs_of.setdefault(source_of(part), []).append(part)
+                self._users.setdefault(part, set()).add(index)
+        self._held: dict[Expression, torch.Tensor] = {}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if name not in self._by_source:
-            self._compiled.assign(name, tensor)
+    def add(self, name: str, tensor: torch.Tensor, *, convert: bool = True) -> None:
+        """Take in a source. convert: floating-point values become the model's dtype."""
+        dtype = self._dtype if convert else None
+        if name not in self._inputs_of:
+            self.num_bytes += tensor.nbytes
+            self._compiled.assign(name, self._on_device(tensor, dtype))
             return
-        self._held[name] = tensor
-        ready = []
-        for index in self._by_source[name]:
-            self._waiting_for[index].discard(name)
-            if not self._waiting_for[index]:
-                ready.append(index)
-        for index in ready:
-            self._run(self._compiled.transforms[index], index)
+        for part in self._inputs_of[name]:
+            taken = select(part, tensor, rank=self._rank)
+            self.num_bytes += taken.nbytes
+            self._held[part] = self._on_device(taken, dtype)
+        for part in self._inputs_of[name]:
+            for index in sorted(self._users[part]):
+                self._waiting_for[index].discard(part)
+                if not self._waiting_for[index]:
+                    self._run(self._compiled.transforms[index], index)
+            if part in self._held and isinstance(part, tuple):
+                self._held[part] = _without_the_rest(self._held[part])
+
+    def _on_device(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return tensor.to(device=self._device, dtype=dtype if tensor.is_floating_point() else None)
 
     def _run(self, transform: WeightTransform, index: int) -> None:
-        result = transform.fn(*(self._held[source] for source in transform.sources))
+        result = transform.evaluate(self._held, rank=self._rank)
         assert tuple(result.shape) == tuple(transform.spec.shape), (
             f"{transform.target}: {result.shape} != {transform.spec}"
         )
         assert result.dtype == transform.spec.dtype, f"{transform.target}: {result.dtype} != {transform.spec}"
         self._compiled.assign(transform.target, result)
-        for source in set(transform.sources):
-            self._by_source[source].remove(index)
-            if not self._by_source[source]:
-                del self._held[source]
+        for part in transform.inputs:
+            self._users[part].discard(index)
+            if not self._users[part]:
+                del self._held[part]
+
+
+def _without_the_rest(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that keeps no more memory alive than it needs: a view that has to wait must not hold the whole source."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

@@ -89,7 +89,7 @@ function factTable(caption, facts) {
 function percent(share) { return `${number(share * 100, 2)} %`; }
 function itemSize(dtype) { return { float64: 8, int64: 8, float32: 4, int32: 4, bfloat16: 2, float16: 2 }[dtype] || 1; }
 function expression(value) {
-  return typeof value === "string" ? value : `${value[0]}(${value.slice(1).map(expression).join(", ")})`;
+  return Array.isArray(value) ? `${value[0]}(${value.slice(1).map(expression).join(", ")})` : `${value}`;
 }
 
 /** Achieved FLOP/s over FLOPs a byte, both logarithmic, under the roof of what the device was measured to do. */
