@@ -83,11 +83,14 @@ class ParallelConfig:
 
     tensor_parallel_size: ranks of one replica, which share the model's tensors. data_parallel_size: replicas, each with a
     scheduler and a KV cache of its own; data_parallel_rank: which of them this engine is.
+    executor: who starts the ranks: "mp" child processes, "ray" a Ray cluster; None: "mp" where there is more than one rank,
+    else the engine's own process is the rank.
     """
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
+    executor: Literal["mp", "ray"] | None = None
 
     @property
     def num_processes(self) -> int:
@@ -106,4 +109,16 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str | None = None  # None: the first that supports the combination
-    num_threads: int | None = None  # CPU threads of the engine; None: every core
+    num_threads: int | None = None  # CPU threads of a rank; None: the cores, divided by ranks and replicas
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """Which rank of how many. device_index: of its host's CUDA devices, None: the current one. meeting_place: where the ranks
+    meet, as torch.distributed's init_method; None for one alone.
+    """
+
+    index: int = 0
+    size: int = 1
+    device_index: int | None = None
+    meeting_place: str | None = None

@@ -13,14 +13,24 @@ import torch
 _CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86, arm
 
 
-def resolve_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The torch device; "auto" is CUDA where there is one. Raises `ValueError` when CUDA is asked for and not there."""
+def resolve_device(name: Literal["auto", "cpu", "cuda"], index: int | None = None) -> torch.device:
+    """The torch device; "auto" is CUDA where there is one. index: of the CUDA device, which becomes the current one.
+
+    Raises `ValueError` when CUDA is asked for and not there, or has no such device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device is 'cuda', but torch finds no CUDA device here: use --device cpu, or check the driver."
         )
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if index is not None:
+        if index >= torch.cuda.device_count():
+            raise ValueError(
+                f"CUDA device {index} is wanted, but this machine has {torch.cuda.device_count()}: ranks and replicas have a "
+                "device each; lower --tensor-parallel-size or --data-parallel-size."
+            )
+        torch.cuda.set_device(index)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -35,10 +45,14 @@ def resolve_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.de
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def use_threads(num_threads: int | None) -> int:
-    """Let CPU kernels use `num_threads` threads (None: every core that this process may run on); the number."""
+def use_threads(num_threads: int | None, num_processes: int = 1) -> int:
+    """Let CPU kernels use `num_threads` threads; the number.
+
+    None: this process's part of the cores that it may run on, when `num_processes` share them.
+    """
     if num_threads is None:
-        num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        num_threads = max(1, num_cores // num_processes)
     torch.set_num_threads(num_threads)
     return num_threads
 

@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
-import pickle
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +16,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from runtime.child_process import LINGER_MS, boot_input, describe_exit, private_folder
 from runtime.config import EngineConfig
-from runtime.engine_process import BOOT_CODE, EXIT_FAILURE, LINGER_MS, Bootstrap
+from runtime.engine_process import BOOT_CODE, Bootstrap
 from runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
-_MAX_FOLDER_BYTES = 100
 _EXIT_GRACE_SECONDS = 5.0  # after its last message the process has that long to end by itself
 
 
@@ -151,7 +148,7 @@ class AsyncEngineClient:
         Raises `EngineStartError` with the engine's own sentence when it cannot start.
         """
         assert self._process is None, "the engine was started before"
-        self._folder = _private_folder()
+        self._folder = private_folder()
         addresses = [f"ipc://{Path(self._folder) / name}" for name in ("in", "out")]
         self._context = zmq.asyncio.Context()
         self._input = self._context.socket(zmq.PUSH)
@@ -168,11 +165,12 @@ class AsyncEngineClient:
             config=self.config,
             input_address=addresses[0],
             output_address=addresses[1],
+            folder=self._folder,
             log_level=logging.getLogger("runtime").getEffectiveLevel(),
         )
         stdin = self._process.stdin
         assert stdin is not None
-        stdin.write(pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps(bootstrap))
+        stdin.write(boot_input(bootstrap))
         ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch(ready), name="engine-watch")
         self._tasks = [asyncio.create_task(self._read(ready), name="engine-outputs"), self._watcher]
@@ -276,7 +274,7 @@ class AsyncEngineClient:
             self._steps.put_nowait(None)
             self._fail_calls("The engine is shut down.")
         elif self._last_words is None:
-            self._die(_describe_exit(status), ready)
+            self._die(f"The engine process {describe_exit(status)}.", ready)
 
     def _die(self, reason: str, ready: asyncio.Future[EngineInfo]) -> None:
         if self.dead_reason is not None:
@@ -316,19 +314,3 @@ class AsyncEngineClient:
         context.destroy(linger=0)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _private_folder() -> str:
-    """A new folder that only this user can enter, its path short enough for a Unix socket in it (107 bytes)."""
-    folder = tempfile.mkdtemp(prefix="cas-")
-    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="cas-", dir="/tmp")
-    return folder
-
-
-def _describe_exit(status: int) -> str:
-    if status < 0:
-        return f"The engine process was ended by signal {-status}."
-    suffix = "; its log may say more" if status == EXIT_FAILURE else ""
-    return f"The engine process ended with status {status}{suffix}."

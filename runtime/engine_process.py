@@ -1,7 +1,6 @@
 """The engine core as a process of its own, reached over ZMQ.
 
-The parent starts `python -c <boot>` with a pickled `Bootstrap` on standard input and keeps that pipe open: its end is
-how the child learns that the parent is gone, however it went. Messages are those of runtime/messages.py, over two
+It begins as runtime/child_process.py says, with a `Bootstrap`. Messages are those of runtime/messages.py, over two
 sockets (requests in, outputs out) in a folder that only this user can enter. One thread does everything: take what
 has come in, step, send. Sending hands the bytes to ZMQ's own thread, and with async scheduling the device works on
 the next step meanwhile.
@@ -11,17 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import signal
 import sys
-import threading
 from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
 import zmq
 
+from runtime.child_process import EXIT_FAILURE, LINGER_MS, boot_code, describe_error, read_bootstrap, settle_in
 from runtime.config import EngineConfig
+from runtime.executor import RankFailedError
 from runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -39,28 +37,18 @@ from runtime.messages import (
 
 logger = logging.getLogger(__name__)
 
-# The child gets the parent's import path before it imports anything of ours.
-BOOT_CODE = """\
-import pickle, sys
-sys.path[:] = pickle.load(sys.stdin.buffer)
-from runtime.bytecode import keep_bytecode
-keep_bytecode()
-from runtime.engine_process import main
-main()
-"""
-LINGER_MS = 2000
-EXIT_FAILURE = 1
-EXIT_ORPHANED = 3
+BOOT_CODE = boot_code("runtime.engine_process")
 _IDLE_POLL_MS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
-    """What the child needs to begin: its options, where to connect, how much to log."""
+    """What the child needs to begin: its options, where to connect, the folder of the sockets, how much to log."""
 
     config: EngineConfig
     input_address: str
     output_address: str
+    folder: str
     log_level: int
 
 
@@ -94,7 +82,8 @@ class EngineProcess:
             self._serve()
         except Exception as error:
             return self._die("The engine failed while it computed a step", error)
-        self._core.shutdown()
+        finally:
+            self._core.shutdown()
         return 0
 
     def _serve(self) -> None:
@@ -177,12 +166,11 @@ class EngineProcess:
         """Last words to the parent: a user's mistake as its sentence, anything else by kind; the stack goes to the
         log.
         """
-        if isinstance(error, ValueError):
+        if isinstance(error, (ValueError, RankFailedError)):
             reason = str(error)
             logger.debug("%s", what, exc_info=error)
         else:
-            first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-            reason = f"{what}: {type(error).__name__}: {first_line[:300]}"
+            reason = f"{what}: {describe_error(error)}"
             logger.error("%s.", what, exc_info=error)
         self._send(EngineDead(reason=reason))
         return EXIT_FAILURE
@@ -196,21 +184,11 @@ class EngineProcess:
 
 def main() -> NoReturn:
     """Entry point of the child."""
-    bootstrap: Bootstrap = pickle.load(sys.stdin.buffer)
-    # Ctrl-C reaches the whole terminal's group: when to stop is the parent's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for name in ("compiler", "custom_ops", "models", "runtime"):
-        logging.getLogger(name).setLevel(bootstrap.log_level)
-    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    bootstrap: Bootstrap = read_bootstrap()
+    settle_in(log_level=bootstrap.log_level, folder=bootstrap.folder)
     process = EngineProcess(bootstrap)
     status = process.run()
     process.close()
     sys.stderr.flush()
     # Without the interpreter's tear-down: threads of the kernels and compile workers have nothing left to save.
     os._exit(status)
-
-
-def _exit_with_parent() -> None:
-    sys.stdin.buffer.read()  # returns when the parent closes its end, or dies
-    os._exit(EXIT_ORPHANED)

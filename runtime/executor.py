@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, Rank
 from runtime.schedule import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
 
 if TYPE_CHECKING:
@@ -72,9 +72,11 @@ class InProcessExecutor:
     num_stages = 1
 
     def __init__(self, config: EngineConfig, on_stage: StageCallback) -> None:
-        from runtime.worker import Rank, Worker
+        from runtime.worker import Worker
 
-        worker = Worker(config, Rank(), on_stage)
+        parallel = config.parallel
+        device_index = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
+        worker = Worker(config, Rank(device_index=device_index), on_stage)
         worker.start(worker.info.num_blocks)
         self.info = worker.info
         self._worker: Worker | None = worker
@@ -113,4 +115,10 @@ class InProcessExecutor:
 
 def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
     """The executor that the options ask for, its ranks ready for steps. on_stage hears of the first rank's start-up."""
-    return InProcessExecutor(config, on_stage)
+    parallel = config.parallel
+    if parallel.executor is None and parallel.tensor_parallel_size == 1:
+        return InProcessExecutor(config, on_stage)
+    from runtime.distributed_executor import DistributedExecutor, LocalRanks
+
+    host = LocalRanks(first_device=parallel.data_parallel_rank * parallel.tensor_parallel_size)
+    return DistributedExecutor(config, host, on_stage)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from compiler.config import CompileConfig, CudaGraphMode
-from runtime.config import MAX_TOKEN_BUDGET, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from runtime.config import MAX_TOKEN_BUDGET, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 
 
 def make_engine_config(
@@ -43,6 +43,9 @@ def make_engine_config(
     use_cache: bool = True,
     dump_dir: str | Path | None = None,
     profile_tokens: Iterable[int] = (),
+    tensor_parallel_size: int = 1,
+    data_parallel_size: int = 1,
+    distributed_executor_backend: Literal["mp", "ray"] | None = None,
 ) -> EngineConfig:
     """Resolve `model` (folder, .gguf file, known name, Hub id) to local files and check every option.
 
@@ -55,6 +58,8 @@ def make_engine_config(
     _choice("load_format", load_format, ("auto", "dummy"))
     _choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
     _choice("device", device, ("auto", "cpu", "cuda"))
+    if distributed_executor_backend is not None:
+        _choice("distributed_executor_backend", distributed_executor_backend, ("mp", "ray"))
     _choice("cudagraph_mode", cudagraph_mode, ("none", "piecewise", "full", "full_and_piecewise"))
     for name, value in (
         ("max_model_len", max_model_len),
@@ -64,6 +69,8 @@ def make_engine_config(
         ("max_num_seqs", max_num_seqs),
         ("max_num_batched_tokens", max_num_batched_tokens),
         ("num_threads", num_threads),
+        ("tensor_parallel_size", tensor_parallel_size),
+        ("data_parallel_size", data_parallel_size),
     ):
         _require(value is None or value >= 1, name, "at least 1", value)
     _require(
@@ -78,6 +85,10 @@ def make_engine_config(
     _require(sizes is None or (len(sizes) > 0 and sizes[0] >= 1), "capture_sizes", "positive token counts", sizes)
     profiled = tuple(profile_tokens)
     _require(all(count >= 1 for count in profiled), "profile_tokens", "positive token counts", profiled)
+    if profiled and tensor_parallel_size > 1:
+        raise ValueError(
+            "profile_tokens measures pieces on one rank alone, but those of tensor_parallel_size > 1 wait for others."
+        )
     return EngineConfig(
         model=ModelConfig(
             model=model,
@@ -115,6 +126,11 @@ def make_engine_config(
             use_cache=use_cache,
             dump_dir=None if dump_dir is None else Path(dump_dir),
             profile_tokens=profiled,
+        ),
+        parallel=ParallelConfig(
+            tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
+            executor=distributed_executor_backend,
         ),
         device=device,
         attention_backend=attention_backend,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from compiler.graph_capture import CudaGraphs
 from models.registry import build_model
 from models.spec import ModelSpec
 from runtime.attention_backends import backend_of_model
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, Rank
 from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
 from runtime.kv_cache import GIB, bytes_per_block, free_cpu_bytes, plan_num_blocks
 from runtime.model_runner import ModelRunner, PendingStep
@@ -34,14 +34,6 @@ StageCallback = Callable[[str, float, str], None]
 CAPTURE_SECONDS = 0.5  # of start-up, for CUDA graphs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rank:
-    """Which rank of how many."""
-
-    index: int = 0
-    size: int = 1
-
-
 class Worker:
     """Built with its weights loaded; `start` gives it its cache, then it takes steps.
 
@@ -52,9 +44,9 @@ class Worker:
     def __init__(self, config: EngineConfig, rank: Rank, on_stage: StageCallback) -> None:
         self.rank = rank
         self._on_stage = on_stage
-        device = self.device = resolve_device(config.device)
+        device = self.device = resolve_device(config.device, rank.device_index)
         config = self._config = replace(config, scheduler=config.scheduler.for_device(device.type))
-        use_threads(config.num_threads)
+        use_threads(config.num_threads, config.parallel.num_processes)
         dtype = self._dtype = resolve_dtype(config.model.dtype, device)
 
         start = time.perf_counter()

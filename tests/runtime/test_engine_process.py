@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from runtime.engine_client import AsyncEngineClient, EngineDeadError, EngineStar
 from runtime.engine_process import BOOT_CODE
 from runtime.messages import RequestOutput
 from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
+from tests.support.processes import is_running, wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -248,15 +248,4 @@ async def test_the_engine_ends_when_its_parent_is_killed(model_dir: Path) -> Non
     finally:
         parent.kill()
         parent.wait()
-    deadline = time.monotonic() + PATIENCE
-    while _is_running(pid):
-        assert time.monotonic() < deadline, "the engine outlived its parent"
-        await asyncio.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    wait_until(lambda: not is_running(pid), PATIENCE)

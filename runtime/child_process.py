@@ -1,0 +1,88 @@
+"""How every process of ours begins, and how it learns that whoever started it is gone.
+
+The parent runs `python -c <boot_code(module)>`, writes `boot_input(...)` to its standard input and keeps that pipe open:
+its end tells the child that the parent is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from typing import Any
+
+EXIT_FAILURE = 1
+EXIT_ORPHANED = 3
+LINGER_MS = 2000  # for messages that are on their way when a process ends
+_MAX_FOLDER_BYTES = 100
+
+
+def boot_code(module: str) -> str:
+    """Python source that calls `main()` of one of our modules, with the parent's import path set before anything is imported."""
+    return f"""\
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from runtime.bytecode import keep_bytecode
+keep_bytecode()
+from {module} import main
+main()
+"""
+
+
+def boot_input(bootstrap: object) -> bytes:
+    """What the child reads first: our import path, and what it needs to begin."""
+    return pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps(bootstrap)
+
+
+def read_bootstrap() -> Any:
+    """The object that the parent gave to `boot_input`."""
+    return pickle.load(sys.stdin.buffer)
+
+
+def settle_in(*, log_level: int, folder: str | None) -> None:
+    """Leave Ctrl-C to the parent, log to standard error, and end with the parent.
+
+    folder: removed by a process that its parent left behind.
+    """
+    # Ctrl-C reaches the whole terminal's group: when to stop is the parent's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for name in ("compiler", "custom_ops", "models", "runtime"):
+        logging.getLogger(name).setLevel(log_level)
+    threading.Thread(target=_exit_with_parent, args=(folder,), name="parent-watch", daemon=True).start()
+
+
+def describe_error(error: Exception) -> str:
+    """One line: a user's mistake as its sentence, anything else by kind."""
+    if isinstance(error, ValueError):
+        return str(error)
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {first_line[:300]}"
+
+
+def describe_exit(status: int) -> str:
+    """ "was ended by signal 9" or "ended with status 1; its log may say more"."""
+    if status < 0:
+        return f"was ended by signal {-status}"
+    return f"ended with status {status}" + ("; its log may say more" if status == EXIT_FAILURE else "")
+
+
+def private_folder() -> str:
+    """A new folder that only this user can enter, its path short enough for a Unix socket in it (107 bytes)."""
+    folder = tempfile.mkdtemp(prefix="cas-")
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="cas-", dir="/tmp")
+    return folder
+
+
+def _exit_with_parent(folder: str | None) -> None:
+    sys.stdin.buffer.read()  # returns when the parent closes its end, or dies
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(EXIT_ORPHANED)

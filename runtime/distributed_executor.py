@@ -1,0 +1,274 @@
+"""`DistributedExecutor`: every rank is a process of its own, on this host or on others (whoever starts them knows).
+
+A command is encoded once and sent to each rank over a socket of its own; all answers come in over one. Start-up:
+every rank loads its part → the smallest number of KV blocks that a rank has room for is everybody's → every rank
+warms up. Whenever the engine waits for an answer it also looks for ranks that have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from runtime.child_process import LINGER_MS, boot_input, describe_exit, private_folder
+from runtime.config import EngineConfig, Rank
+from runtime.executor import RankFailedError, StageCallback, StepHandle
+from runtime.rank_messages import (
+    FromRank,
+    IdleDone,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    RankStage,
+    RunStep,
+    StartRank,
+    StepDone,
+    StopRank,
+    ToRank,
+    WorkIdly,
+)
+from runtime.rank_process import BOOT_CODE, RankBootstrap
+from runtime.schedule import ModelRunnerOutput, SchedulerOutput, WorkerStats
+
+logger = logging.getLogger(__name__)
+
+_POLL_MS = 100
+_STOP_SECONDS = 5.0
+# How long the true cause of a failure may take to show up: a rank that is gone makes the others fail in their collectives.
+_CAUSE_SECONDS = 0.5
+
+Message = TypeVar("Message", RankLoaded, RankReady, StepDone, IdleDone)
+
+
+class RankHost(Protocol):
+    """Starts ranks somewhere, and knows how they are."""
+
+    meeting_place: str
+
+    def address(self, name: str) -> str:
+        """Where the engine binds a socket for its ranks."""
+        ...
+
+    def device_index(self, rank: int) -> int:
+        """Which of its host's CUDA devices a rank gets."""
+        ...
+
+    def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
+        """Start the ranks, without waiting for them."""
+        ...
+
+    def ended(self) -> dict[int, str]:
+        """Ranks that have ended, and how ("was ended by signal 9")."""
+        ...
+
+    def connected(self) -> None:
+        """All ranks are connected: files that they met at can go."""
+        ...
+
+    def stop(self, seconds: float) -> None:
+        """Give the ranks so long to end by themselves, then end them. May be called more than once."""
+        ...
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: int
+
+
+class DistributedExecutor:
+    """Ranks on a `RankHost`. Construction raises `ValueError` or `RankFailedError` with a sentence that names the rank."""
+
+    num_stages = 1
+
+    def __init__(self, config: EngineConfig, host: RankHost, on_stage: StageCallback) -> None:
+        self.num_ranks = config.parallel.tensor_parallel_size
+        self._host = host
+        self._on_stage = on_stage
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+        self._stats = WorkerStats()
+        self._has_failed = False
+        try:
+            self._answers, answers = self._bind(zmq.PULL, "answers")
+            self._answers.setsockopt(zmq.RCVTIMEO, _POLL_MS)
+            self._commands = []
+            bootstraps = []
+            for index in range(self.num_ranks):
+                socket, commands = self._bind(zmq.PUSH, f"rank-{index}")
+                self._commands.append(socket)
+                rank = Rank(
+                    index=index,
+                    size=self.num_ranks,
+                    device_index=host.device_index(index),
+                    meeting_place=host.meeting_place,
+                )
+                log_level = logging.getLogger("runtime").getEffectiveLevel()
+                bootstraps.append(
+                    RankBootstrap(config=config, rank=rank, commands=commands, answers=answers, log_level=log_level)
+                )
+                config = replace(config, compile=replace(config.compile, dump_dir=None))  # the dump is rank 0's
+            host.launch(bootstraps)
+            loaded = [self._receive(RankLoaded) for _ in range(self.num_ranks)]
+            num_blocks = min(message.info.num_blocks for message in loaded)
+            self._broadcast(StartRank(num_blocks))
+            for _ in range(self.num_ranks):
+                self._receive(RankReady)
+            host.connected()
+        except BaseException:
+            self._has_failed = True
+            self.shutdown()
+            raise
+        first = next(message.info for message in loaded if message.rank == 0)
+        self.info = msgspec.structs.replace(first, num_blocks=num_blocks)
+        self._may_work_idly = first.device_type == "cuda"  # there are no graphs elsewhere
+
+    def launch(self, scheduled: SchedulerOutput) -> StepHandle:
+        """Send the step to every rank."""
+        self._broadcast(RunStep(scheduled))
+        return _Launched(scheduled.step)
+
+    def result(self, handle: StepHandle) -> ModelRunnerOutput:
+        """Wait for rank 0's answer. Raises `RankFailedError` when a rank failed or is gone."""
+        done = self._receive(StepDone)
+        assert done.output.step == handle.step, (done.output.step, handle.step)
+        self._stats = done.stats
+        return done.output
+
+    def idle(self) -> bool:
+        """Have every rank capture one more graph. Raises `RankFailedError` for a rank that is gone."""
+        self._look_for_ended()
+        if self._may_work_idly:
+            self._broadcast(WorkIdly())
+            done = self._receive(IdleDone)
+            self._stats = done.stats
+            self._may_work_idly = done.worked
+        return self._may_work_idly
+
+    def stats(self) -> WorkerStats:
+        """Rank 0's counters, as of its last answer."""
+        return self._stats
+
+    def shutdown(self) -> None:
+        """End the ranks: those of a group that works end by themselves, others wait for one another and are killed."""
+        if self._context.closed:
+            return
+        if not self._has_failed:
+            self._broadcast(StopRank())
+        self._host.stop(0.0 if self._has_failed else _STOP_SECONDS)
+        self._context.destroy(linger=0)
+
+    def _bind(self, kind: int, name: str) -> tuple[zmq.Socket[bytes], str]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.set_hwm(0)
+        socket.bind(self._host.address(name))
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _broadcast(self, command: ToRank) -> None:
+        data = self._encoder.encode(command)
+        for socket in self._commands:
+            socket.send(data)
+
+    def _receive(self, kind: type[Message]) -> Message:
+        while True:
+            try:
+                message = self._decoder.decode(self._answers.recv())
+            except zmq.Again:
+                self._look_for_ended()
+                continue
+            if isinstance(message, RankStage):
+                self._on_stage(message.stage, message.seconds, message.detail)
+            elif isinstance(message, RankFailed):
+                self._fail(message)
+            else:
+                assert isinstance(message, kind), message
+                return message
+
+    def _look_for_ended(self) -> None:
+        if self._host.ended():
+            self._fail()
+
+    def _fail(self, *said: RankFailed) -> NoReturn:
+        """Raise the cause: the rank that ended without a word, else what the first said that said something."""
+        self._has_failed = True
+        failures = list(said)
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        while True:
+            ended = self._host.ended()
+            try:
+                message = self._decoder.decode(self._answers.recv())
+                if isinstance(message, RankFailed):
+                    failures.append(message)
+                continue
+            except zmq.Again:
+                pass
+            silent = ended.keys() - {failure.rank for failure in failures}
+            if silent or time.monotonic() > deadline:
+                break
+        if silent:
+            rank = min(silent)
+            raise RankFailedError(f"Rank {rank} of {self.num_ranks} {ended[rank]}.")
+        first = failures[0]
+        if first.is_mistake:
+            raise ValueError(f"Rank {first.rank} of {self.num_ranks}: {first.reason}")
+        raise RankFailedError(f"Rank {first.rank} of {self.num_ranks} {first.reason}")
+
+
+class LocalRanks:
+    """Child processes on this host, which meet in a folder that only this user can enter."""
+
+    def __init__(self, first_device: int) -> None:
+        """first_device: CUDA device of rank 0; the others follow."""
+        self._first_device = first_device
+        self._folder = private_folder()
+        self.meeting_place = f"file://{self._folder}/meeting"
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def address(self, name: str) -> str:
+        """A Unix socket in the folder."""
+        return f"ipc://{self._folder}/{name}"
+
+    def device_index(self, rank: int) -> int:
+        """One device a rank."""
+        return self._first_device + rank
+
+    def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
+        """One Python process a rank; its standard input stays open as long as we live."""
+        for bootstrap in bootstraps:
+            process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE)
+            self._processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(boot_input(replace(bootstrap, folder=self._folder)))
+            process.stdin.flush()
+
+    def ended(self) -> dict[int, str]:
+        """By exit status."""
+        statuses = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        return {rank: describe_exit(status) for rank, status in statuses.items() if status is not None}
+
+    def connected(self) -> None:
+        """Remove the folder: open sockets need no name, and whoever dies from now on leaves none behind."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def stop(self, seconds: float) -> None:
+        """Wait, then kill."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        self.connected()

@@ -1,0 +1,196 @@
+"""Ranks in processes of their own: every rank gets every step, and whatever happens to one ends all with its reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.distributed_executor import DistributedExecutor, LocalRanks
+from runtime.executor import RankFailedError
+from runtime.schedule import SchedulerOutput
+from tests.support.engines import tiny_config, write_tiny_model
+from tests.support.fake_worker import use_fake_workers
+from tests.support.processes import is_running, wait_until
+
+SECONDS = 10.0  # within which a dead rank must be known, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("ranks") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where sockets go; nothing may be left there."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+class Ranks(LocalRanks):
+    """Remembers its processes."""
+
+    def __init__(self) -> None:
+        super().__init__(first_device=0)
+        self.stages: list[tuple[str, float, str]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+
+def start(model_dir: Path, ranks: Ranks, size: int = 2) -> DistributedExecutor:
+    config = tiny_config(model_dir, tensor_parallel_size=size)
+    return DistributedExecutor(config, ranks, lambda *stage: ranks.stages.append(stage))
+
+
+def step(number: int, *ids: str) -> SchedulerOutput:
+    return SchedulerOutput(
+        step=number, new_requests=[], cached_requests=[], num_scheduled_tokens=dict.fromkeys(ids, 1),
+        total_num_scheduled_tokens=len(ids), finished_request_ids=[],
+    )  # fmt: skip
+
+
+def run(executor: DistributedExecutor, numbers: range) -> list[dict[str, int]]:
+    return [executor.result(executor.launch(step(number, "a"))).sampled_token_ids for number in numbers]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_every_rank_gets_every_step_and_the_first_answers(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, device: str
+) -> None:
+    record = tmp_path / "record"
+    record.mkdir()
+    use_fake_workers(monkeypatch, record=str(record), device=device)
+    ranks = Ranks()
+    executor = start(model_dir, ranks, size)
+    assert executor.num_ranks == size
+    assert executor.info.num_blocks == 100 - 10 * (size - 1)  # the smallest rank's
+    assert ranks.stages == [("load", 0.5, "by rank 0")]
+    in_flight = [executor.launch(step(0, "a", "b"))]
+    for number in range(1, 8):
+        in_flight.append(executor.launch(step(number, "a", f"r{number}")))
+        output = executor.result(in_flight.pop(0))
+        assert set(output.sampled_token_ids.values()) == {number - 1}
+    assert executor.result(in_flight.pop()).sampled_token_ids == {"a": 7, "r7": 7}
+    assert executor.stats().padded_tokens == executor.info.num_blocks
+    assert [executor.idle() for _ in range(4)] == ([True, True, False, False] if device == "cuda" else [False] * 4)
+    executor.shutdown()
+    executor.shutdown()
+    assert [process.returncode for process in ranks._processes] == [0] * size
+    lines = (record / "0").read_text()
+    assert lines.count("\n") == 8
+    assert all((record / str(rank)).read_text() == lines for rank in range(size))
+
+
+@pytest.mark.parametrize(
+    ("orders", "error", "message"),
+    [
+        ({"load": {"1": "mistake"}}, ValueError, r"^Rank 1 of 3: the checkpoint is wrong: take another.$"),
+        ({"load": {"2": "error"}}, RankFailedError, r"^Rank 2 of 3 could not start: RuntimeError: connection closed"),
+        ({"load": {"0": "hang", "1": "kill"}}, RankFailedError, r"^Rank 1 of 3 was ended by signal 9.$"),
+    ],
+)
+def test_a_rank_that_cannot_start_says_why(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], error: type[Exception], message: str
+) -> None:
+    use_fake_workers(monkeypatch, **orders)
+    ranks = Ranks()
+    with pytest.raises(error, match=message):
+        start(model_dir, ranks, 3)
+    assert len(ranks.pids) == 3
+    assert not any(map(is_running, ranks.pids))
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ({"step": {"0": "hang", "1": "kill"}}, "Rank 1 of 3 was ended by signal 9."),
+        # the others fail in their collectives: a consequence, not the cause
+        ({"step": {"0": "error", "1": "error", "2": "kill"}}, "Rank 2 of 3 was ended by signal 9."),
+        (
+            {"step": {"1": "hang", "0": "error"}},
+            "Rank 0 of 3 failed while it computed a step: RuntimeError: connection closed by peer",
+        ),
+        (
+            {"device": "cuda", "result": {"2": "error", "0": "hang"}},
+            "Rank 2 of 3 failed while it computed a step: RuntimeError: connection closed by peer",
+        ),
+        ({"device": "cuda", "result": {"0": "hang", "2": "kill"}}, "Rank 2 of 3 was ended by signal 9."),
+    ],
+)
+def test_a_rank_that_fails_in_a_step_ends_all(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], message: str
+) -> None:
+    use_fake_workers(monkeypatch, **orders)
+    ranks = Ranks()
+    executor = start(model_dir, ranks, 3)
+    run(executor, range(3))
+    began = time.monotonic()
+    with pytest.raises(RankFailedError) as error:
+        run(executor, range(3, 5))
+    assert str(error.value) == message
+    executor.shutdown()
+    assert time.monotonic() - began < SECONDS
+    assert not any(map(is_running, ranks.pids))
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch)
+    ranks = Ranks()
+    executor = start(model_dir, ranks)
+    assert not executor.idle()
+    os.kill(ranks.pids[1], signal.SIGTERM)
+    wait_until(lambda: not is_running(ranks.pids[1]))
+    with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 15"):
+        executor.idle()
+    executor.shutdown()
+    assert not is_running(ranks.pids[0])
+
+
+@pytest.mark.parametrize("moment", ["while they start", "when they are ready"])
+def test_ranks_end_when_the_engine_is_killed(model_dir: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    use_fake_workers(monkeypatch, **({"load": {"1": "hang"}} if moment == "while they start" else {}))
+    script = textwrap.dedent(f"""
+        import tempfile, time
+        from pathlib import Path
+        import runtime.distributed_executor as module
+        from tests.support.engines import tiny_config
+        from tests.support.fake_worker import FAKE_BOOT_CODE
+        module.BOOT_CODE = FAKE_BOOT_CODE
+        tempfile.tempdir = {tempfile.tempdir!r}
+        class Ranks(module.LocalRanks):
+            def launch(self, bootstraps):
+                super().launch(bootstraps)
+                print(*(process.pid for process in self._processes), flush=True)
+        executor = module.DistributedExecutor(
+            tiny_config(Path({str(model_dir)!r}), tensor_parallel_size=2), Ranks(0), lambda *stage: None
+        )
+        print("ready", flush=True)
+        time.sleep(600)
+    """)
+    engine = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert engine.stdout is not None
+    pids = [int(pid) for pid in engine.stdout.readline().split()]
+    if moment == "when they are ready":
+        assert engine.stdout.readline() == "ready\n"
+    else:
+        time.sleep(1.0)  # they have read what they begin with
+    engine.kill()
+    engine.wait()
+    wait_until(lambda: not any(map(is_running, pids)))

@@ -1,0 +1,91 @@
+"""A worker without a model, for tests of what is around it; a rank process takes it for `runtime.worker` (see `use_fake_workers`).
+
+What it does beyond answering steps is in the environment variable FAKE_WORKER, as JSON: "device" ("cpu" or "cuda"), "record" (a folder
+where each rank writes down its steps), and "load", "step" and "result": {rank: what}, where what is "mistake", "error", "kill", or
+"hang". Steps and results do it at step 3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runtime.config import EngineConfig, Rank
+from runtime.rank_process import BOOT_CODE
+from runtime.schedule import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
+
+FAKE_BOOT_CODE = BOOT_CODE.replace(
+    "from runtime.rank_process",
+    "import tests.support.fake_worker\nsys.modules['runtime.worker'] = tests.support.fake_worker\nfrom runtime.rank_process",
+)
+
+
+def use_fake_workers(monkeypatch: pytest.MonkeyPatch, **instructions: Any) -> None:
+    monkeypatch.setattr("runtime.distributed_executor.BOOT_CODE", FAKE_BOOT_CODE)
+    monkeypatch.setenv("FAKE_WORKER", json.dumps(instructions))
+
+
+class FakeStep:
+    def __init__(self, step: int, ids: list[str], before: Callable[[], None]) -> None:
+        self.step, self._ids, self._before = step, ids, before
+
+    def result(self) -> ModelRunnerOutput:
+        self._before()
+        tokens = dict.fromkeys(self._ids, self.step)
+        return ModelRunnerOutput(step=self.step, sampled_token_ids=tokens, logprobs={}, prompt_logprobs={}, errors={})
+
+
+class Worker:
+    """Has room for 100 - 10 · rank blocks; `padded_tokens` of its stats is the number of blocks that it was given."""
+
+    def __init__(self, config: EngineConfig, rank: Rank, on_stage: Callable[[str, float, str], None]) -> None:
+        self._orders = json.loads(os.environ["FAKE_WORKER"])
+        self._rank = rank.index
+        self._idle_work = 2
+        self.device = SimpleNamespace(type=self._orders.get("device", "cpu"))
+        on_stage("load", 0.5, f"by rank {rank.index}")
+        self._obey("load")
+        self.info = WorkerInfo(
+            num_blocks=100 - 10 * rank.index, device_type=self.device.type, device="fake", dtype="float32", max_model_len=64,
+            vocab_size=50, compile_report={},
+        )  # fmt: skip
+
+    def start(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def launch(self, scheduled: SchedulerOutput) -> FakeStep:
+        if folder := self._orders.get("record"):
+            with (Path(folder) / str(self._rank)).open("a") as file:
+                file.write(f"{scheduled.step} {sorted(scheduled.num_scheduled_tokens)}\n")
+        is_third = scheduled.step == 3
+        if is_third:
+            self._obey("step")
+        return FakeStep(
+            scheduled.step, list(scheduled.num_scheduled_tokens), lambda: self._obey("result") if is_third else None
+        )
+
+    def idle(self) -> bool:
+        self._idle_work -= 1
+        return self._idle_work >= 0
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(padded_tokens=self._num_blocks)
+
+    def _obey(self, moment: str) -> None:
+        what = self._orders.get(moment, {}).get(str(self._rank))
+        if what == "mistake":
+            raise ValueError("the checkpoint is wrong: take another.")
+        if what == "error":
+            raise RuntimeError("connection closed by peer")
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "hang":
+            time.sleep(600)
