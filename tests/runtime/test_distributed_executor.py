@@ -154,7 +154,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(model_dir: Path, monkeyp
     executor = start(model_dir, ranks)
     assert not executor.idle()
     os.kill(ranks.pids[1], signal.SIGTERM)
-    wait_until(lambda: not is_running(ranks.pids[1]))
+    wait_until(lambda: 1 in ranks.ended())
     with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 15"):
         executor.idle()
     executor.shutdown()
