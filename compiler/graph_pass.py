@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
@@ -67,13 +68,33 @@ class PassContext:
     tensor_parallel_size: int = 1
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
+    _values: dict[Any, Any] = field(default_factory=dict)  # of calls on equal shapes: layers repeat each other
 
-    def call(self, gm: GraphModule, target: Callable[..., Any], *args: Any, origin: Node) -> Node:
-        """Insert `target(*args)` at the graph's insertion point; shape and dtype are computed, the source line is `origin`'s."""
-        node = gm.graph.call_function(target, args)
+    def call(
+        self,
+        gm: GraphModule,
+        target: Callable[..., Any],
+        *args: Any,
+        origin: Node,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Node:
+        """Insert `target(*args)` at the graph's insertion point; shape and dtype are computed, the source line is `origin`'s.
+
+        Raises what the op raises on values of these shapes; nothing is inserted then.
+        """
+        node = gm.graph.call_function(target, args, dict(kwargs or {}))
         node.stack_trace = origin.stack_trace
         node.meta["stack_trace"] = origin.meta.get("stack_trace")
-        set_example_value(node, self.fake_mode)
+        key = _call_signature(node)
+        if key in self._values:
+            node.meta["example_value"] = self._values[key]
+            return node
+        try:
+            set_example_value(node, self.fake_mode)
+        except Exception:
+            gm.graph.erase_node(node)
+            raise
+        self._values[key] = node.meta["example_value"]
         return node
 
     def derived_weight(self, gm: GraphModule, target: str, function: str, weight: Node, *others: Node | int) -> Node:
@@ -87,7 +108,7 @@ class PassContext:
         spec = self._spec(function, arguments)
         self.weights.derive(target, function, *arguments, spec=spec)
         with gm.graph.inserting_before(weight), self.fake_mode:
-            node = gm.graph.placeholder(f"weight_{target}".replace(".", "_"))
+            node = gm.graph.placeholder("weight_" + re.sub(r"\W", "_", target))
             node.meta["weight"] = target
             node.meta["example_value"] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         self._weight_nodes[target] = node
@@ -162,6 +183,21 @@ def set_example_value(node: Node, fake_mode: FakeTensorMode) -> None:
     args, kwargs = tree_map(lambda a: a.meta["example_value"] if isinstance(a, Node) else a, (node.args, node.kwargs))
     with fake_mode, torch.no_grad():
         node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _call_signature(node: Node) -> Any:
+    """Equal for calls whose results have equal shapes and dtypes."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Node):
+            value = value.meta["example_value"]
+        if isinstance(value, torch.Tensor):
+            return str(tuple(value.shape)), str(value.stride()), value.dtype, value.device
+        if isinstance(value, list | tuple):
+            return tuple(described(item) for item in value)
+        return type(value).__name__, str(value)
+
+    return node.target, described(node.args), described(tuple(node.kwargs.items()))
 
 
 def weight_of(node: object) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,10 +56,18 @@ def run_passes(
         log.info("pass %s", record.sentence())
         if isinstance(result, PassResult):
             after_pass(graph_pass.name, gm)
-            for miss in result.near_misses:
-                log.warning("pass %s left %s alone (%s): %s", graph_pass.name, miss.node, miss.source, miss.reason)
+            _log_near_misses(graph_pass.name, result)
         records.append(record)
     return records
+
+
+def _log_near_misses(name: str, result: PassResult) -> None:
+    """One line a reason and line of the model: layers repeat each other."""
+    repeats = Counter((miss.source, miss.reason) for miss in result.near_misses)
+    for miss in result.near_misses:
+        if count := repeats.pop((miss.source, miss.reason), 0):
+            more = f" and {count - 1} more" if count > 1 else ""
+            log.warning("pass %s left %s%s alone (%s): %s", name, miss.node, more, miss.source, miss.reason)
 
 
 def _run_one(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +15,10 @@ from models.layers import inverse_frequencies, max_positions
 from models.llama import LlamaForCausalLM
 from models.qwen3 import Qwen3ForCausalLM
 from models.spec import KVCacheSpec, ModelSpec, ShardStyle
+
+log = logging.getLogger(__name__)
+
+ModelImpl = Literal["auto", "transformers"]
 
 DECODER_TP_PLAN: Mapping[str, ShardStyle] = {
     "model.embed_tokens": "vocab",
@@ -42,12 +47,15 @@ ARCHITECTURES: Mapping[str, Family] = {
 }
 
 
-def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> ModelSpec:
+def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto") -> ModelSpec:
     """Build the plain module of a config.json on the meta device, its parameters in `dtype`.
 
+    model_impl: "auto" takes transformers' class where there is no file of ours; "transformers" takes it always.
     Raises `ModelConfigError` for a config without an architecture, an unsupported one (naming those that are), or bad sizes.
     """
     architecture = architecture_of(config)
+    if model_impl == "transformers" or architecture not in ARCHITECTURES:
+        return _through_transformers(config, architecture, dtype)
     family = ARCHITECTURES[architecture]
     decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
     with torch.device("meta"):
@@ -74,13 +82,24 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> ModelSpec:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The supported architecture that a config.json names. Raises `ModelConfigError` otherwise."""
+    """The architecture that a config.json names. Raises `ModelConfigError` where it names none."""
     names = config.get("architectures")
-    supported = ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or not names:
         raise ModelConfigError(
-            f'The model\'s config names no architecture: expected "architectures" to be one of {supported}.'
+            'The model\'s config names no architecture: expected "architectures" to be one of '
+            f"{', '.join(ARCHITECTURES)}, or another decoder of the transformers package."
         )
-    if names[0] not in ARCHITECTURES:
-        raise ModelConfigError(f"Architecture {names[0]!r} is not supported: supported are {supported}.")
     return names[0]
+
+
+def _through_transformers(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
+    from models.transformers_model import build_transformers_model  # takes seconds: only where it is used
+
+    try:
+        spec = build_transformers_model(config, dtype=dtype)
+    except ModelConfigError as error:
+        if architecture in ARCHITECTURES:
+            raise
+        raise ModelConfigError(f"{error} Architectures with a file of our own: {', '.join(ARCHITECTURES)}.") from error
+    log.info("%s is served through transformers' own implementation.", architecture)
+    return spec

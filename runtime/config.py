@@ -20,6 +20,7 @@ class ModelConfig:
     tokenizer: folder or file of another tokenizer; None: the model's own.
     dtype: "auto" is bfloat16 where the device computes in it, else float32.
     max_model_len: None: the model's own limit.
+    model_impl: "auto" runs transformers' class where there is no file of ours for the architecture; "transformers" always does.
     """
 
     model: str
@@ -28,6 +29,7 @@ class ModelConfig:
     served_model_name: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     max_model_len: int | None = None
+    model_impl: Literal["auto", "transformers"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     skip_tokenizer_init: bool = False
     seed: int = 0

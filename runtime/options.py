@@ -17,6 +17,7 @@ def make_engine_config(
     served_model_name: str | None = None,
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     max_model_len: int | None = None,
+    model_impl: Literal["auto", "transformers"] = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     skip_tokenizer_init: bool = False,
     seed: int = 0,
@@ -55,6 +56,7 @@ def make_engine_config(
 
     _require(bool(model), "model", "a folder, a .gguf file, a known name or a Hub id", model)
     _choice("dtype", dtype, ("auto", "bfloat16", "float32"))
+    _choice("model_impl", model_impl, ("auto", "transformers"))
     _choice("load_format", load_format, ("auto", "dummy"))
     _choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
     _choice("device", device, ("auto", "cpu", "cuda"))
@@ -97,6 +99,7 @@ def make_engine_config(
             served_model_name=served_model_name,
             dtype=dtype,
             max_model_len=max_model_len,
+            model_impl=model_impl,
             load_format=load_format,
             skip_tokenizer_init=skip_tokenizer_init,
             seed=seed,

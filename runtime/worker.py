@@ -50,7 +50,7 @@ class Worker:
         dtype = self._dtype = resolve_dtype(config.model.dtype, device)
 
         start = time.perf_counter()
-        spec = self._spec = build_model(read_config(config.model.path), dtype=dtype)
+        spec = self._spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
         self._max_model_len = _max_model_len(config, spec)
         backend = self._backend = backend_of_model(spec, config, device, dtype)
         architecture = (spec.config.get("architectures") or ["?"])[0]

@@ -1,24 +1,31 @@
 """The pipeline, in order. Each pass is one file; its docstring says what it rewrites and why.
 
 1. canonicalize         one spelling for each op; lengths that nobody needs are dropped
-2. eliminate_noops      views, casts and dropouts that change nothing
-3. merge_linears        linears over the same input become one (QKV, gate/up)
-4. select_rows_early    the last layer computes only the rows whose logits are wanted
-5. fuse_rope_attention  QK-norm + RoPE + KV write + attention become one op between the pieces
-6. fuse_linears         RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+2. drop_batch_axis      a model written for batches computes on [tokens, …]
+3. eliminate_noops      views, casts and dropouts that change nothing
+4. lift_norms           an RMSNorm written out in simple ops becomes one op
+5. merge_linears        linears over the same input become one (QKV, gate/up)
+6. select_rows_early    the last layer computes only the rows whose logits are wanted
+7. fuse_rope_attention  QK-norm + RoPE + KV write + attention become one op between the pieces
+8. fuse_linears         RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
 """
 
 from __future__ import annotations
 
 from compiler.graph_pass import GraphPass
 from compiler.passes.canonicalize import Canonicalize
+from compiler.passes.drop_batch_axis import DropBatchAxis
 from compiler.passes.eliminate_noops import EliminateNoops
 from compiler.passes.fuse_linears import FuseLinears
 from compiler.passes.fuse_rope_attention import FuseRopeAttention
+from compiler.passes.lift_norms import LiftNorms
 from compiler.passes.merge_linears import MergeLinears
 from compiler.passes.select_rows_early import SelectRowsEarly
 
 
 def default_passes() -> tuple[GraphPass, ...]:
     """The passes of every compilation, in the order in which they run."""
-    return (Canonicalize(), EliminateNoops(), MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), FuseLinears())
+    return (
+        Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), MergeLinears(), SelectRowsEarly(),
+        FuseRopeAttention(), FuseLinears(),
+    )  # fmt: skip

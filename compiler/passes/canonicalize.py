@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler.graph_pass import BasePass, PassContext, PassResult, is_call
+from compiler.graph_pass import BasePass, PassContext, PassResult, is_call, tensor_of
 
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.add: torch.add,
@@ -28,8 +28,12 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.concatenate: torch.cat,
 }
 METHODS = {"float": (torch.float32,), "half": (torch.float16,), "bfloat16": (torch.bfloat16,)}
+SIZE_METHODS = ("reshape", "permute")  # as functions they take the sizes as one tuple
 SIZE = torch.ops.aten.sym_size.int
-ASSERTS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default, torch._check)
+ASSERTS = (
+    torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default, torch._check,
+    torch._C._log_api_usage_once,
+)  # fmt: skip
 
 
 class Canonicalize(BasePass):
@@ -59,6 +63,10 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
         assert isinstance(node.target, str)
         if node.target in METHODS:
             node.args, node.target = (*node.args, *METHODS[node.target]), "to"
+        elif node.target == "type_as":
+            node.args, node.target = (node.args[0], tensor_of(node).dtype), "to"
+        if node.target in SIZE_METHODS and not isinstance(node.args[1], list | tuple):
+            node.args = (node.args[0], node.args[1:])
         node.op, node.target = "call_function", _function_of_method(node.target)
         changed = True
     elif node.op == "call_function" and node.target in FUNCTIONS and _is_tensor_op(node):

@@ -1,4 +1,4 @@
-"""Ops that return their input unchanged: a cast to the dtype it has, a view to the shape it has, dropout, identity."""
+"""Ops that return their input unchanged: a cast to the dtype it has, a view to the shape it has, dropout, a transposition undone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ class EliminateNoops(BasePass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched = 0
         for node in list(gm.graph.nodes):
-            if _is_noop(node):
-                node.replace_all_uses_with(node.args[0])
+            same = node.args[0] if _is_noop(node) else _transposed_twice(node)
+            if same is not None:
+                node.replace_all_uses_with(same)
                 gm.graph.erase_node(node)
                 matched += 1
         return PassResult(matched=matched)
+
+
+def _transposed_twice(node: Node) -> Any:
+    """What a transposition of a transposition is, or None."""
+    before = node.args[0] if is_call(node, torch.transpose) else None
+    return before.args[0] if is_call(before, torch.transpose) and set(before.args[1:]) == set(node.args[1:]) else None
 
 
 def _is_noop(node: Node) -> bool:

@@ -4,14 +4,15 @@
 
 The rotated keys are written to the cache by the kernel that computes them, instead of travelling through memory between two
 kernels; the piece before the split ends at its last linear. A view of heads and the half-split rotation
-`x·cos + rotate_half(x)·sin` are matched however the model spells them, as long as queries, keys and values come from one
-merged linear.
+`x·cos + rotate_half(x)·sin` are matched however the model spells them, on [tokens, heads, E] or on [heads, tokens, E] between two
+transpositions, as long as queries, keys and values come from one merged linear.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch.fx import GraphModule, Node
@@ -94,6 +95,9 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
 
 def _rotated(node: object) -> _Heads:
     """Match x·cos + rotate_half(x)·sin, x a head view or its RMSNorm."""
+    heads_axis = 1
+    if _is_transposition(node):
+        node, heads_axis = node.args[0], 0
     if not is_call(node, torch.add):
         raise _Mismatch("an operand is not rotated by x·cos + rotate_half(x)·sin")
     for direct, turned in (arguments(node), arguments(node)[::-1]):
@@ -102,9 +106,22 @@ def _rotated(node: object) -> _Heads:
         x, cos = _operands(direct)
         half, sin = _operands(turned)
         if _is_rotate_half(half, x):
+            if heads_axis == 0:  # a norm over E may stand before or after the transposition
+                x = _transposed(x)
             part, norm_weight, eps = _norm(x)
-            return _Heads(_head_view(part), _angles(cos), _angles(sin), norm_weight, eps)
+            if heads_axis == 0:
+                part = _transposed(part)
+            return _Heads(_head_view(part), _angles(cos, heads_axis), _angles(sin, heads_axis), norm_weight, eps)
     raise _Mismatch("an operand is not rotated by x·cos + rotate_half(x)·sin")
+
+
+def _is_transposition(node: object) -> TypeGuard[Node]:
+    return is_call(node, torch.transpose) and set(node.args[1:]) == {0, 1}
+
+
+def _transposed(node: object) -> object:
+    """What [heads, tokens, E] is the transposition of, or the value itself."""
+    return node.args[0] if _is_transposition(node) else node
 
 
 def _operands(mul: Node) -> tuple[object, object]:
@@ -151,8 +168,8 @@ def _head_view(node: object) -> Node:
     raise _Mismatch("an operand is not a head view of a projection")
 
 
-def _angles(node: object) -> Node:
-    if is_call(node, torch.unsqueeze) and arguments(node)[1] == 1:
+def _angles(node: object, heads_axis: int) -> Node:
+    if is_call(node, torch.unsqueeze) and arguments(node)[1] == heads_axis and tensor_of(node).dim() == 3:
         return arguments(node)[0]
     raise _Mismatch("the rotation's cos and sin are not [T, E] with one axis for the heads")
 

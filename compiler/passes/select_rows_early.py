@@ -26,7 +26,10 @@ from compiler.graph_pass import (
 )
 
 # Row i of the result depends on row i of the first argument, and of a second that has as many rows.
-ROW_WISE = (F.linear, torch.rms_norm, F.silu, torch.add, torch.mul, torch.split)
+ROW_WISE = (
+    F.linear, torch.rms_norm, F.layer_norm, F.silu, F.gelu, F.relu, torch.add, torch.sub, torch.mul, torch.div, torch.neg,
+    torch.pow, torch.square, torch.rsqrt, torch.tanh, torch.sigmoid, torch.split, torch.chunk, torch.Tensor.to,
+)  # fmt: skip
 
 
 class SelectRowsEarly(BasePass):
@@ -40,7 +43,7 @@ class SelectRowsEarly(BasePass):
             cone = _cone(node)
             if not cone:
                 continue
-            if any(tensor_of(n).dim() != 2 for n in cone if not is_call(n, torch.split)):
+            if any(tensor_of(n).dim() != 2 for n in cone if not is_call(n, torch.split, torch.chunk)):
                 near_misses.append(NearMiss.at(node, "what it selects from is not [tokens, features] all the way"))
                 continue
             _move(gm, node, cone, ctx)
@@ -75,7 +78,9 @@ def _reversed_before(node: Node) -> list[Node]:
 
 def _is_row_wise(node: Node) -> bool:
     if is_call(node, operator.getitem):
-        return is_call(arguments(node)[0], torch.split)
+        return is_call(arguments(node)[0], torch.split, torch.chunk)
+    if is_call(node, torch.mean):
+        return node.args[1:] in ((-1,), ([-1],)) and node.kwargs.get("keepdim") is True
     return is_call(node, *ROW_WISE)
 
 

@@ -70,6 +70,13 @@ def engine_flags(
             help="Longest sequence, prompt and output; the model's own limit by default.", rich_help_panel=MODEL_PANEL
         ),
     ] = None,
+    model_impl: Annotated[
+        Literal["auto", "transformers"],
+        typer.Option(
+            help="transformers: run the class of the transformers package; auto: only where there is no file of our own.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = "auto",
     load_format: Annotated[
         Literal["auto", "dummy"],
         typer.Option(help="dummy: random weights from the config alone.", rich_help_panel=MODEL_PANEL),
@@ -194,6 +201,7 @@ def engine_flags(
         "tokenizer": tokenizer,
         "dtype": dtype,
         "max_model_len": max_model_len,
+        "model_impl": model_impl,
         "load_format": load_format,
         "seed": seed,
         "block_size": block_size,

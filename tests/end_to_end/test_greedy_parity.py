@@ -105,6 +105,15 @@ def test_alone_and_in_a_batch(
     llm.shutdown()
 
 
+def test_through_transformers_own_implementation(
+    smollm2_dir: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    llm = LLM(str(smollm2_dir), model_impl="transformers", dtype="float32", max_model_len=512, max_num_seqs=16)
+    assert llm.info.compile_report["distinct_pieces"] == 3
+    check(reference, prompts, generate(llm, prompts), expected)
+    llm.shutdown()
+
+
 def test_small_token_budget(
     smollm2_dir: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
