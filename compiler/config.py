@@ -15,6 +15,7 @@ class CompileConfig:
 
     mode: "compile" captures, rewrites, splits and compiles; "eager" runs the plain module.
     disabled_passes: names of passes left out.
+    user_passes: passes besides our own, as `package.module:Class` or the name of an entry point (`compiler.user_passes`).
     verify_passes: run the graph before and after each pass on the same random inputs and compare.
     cudagraph_mode: how compiled pieces are replayed on CUDA (ignored on the CPU).
     capture_sizes: token counts with a CUDA graph of their own; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
@@ -27,6 +28,7 @@ class CompileConfig:
 
     mode: Literal["compile", "eager"] = "compile"
     disabled_passes: frozenset[str] = frozenset()
+    user_passes: tuple[str, ...] = ()
     verify_passes: bool = False
     cudagraph_mode: CudaGraphMode = "full_and_piecewise"
     capture_sizes: tuple[int, ...] | None = None

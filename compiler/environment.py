@@ -7,6 +7,7 @@ import inspect
 import json
 import platform
 import sys
+import uuid
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from torch.fx import GraphModule
 
 from compiler.graph_pass import GraphPass
 from compiler.model import ModelSource
+from compiler.user_passes import source_of
 from custom_ops.build import cpu_identity
 from custom_ops.library import OPS
 
@@ -57,7 +59,7 @@ def plan_fields(
         "tensor_parallel_size": tensor_parallel_size,  # never the rank: all ranks run the same pieces
         "tp_plan": _digest(json.dumps(dict(spec.tp_plan), sort_keys=True)),
         "dtype": str(dtype),
-        "passes": [p.cache_key() for p in passes if p.name not in disabled],
+        "passes": [_pass_key(p) for p in passes if p.name not in disabled],
         "kernels": sorted(kernels),
         "model_source": _digest(*(text for text in _module_sources(spec.module))),
         "compiler_source": _compiler_sources(),
@@ -73,6 +75,15 @@ def op_versions(gm: GraphModule) -> dict[str, int]:
     """Version of each op of ours that a graph calls."""
     targets = {n.target.name().split(".")[0] for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     return {name: OPS[name].version for name in sorted(targets) if name in OPS}
+
+
+def _pass_key(graph_pass: GraphPass) -> str:
+    """A pass's own key; for one that is not ours also its source, so that an edit needs no new version to take effect."""
+    if type(graph_pass).__module__.startswith("compiler.passes."):
+        return graph_pass.cache_key()  # `compiler_source` has the rest
+    source = source_of(graph_pass)
+    made_by = f"source {_digest(source)}" if source is not None else f"no source, this time only {uuid.uuid4().hex}"
+    return f"{graph_pass.cache_key()} from {type(graph_pass).__module__}, {made_by}"
 
 
 def _module_sources(module: torch.nn.Module) -> list[str]:

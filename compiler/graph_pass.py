@@ -166,10 +166,14 @@ class GraphPass(Protocol):
 
 
 class BasePass:
-    """Defaults of a pass: it always runs, and its cache key is its name and version."""
+    """Defaults of a pass: it always runs, and its cache key is its name and version.
+
+    after: of a user's pass, the name of the one that it follows; None: it comes last.
+    """
 
     name: str
     version: int = 1
+    after: str | None = None
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
         return None

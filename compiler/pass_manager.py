@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from compiler.graph_pass import GraphPass, PassContext, PassResult, SkipReason
+from compiler.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
 from compiler.verify import PassVerifier, Verification
 
 log = logging.getLogger(__name__)
@@ -75,10 +75,19 @@ def _run_one(
 ) -> tuple[PassResult | SkipReason, Verification | None]:
     if graph_pass.name in disabled:
         return SkipReason(sentence="turned off by name"), None
-    if reason := graph_pass.guard(ctx):
-        return reason, None
-    if verifier is not None:
-        return verifier.run(gm, graph_pass, ctx)
-    result = graph_pass.run(gm, ctx)
-    gm.graph.lint()
+    try:
+        if reason := graph_pass.guard(ctx):
+            return reason, None
+        if verifier is not None:
+            return verifier.run(gm, graph_pass, ctx)
+        result = graph_pass.run(gm, ctx)
+        gm.graph.lint()
+    except PassError:
+        raise
+    except Exception as error:  # of one pass: which one is what a user has to know
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise PassError(
+            f"Pass {graph_pass.name} failed with {what}: leave it out with --disable-pass {graph_pass.name}, "
+            "or see which line it is with --verbose."
+        ) from error
     return result, None

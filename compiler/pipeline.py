@@ -40,6 +40,7 @@ from compiler.profile import profile_model
 from compiler.splitter import split
 from compiler.stitch import stitched_source
 from compiler.store import ArtifactStore, Entry, default_root, key_of
+from compiler.user_passes import with_user_passes
 from compiler.verify import PassVerifier
 from custom_ops.attention import AttentionBackend
 
@@ -68,7 +69,8 @@ def compile_model(
 
     kernels: names of the fused `cas` ops that have a kernel here, from `available_kernels` (passes that need another are
         left out).
-    passes: instead of `default_passes()`. attention_backend: what split ops are measured with (needed for `profile_tokens`).
+    passes: instead of `default_passes()`; `config.user_passes` come in addition.
+    attention_backend: what split ops are measured with (needed for `profile_tokens`).
     on_stage: called with (stage, seconds, detail) when a stage ends.
     Raises `CaptureError`, `SplitError`, `PassError` or `PieceCompileError`.
     """
@@ -79,7 +81,7 @@ def compile_model(
                 "leave out --enforce-eager, or use a tensor parallel size of 1."
             )
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
-    job = _Compilation(spec, config, device, dtype, kernels, tuple(passes or default_passes()), on_stage,
+    job = _Compilation(spec, config, device, dtype, kernels, with_user_passes(passes or default_passes(), config.user_passes), on_stage,
                        attention_backend=attention_backend)  # fmt: skip
     return job.run()
 

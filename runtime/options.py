@@ -36,6 +36,7 @@ def make_engine_config(
     num_threads: int | None = None,
     enforce_eager: bool = False,
     disabled_passes: Iterable[str] = (),
+    user_passes: Iterable[str] = (),
     verify_passes: bool = False,
     cudagraph_mode: CudaGraphMode = "full_and_piecewise",
     capture_sizes: Iterable[int] | None = None,
@@ -121,6 +122,7 @@ def make_engine_config(
         compile=CompileConfig(
             mode="eager" if enforce_eager else "compile",
             disabled_passes=frozenset(disabled_passes),
+            user_passes=tuple(user_passes),
             verify_passes=verify_passes,
             cudagraph_mode=cudagraph_mode,
             capture_sizes=sizes,

@@ -131,6 +131,15 @@ def engine_flags(
             "--enforce-eager", "--eager", help="Run the plain model, uncompiled.", rich_help_panel=COMPILER_PANEL
         ),
     ] = False,
+    user_passes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pass",
+            metavar="MODULE:CLASS",
+            help="A graph pass of your own, or the name under which a package declares one (may be given again).",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
     disable_pass: Annotated[
         list[str] | None,
         typer.Option(help="Leave this graph pass out (may be given again).", rich_help_panel=COMPILER_PANEL),
@@ -216,6 +225,7 @@ def engine_flags(
         "max_waiting": max_waiting,
         "enforce_eager": enforce_eager,
         "disabled_passes": disable_pass or (),
+        "user_passes": user_passes or (),
         "verify_passes": verify_passes,
         "profile_tokens": () if profile_pieces is None else parse_counts(profile_pieces),
         "dump_dir": dump_dir,

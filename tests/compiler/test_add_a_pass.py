@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +16,8 @@ from compiler.graph_pass import PassContext, PassResult
 from compiler.pass_manager import run_passes
 from compiler.passes import default_passes
 from custom_ops.attention import attention
+from runtime import LLM, SamplingParams
+from tests.support.transformers_models import greedy_tokens, write_random_model
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "add-a-pass.md"
 
@@ -44,3 +48,25 @@ def test_the_example_works() -> None:
     scales = [node.args[1] for node in captured.gm.graph.find_nodes(op="call_function", target=torch.mul)]
     assert scales == [2.0]
     assert run_passes(captured.gm, passes, ctx)[-1].result == PassResult(matched=0)
+
+
+def test_the_example_is_used_by_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page says: a file in the current folder, one option."""
+    (tmp_path / "my_passes.py").write_text(re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = write_random_model(tmp_path / "model", "LlamaForCausalLM")
+    prompt = [5, 17, 200, 31]
+    artifacts = []
+    for _ in range(2):
+        with LLM(
+            str(folder), dtype="float32", model_impl="transformers", user_passes=["my_passes:DropUnitScales"],
+            cache_dir=tmp_path / "cache", num_kv_blocks=16, max_num_seqs=2, skip_tokenizer_init=True, device="cpu",
+        ) as llm:  # fmt: skip
+            report = llm.info.compile_report
+            greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+            (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+        assert report["pass_sites.drop_unit_scales.matched"] == 2
+        assert [output.outputs[0].token_ids] == greedy_tokens(folder, [prompt], 8)
+        artifacts.append(report["artifact"])
+    assert artifacts == ["made", "hit"]
