@@ -16,7 +16,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compiler.compat import FakeTensorMode, capture_full_graph, mark_token_dimension
+from compiler.quantized_weights import checkpoint_specs, plain_expressions
 from compiler.weights import TensorSpec, WeightTable
+from custom_ops.quantization import QuantizedWeight
 
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of logits wanted
 
@@ -48,10 +50,14 @@ def example_inputs(kv_cache_shapes: Sequence[tuple[int, ...]], dtype: torch.dtyp
     return {**ids, **caches, "logits_indices": rows}
 
 
-def capture(module: nn.Module, inputs: Mapping[str, torch.Tensor], *, with_bytecode: bool = False) -> CapturedGraph:
+def capture(
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], *, quantized: Mapping[str, QuantizedWeight] | None = None,
+    with_bytecode: bool = False,
+) -> CapturedGraph:  # fmt: skip
     """Capture `module(input_ids, positions, kv_caches, logits_indices)` with symbolic token dimensions.
 
-    module: on the meta device. inputs: from `example_inputs`. with_bytecode: keep what Dynamo makes of `forward`.
+    module: on the meta device. inputs: from `example_inputs`. quantized: parameters that the checkpoint holds quantized.
+    with_bytecode: keep what Dynamo makes of `forward`.
     Raises `CaptureError` with Dynamo's reason where the model's code cannot be one graph.
     """
     captured: list[tuple[GraphModule, list[Any]]] = []
@@ -68,14 +74,15 @@ def capture(module: nn.Module, inputs: Mapping[str, torch.Tensor], *, with_bytec
         reason = str(error).strip().split("\n\n")[0]
         raise CaptureError(f"The model's forward cannot be captured as one graph: {reason}") from error
     assert len(captured) == 1, f"capture gave {len(captured)} graphs"
-    graph = _name_placeholders(module, inputs, *captured[0])
+    graph = _name_placeholders(module, inputs, quantized or {}, *captured[0])
     graph.bytecode = bytecode
     return graph
 
 
 def _name_placeholders(
-    module: nn.Module, inputs: Mapping[str, torch.Tensor], gm: GraphModule, examples: Sequence[Any]
-) -> CapturedGraph:
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], quantized: Mapping[str, QuantizedWeight], gm: GraphModule,
+    examples: Sequence[Any],
+) -> CapturedGraph:  # fmt: skip
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     weight_names = {id(tensor): name for name, tensor in tensors.items()}
     input_names = {id(tensor): name for name, tensor in inputs.items()}
@@ -91,4 +98,19 @@ def _name_placeholders(
             specs[name] = TensorSpec(shape=tuple(example.shape), dtype=example.dtype)
         fake_mode = node.meta["example_value"].fake_mode
     assert fake_mode is not None, "the captured graph has no tensor input"
-    return CapturedGraph(gm=gm, weights=WeightTable(specs), fake_mode=fake_mode)
+    here = {name: stored for name, stored in quantized.items() if name in specs}
+    weights = WeightTable(
+        specs,
+        sources=checkpoint_specs(specs, here),
+        expressions=plain_expressions(specs, here),
+        aliases=_aliases(module),
+    )
+    return CapturedGraph(gm=gm, weights=weights, fake_mode=fake_mode)
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Further names of parameters that have several, by their first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in names.values() if others}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 CudaGraphMode = Literal["none", "piecewise", "full", "full_and_piecewise"]
+# What linears are quantized to while weights stream in; `compiler.passes.quantize_linears` says what each is.
+Quantization = Literal["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +18,8 @@ class CompileConfig:
     mode: "compile" captures, rewrites, splits and compiles; "eager" runs the plain module.
     disabled_passes: names of passes left out.
     user_passes: passes besides our own, as `package.module:Class` or the name of an entry point (`compiler.user_passes`).
+    quantization: what linears are quantized to; None: as the checkpoint is.
+    quantization_exclude: globs over the names of modules that are not quantized; None: what is usual for `quantization`.
     verify_passes: run the graph before and after each pass on the same random inputs and compare.
     cudagraph_mode: how compiled pieces are replayed on CUDA (ignored on the CPU).
     capture_sizes: token counts with a CUDA graph of their own; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
@@ -29,6 +33,8 @@ class CompileConfig:
     mode: Literal["compile", "eager"] = "compile"
     disabled_passes: frozenset[str] = frozenset()
     user_passes: tuple[str, ...] = ()
+    quantization: Quantization | None = None
+    quantization_exclude: tuple[str, ...] | None = None
     verify_passes: bool = False
     cudagraph_mode: CudaGraphMode = "full_and_piecewise"
     capture_sizes: tuple[int, ...] | None = None

@@ -12,7 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
 from compiler.compat import FakeTensorMode, node_source_line
-from compiler.weights import TensorSpec, WeightTable, evaluate_spec
+from compiler.weights import Expression, TensorSpec, WeightTable, evaluate_spec, expression_spec
+from custom_ops.quantization import QuantizedWeight
 
 
 class PassError(ValueError):
@@ -58,6 +59,7 @@ class PassContext:
     device, dtype: of the finished model (while passes run, the graph's own tensors are fakes on the meta device).
     kernels: names of the `cas` ops that have a kernel of their own for this device and dtype.
     tensor_parallel_size: number of ranks that the graph will run on. tp_plan: the model's, glob over module names → style.
+    quantized_weights: how the checkpoint holds the parameters that it holds quantized.
     """
 
     device: torch.device
@@ -67,6 +69,7 @@ class PassContext:
     kernels: frozenset[str] = frozenset()
     tensor_parallel_size: int = 1
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # of calls on equal shapes: layers repeat each other
 
@@ -107,7 +110,18 @@ class PassContext:
         arguments = [a if isinstance(a, int) else a.meta["weight"] for a in (weight, *others)]
         spec = self._spec(function, arguments)
         self.weights.derive(target, function, *arguments, spec=spec)
-        with gm.graph.inserting_before(weight), self.fake_mode:
+        return self._weight_node(gm, target, spec, weight)
+
+    def defined_weight(self, gm: GraphModule, target: str, expression: Expression, *, near: Node) -> Node:
+        """Placeholder of the weight `target`, an expression over the checkpoint's tensors; made once, beside the weight `near`."""
+        if target in self._weight_nodes:
+            return self._weight_nodes[target]
+        spec = expression_spec(expression, self.weights.sources, self.device)
+        self.weights.define(target, expression, spec=spec)
+        return self._weight_node(gm, target, spec, near)
+
+    def _weight_node(self, gm: GraphModule, target: str, spec: TensorSpec, near: Node) -> Node:
+        with gm.graph.inserting_before(near), self.fake_mode:
             node = gm.graph.placeholder("weight_" + re.sub(r"\W", "_", target))
             node.meta["weight"] = target
             node.meta["example_value"] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")

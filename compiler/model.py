@@ -14,8 +14,10 @@ from torch import nn
 from compiler.arena import WeightArena
 from compiler.inductor import PieceCallable
 from compiler.plan import ExecutionPlan
+from compiler.quantized_weights import checkpoint_specs, plain_expressions
 from compiler.stitch import Stitched, stitch
 from compiler.weights import TensorSpec, WeightTransform
+from custom_ops.quantization import QuantizedWeight
 
 
 class WeightMismatchError(ValueError):
@@ -41,6 +43,7 @@ class ModelSource(Protocol):
     module: on the meta device. config: plain data that, with the module's source, says what the module computes.
     kv_cache_specs: one a layer. buffers: values of the buffers that no checkpoint holds.
     tp_plan: glob over module names → how its weight is sharded over tensor-parallel ranks.
+    quantized_weights: how the checkpoint holds the parameters that it holds quantized.
     """
 
     @property
@@ -58,11 +61,15 @@ class ModelSource(Protocol):
     @property
     def tp_plan(self) -> Mapping[str, str]: ...
 
+    @property
+    def quantized_weights(self) -> Mapping[str, QuantizedWeight]: ...
+
 
 class Model(Protocol):
     """`model(input_ids [T], positions [T], kv_caches, logits_indices [S])` → logits [S, V].
 
-    source_specs: what a checkpoint must hold, by parameter name. transforms: how the weights are made of it.
+    source_specs: what a checkpoint must hold, by parameter name (with the scales of those that it holds quantized).
+    transforms: how the weights are made of it.
     report: what was done and how long it took.
     """
 
@@ -105,8 +112,7 @@ class CompiledModel:
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
-        used = {source for transform in self.transforms for source in transform.sources}
-        return {name: spec for name, spec in parameter_specs(self.spec.module).items() if name in used}
+        return _used(checkpoint_specs(parameter_specs(self.spec.module), self.spec.quantized_weights), self.transforms)
 
     @property
     def transforms(self) -> tuple[WeightTransform, ...]:
@@ -164,11 +170,13 @@ class EagerModel:
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
-        return parameter_specs(self.module)
+        return _used(checkpoint_specs(parameter_specs(self.module), self.spec.quantized_weights), self.transforms)
 
     @property
     def transforms(self) -> tuple[WeightTransform, ...]:
-        return tuple(WeightTransform(expression=n, target=n, spec=s) for n, s in self.source_specs.items())
+        specs = parameter_specs(self.module)
+        expressions = plain_expressions(specs, self.spec.quantized_weights)
+        return tuple(WeightTransform(expression=expressions[n], target=n, spec=s) for n, s in specs.items())
 
     def assign(self, target: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` into parameter `target`. Raises `WeightMismatchError` for a wrong shape."""
@@ -177,7 +185,7 @@ class EagerModel:
 
     def finish_loading(self) -> None:
         """Fill the buffers; raises `WeightMismatchError` naming the parameters that are missing."""
-        _require(self._assigned, list(self.source_specs))
+        _require(self._assigned, list(parameter_specs(self.module)))
         for name, value in self.spec.buffers.items():
             self.module.get_buffer(name).copy_(value)
 
@@ -198,6 +206,11 @@ StageCallback = Callable[[str, float, str], None]
 def parameter_specs(module: nn.Module) -> dict[str, TensorSpec]:
     """Name → spec of a module's parameters; tied ones once, under their first name."""
     return {n: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for n, p in module.named_parameters()}
+
+
+def _used(specs: Mapping[str, TensorSpec], transforms: Sequence[WeightTransform]) -> dict[str, TensorSpec]:
+    used = {source for transform in transforms for source in transform.sources}
+    return {name: spec for name, spec in specs.items() if name in used}
 
 
 def _materialized(module: nn.Module, device: torch.device) -> nn.Module:

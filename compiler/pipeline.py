@@ -81,7 +81,8 @@ def compile_model(
                 "leave out --enforce-eager, or use a tensor parallel size of 1."
             )
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
-    job = _Compilation(spec, config, device, dtype, kernels, with_user_passes(passes or default_passes(), config.user_passes), on_stage,
+    all_passes = with_user_passes(passes or default_passes(config), config.user_passes)
+    job = _Compilation(spec, config, device, dtype, kernels, all_passes, on_stage,
                        attention_backend=attention_backend)  # fmt: skip
     return job.run()
 
@@ -203,14 +204,17 @@ class _Compilation:
             (CAPTURE_BLOCKS, 2, kv.num_kv_heads, CAPTURE_BLOCK_SIZE, kv.head_dim) for kv in self.spec.kv_cache_specs
         ]
         inputs = example_inputs(shapes, self.dtype)
-        captured = capture(self.spec.module, inputs, with_bytecode=self.dump is not None)
+        captured = capture(
+            self.spec.module, inputs, quantized=self.spec.quantized_weights, with_bytecode=self.dump is not None
+        )
         self._stage("capture", time.perf_counter() - start, f"{len(captured.gm.graph.nodes)} nodes")
         if self.dump is not None:
             self.dump.captured(captured.gm, captured.bytecode)
         start = time.perf_counter()
         ctx = PassContext(
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-            kernels=self.kernels, tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
+            kernels=self.kernels, quantized_weights=self.spec.quantized_weights,
+            tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
         )  # fmt: skip
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
         after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None

@@ -5,6 +5,9 @@ the checkpoint's (`compiler.weights`). The verifier invents the checkpoint (view
 model costs no more memory than its largest weight), evaluates the expressions, and interprets the graph node by node with every
 floating dtype widened to float64. What remains of a difference is the pass's, not rounding's.
 
+A pass may round by design. What it does to a weight it says itself (`round_weight`), and the verifier then invents a checkpoint
+of weights that this leaves as they are; activations are not rounded here (`EXACT`). All but the rounding is compared as closely.
+
 Shape legend: T tokens of the step, S sequences, M block-table columns.
 """
 
@@ -26,14 +29,21 @@ from compiler.weights import WeightTable
 from custom_ops.attention import AttentionMetadata, attention_metadata
 from custom_ops.attention_torch import TorchAttention
 from custom_ops.library import OPS, OpKind
+from custom_ops.quantization import LARGEST
+from custom_ops.quantized_linear import exact_quantized_linear
 
 log = logging.getLogger(__name__)
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 TOLERANCE = 1e-8  # relative, of float64 results that differ in the order of their sums alone
 CACHED, NEW = (11, 0), (1, 6)  # tokens of the two sequences: one decodes behind a filled cache, one begins
 ROWS = 3
 LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
 MAX_TOKEN_ID = 32  # every vocabulary is larger
+
+# Ops that round their input by design, and what they compute without that.
+EXACT: Mapping[Any, Callable[..., torch.Tensor]] = {torch.ops.cas.quantized_linear.default: exact_quantized_linear}
 
 _WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})
 
@@ -77,12 +87,16 @@ class PassVerifier:
     buffers: Mapping[str, torch.Tensor]
     seed: int = 0
     _before: _Outcome | None = None
+    _rounding: Rounding | None = None
 
     def run(
         self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext
     ) -> tuple[PassResult | SkipReason, Verification]:
         """Run a pass and compare; if it fails, `gm` and `ctx` are as before and the result says why it was left out."""
         tolerance = getattr(graph_pass, "tolerance", TOLERANCE)
+        rounding: Rounding | None = getattr(graph_pass, "round_weight", None)
+        if rounding is not None:
+            self._before, self._rounding = None, rounding
         if self._before is None:
             self._before = self._evaluate(gm, ctx.weights)
         text, undo = str(gm.graph), ctx.checkpoint(gm)
@@ -108,7 +122,7 @@ class PassVerifier:
         return SkipReason(sentence=f"failed its verification, {verification.reason}"), verification
 
     def _evaluate(self, gm: GraphModule, weights: WeightTable) -> _Outcome:
-        return evaluate(gm, RandomWeights(weights, self.buffers, self.seed), self.seed)
+        return evaluate(gm, RandomWeights(weights, self.buffers, self.seed, self._rounding), self.seed)
 
 
 @dataclass(slots=True)
@@ -121,10 +135,15 @@ class _Outcome:
 
 
 class RandomWeights:
-    """The values of a graph's weights: random checkpoint tensors, put through the transforms that passes recorded."""
+    """The values of a graph's weights: random checkpoint tensors, put through the transforms that passes recorded.
 
-    def __init__(self, weights: WeightTable, buffers: Mapping[str, torch.Tensor], seed: int) -> None:
-        self._weights, self._buffers = weights, buffers
+    rounding: what is done to each matrix first.
+    """
+
+    def __init__(
+        self, weights: WeightTable, buffers: Mapping[str, torch.Tensor], seed: int, rounding: Rounding | None = None
+    ) -> None:
+        self._weights, self._buffers, self._rounding = weights, buffers, rounding
         largest = max((_numel(spec.shape) for spec in weights.sources.values()), default=1)
         self._slack = 4099
         size = min(largest, LARGEST_POOL) + self._slack
@@ -136,18 +155,27 @@ class RandomWeights:
         return transform.fn(*(self.source(source) for source in transform.sources))
 
     def source(self, name: str) -> torch.Tensor:
-        """The invented checkpoint tensor `name`; the same in every run. Vectors (norms) lie around 1."""
+        """The invented checkpoint tensor `name`; the same in every run. Vectors (norms) lie around 1, scales of quantized weights
+        around a hundredth."""
         if name in self._buffers:
             return _widen(self._buffers[name].cpu())
-        shape = self._weights.sources[name].shape
+        spec = self._weights.sources[name]
+        value = self._random(name, spec.shape)
+        if spec.dtype in LARGEST:
+            return (value * 200).round().clamp(-100, 100).to(spec.dtype)  # 10 on average
+        if name in self._weights.scales:
+            return 0.01 * (1 + 4 * value.abs())
+        if len(spec.shape) == 1:
+            return 1 + 4 * value
+        return value if self._rounding is None or len(spec.shape) != 2 else self._rounding(value)
+
+    def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         offset = zlib.crc32(name.encode()) % self._slack
         if _numel(shape) <= LARGEST_POOL:
-            value = self._pool[offset : offset + _numel(shape)].view(shape)
-        else:
-            rows, columns = shape[0], _numel(shape[1:])
-            stride = max(1, (len(self._pool) - offset - columns) // rows)
-            value = self._pool.as_strided((rows, columns), (stride, 1), offset).unflatten(1, shape[1:])
-        return 1 + 4 * value if len(shape) == 1 else value
+            return self._pool[offset : offset + _numel(shape)].view(shape)
+        rows, columns = shape[0], _numel(shape[1:])
+        stride = max(1, (len(self._pool) - offset - columns) // rows)
+        return self._pool.as_strided((rows, columns), (stride, 1), offset).unflatten(1, shape[1:])
 
 
 def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0) -> _Outcome:
@@ -282,7 +310,7 @@ def _call(node: Node, value_of: Callable[[Node], Any]) -> Any:
         method = "double" if node.target in _WIDENING_METHODS else node.target
         return getattr(args[0], method)(*args[1:], **kwargs)
     assert node.op == "call_function", f"{node.op} in a captured graph"
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    return EXACT.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_split_point(node: Node) -> bool:

@@ -3,7 +3,8 @@
 A transform is data, not a closure, so that an artifact can carry it: a small expression over checkpoint tensors whose
 functions are looked up by name (`weight_function`). `merge_linears` makes `cat(q, k, v)`, `fuse_linears` wraps it into
 `pack_linear_weight(cat(q, k, v))`; `tensor_parallel` makes `shard_rows(q, 2, 2)`, which differs from rank to rank while the
-expression does not: a function may ask for the rank (`by_rank`), which is told where weights are loaded.
+expression does not: a function may ask for the rank (`by_rank`), which is told where weights are loaded. How an expression is
+quantized: `compiler.quantized_weights`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ Expression = str | int | tuple[Any, ...]  # a source's name, a constant, or (fun
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
 _BY_RANK: set[str] = set()
+_SELECTS: dict[str, int] = {}
 
 
 def weight_function(
-    name: str, *, by_rank: bool = False
+    name: str, *, by_rank: bool = False, selects: int | None = None
 ) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
     """Register a function of tensors and integers under a name that expressions and artifacts use; change the name when its
     result changes.
 
     by_rank: it takes a keyword `rank` and selects what that rank needs of one tensor; `rank` changes neither shape nor dtype.
+    selects: the one dimension along which it joins tensors or takes slices out of one, in the same way whatever the other sizes
+        are; it computes nothing then, so that the scales of a quantized weight can follow it.
     """
 
     def register(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -37,12 +41,19 @@ def weight_function(
         _FUNCTIONS[name] = fn
         if by_rank:
             _BY_RANK.add(name)
+        if selects is not None:
+            _SELECTS[name] = selects
         return fn
 
     return register
 
 
-@weight_function("cat")
+def selected_dimension(function: str) -> int | None:
+    """Dimension along which a weight function only joins or takes out slices; None for one that computes."""
+    return _SELECTS.get(function)
+
+
+@weight_function("cat", selects=0)
 def _cat(*tensors: torch.Tensor) -> torch.Tensor:
     return torch.cat(tensors)
 
@@ -133,13 +144,34 @@ def evaluate_spec(function: str, arguments: tuple[TensorSpec | int, ...], device
     return TensorSpec(shape=tuple(out.shape), dtype=out.dtype)
 
 
-class WeightTable:
-    """The weights of a graph while passes rewrite it: name → how it comes from the checkpoint, and its spec."""
+def expression_spec(expression: Expression, sources: Mapping[str, TensorSpec], device: torch.device) -> TensorSpec:
+    """Spec of an expression's value on `device`; nothing is allocated."""
+    if isinstance(expression, str):
+        return sources[expression]
+    assert not isinstance(expression, int), "a constant has no spec"
+    function, *arguments = expression
+    specs = tuple(a if isinstance(a, int) else expression_spec(a, sources, device) for a in arguments)
+    return evaluate_spec(function, specs, device)
 
-    def __init__(self, sources: dict[str, TensorSpec]) -> None:
-        self.sources = dict(sources)
+
+class WeightTable:
+    """The weights of a graph while passes rewrite it: name → how it comes from the checkpoint, and its spec.
+
+    specs: of the parameters, by name. sources: of the checkpoint's tensors, and expressions: over them, where a parameter is not
+    a checkpoint's tensor as it is. aliases: further names of a parameter (an output head that is tied to the embedding).
+    """
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], *, sources: Mapping[str, TensorSpec] | None = None,
+        expressions: Mapping[str, Expression] | None = None, aliases: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:  # fmt: skip
+        self.sources = dict(specs if sources is None else sources)
+        self.scales = self.sources.keys() - specs.keys()  # what a checkpoint holds beside quantized parameters
+        self.aliases = dict(aliases or {})
+        expressions = expressions or {}
         self._transforms = {
-            name: WeightTransform(expression=name, target=name, spec=spec) for name, spec in sources.items()
+            name: WeightTransform(expression=expressions.get(name, name), target=name, spec=spec)
+            for name, spec in specs.items()
         }
 
     def __getitem__(self, name: str) -> WeightTransform:
@@ -147,7 +179,10 @@ class WeightTable:
 
     def derive(self, target: str, function: str, *weights: str | int, spec: TensorSpec) -> None:
         """Define weight `target` = function(*weights); the arguments may themselves be derived, integers are constants."""
-        expression = self._call(function, weights)
+        self.define(target, self._call(function, weights), spec=spec)
+
+    def define(self, target: str, expression: Expression, *, spec: TensorSpec) -> None:
+        """Define weight `target` as an expression over the checkpoint's tensors."""
         known = self._transforms.get(target)
         assert known is None or known.expression == expression, f"weight {target} is defined twice, differently"
         self._transforms[target] = WeightTransform(expression=expression, target=target, spec=spec)

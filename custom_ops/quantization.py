@@ -7,6 +7,7 @@ Two quantized dtypes: float8_e4m3fn (±448, three bits of mantissa) and int8 (±
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,6 +17,23 @@ Activations = Literal["none", "dynamic", "static"]
 BLOCK = 128  # inputs and outputs that share a scale where scales are per block
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = 1e-12  # of a row of zeros
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedWeight:
+    """How a checkpoint holds a weight that is quantized: as `dtype`, beside a float scale.
+
+    scale: the scale's name in the checkpoint. scale_shape: (1,) for the whole tensor or (O, 1) per output, or if it is per_block
+    (ceil(O / 128), ceil(I / 128)). activations: what the checkpoint was made for. input_scale: the name of the one value that
+    "static" activations are scaled with.
+    """
+
+    dtype: torch.dtype
+    scale: str
+    scale_shape: tuple[int, ...]
+    per_block: bool = False
+    activations: Activations
+    input_scale: str | None = None
 
 
 def row_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

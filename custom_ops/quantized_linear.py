@@ -101,6 +101,15 @@ def _quantized_linear(
     return y_TO.to(dtype)
 
 
+def exact_quantized_linear(
+    x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, out_features: int, *args: Any
+) -> torch.Tensor:
+    """`quantized_linear` in plain torch, with all its arguments by position, but x is not rounded: what verification compares."""
+    *options, activations, _ = args
+    plain_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1], activations)
+    return _quantized_linear(x_TI, plain_OI, scale, out_features, *options)
+
+
 def _check(packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None) -> None:
     if packed.dtype not in LARGEST:
         raise ValueError(f"quantized_linear takes float8_e4m3fn and int8 weights, not {packed.dtype}.")

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from custom_ops.quantization import QuantizedWeight
+
 # How a module's weight [out, in] is cut over tensor-parallel ranks: by its outputs; by its inputs; by the tokens of an embedding
 # or of an output head.
 ShardStyle = Literal["colwise", "rowwise", "vocab"]
@@ -38,6 +40,7 @@ class ModelSpec:
     tp_plan: glob over module names → how its weight is sharded.
     max_model_len: longest sequence that the positions encode.
     buffers: name → value of the buffers that no checkpoint holds (RoPE frequencies); the module's own are on the meta device.
+    quantized_weights: parameter name → how the checkpoint holds it, for those that it holds quantized.
     """
 
     module: nn.Module
@@ -48,3 +51,4 @@ class ModelSpec:
     weight_map: Mapping[str, str | None] = field(default_factory=dict)
     tp_plan: Mapping[str, ShardStyle] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)

@@ -7,11 +7,13 @@
 5. merge_linears        linears over the same input become one (QKV, gate/up)
 6. select_rows_early    the last layer computes only the rows whose logits are wanted
 7. fuse_rope_attention  QK-norm + RoPE + KV write + attention become one op between the pieces
-8. fuse_linears         RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+8. quantize_linears     linears over weights of 8 bits, where that is asked for
+9. fuse_linears         RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
 """
 
 from __future__ import annotations
 
+from compiler.config import CompileConfig
 from compiler.graph_pass import GraphPass
 from compiler.passes.canonicalize import Canonicalize
 from compiler.passes.drop_batch_axis import DropBatchAxis
@@ -20,12 +22,14 @@ from compiler.passes.fuse_linears import FuseLinears
 from compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compiler.passes.lift_norms import LiftNorms
 from compiler.passes.merge_linears import MergeLinears
+from compiler.passes.quantize_linears import QuantizeLinears
 from compiler.passes.select_rows_early import SelectRowsEarly
 
 
-def default_passes() -> tuple[GraphPass, ...]:
-    """The passes of every compilation, in the order in which they run."""
+def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
+    """The passes of every compilation, in the order in which they run; None: with a config's defaults."""
+    config = config or CompileConfig()
     return (
         Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), MergeLinears(), SelectRowsEarly(),
-        FuseRopeAttention(), FuseLinears(),
+        FuseRopeAttention(), QuantizeLinears(config.quantization, config.quantization_exclude), FuseLinears(),
     )  # fmt: skip

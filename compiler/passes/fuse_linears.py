@@ -1,6 +1,7 @@
 """A linear takes in what stands around it: the RMSNorm before it, the SiLU-mul or the residual add after it.
 
     F.linear(rms_norm(x, g), W) [silu(gate) · up | + residual]  →  fused_linear(x, pack(W), …)
+    quantized_linear(rms_norm(x, g), …) [the same]              →  quantized_linear(x, …)
 
 The normalized activations, the gate/up product and the sum never travel through memory, and a layer is four op calls
 instead of a dozen. The weight is packed once, while it streams in, into the layout that the device's kernel reads.
@@ -27,6 +28,7 @@ from compiler.graph_pass import (
     tensor_of,
     weight_of,
 )
+from compiler.passes.quantize_linears import QUANTIZED_LINEAR
 from compiler.weights import weight_function
 from custom_ops.linear import pack_linear_weight
 
@@ -56,7 +58,9 @@ class FuseLinears(BasePass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []
-        for node in gm.graph.find_nodes(op="call_function", target=F.linear):
+        for node in list(gm.graph.nodes):
+            if not (is_call(node, F.linear) or _is_bare_quantized(node)):
+                continue
             if weight_of(node.args[1]) is None:
                 near_misses.append(NearMiss.at(node, "its weight is computed, not a parameter"))
             elif tensor_of(node.args[0]).dim() != 2:
@@ -66,10 +70,22 @@ class FuseLinears(BasePass):
                 near_misses += _take_norm(site)
                 _take_silu_mul(site)
                 _take_residual(site)
-                _replace(gm, site, ctx)
-                matched += 1
+                if is_call(node, F.linear):
+                    _replace(gm, site, ctx)
+                    matched += 1
+                elif site.norm_weight is not None or site.out is not node:
+                    _extend(gm, site, ctx)
+                    matched += 1
         gm.graph.eliminate_dead_code()
         return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+
+def _is_bare_quantized(node: Node) -> bool:
+    """Whether this is what `quantize_linears` leaves: a quantized linear that has taken in nothing yet."""
+    if not is_call(node, QUANTIZED_LINEAR):
+        return False
+    norm_weight, silu_mul, residual = node.args[4], node.args[7], node.args[8]
+    return norm_weight is None and not silu_mul and residual is None
 
 
 def _take_norm(site: _Site) -> list[NearMiss]:
@@ -126,5 +142,17 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     args = (site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual)
     with gm.graph.inserting_before(out):
         fused = ctx.call(gm, torch.ops.cas.fused_linear.default, *args, origin=site.linear)
+    out.replace_all_uses_with(fused)
+    gm.graph.erase_node(out)
+
+
+def _extend(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
+    """The quantized linear again, with what the site takes in."""
+    _, packed, scale, out_features, _, _, bias, _, _, *activations = site.linear.args
+    out = site.out
+    assert out is not None
+    args = (site.x, packed, scale, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual)
+    with gm.graph.inserting_before(out):
+        fused = ctx.call(gm, QUANTIZED_LINEAR, *args, *activations, origin=site.linear)
     out.replace_all_uses_with(fused)
     gm.graph.erase_node(out)
