@@ -106,14 +106,16 @@ def backend_of_model(
 
     Kernel modules that an artifact brings are put where the backend finds them, so that nothing waits for their build.
     """
+    num_ranks = config.compile.tensor_parallel_size
     layer = spec.kv_cache_specs[0]
+    num_heads = int(spec.config.get("num_attention_heads", layer.num_kv_heads))
     backend = select_attention_backend(
         config.attention_backend,
         device=device,
         dtype=dtype,
         head_dim=layer.head_dim,
-        num_heads=int(spec.config.get("num_attention_heads", layer.num_kv_heads)),
-        num_kv_heads=layer.num_kv_heads,
+        num_heads=max(1, num_heads // num_ranks),
+        num_kv_heads=layer.of_rank(num_ranks).num_kv_heads,
         block_size=config.cache.block_size,
     )
     if config.compile.artifact_dir is not None and isinstance(backend, BuildsModules):

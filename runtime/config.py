@@ -81,23 +81,16 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Ranks and replicas.
+    """Replicas, and where ranks run. (How many ranks share the model's tensors is `CompileConfig.tensor_parallel_size`.)
 
-    tensor_parallel_size: ranks of one replica, which share the model's tensors. data_parallel_size: replicas, each with a
-    scheduler and a KV cache of its own; data_parallel_rank: which of them this engine is.
+    data_parallel_size: replicas, each with a scheduler and a KV cache of its own; data_parallel_rank: which of them this is.
     executor: who starts the ranks: "mp" child processes, "ray" a Ray cluster; None: "mp" where there is more than one rank,
     else the engine's own process is the rank.
     """
 
-    tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
     executor: Literal["mp", "ray"] | None = None
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks of all replicas: so many share a host's cores and memory."""
-        return self.tensor_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +105,16 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str | None = None  # None: the first that supports the combination
     num_threads: int | None = None  # CPU threads of a rank; None: the cores, divided by ranks and replicas
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of this engine."""
+        return self.compile.tensor_parallel_size
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of all replicas: so many share a host's cores and memory."""
+        return self.num_ranks * self.parallel.data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,9 @@ warms up. Whenever the engine waits for an answer it also looks for ranks that h
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -90,7 +92,7 @@ class DistributedExecutor:
     num_stages = 1
 
     def __init__(self, config: EngineConfig, host: RankHost, on_stage: StageCallback) -> None:
-        self.num_ranks = config.parallel.tensor_parallel_size
+        self.num_ranks = config.num_ranks
         self._host = host
         self._on_stage = on_stage
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -104,8 +106,8 @@ class DistributedExecutor:
             self._commands = []
             bootstraps = []
             for index in range(self.num_ranks):
-                socket, commands = self._bind(zmq.PUSH, f"rank-{index}")
-                self._commands.append(socket)
+                endpoint, commands = self._bind(zmq.PUSH, f"rank-{index}")
+                self._commands.append(endpoint)
                 rank = Rank(
                     index=index,
                     size=self.num_ranks,
@@ -168,16 +170,16 @@ class DistributedExecutor:
         self._context.destroy(linger=0)
 
     def _bind(self, kind: int, name: str) -> tuple[zmq.Socket[bytes], str]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.set_hwm(0)
-        socket.bind(self._host.address(name))
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        endpoint = self._context.socket(kind)
+        endpoint.setsockopt(zmq.LINGER, LINGER_MS)
+        endpoint.set_hwm(0)
+        endpoint.bind(self._host.address(name))
+        return endpoint, endpoint.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _broadcast(self, command: ToRank) -> None:
         data = self._encoder.encode(command)
-        for socket in self._commands:
-            socket.send(data)
+        for endpoint in self._commands:
+            endpoint.send(data)
 
     def _receive(self, kind: type[Message]) -> Message:
         while True:
@@ -244,8 +246,12 @@ class LocalRanks:
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
         """One Python process a rank; its standard input stays open as long as we live."""
+        environment = dict(os.environ)
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            # All on this host: gloo need neither find the host by its name nor listen to a network.
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         for bootstrap in bootstraps:
-            process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE)
+            process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env=environment)
             self._processes.append(process)
             assert process.stdin is not None
             process.stdin.write(boot_input(replace(bootstrap, folder=self._folder)))

@@ -116,9 +116,9 @@ class InProcessExecutor:
 def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
     """The executor that the options ask for, its ranks ready for steps. on_stage hears of the first rank's start-up."""
     parallel = config.parallel
-    if parallel.executor is None and parallel.tensor_parallel_size == 1:
+    if parallel.executor is None and config.num_ranks == 1:
         return InProcessExecutor(config, on_stage)
     from runtime.distributed_executor import DistributedExecutor, LocalRanks
 
-    host = LocalRanks(first_device=parallel.data_parallel_rank * parallel.tensor_parallel_size)
+    host = LocalRanks(first_device=parallel.data_parallel_rank * config.num_ranks)
     return DistributedExecutor(config, host, on_stage)

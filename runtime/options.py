@@ -131,9 +131,9 @@ def make_engine_config(
             use_cache=use_cache,
             dump_dir=None if dump_dir is None else Path(dump_dir),
             profile_tokens=profiled,
+            tensor_parallel_size=tensor_parallel_size,
         ),
         parallel=ParallelConfig(
-            tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             executor=distributed_executor_backend,
         ),

@@ -18,6 +18,7 @@ from compiler import available_kernels, compile_model
 from compiler.cudagraphs import CudaGraphRunner
 from compiler.dump import add_to_report
 from compiler.graph_capture import CudaGraphs
+from custom_ops.collectives import join_tensor_parallel_group
 from models.registry import build_model
 from models.spec import ModelSpec
 from runtime.attention_backends import backend_of_model
@@ -46,11 +47,17 @@ class Worker:
         self._on_stage = on_stage
         device = self.device = resolve_device(config.device, rank.device_index)
         config = self._config = replace(config, scheduler=config.scheduler.for_device(device.type))
-        use_threads(config.num_threads, config.parallel.num_processes)
+        use_threads(config.num_threads, config.num_processes)
         dtype = self._dtype = resolve_dtype(config.model.dtype, device)
 
+        if rank.size > 1:
+            assert rank.meeting_place is not None
+            start = time.perf_counter()
+            join_tensor_parallel_group(rank=rank.index, size=rank.size, init_method=rank.meeting_place, device=device)
+            self._stage("join", start, f"{rank.size} ranks")
+
         start = time.perf_counter()
-        spec = self._spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
+        spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
         self._max_model_len = _max_model_len(config, spec)
         backend = self._backend = backend_of_model(spec, config, device, dtype)
         architecture = (spec.config.get("architectures") or ["?"])[0]
@@ -65,6 +72,9 @@ class Worker:
             attention_backend=backend,
             on_stage=on_stage,
         )
+        # From here on the rank's part: its share of the heads.
+        self._spec = replace(spec, kv_cache_specs=tuple(kept.of_rank(rank.size) for kept in spec.kv_cache_specs))
+
         start = time.perf_counter()
         self._loaded = load_weights(
             model,
@@ -74,6 +84,7 @@ class Worker:
             device=device,
             dtype=dtype,
             seed=config.model.seed,
+            rank=rank.index,
         )
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
 
@@ -172,7 +183,7 @@ class Worker:
     def _num_blocks(self) -> int:
         cache = self._config.cache
         if self.device.type == "cpu":
-            free = free_cpu_bytes() // self._config.parallel.num_processes
+            free = free_cpu_bytes() // self._config.num_processes
         elif cache.num_blocks is None and cache.memory_bytes is None:
             free = self._free_cuda_bytes()
         else:
