@@ -62,6 +62,11 @@ class SyncEngine:
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
         from runtime.engine_core import EngineCore
 
+        replicas = config.parallel.data_parallel_size
+        if replicas > 1:
+            raise ValueError(
+                f"data_parallel_size is {replicas}, but replicas are engine processes of a server: serve, or leave it at 1."
+            )
         self._core: EngineCore | None = EngineCore(config, on_stage=on_stage)
         self.info: EngineInfo = self._core.info
 

@@ -12,6 +12,7 @@ blocks are never written again.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from hashlib import sha256
 
 from runtime.block_pool import BlockPool
@@ -43,8 +44,7 @@ class KVCacheManager:
     def hash_prompt(self, request: Request, cache_salt: str | None) -> None:
         """Hash the prompt's full blocks when the request arrives: no step should have work that grows with a prompt."""
         if self.enable_prefix_caching:
-            salt = b"none" if cache_salt is None else b"salt" + cache_salt.encode()
-            request.root_hash = sha256(salt).digest()
+            request.root_hash = root_hash(cache_salt)
             self._hash_blocks(request, request.num_prompt_tokens // self.block_size)
 
     def try_admit(self, request: Request, *, reserve: int) -> bool:
@@ -121,13 +121,24 @@ class KVCacheManager:
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
         """Hash the leading blocks that are not hashed yet."""
         hashes = request.block_hashes
-        start = len(hashes)
-        if start >= num_blocks:
-            return
-        size = self.block_size
-        data = array("q", request.token_ids[start * size : num_blocks * size]).tobytes()
-        stride = size * 8
-        parent = hashes[-1] if hashes else request.root_hash
-        for offset in range(0, len(data), stride):
-            parent = sha256(parent + data[offset : offset + stride]).digest()
-            hashes.append(parent)
+        size, start = self.block_size, len(hashes)
+        if start < num_blocks:
+            parent = hashes[-1] if hashes else request.root_hash
+            hashes += hash_blocks(parent, request.token_ids[start * size : num_blocks * size], size)
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """What the chain of a sequence's block hashes begins with."""
+    salt = b"none" if cache_salt is None else b"salt" + cache_salt.encode()
+    return sha256(salt).digest()
+
+
+def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The chain's next hashes, one a full block. parent: hash of what comes before `token_ids`."""
+    data = array("q", token_ids).tobytes()
+    stride = block_size * 8
+    hashes = []
+    for offset in range(0, len(data) - stride + 1, stride):
+        parent = sha256(parent + data[offset : offset + stride]).digest()
+        hashes.append(parent)
+    return hashes

@@ -97,8 +97,11 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class StepOutputs(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
+    """replica: which one's step it was, where there are several (filled in by their client)."""
+
     outputs: list[RequestOutput] = []
     stats: EngineStats | None = None
+    replica: int = 0
 
 
 class UtilityResult(msgspec.Struct, tag="result", kw_only=True, omit_defaults=True):

@@ -29,6 +29,7 @@ def create_app(
     tokenizer: Tokenizer | None,
     settings: ServerSettings,
     *,
+    num_replicas: int = 1,
     on_engine_death: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """The application for an engine that is ready. Its lifespan reads the engine's outputs and shuts the engine down at the end.
@@ -38,6 +39,8 @@ def create_app(
     inputs = InputProcessor(tokenizer, client.info)
     metrics = Metrics(settings.served_model_names[0])
     metrics.describe_engine(client.info)
+    if num_replicas > 1:
+        metrics.describe_replicas(num_replicas)
     engine = AsyncEngine(client, inputs, metrics, max_in_flight=settings.max_in_flight, on_death=on_engine_death)
 
     @asynccontextmanager

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 class EngineClient(Protocol):
     """A connection to an engine process. Every method raises `EngineDeadError` with one sentence once the engine is dead."""
 
+    dead_reason: str | None  # set once the engine, or a replica of it, is dead
+
     @property
     def info(self) -> EngineInfo: ...
 
@@ -189,11 +191,10 @@ class AsyncEngine:
     async def shutdown(self, *, drain: bool = True) -> None:
         """Stop the engine and the reading of its outputs."""
         self.draining = True
-        if self.dead_reason is None:
-            try:
-                await self.client.shutdown(drain=drain)
-            except Exception as error:  # it may die while it is told to stop
-                logger.warning("The engine did not shut down cleanly: %s", error)
+        try:
+            await self.client.shutdown(drain=drain)
+        except Exception as error:  # it may die while it is told to stop
+            logger.warning("The engine did not shut down cleanly: %s", error)
         if self._reader is not None:
             self._reader.cancel()
         self._processor.end_all("abort")
@@ -217,7 +218,9 @@ class AsyncEngine:
                 if to_abort:
                     self._send(self.client.abort(to_abort))
                 if step.stats is not None:
-                    self.metrics.observe_step(step.stats)
+                    self.metrics.observe_step(step.stats, step.replica)
+                if self.client.dead_reason is not None:
+                    self._refuse(self.client.dead_reason)  # what other replicas run goes on
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -227,14 +230,18 @@ class AsyncEngine:
                 self._die(EngineDeadError("The engine ended its outputs."))
 
     def _die(self, error: Exception) -> None:
-        if self.dead_reason is not None:
-            return
-        self.dead_reason = str(error) or "The engine died."
-        logger.error("The engine is dead: %s", self.dead_reason)
+        reason = str(error) or "The engine died."
         self.now = time.monotonic()
-        self._processor.end_all("error", error=self.dead_reason)
-        if self._on_death is not None:
-            self._on_death(self.dead_reason)
+        self._processor.end_all("error", error=reason)
+        self._refuse(reason)
+
+    def _refuse(self, reason: str) -> None:
+        """Take no more requests, for ever."""
+        if self.dead_reason is None:
+            self.dead_reason = reason
+            logger.error("The engine is dead: %s", reason)
+            if self._on_death is not None:
+                self._on_death(reason)
 
     def _send(self, message: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._quietly(message))

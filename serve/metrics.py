@@ -25,6 +25,14 @@ _ENGINE_COUNTERS = {
     "num_preemptions": "Requests put back to be computed again.",
     "padded_tokens": "Tokens computed only to fill up to a captured size.",
 }
+_REPLICA_GAUGES = {
+    "num_running": ("num_requests_running", "Requests in a replica's running batch."),
+    "num_waiting": ("num_requests_waiting", "Requests that wait to run on a replica."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "Part of a replica's KV cache in use, 0 to 1."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in a replica's prefix cache since it started."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in a replica's prefix cache since it started."),
+    "num_preemptions": ("num_preemptions", "Requests that a replica put back since it started."),
+}
 _STAGE = "stages."  # prefix of the stages' seconds in the compile report
 _PASS_GAUGES = {
     "matched": "Places of the model that a graph pass rewrote.",
@@ -50,7 +58,8 @@ class Metrics:
         disable_created_metrics()  # a second series for every counter that no dashboard asks for
         self.registry = CollectorRegistry()
         self._model = model_name
-        self._last = EngineStats()
+        self._last: dict[int, EngineStats] = {}  # by replica
+        self._replica_gauges: dict[str, Gauge] = {}
         self._running = self._gauge("num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.")
@@ -142,18 +151,32 @@ class Metrics:
         if clocks:
             self._success.labels(self._model, "abort").inc(len(clocks))
 
-    def observe_step(self, stats: EngineStats) -> None:
-        """Record the engine's state after a step."""
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_cache_usage)
+    def describe_replicas(self, count: int) -> None:
+        """Publish each replica's state as well, under `replica_…`; the other metrics are of all together."""
+        self._replica_gauges = {
+            name: Gauge(PREFIX + "replica_" + metric, text, [_LABEL, "replica"], registry=self.registry)
+            for name, (metric, text) in _REPLICA_GAUGES.items()
+        }
+        for replica in range(count):
+            self._last[replica] = EngineStats()
+            self._describe_replica(replica, self._last[replica])
+
+    def observe_step(self, stats: EngineStats, replica: int = 0) -> None:
+        """Record an engine's state after a step."""
+        before = self._last.get(replica, EngineStats())
+        self._last[replica] = stats
+        everyone = self._last.values()
+        self._running.set(sum(one.num_running for one in everyone))
+        self._waiting.set(sum(one.num_waiting for one in everyone))
+        self._kv_usage.set(sum(one.kv_cache_usage for one in everyone) / len(everyone))
         if stats.step_tokens:
             self._step_tokens.observe(stats.step_tokens)
         for name, counter in self._engine_counters.items():
-            counter.inc(max(0, getattr(stats, name) - getattr(self._last, name)))
-        self._host_gap.inc(max(0.0, stats.host_gap_seconds - self._last.host_gap_seconds))
-        self._count_replays(stats.graph_replays)
-        self._last = stats
+            counter.inc(max(0, getattr(stats, name) - getattr(before, name)))
+        self._host_gap.inc(max(0.0, stats.host_gap_seconds - before.host_gap_seconds))
+        for mode, total in stats.graph_replays.items():
+            self._replays.labels(self._model, mode).inc(max(0, total - before.graph_replays.get(mode, 0)))
+        self._describe_replica(replica, stats)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -168,11 +191,9 @@ class Metrics:
         if delta.prefill_seconds is not None:
             self._prefill.observe(delta.prefill_seconds)
 
-    def _count_replays(self, replays: Mapping[str, int]) -> None:
-        for mode, total in replays.items():
-            new = total - self._last.graph_replays.get(mode, 0)
-            if new > 0:
-                self._replays.labels(self._model, mode).inc(new)
+    def _describe_replica(self, replica: int, stats: EngineStats) -> None:
+        for name, gauge in self._replica_gauges.items():
+            gauge.labels(self._model, str(replica)).set(getattr(stats, name))
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(PREFIX + name, text, [_LABEL], registry=self.registry).labels(self._model)

@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from runtime.config import EngineConfig
+from runtime.data_parallel import DataParallelClient, make_client
 from runtime.engine_client import AsyncEngineClient, EngineStartError
 from runtime.messages import EngineInfo
 from runtime.tokenizer import Tokenizer, load_generation_defaults, load_tokenizer
@@ -72,7 +73,8 @@ def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerS
         changes["default_sampling"] = load_generation_defaults(config.model.path)
     scheduler = config.scheduler
     if settings.max_in_flight is None and scheduler.max_waiting is not None:
-        changes["max_in_flight"] = scheduler.max_num_seqs + scheduler.max_waiting
+        per_replica = scheduler.max_num_seqs + scheduler.max_waiting
+        changes["max_in_flight"] = per_replica * config.parallel.data_parallel_size
     return replace(settings, **changes)  # type: ignore[arg-type]
 
 
@@ -114,7 +116,7 @@ async def _serve(
     on_stage: StageCallback | None,
     on_ready: Callable[[str, EngineInfo], None] | None,
 ) -> int:
-    client = AsyncEngineClient(config) if on_stage is None else AsyncEngineClient(config, on_stage=on_stage)
+    client = make_client(config, on_stage)
     with _Signals() as signals:
         starting = asyncio.create_task(_start(client, config, settings))
         await _wait_any(starting, signals.stop)
@@ -129,7 +131,9 @@ async def _serve(
             died.append(reason)
             signals.stop.set()
 
-        app = create_app(client, tokenizer, settings, on_engine_death=on_death)
+        app = create_app(
+            client, tokenizer, settings, num_replicas=config.parallel.data_parallel_size, on_engine_death=on_death
+        )
         server = _Server(_uvicorn_config(app, settings))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
@@ -142,7 +146,7 @@ async def _serve(
 
 
 async def _start(
-    client: AsyncEngineClient, config: EngineConfig, settings: ServerSettings
+    client: AsyncEngineClient | DataParallelClient, config: EngineConfig, settings: ServerSettings
 ) -> tuple[Tokenizer | None, ServerSettings]:
     """Start the engine and read the tokenizer meanwhile; the first problem of either ends both."""
     engine = asyncio.create_task(client.start())

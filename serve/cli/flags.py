@@ -15,11 +15,12 @@ from serve.cli.output import run_command
 
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
-MODEL_PANEL, CACHE_PANEL, SCHEDULER_PANEL, COMPILER_PANEL, DEVICE_PANEL = (
+MODEL_PANEL, CACHE_PANEL, SCHEDULER_PANEL, COMPILER_PANEL, PARALLEL_PANEL, DEVICE_PANEL = (
     "Model",
     "KV cache and prefix cache",
     "Scheduler",
     "Compiler",
+    "Ranks and replicas",
     "Device",
 )
 
@@ -193,6 +194,31 @@ def engine_flags(
         bool,
         typer.Option("--no-cache", help="Neither read nor keep artifacts.", rich_help_panel=COMPILER_PANEL),
     ] = False,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size",
+            "-tp",
+            help="Ranks that share the model's tensors, each on a device of its own.",
+            rich_help_panel=PARALLEL_PANEL,
+        ),
+    ] = 1,
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--data-parallel-size",
+            "-dp",
+            help="Replicas of the model, each with ranks, scheduler and KV cache of its own (serve only).",
+            rich_help_panel=PARALLEL_PANEL,
+        ),
+    ] = 1,
+    distributed_executor_backend: Annotated[
+        Literal["mp", "ray"] | None,
+        typer.Option(
+            help="Who starts the ranks: mp, child processes; ray, a Ray cluster. By default mp where there are several.",
+            rich_help_panel=PARALLEL_PANEL,
+        ),
+    ] = None,
     device: Annotated[
         Device,
         typer.Option(help="auto: CUDA where there is one.", rich_help_panel=DEVICE_PANEL),
@@ -202,7 +228,11 @@ def engine_flags(
         typer.Option(help="By default the first that supports the model and device.", rich_help_panel=DEVICE_PANEL),
     ] = None,
     num_threads: Annotated[
-        int | None, typer.Option(help="CPU threads of the engine; every core by default.", rich_help_panel=DEVICE_PANEL)
+        int | None,
+        typer.Option(
+            help="CPU threads of a rank; by default its share of the cores.",
+            rich_help_panel=DEVICE_PANEL,
+        ),
     ] = None,
 ) -> dict[str, Any]:
     """The arguments of `runtime.options.make_engine_config` that the flags stand for."""
@@ -234,6 +264,9 @@ def engine_flags(
         "cache_dir": cache_dir,
         "artifact_dir": artifact,
         "use_cache": not no_cache,
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": data_parallel_size,
+        "distributed_executor_backend": distributed_executor_backend,
         "device": device,
         "attention_backend": attention_backend,
         "num_threads": num_threads,

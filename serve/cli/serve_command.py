@@ -112,7 +112,10 @@ def serve_command(
         def on_ready(url: str, info: EngineInfo) -> None:
             stages.close()
             seconds = time.perf_counter() - started
-            where = f"{info.device}, {info.dtype}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
+            ranks, replicas = config.num_ranks, config.parallel.data_parallel_size
+            where = f"{replicas} replicas, each " if replicas > 1 else ""
+            where += f"{ranks} × " if ranks > 1 else ""
+            where += f"{info.device}, {info.dtype}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
             error_console().print(f"[bold]Serving {settings.served_model_names[0]} on {url}[/bold]  [dim]{where}[/dim]")
             error_console().print(f"[dim]ready after {seconds:.1f} s; API page at {url}/docs; Ctrl-C stops[/dim]")
             if enable_graphs:

@@ -29,7 +29,8 @@ ENGINE_FLAGS = {
     "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--scheduling-policy",
     "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass", "--pass",
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--cache-dir",
-    "--artifact", "--no-cache", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
+    "--artifact", "--no-cache", "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp",
+    "--distributed-executor-backend", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
 }  # fmt: skip
 
 # A flag that disappears or changes its name breaks somebody's script: this list is changed on purpose only.

@@ -42,7 +42,7 @@ class FakeEngineClient:
         self.steps = 0
         self.hold = asyncio.Event()
         self.hold.set()
-        self.dead: str | None = None
+        self.dead_reason: str | None = None
         self.answers_ping = True
         self.stopped = False
         self.fail_requests: str | None = None
@@ -77,7 +77,7 @@ class FakeEngineClient:
 
     def die(self, reason: str) -> None:
         """The engine process ends, as `outputs` and every later call will tell."""
-        self.dead = reason
+        self.dead_reason = reason
         self.hold.set()
         self._wake.set()
 
@@ -130,8 +130,8 @@ class FakeEngineClient:
         return TokenLogprobs([token, *others], [-0.5] + [-0.5 - offset for offset in range(count)], 1)
 
     def _check(self) -> None:
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)
 
 
 def says(tokenizer: Tokenizer, text: str, *, end: bool = True) -> Script:

@@ -2,7 +2,7 @@
 
 What it does beyond answering steps is in the environment variable FAKE_WORKER, as JSON: "device" ("cpu" or "cuda"), "record" (a folder
 where each rank writes down its steps), and "load", "step" and "result": {rank: what}, where what is "mistake", "error", "kill", or
-"hang". Steps and results do it at step 3.
+"hang". Steps and results do it at step 3. "pause": seconds that every step takes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from typing import Any
 import pytest
 
 from runtime.config import EngineConfig, Rank
+from runtime.engine_process import BOOT_CODE as ENGINE_CODE
 from runtime.rank_process import BOOT_CODE
 from runtime.schedule import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
 
-FAKE_BOOT_CODE = BOOT_CODE.replace(
-    "from runtime.rank_process",
-    "import tests.support.fake_worker\nsys.modules['runtime.worker'] = tests.support.fake_worker\nfrom runtime.rank_process",
+_FAKE = "import tests.support.fake_worker\nsys.modules['runtime.worker'] = tests.support.fake_worker\n"
+FAKE_BOOT_CODE = BOOT_CODE.replace("from runtime.rank_process", _FAKE + "from runtime.rank_process")
+FAKE_ENGINE_CODE = ENGINE_CODE.replace(
+    "from runtime.engine_process",
+    _FAKE
+    + "import runtime.distributed_executor\n"
+    + "runtime.distributed_executor.BOOT_CODE = tests.support.fake_worker.FAKE_BOOT_CODE\n"
+    + "from runtime.engine_process",
 )
 
 
 def use_fake_workers(monkeypatch: pytest.MonkeyPatch, **instructions: Any) -> None:
+    """In rank processes, and in engine processes that have one rank."""
     monkeypatch.setattr("runtime.distributed_executor.BOOT_CODE", FAKE_BOOT_CODE)
+    monkeypatch.setattr("runtime.engine_client.BOOT_CODE", FAKE_ENGINE_CODE)
     monkeypatch.setenv("FAKE_WORKER", json.dumps(instructions))
 
 
@@ -49,13 +57,14 @@ class Worker:
     def __init__(self, config: EngineConfig, rank: Rank, on_stage: Callable[[str, float, str], None]) -> None:
         self._orders = json.loads(os.environ["FAKE_WORKER"])
         self._rank = rank.index
+        self.runner = None
         self._idle_work = 2
         self.device = SimpleNamespace(type=self._orders.get("device", "cpu"))
         on_stage("load", 0.5, f"by rank {rank.index}")
         self._obey("load")
         self.info = WorkerInfo(
-            num_blocks=100 - 10 * rank.index, device_type=self.device.type, device="fake", dtype="float32", max_model_len=64,
-            vocab_size=50, compile_report={},
+            num_blocks=100 - 10 * rank.index, device_type=self.device.type, device="fake", dtype="float32", max_model_len=256,
+            vocab_size=320, compile_report={},
         )  # fmt: skip
 
     def start(self, num_blocks: int) -> None:
@@ -65,6 +74,7 @@ class Worker:
         if folder := self._orders.get("record"):
             with (Path(folder) / str(self._rank)).open("a") as file:
                 file.write(f"{scheduled.step} {sorted(scheduled.num_scheduled_tokens)}\n")
+        time.sleep(self._orders.get("pause", 0))
         is_third = scheduled.step == 3
         if is_third:
             self._obey("step")

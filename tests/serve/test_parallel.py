@@ -1,0 +1,107 @@
+"""Servers of several processes: what a client sees of ranks and replicas, and that a death leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.processes import children, is_running, wait_until
+from tests.support.server_process import ServerProcess
+
+OPTIONS = ("--port", "0", "--dtype", "float32", "--device", "cpu", "--max-model-len", "512", "--max-num-seqs", "32")
+THREADS = ("--num-threads", "1")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the server's processes put their sockets; nothing may be left there, nor in shared memory."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    shared = set(os.listdir("/dev/shm"))
+    yield folder
+    assert [path.name for path in folder.iterdir() if path.name.startswith("cas-")] == []
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def descendants(pid: int) -> list[int]:
+    found = children(pid)
+    return found + [further for child in found for further in descendants(child)]
+
+
+class Streams:
+    """Completions that run at the same time; `texts` grow while they do, `ends` are the last events."""
+
+    def __init__(self, server: ServerProcess, count: int, **body: Any) -> None:
+        self.texts = [""] * count
+        self.ends: list[Any] = [None] * count
+        self._server, self._body = server, body
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), self._server.output
+
+    def _run(self, index: int) -> None:
+        body = {"prompt": f"{index} is one", "stream": True, "temperature": 0, "ignore_eos": True, **self._body}
+        with self._server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    self.ends[index] = self.ends[index] or data
+                elif data and "error" in (event := json.loads(data)):
+                    self.ends[index] = event["error"]
+                elif data:
+                    self.texts[index] += event["choices"][0]["text"]
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.wait()
+
+
+def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llama_dir: Path, temporary: Path) -> None:
+    with started(str(tiny_llama_dir), *OPTIONS, *THREADS, "--enforce-eager", "-dp", "2") as server:
+        engines = server.engine_pids()
+        assert len(engines) == 2
+        assert "2 replicas, each cpu, float32" in server.output
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+            streams = Streams(server, 8, max_tokens=400)
+            wait_until(lambda: all(streams.texts))
+            found = metrics(client)
+        label = f'model_name="{tiny_llama_dir}"'
+        assert found[f"cas:num_requests_running{{{label}}}"] == 8
+        for replica in "01":
+            assert found[f'cas:replica_num_requests_running{{{label},replica="{replica}"}}'] == 4
+        os.kill(engines[1], signal.SIGKILL)
+        streams.wait()
+        failed = [end for end in streams.ends if end != "[DONE]"]
+        assert len(failed) == 4
+        assert {end["message"] for end in failed} == {"Replica 1 of 2: The engine process was ended by signal 9."}
+        assert server.wait() == 1
+        assert "The engine is dead: Replica 1 of 2" in server.output
+        assert not any(map(is_running, engines))
