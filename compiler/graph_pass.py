@@ -165,6 +165,7 @@ class GraphPass(Protocol):
 
     name: str
     version: int
+    required: bool  # where its guard lets it run, there is no way without it
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
         """The reason why this pass has nothing to do in this compilation, or None to run it."""
@@ -188,6 +189,7 @@ class BasePass:
     name: str
     version: int = 1
     after: str | None = None
+    required: bool = False
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
         return None

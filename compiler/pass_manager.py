@@ -49,6 +49,8 @@ def run_passes(
     for graph_pass in passes:
         start = time.perf_counter()
         result, verification = _run_one(gm, graph_pass, ctx, disabled, verifier)
+        if isinstance(result, SkipReason) and graph_pass.required and graph_pass.guard(ctx) is None:
+            raise PassError(f"Pass {graph_pass.name} cannot be left out here: {result.sentence}.")
         record = PassRecord(
             name=graph_pass.name, version=graph_pass.version, seconds=time.perf_counter() - start, result=result,
             verification=verification,

@@ -3,7 +3,8 @@
 The graph that passes rewrite holds no data: weights are placeholders with a name, and a rewritten weight is an expression over
 the checkpoint's (`compiler.weights`). The verifier invents the checkpoint (views into one pool of random numbers, so that a deep
 model costs no more memory than its largest weight), evaluates the expressions, and interprets the graph node by node with every
-floating dtype widened to float64. What remains of a difference is the pass's, not rounding's.
+floating dtype widened to float64. What remains of a difference is the pass's, not rounding's. A graph that was sharded runs for
+all its ranks side by side, so that its collectives need no other process.
 
 A pass may round by design. What it does to a weight it says itself (`round_weight`), and the verifier then invents a checkpoint
 of weights that this leaves as they are; activations are not rounded here (`EXACT`). All but the rounding is compared as closely.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +25,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from compiler.compat import node_source_line
-from compiler.graph_pass import GraphPass, PassContext, PassResult, SkipReason
+from compiler.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
 from compiler.weights import WeightTable
 from custom_ops.attention import AttentionMetadata, attention_metadata
 from custom_ops.attention_torch import TorchAttention
+from custom_ops.collectives import REFERENCES
 from custom_ops.library import OPS, OpKind
 from custom_ops.quantization import LARGEST
 from custom_ops.quantized_linear import exact_quantized_linear
@@ -88,6 +90,7 @@ class PassVerifier:
     seed: int = 0
     _before: _Outcome | None = None
     _rounding: Rounding | None = None
+    _kv_heads: dict[str, int] = field(default_factory=dict)  # of the whole caches
 
     def run(
         self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext
@@ -98,7 +101,8 @@ class PassVerifier:
         if rounding is not None:
             self._before, self._rounding = None, rounding
         if self._before is None:
-            self._before = self._evaluate(gm, ctx.weights)
+            self._kv_heads = self._kv_heads or kv_heads(gm)
+            self._before = self._evaluate(gm, ctx)
         text, undo = str(gm.graph), ctx.checkpoint(gm)
         result: PassResult | None = None
         try:
@@ -106,8 +110,10 @@ class PassVerifier:
             gm.graph.lint()
             if str(gm.graph) == text:
                 return result, Verification(tolerance=tolerance)
-            after = self._evaluate(gm, ctx.weights)
+            after = self._evaluate(gm, ctx)
             verification = compare(self._before, after, tolerance)
+        except PassError:
+            raise
         except Exception as error:
             what = "it raised" if result is None else "the graph that it left does not run:"
             reason = f"{what} {type(error).__name__}: {error}".splitlines()[0]
@@ -121,8 +127,9 @@ class PassVerifier:
         log.error("pass %s failed its verification and is left out: %s", graph_pass.name, verification.reason)
         return SkipReason(sentence=f"failed its verification, {verification.reason}"), verification
 
-    def _evaluate(self, gm: GraphModule, weights: WeightTable) -> _Outcome:
-        return evaluate(gm, RandomWeights(weights, self.buffers, self.seed, self._rounding), self.seed)
+    def _evaluate(self, gm: GraphModule, ctx: PassContext) -> _Outcome:
+        weights = RandomWeights(ctx.weights, self.buffers, self.seed, self._rounding)
+        return evaluate(gm, weights, self.seed, num_ranks=ctx.tensor_parallel_size, whole_kv_heads=self._kv_heads)
 
 
 @dataclass(slots=True)
@@ -149,10 +156,10 @@ class RandomWeights:
         size = min(largest, LARGEST_POOL) + self._slack
         self._pool = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.05
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """The value of weight `name`, float64 where it is floating."""
+    def value(self, name: str, rank: int) -> torch.Tensor:
+        """The value of weight `name` on a rank, float64 where it is floating."""
         transform = self._weights[name]
-        return transform.fn(*(self.source(source) for source in transform.sources))
+        return transform.fn(*(self.source(source) for source in transform.sources), rank=rank)
 
     def source(self, name: str) -> torch.Tensor:
         """The invented checkpoint tensor `name`; the same in every run. Vectors (norms) lie around 1, scales of quantized weights
@@ -178,36 +185,84 @@ class RandomWeights:
         return self._pool.as_strided((rows, columns), (stride, 1), offset).unflatten(1, shape[1:])
 
 
-def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0) -> _Outcome:
+@dataclass(slots=True)
+class _Rank:
+    """One rank's values while the graph is interpreted; weights are made where they are first read."""
+
+    rank: int
+    inputs: dict[str, Any]
+    weights: RandomWeights
+    values: dict[Node, Any] = field(default_factory=dict)
+
+    def value_of(self, node: Node) -> Any:
+        if node not in self.values:
+            weight = node.meta.get("weight")
+            value = self.inputs[_input_name(node)] if weight is None else self.weights.value(weight, self.rank)
+            self.values[node] = value
+        return self.values[node]
+
+
+def kv_heads(gm: GraphModule) -> dict[str, int]:
+    """Number of heads in each KV cache of a graph, by the cache's name."""
+    caches = [n for n in gm.graph.find_nodes(op="placeholder") if n.meta.get("input", "").startswith("kv_cache.")]
+    return {node.meta["input"]: node.meta["example_value"].shape[2] for node in caches}
+
+
+def evaluate(
+    gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_ranks: int = 1,
+    whole_kv_heads: Mapping[str, int] | None = None,
+) -> _Outcome:  # fmt: skip
     """Interpret a whole-model graph in float64 on a step of two sequences, one behind a filled cache, one from its start.
 
-    Weights are made where they are first read and dropped after their last reader.
+    num_ranks: that a graph with collectives is made for; all of them run side by side, node by node. whole_kv_heads: heads of
+    the caches before they were sharded. Split ops and caches of all ranks are joined, as one rank would have them.
     """
-    inputs = _step_inputs(gm, seed)
-    outcome, values = _Outcome(), dict[Node, Any]()
-    metadata = _step_metadata(inputs)
+    if not any(node.target in REFERENCES for node in gm.graph.nodes):
+        num_ranks = 1
+    local_heads = kv_heads(gm)
+    whole_heads = local_heads if num_ranks == 1 or whole_kv_heads is None else whole_kv_heads
+    inputs = _step_inputs(gm, seed, whole_heads)
+    ranks = []
+    for number in range(num_ranks):
+        own_heads = {
+            name: inputs[name].narrow(2, number * whole // num_ranks, local_heads[name]).clone()
+            for name, whole in whole_heads.items()
+        }
+        ranks.append(_Rank(rank=number, inputs={**inputs, **own_heads}, weights=weights))
+    outcome = _Outcome()
     last_user = {user_input: node for node in gm.graph.nodes for user_input in node.all_input_nodes}
-
-    def value_of(node: Node) -> Any:
-        if node not in values:
-            values[node] = weights[node.meta["weight"]] if "weight" in node.meta else inputs[_input_name(node)]
-        return values[node]
-
-    with attention_metadata(metadata), torch.no_grad():
+    with attention_metadata(_step_metadata(inputs)), torch.no_grad():
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 continue
             if node.op == "output":
-                outcome.result = value_of(node.args[0][0])
+                results = [rank.value_of(node.args[0][0]) for rank in ranks]
+                assert all(result.equal(results[0]) for result in results), "the ranks come to different results"
+                outcome.result = results[0]
                 continue
-            values[node] = _call(node, value_of)
+            if node.target in REFERENCES:
+                wholes = _across_ranks(node, ranks)
+            else:
+                wholes = [_call(node, rank.value_of) for rank in ranks]
+            for rank, value in zip(ranks, wholes, strict=True):
+                rank.values[node] = value
             if _is_split_point(node):
-                outcome.sites.append((node, values[node].flatten(1)))
+                outcome.sites.append((node, torch.cat([rank.values[node].flatten(1) for rank in ranks], dim=1)))
             for read in node.all_input_nodes:
                 if last_user[read] is node:
-                    values.pop(read, None)
-    outcome.caches = {name: value for name, value in inputs.items() if name.startswith("kv_cache.")}
+                    for rank in ranks:
+                        rank.values.pop(read, None)
+    for name, whole in whole_heads.items():
+        step = max(1, num_ranks // whole)  # ranks that keep the same heads
+        outcome.caches[name] = torch.cat([rank.inputs[name] for rank in ranks[::step]], dim=2)
     return outcome
+
+
+def _across_ranks(node: Node, ranks: Sequence[_Rank]) -> list[Any]:
+    """A collective's result on each rank."""
+    parts = [rank.value_of(node.all_input_nodes[0]) for rank in ranks]
+    others = [ranks[0].value_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
+    return [REFERENCES[node.target](parts, *others)] * len(ranks)
 
 
 def compare(before: _Outcome, after: _Outcome, tolerance: float) -> Verification:
@@ -247,8 +302,8 @@ def _site_error(node: str, source: str, reference: torch.Tensor, value: torch.Te
     return SiteError(node=node, source=source, max_error=error, relative_error=relative)
 
 
-def _step_inputs(gm: GraphModule, seed: int) -> dict[str, Any]:
-    """The step's arguments by name; symbolic lengths under their symbol's name."""
+def _step_inputs(gm: GraphModule, seed: int, heads: Mapping[str, int]) -> dict[str, Any]:
+    """The step's arguments by name; symbolic lengths under their symbol's name. heads: of the caches."""
     generator = torch.Generator().manual_seed(seed + 1)
     inputs: dict[str, Any] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -257,7 +312,8 @@ def _step_inputs(gm: GraphModule, seed: int) -> dict[str, Any]:
             continue
         name = node.meta["input"]
         if name.startswith("kv_cache."):
-            inputs[name] = torch.randn(fake.shape, generator=generator, dtype=torch.float64)
+            shape = (*fake.shape[:2], heads[name], *fake.shape[3:])
+            inputs[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
             continue
         length = ROWS if name == "logits_indices" else sum(NEW)
         inputs[str(fake.shape[0])] = length

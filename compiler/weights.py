@@ -110,6 +110,13 @@ def select(part: Expression, source: torch.Tensor, *, rank: int) -> torch.Tensor
     return _evaluate(part, {source_of(part): source}, rank)
 
 
+def depends_on_rank(expression: Expression) -> bool:
+    """Whether an expression's value differs from rank to rank."""
+    if not isinstance(expression, tuple):
+        return False
+    return expression[0] in _BY_RANK or any(depends_on_rank(argument) for argument in expression[1:])
+
+
 def _is_selection(expression: Expression) -> bool:
     return isinstance(expression, tuple) and expression[0] in _BY_RANK and isinstance(expression[1], str)
 

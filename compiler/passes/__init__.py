@@ -4,11 +4,12 @@
 2. drop_batch_axis      a model written for batches computes on [tokens, …]
 3. eliminate_noops      views, casts and dropouts that change nothing
 4. lift_norms           an RMSNorm written out in simple ops becomes one op
-5. merge_linears        linears over the same input become one (QKV, gate/up)
-6. select_rows_early    the last layer computes only the rows whose logits are wanted
-7. fuse_rope_attention  QK-norm + RoPE + KV write + attention become one op between the pieces
-8. quantize_linears     linears over weights of 8 bits, where that is asked for
-9. fuse_linears         RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+5. tensor_parallel      weights are cut over the ranks that share the model, collectives are put in
+6. merge_linears        linears over the same input become one (QKV, gate/up)
+7. select_rows_early    the last layer computes only the rows whose logits are wanted
+8. fuse_rope_attention  QK-norm + RoPE + KV write + attention become one op between the pieces
+9. quantize_linears     linears over weights of 8 bits, where that is asked for
+10. fuse_linears        RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from compiler.passes.lift_norms import LiftNorms
 from compiler.passes.merge_linears import MergeLinears
 from compiler.passes.quantize_linears import QuantizeLinears
 from compiler.passes.select_rows_early import SelectRowsEarly
+from compiler.passes.tensor_parallel import TensorParallel
 
 
 def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
     """The passes of every compilation, in the order in which they run; None: with a config's defaults."""
     config = config or CompileConfig()
     return (
-        Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), MergeLinears(), SelectRowsEarly(),
+        Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), TensorParallel(), MergeLinears(), SelectRowsEarly(),
         FuseRopeAttention(), QuantizeLinears(config.quantization, config.quantization_exclude), FuseLinears(),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+import custom_ops.collectives  # noqa: F401 (defines the op)
 from compiler.graph_pass import (
     BasePass,
     NearMiss,
@@ -29,11 +30,13 @@ from compiler.graph_pass import (
 ROW_WISE = (
     F.linear, torch.rms_norm, F.layer_norm, F.silu, F.gelu, F.relu, torch.add, torch.sub, torch.mul, torch.div, torch.neg,
     torch.pow, torch.square, torch.rsqrt, torch.tanh, torch.sigmoid, torch.split, torch.chunk, torch.Tensor.to,
+    torch.ops.cas.all_reduce.default,
 )  # fmt: skip
 
 
 class SelectRowsEarly(BasePass):
     name = "select_rows_early"
+    version = 2
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []
