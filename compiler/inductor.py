@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +79,33 @@ def compile_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Comp
     return CompiledPiece(run=compiled.current_callable, source=compiled.source_code)
 
 
+def import_inductor() -> None:
+    """Import what `compile_piece` will need: a second that may lie where the caller waits for something else anyway."""
+    import torch._inductor.compile_fx
+    import torch._inductor.decomposition
+    import torch._inductor.lowering  # noqa: F401
+
+
+@contextmanager
+def prepared(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None]]:
+    """Beside the block, find out which instruction set Inductor's CPU kernels are for; yields a function that waits for the answer.
+
+    The C++ compiler takes seconds for it, in a process of its own. work_dir: gets the test libraries; where they lie beside a piece's
+    kernels, loading it builds none again.
+    """
+    import_inductor()
+    if device.type != "cpu":
+        yield lambda: None
+        return
+
+    def find() -> None:
+        with _cache_dir(work_dir):
+            _try_one_instruction_set()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="instruction-set") as threads:
+        yield threads.submit(find).result
+
+
 def load_pieces(sources: Mapping[str, str], work_dir: Path) -> dict[str, CompiledPiece]:
     """Load pieces from their generated modules' text; kernels are taken from `work_dir` where they are there, else built again.
 
@@ -86,6 +115,7 @@ def load_pieces(sources: Mapping[str, str], work_dir: Path) -> dict[str, Compile
 
     loaded = {}
     with _cache_dir(work_dir), config.patch({**OPTIONS, "compile_threads": 1}):
+        _try_one_instruction_set()
         for piece, source in sources.items():
             module = types.ModuleType(f"compiled_piece_{piece}")
             module.__file__ = str(work_dir / f"{piece}.py")
@@ -126,6 +156,21 @@ def _allow_fallback_of_our_ops() -> None:
 
     for name in OPS:
         lowering.FALLBACK_ALLOW_LIST.add(name)
+
+
+def _try_one_instruction_set() -> None:
+    """Leave on Inductor's list the best instruction set that works: it uses that one, but would try them all.
+
+    A trial builds and loads a test library and takes as long as a kernel; a CPU with AVX-512 has 7.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    candidates = cpu_vec_isa.supported_vec_isa_list
+    if len(candidates) == 1 or platform.machine() != "x86_64" or "ATEN_CPU_CAPABILITY" in os.environ:
+        return
+    present = cpu_vec_isa.x86_isa_checker()
+    works = (isa for isa in candidates if all(flag in present for flag in str(isa).split()) and isa)
+    candidates[:] = [best] if (best := next(works, None)) else []
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from compiler.dump import Dump
 from compiler.environment import op_versions, piece_fields, plan_fields, toolchain_fields
 from compiler.fingerprint import normalized_text
 from compiler.graph_pass import GraphPass, PassContext, PassError, SkipReason
-from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_pieces
+from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_pieces, prepared
 from compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 PLAN, FORWARD = "plan.json", "forward.py"  # files of a plan's artifact
 SOURCE, GRAPH, KERNELS = "piece.py", "graph.txt", "kernels"  # files of a piece's
+TRIALS = "trials"  # in the work folder: what Inductor tried the C++ compiler with
 CAPTURE_BLOCKS, CAPTURE_BLOCK_SIZE = 8, 16  # of the caches that the graph is captured with; no piece sees them
 
 
@@ -169,8 +170,14 @@ class _Compilation:
         return plan, join
 
     def _make(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, JoinPieces]:
-        with no_garbage_collection():
-            plan, graphs, records = self._rewrite()
+        start = time.perf_counter()
+        with prepared(self.device, work_dir / TRIALS) as wait:
+            importing = time.perf_counter() - start
+            with no_garbage_collection():
+                plan, graphs, records = self._rewrite()
+            start = time.perf_counter()
+            wait()
+        self._stage("compile", importing + time.perf_counter() - start, "Inductor is imported")
         pieces, ops = {}, {}
         for number, (piece, gm) in enumerate(graphs.items(), start=1):
             start = time.perf_counter()
@@ -180,7 +187,7 @@ class _Compilation:
             if entry is not None:
                 made = _load_entries({piece: entry}, work_dir)[piece]
             else:
-                made = self._compile(gm, key_fields, work_dir / f"compile-{piece}")
+                made = self._compile(gm, key_fields, work_dir / f"compile-{piece}", work_dir / TRIALS)
             pieces[piece] = made.run
             how = "compiled" if entry is None else "loaded"
             if self.dump is not None:
@@ -261,8 +268,10 @@ class _Compilation:
             "options": asdict(self.config) | {"kernels": sorted(self.kernels)},
         }
 
-    def _compile(self, gm: GraphModule, key_fields: dict[str, Any], piece_dir: Path) -> CompiledPiece:
+    def _compile(self, gm: GraphModule, key_fields: dict[str, Any], piece_dir: Path, trials: Path) -> CompiledPiece:
         compiled = compile_piece(gm, self.device, piece_dir / KERNELS)
+        if trials.is_dir():
+            shutil.copytree(trials, piece_dir / KERNELS, dirs_exist_ok=True)
         shutil.rmtree(piece_dir / KERNELS / "locks", ignore_errors=True)
         self._put("piece", key_fields, {SOURCE: compiled.source, GRAPH: normalized_text(gm)}, piece_dir)
         return compiled
