@@ -21,6 +21,7 @@ from compiler.weights import TensorSpec, WeightTable
 from custom_ops.quantization import QuantizedWeight
 
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of logits wanted
+EXAMPLE_TOKENS, EXAMPLE_ROWS = 37, 5  # what they are while the graph is captured; nothing may depend on it
 
 
 class CaptureError(ValueError):
@@ -39,11 +40,11 @@ class CapturedGraph:
 
 def example_inputs(kv_cache_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Meta tensors of a step's arguments by name, in the order of `forward`; the caches are `kv_cache.0`, `kv_cache.1`, …"""
-    ids = {name: torch.empty(37, dtype=torch.int64, device="meta") for name in ("input_ids", "positions")}
+    ids = {name: torch.empty(EXAMPLE_TOKENS, dtype=torch.int64, device="meta") for name in ("input_ids", "positions")}
     caches = {
         f"kv_cache.{i}": torch.empty(shape, dtype=dtype, device="meta") for i, shape in enumerate(kv_cache_shapes)
     }
-    rows = torch.empty(5, dtype=torch.int64, device="meta")
+    rows = torch.empty(EXAMPLE_ROWS, dtype=torch.int64, device="meta")
     for tensor in ids.values():
         mark_token_dimension(tensor, TOKENS)
     mark_token_dimension(rows, ROWS)

@@ -66,9 +66,15 @@ def plan_fields(
     }
 
 
-def piece_fields(fingerprint: str, ops: dict[str, int], device: torch.device) -> dict[str, Any]:
-    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), and the toolchain."""
-    return {**toolchain_fields(device), "fingerprint": fingerprint, "ops": ops}
+def piece_fields(
+    fingerprint: str, ops: dict[str, int], device: torch.device, tokens: int | None = None
+) -> dict[str, Any]:
+    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), and the toolchain.
+
+    tokens: the only number of tokens that it takes, if it is a specialization.
+    """
+    size = {} if tokens is None else {"tokens": tokens}
+    return {**toolchain_fields(device), "fingerprint": fingerprint, "ops": ops, **size}
 
 
 def op_versions(gm: GraphModule) -> dict[str, int]:

@@ -23,6 +23,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiler.compat import fake_mode_with_symbols
+from compiler.plan import symbolic_lengths
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,13 @@ class CompiledPiece:
     source: str
 
 
-def compile_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> CompiledPiece:
+def compile_piece(
+    gm: GraphModule, device: torch.device, work_dir: Path, lengths: Mapping[str, int] | None = None
+) -> CompiledPiece:
     """Compile a functional piece for `device`, with its symbolic lengths anywhere in [1, MAX_TOKENS].
 
     gm: placeholders carry meta["example_value"]. work_dir: where Inductor leaves the files that it builds.
+    lengths: values of symbolic lengths, by name, that the piece is compiled for alone.
     Raises `PieceCompileError`.
     """
     from torch._inductor import config
@@ -63,7 +67,7 @@ def compile_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Comp
     from torch.fx.experimental.proxy_tensor import make_fx
 
     _allow_fallback_of_our_ops()
-    mode, arguments = fake_arguments(gm, device)
+    mode, arguments = fake_arguments(gm, device, lengths)
     tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
     with _cache_dir(work_dir), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS):
         try:
@@ -124,15 +128,17 @@ def load_pieces(sources: Mapping[str, str], work_dir: Path) -> dict[str, Compile
     return loaded
 
 
-def fake_arguments(gm: GraphModule, device: torch.device) -> tuple[Any, list[Any]]:
-    """(fake mode, fakes on `device` of the piece's inputs), with one fresh symbol for each of its symbolic lengths."""
+def fake_arguments(
+    gm: GraphModule, device: torch.device, lengths: Mapping[str, int] | None = None
+) -> tuple[Any, list[Any]]:
+    """(fake mode, fakes on `device` of the piece's inputs), with one fresh symbol for each of its symbolic lengths not in `lengths`."""
+    known = lengths or {}
     values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    lengths = [size for value in values for size in _lengths(value)]
-    names = list(dict.fromkeys(str(size) for size in lengths if isinstance(size, torch.SymInt)))
+    names = [name for name in symbolic_lengths(gm) if name not in known]
     mode, symbols = fake_mode_with_symbols(names, dict.fromkeys(names, MAX_TOKENS))
 
     def concrete(size: Any) -> Any:
-        return symbols[str(size)] if isinstance(size, torch.SymInt) else size
+        return {**symbols, **known}[str(size)] if isinstance(size, torch.SymInt) else size
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -142,10 +148,6 @@ def fake_arguments(gm: GraphModule, device: torch.device) -> tuple[Any, list[Any
 
     with mode:
         return mode, [fake(value) for value in values]
-
-
-def _lengths(value: Any) -> Sequence[Any]:
-    return value.shape if isinstance(value, torch.Tensor) else [value]
 
 
 def _allow_fallback_of_our_ops() -> None:

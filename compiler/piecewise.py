@@ -28,7 +28,7 @@ ASKED_BEFORE_CAPTURE = 3  # a size is captured once this many steps came with it
 
 def piecewise_unsupported_reason(model: object) -> str | None:
     """None when the model can be replayed piece by piece, else one sentence why not."""
-    if not all(hasattr(model, name) for name in ("plan", "pieces", "weights")):
+    if not all(hasattr(model, name) for name in ("plan", "pieces", "pieces_at", "weights")):
         return "the model is not compiled into pieces"
     return None
 
@@ -105,7 +105,7 @@ class PiecewiseGraphs:
     def _capture(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Sequence[torch.Tensor], stats: GraphStats
     ) -> _Captured:
-        plan, pieces = self._model.plan, self._model.pieces
+        plan, pieces = self._model.plan, self._model.pieces_at(input_ids.shape[0])
         static_ids, static_positions = input_ids.clone(), positions.clone()
         values: dict[str, Any] = {"input_ids": static_ids, "positions": static_positions}
         values |= {f"kv_cache.{i}": cache for i, cache in enumerate(kv_caches)}

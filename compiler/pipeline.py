@@ -35,7 +35,7 @@ from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_
 from compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
-from compiler.plan import ExecutionPlan, PieceStep, make_plan
+from compiler.plan import ExecutionPlan, PieceStep, make_plan, token_symbol
 from compiler.profile import profile_model
 from compiler.splitter import split
 from compiler.stitch import stitched_source
@@ -129,6 +129,7 @@ class _Compilation:
         self.report |= {
             "pieces": len([s for s in plan.steps if isinstance(s, PieceStep)]),
             "distinct_pieces": len(plan.pieces),
+            "sized_pieces": len(plan.token_pieces) * len(self.config.compile_sizes),
         }
         if self.dump is not None:
             self.dump.finish(self.report)
@@ -136,6 +137,7 @@ class _Compilation:
             spec=self.spec,
             plan=plan,
             join_pieces=join_pieces,
+            sizes=self.config.compile_sizes,
             device=self.device,
             report=self.report,
             work_dir=work_dir,
@@ -152,11 +154,11 @@ class _Compilation:
         stored = json.loads((entry.path / PLAN).read_text())
         plan, ops = ExecutionPlan.from_json(stored["plan"]), stored["ops"]
         entries = {}
-        for piece in plan.pieces:
-            piece_entry = self._get("piece", piece_fields(piece, ops[piece], self.device))
+        for piece, tokens in self._wanted(plan):
+            piece_entry = self._get("piece", piece_fields(piece, ops[piece], self.device, tokens))
             if piece_entry is None:
                 return None
-            entries[piece] = piece_entry
+            entries[plan.piece_at(piece, tokens)] = piece_entry
         self.report |= {"passes": stored["passes"], "artifact": "hit", "artifact_key": entry.key}
         threads = ThreadPoolExecutor(1, thread_name_prefix="load-pieces")
         loading = threads.submit(_load_timed, entries, work_dir)
@@ -174,25 +176,29 @@ class _Compilation:
         with prepared(self.device, work_dir / TRIALS) as wait:
             importing = time.perf_counter() - start
             with no_garbage_collection():
-                plan, graphs, records = self._rewrite()
+                plan, graphs, records, symbol = self._rewrite()
             start = time.perf_counter()
             wait()
         self._stage("compile", importing + time.perf_counter() - start, "Inductor is imported")
-        pieces, ops = {}, {}
-        for number, (piece, gm) in enumerate(graphs.items(), start=1):
+        pieces: dict[str, PieceCallable] = {}
+        ops = {piece: op_versions(gm) for piece, gm in graphs.items()}
+        for piece, tokens in self._wanted(plan):
             start = time.perf_counter()
-            ops[piece] = op_versions(gm)
-            key_fields = piece_fields(piece, ops[piece], self.device)
+            gm, name = graphs[piece], plan.piece_at(piece, tokens)
+            key_fields = piece_fields(piece, ops[piece], self.device, tokens)
             entry = self._get("piece", key_fields)
             if entry is not None:
-                made = _load_entries({piece: entry}, work_dir)[piece]
+                made = _load_entries({name: entry}, work_dir)[name]
             else:
-                made = self._compile(gm, key_fields, work_dir / f"compile-{piece}", work_dir / TRIALS)
-            pieces[piece] = made.run
+                lengths = None if tokens is None else {symbol: tokens}
+                made = self._compile(gm, lengths, key_fields, work_dir / f"compile-{name}", work_dir / TRIALS)
+            pieces[name] = made.run
             how = "compiled" if entry is None else "loaded"
             if self.dump is not None:
-                self.dump.compiled(piece, made.source, how, time.perf_counter() - start)
-            self._stage("compile", time.perf_counter() - start, f"{number} of {len(graphs)} distinct pieces {how}")
+                self.dump.compiled(piece, tokens, made.source, how, time.perf_counter() - start)
+            number = f"{plan.pieces.index(piece) + 1} of {len(graphs)} distinct pieces"
+            size = "" if tokens is None else f" for {tokens} tokens"
+            self._stage("compile", time.perf_counter() - start, f"{number}{size} {how}")
         passes = [_pass_row(record) for record in records]
         self.report |= {"passes": passes, "artifact": "made", "artifact_key": key_of(fields)}
         content = {
@@ -205,7 +211,13 @@ class _Compilation:
             self._profile(plan, graphs, pieces)
         return plan, lambda: pieces
 
-    def _rewrite(self) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord]]:
+    def _wanted(self, plan: ExecutionPlan) -> list[tuple[str, int | None]]:
+        """The distinct pieces, each for any number of tokens; then those that depend on it for each chosen number."""
+        sizes = self.config.compile_sizes
+        return [*((piece, None) for piece in plan.pieces), *((p, n) for n in sizes for p in plan.token_pieces)]
+
+    def _rewrite(self) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord], str]:
+        """→ the plan, a graph for each distinct piece, what the passes said, the name of the number of tokens in the graphs."""
         start = time.perf_counter()
         shapes = [
             (CAPTURE_BLOCKS, 2, kv.num_kv_heads, CAPTURE_BLOCK_SIZE, kv.head_dim) for kv in self.spec.kv_cache_specs
@@ -235,7 +247,7 @@ class _Compilation:
         self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
         if self.dump is not None:
             self.dump.split(plan, graphs)
-        return plan, graphs, records
+        return plan, graphs, records, token_symbol(captured.gm)
 
     def _profile(
         self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule], pieces: Mapping[str, PieceCallable]
@@ -268,8 +280,10 @@ class _Compilation:
             "options": asdict(self.config) | {"kernels": sorted(self.kernels)},
         }
 
-    def _compile(self, gm: GraphModule, key_fields: dict[str, Any], piece_dir: Path, trials: Path) -> CompiledPiece:
-        compiled = compile_piece(gm, self.device, piece_dir / KERNELS)
+    def _compile(
+        self, gm: GraphModule, lengths: dict[str, int] | None, key_fields: dict[str, Any], piece_dir: Path, trials: Path
+    ) -> CompiledPiece:
+        compiled = compile_piece(gm, self.device, piece_dir / KERNELS, lengths)
         if trials.is_dir():
             shutil.copytree(trials, piece_dir / KERNELS, dirs_exist_ok=True)
         shutil.rmtree(piece_dir / KERNELS / "locks", ignore_errors=True)

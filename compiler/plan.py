@@ -43,6 +43,11 @@ class OpStep:
 Step = PieceStep | OpStep
 
 
+def sized_name(piece: str, tokens: int) -> str:
+    """Name of a piece's specialization to a number of tokens, beside its fingerprint among the compiled pieces."""
+    return f"{piece}@{tokens}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionPlan:
     """Steps in order, the value that is the result, and the weights that the steps read."""
@@ -51,6 +56,11 @@ class ExecutionPlan:
     result: str
     num_kv_caches: int
     transforms: tuple[WeightTransform, ...]
+    token_pieces: tuple[str, ...]  # fingerprints of the pieces that depend on the number of tokens
+
+    def piece_at(self, piece: str, tokens: int | None) -> str:
+        """Name of the compiled piece for a number of tokens; None: for any."""
+        return piece if tokens is None or piece not in self.token_pieces else sized_name(piece, tokens)
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -80,7 +90,10 @@ class ExecutionPlan:
             )
             for t in data["transforms"]
         )
-        return cls(steps=steps, result=data["result"], num_kv_caches=data["num_kv_caches"], transforms=transforms)
+        return cls(
+            steps=steps, result=data["result"], num_kv_caches=data["num_kv_caches"], transforms=transforms,
+            token_pieces=tuple(data["token_pieces"]),
+        )  # fmt: skip
 
 
 def make_plan(
@@ -96,6 +109,7 @@ def make_plan(
             names[node] = f"weight.{node.meta['weight']}"
             if node.users:
                 used_weights.append(node.meta["weight"])
+    tokens = token_symbol(gm)
     graphs: dict[str, GraphModule] = {}
     steps: list[Step] = []
     for stage in stages:
@@ -110,8 +124,23 @@ def make_plan(
         result=names[result[0]],
         num_kv_caches=sum(name.startswith("kv_cache.") for name in names.values()),
         transforms=weights.keep(used_weights),
+        token_pieces=tuple(piece for piece, graph in graphs.items() if tokens in symbolic_lengths(graph)),
     )
     return plan, graphs
+
+
+def token_symbol(gm: GraphModule) -> str:
+    """Name of a whole graph's number of tokens, as its pieces have it among their `symbolic_lengths`."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    input_ids = next(node for node in placeholders if node.meta.get("input") == "input_ids")
+    return str(input_ids.meta["example_value"].shape[0])
+
+
+def symbolic_lengths(gm: GraphModule) -> list[str]:
+    """Names of the symbolic lengths that a piece's inputs have."""
+    values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
+    return list(dict.fromkeys(str(size) for size in sizes if isinstance(size, torch.SymInt)))
 
 
 def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) -> Step:

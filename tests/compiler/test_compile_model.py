@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from compiler import CompileConfig, compile_model
-from compiler.model import WeightMismatchError
+from compiler.model import CompiledModel, WeightMismatchError
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
@@ -70,6 +71,46 @@ def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:
         step(second, [1, 2, 3], 0, caches(spec, torch.float32)), step(first, [1, 2, 3], 0, caches(spec, torch.float32)),
         rtol=0, atol=0,
     )  # fmt: skip
+
+
+def test_chosen_sizes_have_pieces_of_their_own(tmp_path: Path) -> None:
+    """Steps of a chosen size run code for that size, any other the code for all; both are found again."""
+    reference = eager("LlamaForCausalLM")
+    for found in ("made", "hit"):
+        spec = tiny_spec()
+        config = CompileConfig(cache_dir=tmp_path, compile_sizes=(1, 4))
+        model = compile_model(spec, config, device=CPU, dtype=torch.float32)
+        fill(model)
+        assert isinstance(model, CompiledModel)
+        assert model.report["artifact"] == found
+        assert model.report["sized_pieces"] == 2 * len(model.plan.token_pieces) > 0
+        for piece in model.plan.token_pieces:
+            assert len({model.pieces_at(tokens)[piece] for tokens in (1, 4, 3)}) == 3
+            assert model.pieces_at(3)[piece] is model.pieces_at(5)[piece]
+        ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
+        start = 0
+        for length in (4, 1, 3, 1, 4):
+            tokens = [(start + i) * 7 % 320 for i in range(length)]
+            torch.testing.assert_close(
+                step(model, tokens, start, ours), step(reference, tokens, start, theirs), rtol=1e-4, atol=1e-4
+            )
+            start += length
+    sized = [json.loads(file.read_text())["fields"].get("tokens") for file in tmp_path.glob("piece/*/manifest.json")]
+    assert {tokens: sized.count(tokens) for tokens in (1, 4)} == {1: 3, 4: 3}
+
+
+def test_nothing_depends_on_the_number_of_tokens_that_was_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are chosen by the range of a step's tokens while it runs, never by the example that the graph was captured with."""
+    made = []
+    for count in (2, 61):
+        with monkeypatch.context() as patched:
+            patched.setattr("compiler.capture.EXAMPLE_TOKENS", count)
+            compiled(tmp_path / str(count))
+        files = (tmp_path / str(count)).glob("*/*/*.*")
+        made.append({(f.parent.name, f.name): f.read_text() for f in files if f.suffix in (".py", ".txt")})
+    assert made[0] == made[1]
 
 
 def test_depth_shares_pieces(tmp_path: Path) -> None:
