@@ -81,7 +81,16 @@ def compile_model(
                 f"An eager model cannot be sharded over {config.tensor_parallel_size} ranks, only a compiled one: "
                 "leave out --enforce-eager, or use a tensor parallel size of 1."
             )
+        if config.quantization is not None:
+            raise PassError(
+                "Quantization is a pass of the compiler, which an eager model goes without: leave out --quantization or "
+                "--enforce-eager."
+            )
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
+    if config.quantization is not None and spec.quantized_weights:
+        raise PassError(
+            f"The checkpoint is quantized already and cannot be quantized to {config.quantization}: leave out --quantization."
+        )
     all_passes = with_user_passes(passes or default_passes(config), config.user_passes)
     job = _Compilation(spec, config, device, dtype, kernels, all_passes, on_stage,
                        attention_backend=attention_backend)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from models.config import DecoderConfig, ModelConfigError
 from models.layers import inverse_frequencies, max_positions
 from models.llama import LlamaForCausalLM
+from models.quantization_config import quantized_weights
 from models.qwen3 import Qwen3ForCausalLM
 from models.spec import KVCacheSpec, ModelSpec, ShardStyle
 
@@ -51,11 +52,18 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
     """Build the plain module of a config.json on the meta device, its parameters in `dtype`.
 
     model_impl: "auto" takes transformers' class where there is no file of ours; "transformers" takes it always.
-    Raises `ModelConfigError` for a config without an architecture, an unsupported one (naming those that are), or bad sizes.
+    Raises `ModelConfigError` for a config without an architecture, an unsupported one (naming those that are), bad sizes, or
+    a quantization that is not supported.
     """
     architecture = architecture_of(config)
     if model_impl == "transformers" or architecture not in ARCHITECTURES:
-        return _through_transformers(config, architecture, dtype)
+        spec = _through_transformers(config, architecture, dtype)
+    else:
+        spec = _from_our_file(config, architecture, dtype)
+    return replace(spec, quantized_weights=quantized_weights(config, spec.module))
+
+
+def _from_our_file(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
     family = ARCHITECTURES[architecture]
     decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
     with torch.device("meta"):

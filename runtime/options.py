@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from compiler.config import CompileConfig, CudaGraphMode
+from compiler.config import CompileConfig, CudaGraphMode, Quantization
 from runtime.config import MAX_TOKEN_BUDGET, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 
 
@@ -37,6 +37,8 @@ def make_engine_config(
     enforce_eager: bool = False,
     disabled_passes: Iterable[str] = (),
     user_passes: Iterable[str] = (),
+    quantization: Quantization | None = None,
+    quantization_exclude: Iterable[str] | None = None,
     verify_passes: bool = False,
     cudagraph_mode: CudaGraphMode = "full_and_piecewise",
     capture_sizes: Iterable[int] | None = None,
@@ -64,6 +66,12 @@ def make_engine_config(
     _choice("device", device, ("auto", "cpu", "cuda"))
     if distributed_executor_backend is not None:
         _choice("distributed_executor_backend", distributed_executor_backend, ("mp", "ray"))
+    if quantization is not None:
+        _choice("quantization", quantization, get_args(Quantization))
+    _require(
+        quantization_exclude is None or quantization is not None,
+        "quantization_exclude", "given together with quantization", quantization_exclude,
+    )  # fmt: skip
     _choice("cudagraph_mode", cudagraph_mode, ("none", "piecewise", "full", "full_and_piecewise"))
     for name, value in (
         ("max_model_len", max_model_len),
@@ -126,6 +134,8 @@ def make_engine_config(
             mode="eager" if enforce_eager else "compile",
             disabled_passes=frozenset(disabled_passes),
             user_passes=tuple(user_passes),
+            quantization=quantization,
+            quantization_exclude=None if quantization_exclude is None else tuple(quantization_exclude),
             verify_passes=verify_passes,
             cudagraph_mode=cudagraph_mode,
             capture_sizes=sizes,

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from compiler.weights import Expression, TensorSpec, WeightTransform, select, source_of
+from custom_ops.quantization import LARGEST
 from models.spec import ModelSpec
 from runtime.weights.checkpoint import open_checkpoint
 from runtime.weights.dummy import dummy_tensors
@@ -61,7 +62,8 @@ def load_weights(
 ) -> LoadReport:
     """Fill `compiled` from the folder or GGUF file at `path` ("dummy": with random values, nothing but the config is needed).
 
-    Floating-point tensors are converted to `dtype` on `device` before a transform sees them. A source is held only until the
+    Floating-point tensors are converted to `dtype` on `device` before a transform sees them, but for quantized values and their
+    scales, which stay as they are. A source is held only until the
     last transform that needs it has run. rank: of this process among those that share a sharded model; of a tensor that is
     sharded only the rank's part is read, converted and held. Raises `WeightError` (missing or truncated file, missing tensor,
     wrong shape) before any data is read.
@@ -73,17 +75,13 @@ def load_weights(
     sources = {name: tensor for name, tensor in compiled.source_specs.items() if name not in spec.buffers}
     if load_format == "dummy":
         std = float(spec.config.get("initializer_range", 0.02))
-        tensors = dummy_tensors(sources, device=device, seed=seed, std=std)
+        tensors = dummy_tensors(sources, device=device, seed=seed, std=std, quantized=spec.quantized_weights)
     else:
-        method = (spec.config.get("quantization_config") or {}).get("quant_method")
-        if method is not None:
-            raise WeightError(
-                f"The checkpoint is quantized with {method!r}, which is not supported: use an unquantized one."
-            )
-        tensors, unexpected = _checked_stream(sources, spec.weight_map, path)
+        tensors, unexpected = _checked_stream(sources, spec, path)
     num_tensors = 0
     with torch.no_grad():
-        sink = _Transforms(compiled, rank=rank, device=device, dtype=dtype)
+        dtypes = {name: tensor.dtype for name, tensor in sources.items() if name in _quantized_names(spec)}
+        sink = _Transforms(compiled, rank=rank, device=device, dtype=dtype, dtypes=dtypes)
         for name, tensor in tensors:
             num_tensors += 1
             sink.add(name, tensor)
@@ -95,23 +93,30 @@ def load_weights(
     return LoadReport(num_tensors=num_tensors, num_bytes=num_bytes, seconds=seconds, unexpected=unexpected)
 
 
+def _quantized_names(spec: ModelSpec) -> set[str]:
+    """The tensors of a checkpoint that are quantized, and what belongs to them."""
+    stored = spec.quantized_weights
+    return {n for name, weight in stored.items() for n in (name, weight.scale, weight.input_scale) if n is not None}
+
+
 def _checked_stream(
-    specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str | None], path: Path
+    specs: Mapping[str, TensorSpec], spec: ModelSpec, path: Path
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], tuple[str, ...]]:
     """Compare the checkpoint's names and shapes with the model's, then stream under the model's names."""
-    checkpoint = open_checkpoint(path)
+    checkpoint, known_scales = open_checkpoint(path), _quantized_names(spec) - spec.quantized_weights.keys()
     wanted: dict[str, str] = {}  # checkpoint name → parameter name
     unexpected: list[str] = []
     for name, shape in checkpoint.shapes.items():
-        parameter = weight_map.get(name, name)
+        parameter = spec.weight_map.get(name, name)
         if parameter is None:
             continue
         if parameter not in specs:
-            unexpected.append(name)
+            if parameter not in known_scales:  # one that this compilation has no use for
+                unexpected.append(name)
             continue
         wanted[name] = parameter
         expected = tuple(specs[parameter].shape)
-        if shape != expected:
+        if shape != expected and not (parameter in known_scales and _without_ones(shape) == _without_ones(expected)):
             raise WeightError(
                 f"{name} in {path} has shape {list(shape)}, but the model's config makes it {list(expected)}: "
                 "use the config.json that belongs to these weights."
@@ -123,8 +128,22 @@ def _checked_stream(
         )
     if unexpected:
         logger.warning("%s holds tensors that the model does not use: %s.", path, _some(unexpected))
-    stream = ((wanted[name], tensor) for name, tensor in checkpoint.stream(set(wanted)))
-    return stream, tuple(unexpected)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in checkpoint.stream(set(wanted)):
+            expected = specs[wanted[name]]
+            if tensor.dtype != expected.dtype and (tensor.dtype in LARGEST or expected.dtype in LARGEST):
+                raise WeightError(
+                    f"{name} in {path} is stored as {tensor.dtype}, but the model's config makes it {expected.dtype}: use the "
+                    "config.json, with its quantization_config, that belongs to these weights."
+                )
+            yield wanted[name], tensor.view(expected.shape)
+
+    return stream(), tuple(unexpected)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -139,10 +158,13 @@ class _Transforms:
     An input is a source, or what this rank takes of it: the rest of a sharded source is neither read nor converted.
     """
 
-    def __init__(self, compiled: WeightTarget, *, rank: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, compiled: WeightTarget, *, rank: int, device: torch.device, dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:  # fmt: skip
         self.num_bytes = 0
         self._compiled = compiled
-        self._rank, self._device, self._dtype = rank, device, dtype
+        self._rank, self._device, self._dtype, self._dtypes = rank, device, dtype, dtypes
         self._inputs_of: dict[str, list[Expression]] = {}  # source → what transforms take of it
         self._users: dict[Expression, set[int]] = {}  # input → transforms that have not run
         self._waiting_for = [set(transform.inputs) for transform in compiled.transforms]
@@ -155,7 +177,7 @@ class _Transforms:
 
     def add(self, name: str, tensor: torch.Tensor, *, convert: bool = True) -> None:
         """Take in a source. convert: floating-point values become the model's dtype."""
-        dtype = self._dtype if convert else None
+        dtype = self._dtypes.get(name, self._dtype) if convert else None
         if name not in self._inputs_of:
             self.num_bytes += tensor.nbytes
             self._compiled.assign(name, self._on_device(tensor, dtype))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from compiler.config import CudaGraphMode
+from compiler.config import CudaGraphMode, Quantization
 from serve.cli.output import run_command
 
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -125,6 +125,23 @@ def engine_flags(
     max_waiting: Annotated[
         int | None,
         typer.Option(help="Requests that may wait; more are refused (HTTP 503).", rich_help_panel=SCHEDULER_PANEL),
+    ] = None,
+    quantization: Annotated[
+        Quantization | None,
+        typer.Option(
+            "--quantization",
+            "-q",
+            help="Quantize the linears' weights to 8 bits and, without -weight-only, what they are multiplied with.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None,
+    quantization_exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Modules that are not quantized, e.g. '*.down_proj' (may be given again); by default lm_head, if any.",
+            rich_help_panel=MODEL_PANEL,
+        ),
     ] = None,
     enforce_eager: Annotated[
         bool,
@@ -264,6 +281,8 @@ def engine_flags(
         "enforce_eager": enforce_eager,
         "disabled_passes": disable_pass or (),
         "user_passes": user_passes or (),
+        "quantization": quantization,
+        "quantization_exclude": quantization_exclude or None,
         "verify_passes": verify_passes,
         "profile_tokens": () if profile_pieces is None else parse_counts(profile_pieces),
         "dump_dir": dump_dir,

@@ -244,7 +244,7 @@ def config_without_architecture(folder: Path) -> None:
         (index_names_absent_shard, "names model-00002-of-00002.safetensors, which is not in"),
         (index_names_absent_tensor, "lacks model.elsewhere.weight, which model.safetensors.index.json says it holds"),
         (index_is_not_json, 'must be a JSON object with a "weight_map"'),
-        (quantized, "quantized with 'awq', which is not supported"),
+        (quantized, "quantized with 'awq', which is not supported: use one in the compressed-tensors"),
         (no_config, "has no config.json"),
         (config_is_not_json, "config.json is not valid JSON"),
         (config_is_a_list, "must hold a JSON object, got a list"),
@@ -261,4 +261,4 @@ def test_damage_is_one_sentence(
         load(folder)
     assert message.format(folder) in str(error.value)
     assert "\n" not in str(error.value)
-    assert type(error.value) is WeightError or "architecture" in message
+    assert type(error.value) is WeightError or "architecture" in message or "quantized" in message
