@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from custom_ops.library import OpKind, define
 from custom_ops.quantization import LARGEST, Activations, expand_scale, quantize_activations
+from custom_ops.quantized_linear_cpu import cpu_unsupported_reason, pack_int8_weight, unpack_int8_weight
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,11 @@ def quantized_linear_unsupported_reason(
         return (
             None if dtype in (torch.bfloat16, torch.float16) else f"its kernels take bfloat16 and float16, not {dtype}"
         )
-    return f"there is no kernel for {_name(weight_dtype)} weights on {device.type}"
+    if device.type != "cpu":
+        return f"there is no kernel for {_name(weight_dtype)} weights on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"the CPU kernel takes bfloat16 and float32, not {dtype}"
+    return cpu_unsupported_reason(weight_dtype=weight_dtype, per_block=per_block)
 
 
 def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, activations: Activations) -> torch.Tensor:
@@ -48,6 +53,14 @@ def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, activ
 
     quantized_OI: float8_e4m3fn or int8 [O, I]; scale: float32 [O] or [ceil(O / 128), ceil(I / 128)].
     """
+    if quantized_OI.device.type != "cpu":
+        return quantized_OI
+    reason = cpu_unsupported_reason(
+        weight_dtype=quantized_OI.dtype, per_block=scale.dim() == 2, in_features=quantized_OI.shape[1]
+    )
+    if reason is None:
+        return pack_int8_weight(quantized_OI)
+    _warn_slow(reason)
     return quantized_OI
 
 
@@ -55,8 +68,7 @@ def unpack_quantized_weight(
     packed: torch.Tensor, out_features: int, in_features: int, activations: str
 ) -> torch.Tensor:
     """The inverse of `pack_quantized_weight`. → float8_e4m3fn or int8 [out_features, in_features]"""
-    assert packed.dim() == 2, "no kernel has a packed layout"
-    return packed
+    return packed if packed.dim() == 2 else unpack_int8_weight(packed, out_features, in_features)
 
 
 def _quantized_linear(
@@ -138,17 +150,14 @@ def _quantized_linear_fake(
 
 
 def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    _warn_slow(x_TI.device.type, packed.dtype)
+    if x_TI.device.type != "cpu":  # there, packing has said so
+        _warn_slow(f"there is no kernel for {_name(packed.dtype)} weights on {x_TI.device.type}")
     return _quantized_linear(x_TI, packed, *args, **kwargs)
 
 
 @cache
-def _warn_slow(device: str, weight_dtype: torch.dtype) -> None:
-    log.warning(
-        "There is no kernel for linears over %s weights on %s: the slow torch reference runs.",
-        _name(weight_dtype),
-        device,
-    )
+def _warn_slow(reason: str) -> None:
+    log.warning("The slow torch reference of quantized linears runs: %s", reason)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -31,6 +31,20 @@ struct CasLinear {
 };
 void cas_linear(const CasLinear* args);
 
+// As cas_linear, over int8 weights: the product is x (weight_scale * weight)ᵀ with a scale an output, in float32 [O].
+// linear.packed: bytes [ceil(O / 16), ceil(I / 4), 16, 4], weight + 128; I at most 65536, so that no sum overflows 32 bits.
+// linear.dtype is the activations'. They are multiplied as they are (CAS_WEIGHT_ONLY; rounded to 16 bits of the row's largest value in
+// bfloat16, to 24 in float32), rounded to int8 with a scale a row (CAS_DYNAMIC) or with input_scale [1] (CAS_STATIC).
+enum CasActivations : int32_t { CAS_WEIGHT_ONLY = 0, CAS_DYNAMIC = 1, CAS_STATIC = 2 };
+
+struct CasQuantizedLinear {
+    CasLinear linear;
+    const float* weight_scale;
+    const float* input_scale;
+    int32_t activations;
+};
+void cas_quantized_linear(const CasQuantizedLinear* args);
+
 // Writes k and v to the paged cache, then out = softmax(scale * q kᵀ + causal mask) v for each sequence; see custom_ops/attention.py.
 // q [T, H, E], k and v [T, K, E], out [T, H * E]; heads and tokens lie their strides apart.
 // kv_cache [N, 2, K, P, E], contiguous. query_start_loc [S + 1], seq_lens [S], block_table [S, M] with its row stride, slot_mapping [T].

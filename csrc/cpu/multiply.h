@@ -14,11 +14,14 @@ namespace cas {
 constexpr int kMaxRows = 12;      // with two blocks: 24 sums, 2 weights and a broadcast fit 32 registers
 constexpr int kMaxRowsFour = 6;  // with four blocks
 
+// Where a prefetch brings its line to. Not to the L1 cache: the few misses that it can have open would each wait for the memory.
+constexpr int kToL2 = 2;
+
 // What to ask the memory for while blocks are multiplied: in group g, block b asks for first[b] + g * step, from group turn on for
 // second[b] + (g - turn) * step.
 template <class T>
 struct Ahead {
-    const T *first[4], *second[4];
+    const typename Dot<T>::W *first[4], *second[4];
     int64_t turn, step;
 };
 
@@ -39,19 +42,19 @@ enum Mode { kPlain, kPrefetch, kAccumulate };
 // read. kAccumulate: row r of the tile is not overwritten but multiplied by factors[r] and added to.
 template <class T, int kRows, int kBlocks, Mode kMode>
 __attribute__((noinline)) void multiply(
-    const T* x, int64_t x_stride, const T* const* weights, int64_t groups, float* tile, int64_t tile_stride, const float* factors,
-    const Ahead<T>* ahead
+    const typename Dot<T>::X* x, int64_t x_stride, const typename Dot<T>::W* const* weights, int64_t groups,
+    typename Dot<T>::Sum* tile, int64_t tile_stride, const float* factors, const Ahead<T>* ahead
 ) {
     using D = Dot<T>;
     constexpr int kVector = D::kInputs * kLanes;
-    f32x16 sums[kRows][kBlocks];
+    typename D::Sums sums[kRows][kBlocks];
     unrolled<kRows>([&](auto r) CAS_INLINE {
         unrolled<kBlocks>([&](auto b) CAS_INLINE {
             if constexpr (kMode == kAccumulate) sums[r][b] = load16(tile + r * tile_stride + b * kLanes) * factors[r];
-            else sums[r][b] = f32x16{};
+            else sums[r][b] = typename D::Sums{};
         });
     });
-    const T *w[kBlocks], *asked[kBlocks];
+    const typename D::W *w[kBlocks], *asked[kBlocks];
     unrolled<kBlocks>([&](auto b) CAS_INLINE { w[b] = weights[b]; });
     int64_t g = 0;
     for (int part = 0; part < (kMode == kPrefetch ? 2 : 1); ++part) {
@@ -65,7 +68,7 @@ __attribute__((noinline)) void multiply(
             typename D::Weights vectors[kBlocks];
             unrolled<kBlocks>([&](auto b) CAS_INLINE {
                 vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
-                if constexpr (kMode == kPrefetch) __builtin_prefetch(asked[b] + g * step);
+                if constexpr (kMode == kPrefetch) __builtin_prefetch(asked[b] + g * step, 0, kToL2);
             });
             unrolled<kRows>([&](auto r) CAS_INLINE {
                 const auto lane = load_raw<typename D::Lane>(x + r * x_stride + g * D::kInputs);
@@ -79,7 +82,7 @@ __attribute__((noinline)) void multiply(
 }
 
 template <class T>
-using Multiply = void (*)(const T*, int64_t, const T* const*, int64_t, float*, int64_t, const float*, const Ahead<T>*);
+using Multiply = decltype(&multiply<T, 1, 1, kPlain>);
 
 template <class T, int kBlocks, Mode kMode, int... kRows>
 constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
@@ -90,8 +93,8 @@ constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
 // Any number of blocks, up to kMaxRows rows.
 template <class T, Mode kMode>
 void multiply_tile(
-    const T* x, int64_t x_stride, int rows, const T* const* weights, int blocks, int64_t groups, float* tile, int64_t tile_stride,
-    const float* factors = nullptr
+    const typename Dot<T>::X* x, int64_t x_stride, int rows, const typename Dot<T>::W* const* weights, int blocks, int64_t groups,
+    typename Dot<T>::Sum* tile, int64_t tile_stride, const float* factors = nullptr
 ) {
     int b = 0;
     if (rows <= kMaxRowsFour) {

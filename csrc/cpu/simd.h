@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -17,6 +17,7 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 // A bfloat16 in memory: the upper half of a float.
 struct bf16 {
@@ -67,6 +68,7 @@ inline f32x16 load16(const bf16* address) {
 }
 
 inline void store16(float* address, f32x16 value) { std::memcpy(address, &value, sizeof(value)); }
+inline void store16(int32_t* address, i32x16 value) { std::memcpy(address, &value, sizeof(value)); }
 inline void store16(bf16* address, f32x16 value) {
 #if defined(__AVX512BF16__)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
@@ -172,22 +174,31 @@ inline f32x16 exp2_nonpositive(f32x16 x) {
     return scale_by_power(p, n);
 }
 
-// A weight vector holds, for 16 outputs, `kInputs` consecutive inputs each. A lane of the activation holds the same inputs of one row.
+// How one kind of weights is multiplied. A weight vector holds, for 16 outputs, `kInputs` consecutive inputs each, elements of type W. A
+// lane of the activation, elements of type X, holds the same inputs of one row. Sums of 16 outputs are `Sums`, one of them a `Sum`.
 template <class T>
 struct Dot;
 
 template <>
 struct Dot<float> {
     static constexpr int kInputs = 1;
+    using X = float;
+    using W = float;
     using Weights = f32x16;
     using Lane = float;
+    using Sum = float;
+    using Sums = f32x16;
     static inline f32x16 add(f32x16 sum, Weights w, Lane x) { return sum + w * x; }
 };
 
 template <>
 struct Dot<bf16> {
     static constexpr int kInputs = 2;
+    using X = bf16;
+    using W = bf16;
     using Lane = uint32_t;
+    using Sum = float;
+    using Sums = f32x16;
 #if defined(__AVX512BF16__)
     using Weights = __m512i;
     static inline f32x16 add(f32x16 sum, Weights w, Lane x) {
@@ -202,6 +213,48 @@ struct Dot<bf16> {
         std::memcpy(&high, &high_bits, 4);
         sum = sum + (f32x16)(w << 16) * low;
         return sum + (f32x16)(w & 0xffff0000u) * high;
+    }
+#endif
+};
+
+// Unsigned bytes of weights times signed bytes of activations, exactly.
+struct Bytes {};
+
+template <>
+struct Dot<Bytes> {
+    static constexpr int kInputs = 4;
+    using X = int8_t;
+    using W = uint8_t;
+    using Lane = int32_t;
+    using Sum = int32_t;
+    using Sums = i32x16;
+#if defined(__AVX512VNNI__)
+    using Weights = __m512i;
+    static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
+        return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, w, _mm512_set1_epi32(x));
+    }
+#elif defined(__AVX2__)
+    // Bytes 0 and 2 of each lane, then 1 and 3, as pairs of 16 bits: the AVX2 product of bytes would saturate.
+    struct Weights {
+        __m256i half[2];
+    };
+    static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
+        const __m256i low = _mm256_set1_epi32(0x00ff00ff), lane = _mm256_set1_epi32(x);
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(lane, 8), 8), odd = _mm256_srai_epi16(lane, 8);
+        __m256i sums[2];
+        std::memcpy(sums, &sum, sizeof(sum));
+        for (int h = 0; h < 2; ++h) {
+            sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_and_si256(w.half[h], low), even));
+            sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_srli_epi16(w.half[h], 8), odd));
+        }
+        std::memcpy(&sum, sums, sizeof(sum));
+        return sum;
+    }
+#else
+    using Weights = u32x16;
+    static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
+        for (int i = 0; i < kInputs; ++i) sum += (i32x16)((w >> (8 * i)) & 0xff) * int32_t(int8_t(uint32_t(x) >> (8 * i)));
+        return sum;
     }
 #endif
 };

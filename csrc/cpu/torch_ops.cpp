@@ -28,25 +28,15 @@ const void* vector_pointer(const OptionalTensor& tensor, const at::Tensor& x, in
     return tensor->const_data_ptr();
 }
 
-at::Tensor fused_linear(
-    const at::Tensor& x_TI, const at::Tensor& packed, int64_t out_features, const OptionalTensor& norm_weight_I, double eps,
-    const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO
+// All that linears share but the weight; `out` is made here.
+CasLinear linear_arguments(
+    const at::Tensor& x_TI, int64_t out_features, const OptionalTensor& norm_weight_I, double eps, const OptionalTensor& bias_O,
+    bool silu_mul, const OptionalTensor& residual_TO, at::Tensor& out
 ) {
-    if (packed.dim() == 2) {
-        static const auto reference =
-            c10::Dispatcher::singleton().findSchemaOrThrow("cas::fused_linear_reference", "").typed<decltype(fused_linear)>();
-        return reference.call(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO);
-    }
     CasLinear args{};
     args.dtype = dtype_code(x_TI);
     TORCH_CHECK_VALUE(x_TI.dim() == 2 && (x_TI.stride(1) == 1 || x_TI.size(1) == 1), "x must be [T, I] with contiguous rows");
     const int64_t tokens = x_TI.size(0), in_features = x_TI.size(1);
-    const int64_t inputs = args.dtype == CAS_BFLOAT16 ? 2 : 1;
-    TORCH_CHECK_VALUE(
-        packed.dim() == 3 && packed.size(0) == (out_features + 15) / 16 && packed.size(1) == (in_features + inputs - 1) / inputs &&
-            packed.size(2) == 16 * inputs && packed.is_contiguous() && packed.scalar_type() == x_TI.scalar_type(),
-        "packed must be pack_linear_weight of a [", out_features, ", ", in_features, "] weight in ", x_TI.scalar_type(),
-        ", not a tensor ", packed.sizes(), " in ", packed.scalar_type());
     TORCH_CHECK_VALUE(!silu_mul || out_features % 2 == 0, "silu_mul needs an even number of outputs, not ", out_features);
     const int64_t columns = silu_mul ? out_features / 2 : out_features;
     args.silu_mul = silu_mul;
@@ -55,7 +45,6 @@ at::Tensor fused_linear(
     args.out_features = out_features;
     args.x = x_TI.const_data_ptr();
     args.x_stride = x_TI.stride(0);
-    args.packed = packed.const_data_ptr();
     args.norm_weight = vector_pointer(norm_weight_I, x_TI, in_features, "norm_weight");
     args.bias = vector_pointer(bias_O, x_TI, out_features, "bias");
     if (residual_TO.has_value()) {
@@ -66,12 +55,80 @@ at::Tensor fused_linear(
         args.residual = residual_TO->const_data_ptr();
         args.residual_stride = residual_TO->stride(0);
     }
-    at::Tensor out = at::empty({tokens, columns}, x_TI.options());
+    out = at::empty({tokens, columns}, x_TI.options());
     args.out = out.mutable_data_ptr();
     args.out_stride = columns;
     args.eps = float(eps);
     args.num_threads = at::get_num_threads();
+    return args;
+}
+
+at::Tensor fused_linear(
+    const at::Tensor& x_TI, const at::Tensor& packed, int64_t out_features, const OptionalTensor& norm_weight_I, double eps,
+    const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO
+) {
+    if (packed.dim() == 2) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::fused_linear_reference", "").typed<decltype(fused_linear)>();
+        return reference.call(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO);
+    }
+    at::Tensor out;
+    CasLinear args = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
+    const int64_t inputs = args.dtype == CAS_BFLOAT16 ? 2 : 1;
+    TORCH_CHECK_VALUE(
+        packed.dim() == 3 && packed.size(0) == (out_features + 15) / 16 && packed.size(1) == (args.in_features + inputs - 1) / inputs &&
+            packed.size(2) == 16 * inputs && packed.is_contiguous() && packed.scalar_type() == x_TI.scalar_type(),
+        "packed must be pack_linear_weight of a [", out_features, ", ", args.in_features, "] weight in ", x_TI.scalar_type(),
+        ", not a tensor ", packed.sizes(), " in ", packed.scalar_type());
+    args.packed = packed.const_data_ptr();
     cas_linear(&args);
+    return out;
+}
+
+// A contiguous vector of `size` float32.
+const float* float_vector(const at::Tensor& tensor, int64_t size, const char* name) {
+    TORCH_CHECK_VALUE(
+        tensor.numel() == size && tensor.dim() <= 1 && tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), name,
+        " must be a contiguous vector of ", size, " float32, not ", tensor.sizes(), " in ", tensor.scalar_type());
+    return tensor.const_data_ptr<float>();
+}
+
+CasActivations activations_code(std::string_view name) {
+    if (name == "none") return CAS_WEIGHT_ONLY;
+    if (name == "dynamic") return CAS_DYNAMIC;
+    TORCH_CHECK_VALUE(name == "static", "activations must be none, dynamic or static, not ", name);
+    return CAS_STATIC;
+}
+
+at::Tensor quantized_linear(
+    const at::Tensor& x_TI, const at::Tensor& packed, const at::Tensor& scale, int64_t out_features, const OptionalTensor& norm_weight_I,
+    double eps, const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, std::string_view activations,
+    const OptionalTensor& input_scale
+) {
+    const bool has_kernel = x_TI.scalar_type() == at::kBFloat16 || x_TI.scalar_type() == at::kFloat;
+    if (packed.dim() == 2 || !has_kernel) {
+        static const auto reference = c10::Dispatcher::singleton()
+                                          .findSchemaOrThrow("cas::quantized_linear_reference", "")
+                                          .typed<decltype(quantized_linear)>();
+        return reference.call(
+            x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale);
+    }
+    at::Tensor out;
+    CasQuantizedLinear args{};
+    args.linear = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
+    TORCH_CHECK_VALUE(
+        packed.dim() == 3 && packed.size(0) == (out_features + 15) / 16 && packed.size(1) == (args.linear.in_features + 3) / 4 &&
+            packed.size(2) == 64 && packed.is_contiguous() && packed.scalar_type() == at::kChar,
+        "packed must be pack_quantized_weight of an int8 weight [", out_features, ", ", args.linear.in_features, "], not a tensor ",
+        packed.sizes(), " in ", packed.scalar_type());
+    args.linear.packed = packed.const_data_ptr();
+    args.weight_scale = float_vector(scale, out_features, "scale");
+    args.activations = activations_code(activations);
+    TORCH_CHECK_VALUE(
+        input_scale.has_value() == (args.activations == CAS_STATIC),
+        "quantized_linear needs an input_scale with static activations, and only then.");
+    if (input_scale.has_value()) args.input_scale = float_vector(*input_scale, 1, "input_scale");
+    cas_quantized_linear(&args);
     return out;
 }
 
@@ -181,7 +238,10 @@ at::Tensor cpu_rope_attention(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(cas, CPU, m) { m.impl("fused_linear", &fused_linear); }
+TORCH_LIBRARY_IMPL(cas, CPU, m) {
+    m.impl("fused_linear", &fused_linear);
+    m.impl("quantized_linear", &quantized_linear);
+}
 
 // What `custom_ops.attention_cpu` calls; no graph holds these.
 TORCH_LIBRARY_FRAGMENT(cas, m) {

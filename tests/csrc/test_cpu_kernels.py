@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
+from custom_ops.build import CSRC, BuildError, find_compiler
 from custom_ops.cpu_kernels import cpu_kernel_library, cpu_kernels_status
 from custom_ops.linear import pack_linear_weight
+from custom_ops.quantized_linear_cpu import pack_int8_weight
 
 
 class CasLinear(ctypes.Structure):
@@ -60,3 +65,67 @@ def test_linear_through_pointers(code: int, dtype: torch.dtype, num_threads: int
     error = (wide[:, :80].double() - expected).norm() / expected.norm()
     assert error < (2e-6 if dtype == torch.float32 else 4e-3)
     assert (wide[:, 80:] == 7).all()
+
+
+class CasQuantizedLinear(ctypes.Structure):
+    """The struct of the same name in csrc/cpu/kernels.h."""
+
+    _fields_ = (
+        ("linear", CasLinear),
+        ("weight_scale", ctypes.c_void_p),
+        ("input_scale", ctypes.c_void_p),
+        ("activations", ctypes.c_int32),
+    )
+
+
+def check_quantized_linear(library: ctypes.CDLL, code: int, dtype: torch.dtype, num_threads: int) -> None:
+    """Five strided rows, weight-only, against float64."""
+    x, scale = torch.randn(5, 50, dtype=dtype), torch.rand(80)
+    weight = torch.randint(-128, 128, (80, 50), dtype=torch.int8)
+    packed = pack_int8_weight(weight)
+    wide = torch.full((5, 100), 7.0, dtype=dtype)
+    linear = CasLinear(
+        dtype=code,
+        num_tokens=5,
+        in_features=50,
+        out_features=80,
+        x=x.data_ptr(),
+        x_stride=50,
+        packed=packed.data_ptr(),
+        out=wide.data_ptr(),
+        out_stride=100,
+        num_threads=num_threads,
+    )
+    arguments = CasQuantizedLinear(linear=linear, weight_scale=scale.data_ptr(), activations=0)
+    library.cas_quantized_linear(ctypes.byref(arguments))
+    expected = x.double() @ (weight.double() * scale[:, None]).T
+    error = (wide[:, :80].double() - expected).norm() / expected.norm()
+    assert error < (1e-6 if dtype == torch.float32 else 4e-3)
+    assert (wide[:, 80:] == 7).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("code, dtype", [(0, torch.float32), (1, torch.bfloat16)])
+def test_quantized_linear_through_pointers(code: int, dtype: torch.dtype, num_threads: int) -> None:
+    library = cpu_kernel_library()
+    if library is None:
+        pytest.skip(str(cpu_kernels_status()))
+    check_quantized_linear(library, code, dtype, num_threads)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
+@pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3"])
+def test_quantized_linear_on_older_cpus(architecture: str, tmp_path: Path) -> None:
+    """Without AVX2, and with it but without AVX-512: the code paths that this machine may not take by itself."""
+    try:
+        compiler = find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
+    path, source = tmp_path / "kernels.so", CSRC / "cpu" / "quantized_linear.cpp"
+    flags = ["-std=c++20", "-O1", f"-march={architecture}", "-fopenmp", "-fPIC", "-shared", "-w"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+    for code, dtype in ((0, torch.float32), (1, torch.bfloat16)):
+        check_quantized_linear(library, code, dtype, num_threads=2)

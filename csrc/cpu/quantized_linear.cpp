@@ -1,0 +1,144 @@
+// Linear layers over int8 weights: every product is one of bytes, every sum is exact.
+//
+// A row of activations becomes integers, scaled by its own largest value, and the integers become signed digits to the base 256: one
+// digit for 8-bit activations; two or three where activations keep their precision (weight-only), which is 16 bits of the row's
+// largest value for bfloat16 and 24 for float32. A digit is a row of the product of its own, so that all three are one kernel, and the
+// weights are never converted. Sums of integers do not depend on their order: a row gives the same bits in any batch.
+//
+// The byte product wants one unsigned factor: weights are stored as weight + 128, and 128 times the sum of a digit's row is taken off.
+#include "linear_tiles.h"
+
+namespace cas {
+namespace {
+
+constexpr int kMaxDigits = 3;
+constexpr float kSmallestScale = 1e-12f;  // of a row of zeros, as the reference has it
+// The largest integer whose leading digit is at most 127, by the number of digits.
+constexpr float kLargest[kMaxDigits + 1] = {0, 127, 127 << 8, 127 << 16};
+
+// One row of activations as `digits` rows of bytes.
+struct DigitRow {
+    int8_t* bytes;      // [digits][padded width]
+    int32_t* offsets;   // [digits]: 128 times the sum of the bytes
+    float* scale;       // of the row's integers
+};
+
+template <class T>
+f32x16 rounded_to(f32x16 value) {
+    alignas(64) T rounded[kLanes];
+    store16(rounded, value);
+    return load16(rounded);
+}
+
+inline i32x16 nearest_integer(f32x16 x) {
+#if defined(__AVX512F__)
+    return (i32x16)_mm512_cvtps_epi32((__m512)x);
+#else
+    return __builtin_convertvector(round16(x), i32x16);
+#endif
+}
+
+template <class T>
+struct ByteLinear {
+    using Dots = Bytes;
+    const CasLinear& a;
+    const float* weight_scale;
+    const float* input_scale;  // null: each row has its own
+    int digits;
+    int64_t padded_width = (a.in_features + 3) / 4 * 4;
+
+    int rows_per_token() const { return digits; }
+
+    size_t scratch_bytes() const { return a.num_tokens * (digits * (padded_width + sizeof(int32_t)) + sizeof(float)); }
+
+    DigitRow row(void* memory, int64_t token) const {
+        float* scales = static_cast<float*>(memory);
+        int32_t* offsets = reinterpret_cast<int32_t*>(scales + a.num_tokens);
+        int8_t* bytes = reinterpret_cast<int8_t*>(offsets + a.num_tokens * digits);
+        return {bytes + token * digits * padded_width, offsets + token * digits, scales + token};
+    }
+
+    void prepare(void* memory, int64_t token) const {
+        const T* x = static_cast<const T*>(a.x) + token * a.x_stride;
+        const T* norm_weight = static_cast<const T*>(a.norm_weight);
+        const int64_t width = a.in_features;
+        const float norm_scale = norm_weight ? inverse_rms(x, width, a.eps) : 1.0f;
+        const auto load = [&](int64_t i) {  // 16 of what is quantized
+            const int n = int(std::min<int64_t>(kLanes, width - i));
+            const f32x16 v = n == kLanes ? load16(x + i) : load_part(x + i, n);
+            if (!norm_weight) return v;
+            return rounded_to<T>(v * norm_scale * (n == kLanes ? load16(norm_weight + i) : load_part(norm_weight + i, n)));
+        };
+        const DigitRow to = row(memory, token);
+        float scale;
+        if (input_scale) {
+            scale = *input_scale;
+        } else {
+            // Compared as integers, so that the largest of a row with a NaN is that NaN.
+            i32x16 largest{};
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const i32x16 magnitude = (i32x16)load(i) & 0x7fffffff;
+                largest = magnitude > largest ? magnitude : largest;
+            }
+            int32_t bits = 0;
+            for (int i = 0; i < kLanes; ++i) bits = std::max(bits, largest[i]);
+            std::memcpy(&scale, &bits, sizeof(scale));
+            scale = scale / kLargest[digits];
+            if (scale < kSmallestScale) scale = kSmallestScale;
+        }
+        *to.scale = scale - scale == 0 ? scale : __builtin_nanf("");  // no integer stands for an infinity
+        const float inverse = 1.0f / scale;
+        if (digits == 1) write_digits<1>(load, inverse, to);
+        else if (digits == 2) write_digits<2>(load, inverse, to);
+        else write_digits<3>(load, inverse, to);
+    }
+
+    template <int kDigits, class Load>
+    void write_digits(const Load& load, float inverse, const DigitRow& to) const {
+        i32x16 sums[kDigits]{};
+        for (int64_t i = 0; i < a.in_features; i += kLanes) {
+            const f32x16 limit = splat(kLargest[kDigits]);
+            i32x16 rest = nearest_integer(-max_of(-max_of(load(i) * inverse, -limit), -limit));
+            const int64_t n = std::min<int64_t>(kLanes, padded_width - i);
+            for (int d = kDigits - 1; d >= 0; --d) {
+                const i32x16 digit = (i32x16)((u32x16)rest << 24) >> 24;
+                rest = (rest - digit) >> 8;
+                sums[d] += digit;
+                const auto bytes = __builtin_convertvector(digit, i8x16);
+                std::memcpy(to.bytes + d * padded_width + i, &bytes, n);
+            }
+        }
+        for (int d = 0; d < kDigits; ++d) {
+            int32_t total = 0;
+            for (int i = 0; i < kLanes; ++i) total += sums[d][i];
+            to.offsets[d] = 128 * total;
+        }
+    }
+
+    Rows<Bytes> rows(void* memory) const { return {row(memory, 0).bytes, padded_width}; }
+
+    void finish(void* memory, const int32_t* tile, int64_t token, int count, const Panel<Bytes>& panel) const {
+        finish_tile<T>(a, token, count, panel, [&](int r, int offset, int64_t output, int n) CAS_INLINE {
+            const DigitRow x = row(memory, token + r);
+            f32x16 y{};
+            for (int d = 0; d < digits; ++d) {
+                const i32x16 sums = load_raw<i32x16>(tile + (r * digits + d) * kTileWidth + offset) - x.offsets[d];
+                y = y * 256.0f + __builtin_convertvector(sums, f32x16);
+            }
+            return y * *x.scale * (n == kLanes ? load16(weight_scale + output) : load_part(weight_scale + output, n));
+        });
+    }
+};
+
+}  // namespace
+}  // namespace cas
+
+extern "C" void cas_quantized_linear(const CasQuantizedLinear* args) {
+    const CasLinear& linear = args->linear;
+    if (linear.num_tokens == 0) return;
+    const bool bfloat16 = linear.dtype == CAS_BFLOAT16;
+    const int digits = args->activations != CAS_WEIGHT_ONLY ? 1 : bfloat16 ? 2 : 3;
+    const float* input_scale = args->activations == CAS_STATIC ? args->input_scale : nullptr;
+    if (bfloat16) cas::run_linear(linear, cas::ByteLinear<cas::bf16>{linear, args->weight_scale, input_scale, digits});
+    else cas::run_linear(linear, cas::ByteLinear<float>{linear, args->weight_scale, input_scale, digits});
+}
