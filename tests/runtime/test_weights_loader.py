@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import compiler.passes  # noqa: F401 (registers the functions of shards)
 from compiler.weights import TensorSpec, WeightTransform
 from models.registry import build_model
 from models.spec import ModelSpec
-from runtime.weights import LoadReport, WeightError, load_weights, read_config
+from runtime.weights import LoadReport, WeightError, load_weights, loader, read_config
 
 
 class RecordingTarget:
@@ -98,13 +99,72 @@ def test_a_source_is_forgotten_after_its_last_transform(tiny_llama_dir: Path, mo
             yield name, tensor
             del tensor
 
-    from runtime.weights import loader
-
     original = loader.dummy_tensors
     monkeypatch.setattr(loader, "dummy_tensors", lambda *args, **kwargs: watched(original, *args, **kwargs))
     load(tiny_llama_dir, load_format="dummy", config=read_config(tiny_llama_dir) | {"num_hidden_layers": 12})
     assert len(alive) > 100
     assert most_alive <= 4  # q and k wait for v; one more is in the loop's hands
+
+
+class ShardedTarget(RecordingTarget):
+    """As `RecordingTarget`, for one of two ranks: rows of every linear but the output projections, of which it takes columns."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.transforms = tuple(self._sharded(transform) for transform in self.transforms)
+
+    def _sharded(self, transform: WeightTransform) -> WeightTransform:
+        rows, *columns = transform.spec.shape
+        expression = transform.expression
+        if not columns:
+            return transform
+        if transform.target.endswith(("o_proj.weight", "down_proj.weight")):
+            shape = (rows, columns[0] // 2)
+            expression = ("shard_columns", expression, 2)
+        else:
+            shape = (rows // 2, *columns)
+            sharded = [("shard_rows", source, 2, 2) for source in transform.sources]
+            expression = ("cat", *sharded) if len(sharded) > 1 else sharded[0]
+        spec = TensorSpec(shape=shape, dtype=transform.spec.dtype)
+        return WeightTransform(expression=expression, target=transform.target, spec=spec)
+
+
+@pytest.mark.parametrize("source", ["auto", "dummy"])
+def test_a_rank_takes_and_holds_its_shard_alone(
+    source: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks together take each sharded byte once; what waits for a merge holds no more memory than its shard."""
+    whole, report = load(tiny_llama_dir, load_format=source)
+    most_held = 0
+    original = loader._Transforms.add
+
+    def watched(sink: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal most_held
+        original(sink, *args, **kwargs)
+        most_held = max(most_held, sum(t.untyped_storage().nbytes() for t in sink._held.values()))
+
+    monkeypatch.setattr(loader._Transforms, "add", watched)
+    spec = build_model(read_config(tiny_llama_dir), dtype=torch.float32)
+    options: dict[str, Any] = {"load_format": source, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0}
+    ranks, num_bytes = [], []
+    for rank in range(2):
+        target = ShardedTarget(spec)
+        num_bytes.append(load_weights(target, spec, tiny_llama_dir, rank=rank, **options).num_bytes)
+        ranks.append(target.assigned)
+    norms = sum(t.nbytes for name, t in whole.assigned.items() if name.endswith("norm.weight"))
+    assert num_bytes == [(report.num_bytes + norms) // 2] * 2
+    q, k = 64 * 64 * 4, 32 * 64 * 4
+    assert most_held <= (q + k) // 2  # of the ranks, until v comes; of the whole model it would be q + k
+    for name, tensor in whole.assigned.items():
+        parts = [assigned[name] for assigned in ranks]
+        if "qkv_proj" in name:  # each rank's query heads lie before its key heads
+            splits = [part.split((32, 16, 16)) for part in parts]
+            joined = torch.cat([torch.cat(pair) for pair in zip(*splits, strict=True)])
+        elif tensor.dim() == 1:
+            joined = parts[1]
+        else:
+            joined = torch.cat(parts, dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)
+        assert torch.equal(joined, tensor), name
 
 
 def test_unused_tensors_are_named_in_a_warning(

@@ -40,7 +40,7 @@ def tiny_spec(
     return build_model(tiny_config(architecture, layers, **changes), dtype=dtype)
 
 
-def fill(model: Model, seed: int = 0) -> None:
+def fill(model: Model, seed: int = 0, rank: int = 0) -> None:
     """Random weights, the same for every model with the same parameters, through the model's transforms."""
     sources = {}
     for name, spec in sorted(model.source_specs.items()):
@@ -48,12 +48,16 @@ def fill(model: Model, seed: int = 0) -> None:
         scale, shift = (0.1, 1.0) if "norm" in name else (0.2, 0.0)
         sources[name] = (torch.randn(spec.shape, generator=generator) * scale + shift).to(spec.dtype)
     for transform in model.transforms:
-        model.assign(transform.target, transform.fn(*(sources[source] for source in transform.sources)))
+        model.assign(transform.target, transform.fn(*(sources[source] for source in transform.sources), rank=rank))
     model.finish_loading()
 
 
-def caches(spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8) -> list[torch.Tensor]:
-    shapes = [(num_blocks, 2, kv.num_kv_heads, BLOCK_SIZE, kv.head_dim) for kv in spec.kv_cache_specs]
+def caches(
+    spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8, tensor_parallel_size: int = 1
+) -> list[torch.Tensor]:
+    """One rank's."""
+    kept = [kv.of_rank(tensor_parallel_size) for kv in spec.kv_cache_specs]
+    shapes = [(num_blocks, 2, kv.num_kv_heads, BLOCK_SIZE, kv.head_dim) for kv in kept]
     return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
 

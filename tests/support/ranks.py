@@ -1,0 +1,63 @@
+"""Processes that are the ranks of a tensor-parallel group over gloo, for tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+
+from custom_ops.collectives import join_tensor_parallel_group, leave_tensor_parallel_group
+
+
+def run_ranks(size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0) -> list[Any]:
+    """`work(rank, *args)` in `size` new processes, one thread each, that have joined one group. → results in the order of ranks
+
+    work: a function of a module. folder: an empty one, where the ranks meet. Raises with a rank's traceback if one fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    meeting_place = f"file://{folder / 'meeting'}"
+    processes = [
+        context.Process(target=_run_rank, args=(rank, size, meeting_place, work, args, results), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    done: dict[int, Any] = {}
+    try:
+        while len(done) < size:
+            try:
+                rank, pickled, error = results.get(timeout=seconds)
+            except Empty:
+                raise TimeoutError(f"ranks {set(range(size)) - set(done)} gave nothing for {seconds} s") from None
+            assert error is None, f"rank {rank} failed:\n{error}"
+            done[rank] = pickle.loads(pickled)
+    finally:
+        for process in processes:
+            if len(done) < size:
+                process.kill()
+            process.join()
+    return [done[rank] for rank in range(size)]
+
+
+def _run_rank(
+    rank: int, size: int, meeting_place: str, work: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        join_tensor_parallel_group(
+            rank=rank, size=size, init_method=meeting_place, device=torch.device("cpu"), timeout_seconds=240
+        )
+        value = pickle.dumps(work(rank, *args))  # tensors as bytes: their memory ends with this process
+        leave_tensor_parallel_group()
+        results.put((rank, value, None))
+    except Exception:
+        results.put((rank, b"", traceback.format_exc()))
