@@ -120,5 +120,9 @@ def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
         return InProcessExecutor(config, on_stage)
     from runtime.distributed_executor import DistributedExecutor, LocalRanks
 
+    if parallel.executor == "ray":
+        from runtime.ray_ranks import RayRanks
+
+        return DistributedExecutor(config, RayRanks(config), on_stage)
     host = LocalRanks(first_device=parallel.data_parallel_rank * config.num_ranks)
     return DistributedExecutor(config, host, on_stage)

@@ -77,7 +77,7 @@ def prompt(seed: int) -> list[int]:
 
 
 async def test_requests_spread_and_equal_prompts_meet(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch, pause=0.002)
+    use_fake_workers(monkeypatch, model_dir, pause=0.002)
     async with started(model_dir) as (client, reader):
         assert client.is_alive
         assert client.info.num_kv_blocks == 100
@@ -105,7 +105,7 @@ async def test_requests_spread_and_equal_prompts_meet(model_dir: Path, monkeypat
 
 
 async def test_an_abort_goes_where_the_request_is(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch, pause=0.01)
+    use_fake_workers(monkeypatch, model_dir, pause=0.01)
     async with started(model_dir) as (client, reader):
         names = [f"r{i}" for i in range(6)]
         for i, name in enumerate(names):
@@ -123,7 +123,7 @@ async def test_an_abort_goes_where_the_request_is(model_dir: Path, monkeypatch: 
 async def test_a_dead_replica_ends_its_requests_and_the_others_finish(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_fake_workers(monkeypatch, pause=0.01)
+    use_fake_workers(monkeypatch, model_dir, pause=0.01)
     async with started(model_dir) as (client, reader):
         names = [f"r{i}" for i in range(8)]
         for i, name in enumerate(names):
@@ -156,7 +156,7 @@ async def test_a_dead_replica_ends_its_requests_and_the_others_finish(
 
 
 async def test_a_rank_of_a_replica_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch, step={"0": "hang", "1": "kill"})
+    use_fake_workers(monkeypatch, model_dir, step={"0": "hang", "1": "kill"})
     async with started(model_dir, tensor_parallel_size=2) as (client, reader):
         await client.add_request(request("a", [1, 2], max_tokens=50))
         await reader.finished("a")
@@ -164,7 +164,7 @@ async def test_a_rank_of_a_replica_is_named(model_dir: Path, monkeypatch: pytest
 
 
 async def test_a_replica_that_cannot_start_ends_all(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch, load={"0": "mistake"})
+    use_fake_workers(monkeypatch, model_dir, load={"0": "mistake"})
     stages: list[str] = []
     client = make_client(tiny_config(model_dir, data_parallel_size=3), lambda stage, *rest: stages.append(stage))
     assert isinstance(client, DataParallelClient)
@@ -177,7 +177,7 @@ async def test_a_replica_that_cannot_start_ends_all(model_dir: Path, monkeypatch
 
 
 async def test_all_dead_ends_the_outputs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch)
+    use_fake_workers(monkeypatch, model_dir)
     async with started(model_dir) as (client, reader):
         for replica in client.replicas:
             assert replica.pid is not None

@@ -74,7 +74,7 @@ def test_every_rank_gets_every_step_and_the_first_answers(
 ) -> None:
     record = tmp_path / "record"
     record.mkdir()
-    use_fake_workers(monkeypatch, record=str(record), device=device)
+    use_fake_workers(monkeypatch, model_dir, record=str(record), device=device)
     ranks = Ranks()
     executor = start(model_dir, ranks, size)
     assert executor.num_ranks == size
@@ -107,7 +107,7 @@ def test_every_rank_gets_every_step_and_the_first_answers(
 def test_a_rank_that_cannot_start_says_why(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], error: type[Exception], message: str
 ) -> None:
-    use_fake_workers(monkeypatch, **orders)
+    use_fake_workers(monkeypatch, model_dir, **orders)
     ranks = Ranks()
     with pytest.raises(error, match=message):
         start(model_dir, ranks, 3)
@@ -135,7 +135,7 @@ def test_a_rank_that_cannot_start_says_why(
 def test_a_rank_that_fails_in_a_step_ends_all(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], message: str
 ) -> None:
-    use_fake_workers(monkeypatch, **orders)
+    use_fake_workers(monkeypatch, model_dir, **orders)
     ranks = Ranks()
     executor = start(model_dir, ranks, 3)
     run(executor, range(3))
@@ -149,7 +149,7 @@ def test_a_rank_that_fails_in_a_step_ends_all(
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch)
+    use_fake_workers(monkeypatch, model_dir)
     ranks = Ranks()
     executor = start(model_dir, ranks)
     assert not executor.idle()
@@ -163,7 +163,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(model_dir: Path, monkeyp
 
 @pytest.mark.parametrize("moment", ["while they start", "when they are ready"])
 def test_ranks_end_when_the_engine_is_killed(model_dir: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    use_fake_workers(monkeypatch, **({"load": {"1": "hang"}} if moment == "while they start" else {}))
+    use_fake_workers(monkeypatch, model_dir, **({"load": {"1": "hang"}} if moment == "while they start" else {}))
     script = textwrap.dedent(f"""
         import tempfile, time
         from pathlib import Path

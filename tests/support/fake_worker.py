@@ -1,6 +1,6 @@
 """A worker without a model, for tests of what is around it; a rank process takes it for `runtime.worker` (see `use_fake_workers`).
 
-What it does beyond answering steps is in the environment variable FAKE_WORKER, as JSON: "device" ("cpu" or "cuda"), "record" (a folder
+What it does beyond answering steps is in a file of the model's folder, as JSON: "device" ("cpu" or "cuda"), "record" (a folder
 where each rank writes down its steps), and "load", "step" and "result": {rank: what}, where what is "mistake", "error", "kill", or
 "hang". Steps and results do it at step 3. "pause": seconds that every step takes.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,8 @@ from runtime.engine_process import BOOT_CODE as ENGINE_CODE
 from runtime.rank_process import BOOT_CODE
 from runtime.schedule import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
 
-_FAKE = "import tests.support.fake_worker\nsys.modules['runtime.worker'] = tests.support.fake_worker\n"
+ORDERS = "fake-worker.json"
+_FAKE = "import tests.support.fake_worker\ntests.support.fake_worker.install()\n"
 FAKE_BOOT_CODE = BOOT_CODE.replace("from runtime.rank_process", _FAKE + "from runtime.rank_process")
 FAKE_ENGINE_CODE = ENGINE_CODE.replace(
     "from runtime.engine_process",
@@ -34,11 +36,20 @@ FAKE_ENGINE_CODE = ENGINE_CODE.replace(
 )
 
 
-def use_fake_workers(monkeypatch: pytest.MonkeyPatch, **instructions: Any) -> None:
+def use_fake_workers(monkeypatch: pytest.MonkeyPatch, model_dir: Path, **orders: Any) -> None:
     """In rank processes, and in engine processes that have one rank."""
     monkeypatch.setattr("runtime.distributed_executor.BOOT_CODE", FAKE_BOOT_CODE)
     monkeypatch.setattr("runtime.engine_client.BOOT_CODE", FAKE_ENGINE_CODE)
-    monkeypatch.setenv("FAKE_WORKER", json.dumps(instructions))
+    give_orders(model_dir, **orders)
+
+
+def give_orders(model_dir: Path, **orders: Any) -> None:
+    (model_dir / ORDERS).write_text(json.dumps(orders))
+
+
+def install() -> None:
+    """In this process, for `runtime.rank_process`."""
+    sys.modules["runtime.worker"] = sys.modules[__name__]
 
 
 class FakeStep:
@@ -55,7 +66,7 @@ class Worker:
     """Has room for 100 - 10 · rank blocks; `padded_tokens` of its stats is the number of blocks that it was given."""
 
     def __init__(self, config: EngineConfig, rank: Rank, on_stage: Callable[[str, float, str], None]) -> None:
-        self._orders = json.loads(os.environ["FAKE_WORKER"])
+        self._orders = json.loads((config.model.path / ORDERS).read_text())
         self._rank = rank.index
         self.runner = None
         self._idle_work = 2
