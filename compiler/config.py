@@ -29,6 +29,7 @@ class CompileConfig:
     artifact_dir: an artifact made ahead of time; tried before the store.
     dump_dir: where every stage is written to as readable files (`compiler.dump`); the model is then captured anew.
     profile_tokens: numbers of tokens at which each piece is measured (`compiler.profile`); the model is then captured anew.
+    work_dir: where the files of loaded pieces lie as long as the process lives; None: the system's temporary folder.
     tensor_parallel_size: ranks that share the model's tensors; which of them this process is enters where weights are loaded.
     """
 
@@ -46,4 +47,5 @@ class CompileConfig:
     use_cache: bool = True
     dump_dir: Path | None = None
     profile_tokens: tuple[int, ...] = ()
+    work_dir: Path | None = None
     tensor_parallel_size: int = 1

@@ -122,7 +122,9 @@ class _Compilation:
         if self.config.dump_dir is not None:
             self.dump = Dump(self.config.dump_dir, self._facts(fields))
         # Inductor's files live in a folder of this process: nobody else can change them under a running model.
-        work_dir = tempfile.TemporaryDirectory(prefix="compile-and-serve-", ignore_cleanup_errors=True)
+        work_dir = tempfile.TemporaryDirectory(
+            prefix="compile-and-serve-", dir=self.config.work_dir, ignore_cleanup_errors=True
+        )
         # What is dumped or measured is made here and now; an artifact has no captured graph.
         anew = self.dump is not None or bool(self.config.profile_tokens)
         found = None if anew else self._load(fields, Path(work_dir.name))

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 EXIT_FAILURE = 1
@@ -72,9 +73,12 @@ def describe_exit(status: int) -> str:
     return f"ended with status {status}" + ("; its log may say more" if status == EXIT_FAILURE else "")
 
 
-def private_folder() -> str:
-    """A new folder that only this user can enter, its path short enough for a Unix socket in it (107 bytes)."""
-    folder = tempfile.mkdtemp(prefix="cas-")
+def private_folder(parent: Path | None = None) -> str:
+    """A new folder that only this user can enter, its path short enough for a Unix socket in it (107 bytes).
+
+    A process keeps everything that must not outlive it in the folder that its parent made for it: whoever is left removes it.
+    """
+    folder = tempfile.mkdtemp(prefix="cas-", dir=parent)
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="cas-", dir="/tmp")

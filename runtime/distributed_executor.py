@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -72,10 +73,6 @@ class RankHost(Protocol):
         """Ranks that have ended, and how ("was ended by signal 9")."""
         ...
 
-    def connected(self) -> None:
-        """All ranks are connected: files that they met at can go."""
-        ...
-
     def stop(self, seconds: float) -> None:
         """Give the ranks so long to end by themselves, then end them. May be called more than once."""
         ...
@@ -125,7 +122,6 @@ class DistributedExecutor:
             self._broadcast(StartRank(num_blocks))
             for _ in range(self.num_ranks):
                 self._receive(RankReady)
-            host.connected()
         except BaseException:
             self._has_failed = True
             self.shutdown()
@@ -229,10 +225,12 @@ class DistributedExecutor:
 class LocalRanks:
     """Child processes on this host, which meet in a folder that only this user can enter."""
 
-    def __init__(self, first_device: int) -> None:
-        """first_device: CUDA device of rank 0; the others follow."""
+    def __init__(self, first_device: int, parent: Path | None) -> None:
+        """first_device: CUDA device of rank 0; the others follow. parent: where the folder is made; None: the system's
+        temporary folder.
+        """
         self._first_device = first_device
-        self._folder = private_folder()
+        self._folder = private_folder(parent)
         self.meeting_place = f"file://{self._folder}/meeting"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -254,17 +252,13 @@ class LocalRanks:
             process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env=environment)
             self._processes.append(process)
             assert process.stdin is not None
-            process.stdin.write(boot_input(replace(bootstrap, folder=self._folder)))
+            process.stdin.write(boot_input(self._with_folder(bootstrap)))
             process.stdin.flush()
 
     def ended(self) -> dict[int, str]:
         """By exit status."""
         statuses = {rank: process.poll() for rank, process in enumerate(self._processes)}
         return {rank: describe_exit(status) for rank, status in statuses.items() if status is not None}
-
-    def connected(self) -> None:
-        """Remove the folder: open sockets need no name, and whoever dies from now on leaves none behind."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self, seconds: float) -> None:
         """Wait, then kill."""
@@ -277,4 +271,9 @@ class LocalRanks:
                 process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        self.connected()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _with_folder(self, bootstrap: RankBootstrap) -> RankBootstrap:
+        config = bootstrap.config
+        config = replace(config, compile=replace(config.compile, work_dir=Path(self._folder)))
+        return replace(bootstrap, config=config, folder=self._folder)

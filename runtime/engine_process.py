@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -56,7 +57,8 @@ class EngineProcess:
     """The child's side: an `EngineCore` between two sockets."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
-        self._config = bootstrap.config
+        config = bootstrap.config
+        self._config = replace(config, compile=replace(config.compile, work_dir=Path(bootstrap.folder)))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._input = context.socket(zmq.PULL)
         self._output = context.socket(zmq.PUSH)

@@ -124,5 +124,5 @@ def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
         from runtime.ray_ranks import RayRanks
 
         return DistributedExecutor(config, RayRanks(config), on_stage)
-    host = LocalRanks(first_device=parallel.data_parallel_rank * config.num_ranks)
+    host = LocalRanks(parallel.data_parallel_rank * config.num_ranks, config.compile.work_dir)
     return DistributedExecutor(config, host, on_stage)

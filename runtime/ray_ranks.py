@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from runtime.child_process import describe_exit
@@ -65,7 +66,9 @@ class RayRanks:
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
         """Begin to run the ranks."""
-        self._runs = [actor.run.remote(bootstrap) for actor, bootstrap in zip(self._actors, bootstraps, strict=True)]
+        self._runs = [
+            actor.run.remote(_on_any_host(bootstrap)) for actor, bootstrap in zip(self._actors, bootstraps, strict=True)
+        ]
 
     def ended(self) -> dict[int, str]:
         """As Ray says."""
@@ -73,9 +76,6 @@ class RayRanks:
             return {}
         over, _ = self._ray.wait(self._runs, num_returns=len(self._runs), timeout=0)
         return {self._runs.index(run): self._how(run) for run in over}
-
-    def connected(self) -> None:
-        """There are no files."""
 
     def stop(self, seconds: float) -> None:
         """Wait, then kill; give back the places."""
@@ -112,6 +112,13 @@ class RayRanks:
         except self._ray.exceptions.RayError as error:  # the actor's process or host is gone
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return f"was lost ({type(error).__name__}: {lines[-1][:200] if lines else 'no message'})"
+
+
+def _on_any_host(bootstrap: RankBootstrap) -> RankBootstrap:
+    """Without the engine's own folder."""
+    return replace(
+        bootstrap, config=replace(bootstrap.config, compile=replace(bootstrap.config.compile, work_dir=None))
+    )
 
 
 class _RankActor:

@@ -50,6 +50,12 @@ def tiny_qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shared_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact store for tests to which it does not matter who compiled."""
+    return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as the product itself fetches it into the user's cache."""
     from runtime.weights import resolve_model

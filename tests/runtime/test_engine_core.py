@@ -16,7 +16,16 @@ from runtime.engine_client import EngineDeadError, SyncEngine
 from runtime.engine_core import EngineCore
 from runtime.kv_cache import KVCacheTooSmallError, allocate_kv_cache
 from runtime.messages import EngineRequest, TokenLogprobs
-from tests.support.engines import VOCAB_SIZE, request, run_requests, tiny_config, tokens_of, write_tiny_model
+from tests.support.engines import (
+    VOCAB_SIZE,
+    mixed_requests,
+    prompt_of,
+    request,
+    run_requests,
+    tiny_config,
+    tokens_of,
+    write_tiny_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,31 +36,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def core(model_dir: Path) -> EngineCore:
     return EngineCore(tiny_config(model_dir))
-
-
-def prompt_of(index: int, length: int) -> list[int]:
-    return [(index * 37 + position * 11 + position * position) % VOCAB_SIZE for position in range(length)]
-
-
-def mixed_requests() -> list[EngineRequest]:
-    """Greedy and random, with every option that looks at logits; prompts of 1 to 60 tokens."""
-    options: list[dict[str, object]] = [
-        {},
-        {"temperature": 0.8, "seed": 1},
-        {"max_tokens": 40},
-        {"temperature": 1.0, "seed": 2, "top_p": 0.9, "min_p": 0.01},
-        {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2, "max_tokens": 30},
-        {"temperature": 1.2, "seed": 3, "top_k": 12, "logit_bias": {7: 2.0}},
-        {"allowed_token_ids": list(range(50, 90)), "logprobs": 2},
-        {"temperature": 0.7, "seed": 4, "bad_words_token_ids": [[5], [6, 7]], "presence_penalty": 1.0},
-        {"min_tokens": 9, "max_tokens": 25},
-        {"temperature": 0.9, "seed": 5, "top_p": 0.7, "max_tokens": 33, "prompt_logprobs": 1},
-    ]
-    lengths = [1, 7, 16, 33, 60, 4, 21, 45, 12, 29]
-    return [
-        request(f"r{i}", prompt_of(i, length), eos_token_ids=[11], **given)
-        for i, (length, given) in enumerate(zip(lengths, options, strict=True))
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Servers of several processes: what a client sees of ranks and replicas, and that a death leaves nothing behind."""
+"""Servers of several processes: what a client sees of ranks and replicas, and that their end leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,20 @@ THREADS = ("--num-threads", "1")
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the server's processes put their sockets; nothing may be left there, nor in shared memory."""
+    """Where the server's processes put their files and sockets; nothing may be left there, nor in shared memory."""
     folder = tmp_path / "t"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
-    shared = set(os.listdir("/dev/shm"))
+    shared = in_shared_memory()
     yield folder
-    assert [path.name for path in folder.iterdir() if path.name.startswith("cas-")] == []
-    assert set(os.listdir("/dev/shm")) <= shared
+    ours = ("cas-", "compile-and-serve-")
+    assert [path.name for path in folder.iterdir() if path.name.startswith(ours)] == []
+    assert in_shared_memory() <= shared
+
+
+def in_shared_memory() -> set[str]:
+    """Names, but for the semaphores of Python's process pools, which other programs make and unlink meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def metrics(client: httpx.Client) -> dict[str, float]:
@@ -81,6 +88,38 @@ def started(*arguments: str) -> Iterator[ServerProcess]:
     finally:
         server.process.kill()
         server.wait()
+
+
+@pytest.mark.parametrize("end", ["kill a rank", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+def test_32_streams_over_two_ranks_and_their_end(
+    tiny_llama_dir: Path, temporary: Path, shared_cache_dir: Path, end: str
+) -> None:
+    options = [*OPTIONS, *THREADS, "-tp", "2", "--cache-dir", str(shared_cache_dir), "--shutdown-timeout", "0.2"]
+    with started(str(tiny_llama_dir), *options) as server:
+        [engine] = server.engine_pids()
+        ranks = [pid for pid in children(engine) if "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(ranks) == 2
+        processes = descendants(server.process.pid)
+        assert "2 × cpu, float32" in server.output
+        streams = Streams(server, 32, max_tokens=450)
+        wait_until(lambda: all(streams.texts), 60)
+        began = time.monotonic()
+        if end == "SIGTERM":
+            server.process.send_signal(signal.SIGTERM)
+        else:
+            os.kill(ranks[1], signal.SIGKILL)
+        streams.wait()
+        code = server.wait()
+        assert time.monotonic() - began < 10
+        if end == "SIGTERM":
+            assert streams.ends == ["[DONE]"] * 32  # what they had until then
+            assert code == 0
+        else:
+            reason = "Rank 1 of 2 was ended by signal 9."
+            assert [(stream_end["message"], stream_end["code"]) for stream_end in streams.ends] == [(reason, 503)] * 32
+            assert code == 1
+            assert f"The engine is dead: {reason}" in server.output
+        wait_until(lambda: not any(map(is_running, processes)), 10)
 
 
 def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llama_dir: Path, temporary: Path) -> None:

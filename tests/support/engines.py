@@ -74,3 +74,28 @@ def run_requests(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[st
 def tokens_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
     """Request → all of its tokens."""
     return {name: [token for step in steps for token in step.new_token_ids] for name, steps in outputs.items()}
+
+
+def prompt_of(index: int, length: int) -> list[int]:
+    return [(index * 37 + position * 11 + position * position) % VOCAB_SIZE for position in range(length)]
+
+
+def mixed_requests() -> list[EngineRequest]:
+    """Greedy and random, with every option that looks at logits; prompts of 1 to 60 tokens."""
+    options: list[dict[str, object]] = [
+        {},
+        {"temperature": 0.8, "seed": 1},
+        {"max_tokens": 40},
+        {"temperature": 1.0, "seed": 2, "top_p": 0.9, "min_p": 0.01},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2, "max_tokens": 30},
+        {"temperature": 1.2, "seed": 3, "top_k": 12, "logit_bias": {7: 2.0}},
+        {"allowed_token_ids": list(range(50, 90)), "logprobs": 2},
+        {"temperature": 0.7, "seed": 4, "bad_words_token_ids": [[5], [6, 7]], "presence_penalty": 1.0},
+        {"min_tokens": 9, "max_tokens": 25},
+        {"temperature": 0.9, "seed": 5, "top_p": 0.7, "max_tokens": 33, "prompt_logprobs": 1},
+    ]
+    lengths = [1, 7, 16, 33, 60, 4, 21, 45, 12, 29]
+    return [
+        request(f"r{i}", prompt_of(i, length), eos_token_ids=[11], **given)
+        for i, (length, given) in enumerate(zip(lengths, options, strict=True))
+    ]

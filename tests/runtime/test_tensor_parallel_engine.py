@@ -1,0 +1,106 @@
+"""The whole engine over two ranks that share the model's tensors, against the plain model on one: same request, same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.engine_core import EngineCore
+from runtime.messages import RequestOutput
+from tests.support.engines import (
+    mixed_requests,
+    prompt_of,
+    request,
+    run_requests,
+    tiny_config,
+    tokens_of,
+    write_tiny_model,
+)
+
+# So few blocks that requests are preempted.
+SMALL = {"num_kv_blocks": 40, "max_model_len": 120}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("ranks") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> dict[str, list[RequestOutput]]:
+    return run_requests(EngineCore(tiny_config(model_dir, max_model_len=120)), mixed_requests())
+
+
+@pytest.fixture(scope="module")
+def core(model_dir: Path, shared_cache_dir: Path) -> Iterator[EngineCore]:
+    core = start(model_dir, shared_cache_dir, 2)
+    yield core
+    core.shutdown()
+
+
+def start(model_dir: Path, cache_dir: Path, num_ranks: int) -> EngineCore:
+    options = {"enforce_eager": False, "cache_dir": cache_dir, "tensor_parallel_size": num_ranks}
+    return EngineCore(tiny_config(model_dir, **SMALL, **options))
+
+
+def test_preempted_and_with_cached_prefixes(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> None:
+    """Greedy and seeded, penalties, bans, allowed tokens, logprobs: everything that `mixed_requests` asks for."""
+    assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
+    assert core.stats().num_preemptions > 0
+    one = mixed_requests()[4]
+    for _ in range(2):
+        assert tokens_of(run_requests(core, [one])) == {one.request_id: tokens_of(expected)[one.request_id]}
+    stats = core.stats()
+    assert stats.prefix_cache_hits >= 56
+    assert stats.num_free_blocks == stats.num_total_blocks
+
+
+def test_logprobs_are_those_of_one_rank(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> None:
+    outputs = run_requests(core, mixed_requests())
+    compared = 0
+    for name, steps in expected.items():
+        for mine, theirs in zip(outputs[name], steps, strict=True):
+            pairs = list(zip(mine.new_logprobs or [], theirs.new_logprobs or [], strict=True))
+            pairs += list(zip((mine.prompt_logprobs or [])[1:], (theirs.prompt_logprobs or [])[1:], strict=True))
+            for one, other in pairs:
+                assert one is not None
+                assert other is not None
+                assert one.ids == other.ids
+                assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+                compared += 1
+    assert compared > 40
+
+
+def test_requests_without_a_seed_draw_the_same_on_every_rank(core: EngineCore, model_dir: Path) -> None:
+    requests = [request(f"u{i}", prompt_of(i, 5), temperature=1.5, max_tokens=30) for i in range(4)]
+    outputs = tokens_of(run_requests(core, requests))
+    assert outputs == tokens_of(run_requests(EngineCore(tiny_config(model_dir, max_model_len=120)), requests))
+
+
+def test_an_abort_in_the_middle_leaves_the_others_alone(
+    core: EngineCore, expected: dict[str, list[RequestOutput]]
+) -> None:
+    requests = mixed_requests()
+    for one in requests:
+        core.add_request(one)
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    for _ in range(4):
+        for output in core.step().outputs:
+            tokens[output.request_id] += output.new_token_ids
+    core.abort(["r2", "r4"])
+    while core.has_work():
+        for output in core.step().outputs:
+            assert output.request_id not in ("r2", "r4")
+            tokens[output.request_id] += output.new_token_ids
+    others = tokens_of(expected).keys() - {"r2", "r4"}
+    assert {name: tokens[name] for name in others} == {name: tokens_of(expected)[name] for name in others}
+
+
+@pytest.mark.slow
+def test_four_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str, list[RequestOutput]]) -> None:
+    """More ranks than key/value heads: two ranks keep the same one."""
+    core = start(model_dir, shared_cache_dir, 4)
+    assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
+    core.shutdown()
