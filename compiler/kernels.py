@@ -22,4 +22,6 @@ def available_kernels(
         linear_reason = packed_linear_unsupported_reason(device=device, dtype=dtype)
     if linear_reason is None:
         kernels.add("fused_linear")
+        if device.type == "cuda":  # Triton's
+            kernels.add("allreduce_add_rms_norm")
     return frozenset(kernels)

@@ -74,7 +74,7 @@ def tensor_parallel_group() -> TensorParallelGroup:
     return _group
 
 
-def _gathered(x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
+def gather_parts(x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
     """Every rank's x, in the order of ranks. [...] → [N, ...]"""
     x = x.contiguous()
     all_N = x.new_empty(group.size, *x.shape)
@@ -98,7 +98,7 @@ def _all_gather_reference(x_N: Sequence[torch.Tensor], size: int, length: int) -
 def _all_reduce_cpu(x: torch.Tensor) -> torch.Tensor:
     # Gathered and then summed in the order of ranks: every rank has the same bits, and a row's sum does not depend on where
     # in the batch the row lies, as it does in a ring. One rounding, whatever gloo can add.
-    return _all_reduce_reference(_gathered(x, tensor_parallel_group()).unbind(0))
+    return _all_reduce_reference(gather_parts(x, tensor_parallel_group()).unbind(0))
 
 
 def _all_reduce_cuda(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _all_reduce_fake(x: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather(x: torch.Tensor, size: int, length: int) -> torch.Tensor:
-    return _all_gather_reference(_gathered(x, tensor_parallel_group()).unbind(0), size, length)
+    return _all_gather_reference(gather_parts(x, tensor_parallel_group()).unbind(0), size, length)
 
 
 def _all_gather_fake(x: torch.Tensor, size: int, length: int) -> torch.Tensor:

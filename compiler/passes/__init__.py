@@ -1,15 +1,16 @@
 """The pipeline, in order. Each pass is one file; its docstring says what it rewrites and why.
 
-1. canonicalize         one spelling for each op; lengths that nobody needs are dropped
-2. drop_batch_axis      a model written for batches computes on [tokens, …]
-3. eliminate_noops      views, casts and dropouts that change nothing
-4. lift_norms           an RMSNorm written out in simple ops becomes one op
-5. tensor_parallel      weights are cut over the ranks that share the model, collectives are put in
-6. merge_linears        linears over the same input become one (QKV, gate/up)
-7. select_rows_early    the last layer computes only the rows whose logits are wanted
-8. fuse_rope_attention  QK-norm + RoPE + KV write + attention become one op between the pieces
-9. quantize_linears     linears over weights of 8 bits, where that is asked for
-10. fuse_linears        RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+1. canonicalize                  one spelling for each op; lengths that nobody needs are dropped
+2. drop_batch_axis               a model written for batches computes on [tokens, …]
+3. eliminate_noops               views, casts and dropouts that change nothing
+4. lift_norms                    an RMSNorm written out in simple ops becomes one op
+5. tensor_parallel               weights are cut over the ranks that share the model, collectives are put in
+6. merge_linears                 linears over the same input become one (QKV, gate/up)
+7. select_rows_early             the last layer computes only the rows whose logits are wanted
+8. fuse_rope_attention           QK-norm + RoPE + KV write + attention become one op between the pieces
+9. fuse_allreduce_add_rms_norm   the ranks' sum, the residual and the next norm become one op
+10. quantize_linears             linears over weights of 8 bits, where that is asked for
+11. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from compiler.graph_pass import GraphPass
 from compiler.passes.canonicalize import Canonicalize
 from compiler.passes.drop_batch_axis import DropBatchAxis
 from compiler.passes.eliminate_noops import EliminateNoops
+from compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compiler.passes.fuse_linears import FuseLinears
 from compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compiler.passes.lift_norms import LiftNorms
@@ -29,9 +31,14 @@ from compiler.passes.tensor_parallel import TensorParallel
 
 
 def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
-    """The passes of every compilation, in the order in which they run; None: with a config's defaults."""
+    """The passes of every compilation, in the order in which they run; None: with a config's defaults.
+
+    Those that only ranks need are among them where there are several.
+    """
     config = config or CompileConfig()
+    has_ranks = config.tensor_parallel_size > 1
     return (
-        Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), TensorParallel(), MergeLinears(), SelectRowsEarly(),
-        FuseRopeAttention(), QuantizeLinears(config.quantization, config.quantization_exclude), FuseLinears(),
+        Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), *((TensorParallel(),) if has_ranks else ()),
+        MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
+        QuantizeLinears(config.quantization, config.quantization_exclude), FuseLinears(),
     )  # fmt: skip

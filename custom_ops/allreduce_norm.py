@@ -1,0 +1,69 @@
+"""`cas::allreduce_add_rms_norm`: what follows a rowwise linear: the ranks' sum, the residual, and the norm of the next linear.
+
+Shape legend: T rows, D features, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from custom_ops.collectives import REFERENCES, all_reduce, gather_parts, tensor_parallel_group
+from custom_ops.library import OpKind, define
+
+
+def _reference(
+    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    math_dtype = torch.promote_types(residual_TD.dtype, torch.float32)
+    total = residual_TD.to(math_dtype)
+    for x_TD in x_N:
+        total = total + x_TD.to(math_dtype)
+    total = total.to(residual_TD.dtype)
+    return total, F.rms_norm(total, (total.shape[1],), norm_weight_D, eps)
+
+
+def _allreduce_add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = gather_parts(x_TD, tensor_parallel_group()).unbind(0)
+    return _reference(parts, residual_TD, norm_weight_D, eps)
+
+
+def _allreduce_add_rms_norm_cuda(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from custom_ops.triton_elementwise import add_rms_norm  # Triton is imported where it is used
+
+    normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, norm_weight_D, eps)
+    return total_TD, normed_TD
+
+
+def _fake(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
+
+
+_op = define(
+    "allreduce_add_rms_norm(Tensor x, Tensor residual, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_fake,
+    CPU=_allreduce_add_rms_norm,
+    CUDA=_allreduce_add_rms_norm_cuda,
+)
+REFERENCES[_op] = _reference
+
+
+def allreduce_add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s = residual + Σ over ranks of x, rounded; y = s / sqrt(mean(s²) + eps) · norm_weight.
+
+    x_TD, residual_TD: [T, D] of one dtype, the residual equal on all ranks; norm_weight_D: [D]. → s, y, each [T, D] in x's dtype,
+    the same bits on every rank.
+    """
+    return _op(x_TD, residual_TD, norm_weight_D, eps)
