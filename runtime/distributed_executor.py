@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _STOP_SECONDS = 5.0
+# Stages that one rank alone goes through when ranks share an artifact store: whichever is there first, while the others wait.
+_OFTEN_ONCE = frozenset({"capture", "passes", "split", "compile"})
 # How long the true cause of a failure may take to show up: a rank that is gone makes the others fail in their collectives.
 _CAUSE_SECONDS = 0.5
 
@@ -185,7 +187,10 @@ class DistributedExecutor:
                 self._look_for_ended()
                 continue
             if isinstance(message, RankStage):
-                self._on_stage(message.stage, message.seconds, message.detail)
+                if message.rank == 0:
+                    self._on_stage(message.stage, message.seconds, message.detail)
+                elif message.stage in _OFTEN_ONCE:
+                    self._on_stage(message.stage, message.seconds, f"{message.detail} (rank {message.rank})")
             elif isinstance(message, RankFailed):
                 self._fail(message)
             else:

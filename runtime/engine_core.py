@@ -108,8 +108,9 @@ class EngineCore:
         if not in_flight:
             self._idle_since = None
             return StepOutputs(stats=self.stats())
-        scheduled, handle = in_flight.popleft()
-        result = executor.result(handle)
+        scheduled, handle = in_flight[0]
+        result = executor.result(handle)  # an interrupt (Ctrl-C) while it waits takes nothing away
+        in_flight.popleft()
         self._idle_since = None if in_flight else time.perf_counter()
         outputs = scheduler.update(scheduled, result)
         if not scheduler.has_work():

@@ -99,6 +99,10 @@ def make_engine_config(
     _require(not compiled or compiled[0] >= 1, "compile_sizes", "positive token counts", compiled)
     profiled = tuple(profile_tokens)
     _require(all(count >= 1 for count in profiled), "profile_tokens", "positive token counts", profiled)
+    if enforce_eager and tensor_parallel_size > 1:
+        raise ValueError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but only a compiled model is sharded: leave out enforce_eager."
+        )
     if profiled and tensor_parallel_size > 1:
         raise ValueError(
             "profile_tokens measures pieces on one rank alone, but those of tensor_parallel_size > 1 wait for others."

@@ -29,8 +29,9 @@ ToRank = StartRank | RunStep | WorkIdly | StopRank
 
 
 class RankStage(msgspec.Struct, tag="stage"):
-    """Progress of rank 0's start-up."""
+    """Progress of start-up."""
 
+    rank: int
     stage: str
     seconds: float
     detail: str

@@ -104,8 +104,7 @@ class RankProcess:
     def _start(self) -> bool:
         from runtime.worker import Worker
 
-        on_stage = self._report_stage if self._rank == 0 else _ignore_stage
-        self._worker = Worker(self._bootstrap.config, self._bootstrap.rank, on_stage)
+        self._worker = Worker(self._bootstrap.config, self._bootstrap.rank, self._report_stage)
         self._results: _Results = (_InTurn if self._worker.device.type == "cpu" else _InThread)(self._report_step)
         self._send(RankLoaded(self._rank, self._worker.info))
         command = self._receive()
@@ -139,7 +138,7 @@ class RankProcess:
             self._send(StepDone(output, stats))
 
     def _report_stage(self, stage: str, seconds: float, detail: str) -> None:
-        self._send(RankStage(stage, seconds, detail))
+        self._send(RankStage(self._rank, stage, seconds, detail))
 
     def _send(self, message: FromRank) -> None:
         data = self._encoder.encode(message)
@@ -206,9 +205,6 @@ class _InThread:
             except Exception as error:
                 self._error = error
             self._room.release()
-
-
-def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
 
 
 def main() -> NoReturn:

@@ -79,7 +79,10 @@ def test_every_rank_gets_every_step_and_the_first_answers(
     executor = start(model_dir, ranks, size)
     assert executor.num_ranks == size
     assert executor.info.num_blocks == 100 - 10 * (size - 1)  # the smallest rank's
-    assert ranks.stages == [("load", 0.5, "by rank 0")]
+    # what one rank does for all is told of every rank
+    compiled = [detail for stage, _, detail in ranks.stages if stage == "compile"]
+    assert sorted(compiled) == ["a piece", *(f"a piece (rank {rank})" for rank in range(1, size))]
+    assert [stage for stage in ranks.stages if stage[0] == "load"] == [("load", 0.5, "by rank 0")]
     in_flight = [executor.launch(step(0, "a", "b"))]
     for number in range(1, 8):
         in_flight.append(executor.launch(step(number, "a", f"r{number}")))

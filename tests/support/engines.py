@@ -42,8 +42,9 @@ def write_tiny_model(folder: Path) -> Path:
 
 
 def tiny_config(folder: Path, **options: Any) -> EngineConfig:
-    """Engine options for that folder; float32 and eager unless said otherwise."""
-    defaults = {"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "device": "cpu", "block_size": 4,
+    """Engine options for that folder; float32 and, on one rank, eager unless said otherwise."""
+    eager = options.get("tensor_parallel_size", 1) == 1
+    defaults = {"load_format": "dummy", "dtype": "float32", "enforce_eager": eager, "device": "cpu", "block_size": 4,
                 "max_num_seqs": 32, "num_kv_blocks": 2048, "num_threads": 1}  # fmt: skip
     return make_engine_config(str(folder), **(defaults | options))
 

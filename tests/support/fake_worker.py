@@ -71,6 +71,7 @@ class Worker:
         self.runner = None
         self._idle_work = 2
         self.device = SimpleNamespace(type=self._orders.get("device", "cpu"))
+        on_stage("compile", 0.25, "a piece")
         on_stage("load", 0.5, f"by rank {rank.index}")
         self._obey("load")
         self.info = WorkerInfo(
