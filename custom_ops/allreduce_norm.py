@@ -35,8 +35,15 @@ def _allreduce_add_rms_norm(
 def _allreduce_add_rms_norm_cuda(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from custom_ops.triton_elementwise import add_rms_norm  # Triton is imported where it is used
+    from custom_ops.triton_allreduce import (
+        one_shot_allreduce_add_rms_norm,
+        takes,
+    )  # Triton is imported where it is used
+    from custom_ops.triton_elementwise import add_rms_norm
 
+    peers = tensor_parallel_group().peers
+    if peers is not None and takes(x_TD):
+        return one_shot_allreduce_add_rms_norm(x_TD, residual_TD, norm_weight_D, eps, peers)
     normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, norm_weight_D, eps)
     return total_TD, normed_TD
 

@@ -12,36 +12,46 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from custom_ops.library import OpKind, define
 
+if TYPE_CHECKING:
+    from custom_ops.triton_allreduce import PeerMemory
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallelGroup:
-    """This process's place among the ranks that share a model's tensors."""
+    """This process's place among the ranks that share a model's tensors.
+
+    peers: memory of all ranks for the one-shot kernel (`custom_ops.triton_allreduce`); None: messages of every size go over NCCL.
+    """
 
     rank: int
     size: int
     process_group: dist.ProcessGroup
+    peers: PeerMemory | None = None
 
 
 _group: TensorParallelGroup | None = None
 
 
 def join_tensor_parallel_group(
-    *, rank: int, size: int, init_method: str, device: torch.device, timeout_seconds: float = 600.0
-) -> TensorParallelGroup:
+    *, rank: int, size: int, init_method: str, device: torch.device, timeout_seconds: float = 600.0,
+    one_shot: bool = False,
+) -> TensorParallelGroup:  # fmt: skip
     """Wait until all `size` ranks have called this, and be rank `rank` of them until `leave_tensor_parallel_group`.
 
     init_method: where the ranks meet, the same text for all, e.g. "file:///dev/shm/<fresh name>" or "tcp://127.0.0.1:29500".
     device: that this rank's tensors live on; CUDA ranks speak over NCCL, CPU ranks over gloo. timeout_seconds: for the meeting
-    and for each collective. Raises `RuntimeError` (torch's) where not all come; a collective raises it where a rank is gone.
+    and for each collective. one_shot: on CUDA, small all-reduces before a norm read the other ranks' memory instead of going over
+    NCCL (off by default: that kernel has run in Triton's interpreter alone). Raises `RuntimeError` (torch's) where not all come; a
+    collective raises it where a rank is gone.
     """
     global _group
     assert 0 <= rank < size, f"rank {rank} of {size}"
@@ -55,9 +65,27 @@ def join_tensor_parallel_group(
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if is_cuda else None,
     )
-    assert dist.group.WORLD is not None
-    _group = TensorParallelGroup(rank=rank, size=size, process_group=dist.group.WORLD)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    peers = _map_peers(rank, size, everyone, device) if one_shot and is_cuda else None
+    if is_cuda:
+        log.info("All-reduces over NCCL%s.", "" if peers is None else ", small ones in one shot over peer memory")
+    _group = TensorParallelGroup(rank=rank, size=size, process_group=everyone, peers=peers)
     return _group
+
+
+def _map_peers(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
+    """Every rank's memory, or None on all ranks where one of them cannot map it."""
+    from custom_ops.triton_allreduce import map_peer_memory  # Triton is imported where it is used
+
+    peers = None
+    try:
+        peers = map_peer_memory(rank, size, group, device)
+    except RuntimeError as error:
+        log.warning("No one-shot all-reduce: %s", str(error).splitlines()[0])
+    has_mapped = torch.tensor([peers is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(has_mapped, op=dist.ReduceOp.MIN, group=group)
+    return peers if has_mapped.item() else None
 
 
 def leave_tensor_parallel_group() -> None:

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a tensor-parallel group over gloo, for tests."""
+"""Processes that are the ranks of a tensor-parallel group, for tests: on the CPU over gloo, or one on each GPU."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ import torch
 from custom_ops.collectives import join_tensor_parallel_group, leave_tensor_parallel_group
 
 
-def run_ranks(size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0) -> list[Any]:
+def run_ranks(
+    size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0, device: str = "cpu",
+    one_shot: bool = False,
+) -> list[Any]:  # fmt: skip
     """`work(rank, *args)` in `size` new processes, one thread each, that have joined one group. → results in the order of ranks
 
-    work: a function of a module. folder: an empty one, where the ranks meet. Raises with a rank's traceback if one fails.
+    work: a function of a module. folder: where the ranks meet, used once. device, one_shot: of the group. Raises with a rank's
+    traceback if one fails.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     meeting_place = f"file://{folder / 'meeting'}"
     processes = [
-        context.Process(target=_run_rank, args=(rank, size, meeting_place, work, args, results), daemon=True)
+        context.Process(
+            target=_run_rank, args=(rank, size, meeting_place, device, one_shot, work, args, results), daemon=True
+        )
         for rank in range(size)
     ]
     for process in processes:
@@ -48,13 +54,17 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any, folder: Path, sec
 
 
 def _run_rank(
-    rank: int, size: int, meeting_place: str, work: Callable[..., Any], args: tuple[Any, ...], results: Any
-) -> None:
+    rank: int, size: int, meeting_place: str, kind: str, one_shot: bool, work: Callable[..., Any], args: tuple[Any, ...],
+    results: Any,
+) -> None:  # fmt: skip
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     try:
+        if kind == "cuda":
+            torch.cuda.set_device(device)
         join_tensor_parallel_group(
-            rank=rank, size=size, init_method=meeting_place, device=torch.device("cpu"), timeout_seconds=240
+            rank=rank, size=size, init_method=meeting_place, device=device, timeout_seconds=240, one_shot=one_shot
         )
         value = pickle.dumps(work(rank, *args))  # tensors as bytes: their memory ends with this process
         leave_tensor_parallel_group()

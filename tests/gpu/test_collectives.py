@@ -1,0 +1,71 @@
+"""Collectives over NCCL and over peer memory, as calls and as a CUDA graph that is replayed, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from custom_ops.allreduce_norm import allreduce_add_rms_norm
+from custom_ops.collectives import all_gather, all_reduce, tensor_parallel_group
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
+
+ROWS, FEATURES, REPLAYS = (1, 3, 128, 130), 4096, 5
+
+
+def operands(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shared = torch.Generator().manual_seed(rows)
+    residual, weight = torch.randn(rows, FEATURES, generator=shared), torch.randn(FEATURES, generator=shared)
+    x = torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(1000 * rows + rank))
+    return x.bfloat16(), residual.bfloat16(), weight.bfloat16()
+
+
+def run_rank(rank: int, size: int) -> list[dict[str, torch.Tensor]]:
+    device = torch.device("cuda", rank)
+    results = []
+    for rows in ROWS:
+        x, residual, weight = (tensor.to(device) for tensor in operands(rank, rows))
+
+        def work(
+            x: torch.Tensor = x, residual: torch.Tensor = residual, weight: torch.Tensor = weight
+        ) -> dict[str, torch.Tensor]:
+            total, normed = allreduce_add_rms_norm(x, residual, weight, 1e-5)
+            return {
+                "sum": all_reduce(x),
+                "all": all_gather(x, size, 2 * FEATURES - 3),
+                "total": total,
+                "normed": normed,
+            }
+
+        for _ in range(3):
+            called = {name: tensor.cpu() for name, tensor in work().items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = work()
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+        for name, tensor in replayed.items():
+            assert torch.equal(tensor.cpu(), called[name]), f"{name} of {rows} rows differs in a graph"
+        results.append(called)
+    assert tensor_parallel_group().size == size
+    return results
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_collectives_equal_their_definition(one_shot: bool, tmp_path: Path) -> None:
+    by_rank = run_ranks(2, run_rank, 2, folder=tmp_path, device="cuda", one_shot=one_shot)
+    for i, rows in enumerate(ROWS):
+        parts = [operands(rank, rows) for rank in range(2)]
+        total = sum(x.double() for x, _, _ in parts)
+        with_residual = total + parts[0][1].double()
+        normed = with_residual / (with_residual.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
+        expected = {"sum": total, "total": with_residual, "normed": normed}
+        for results in by_rank:
+            for name, value in expected.items():
+                torch.testing.assert_close(results[i][name].double(), value, rtol=2**-6, atol=2**-6)
+                assert torch.equal(results[i][name], by_rank[0][i][name]), f"{name} differs between ranks"
+            assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : 2 * FEATURES - 3])
