@@ -45,23 +45,22 @@ def read_bootstrap() -> Any:
     return pickle.load(sys.stdin.buffer)
 
 
-def settle_in(*, log_level: int, folder: str | None) -> None:
+def settle_in(*, who: str, log_level: int, folder: str | None) -> None:
     """Leave Ctrl-C to the parent, log to standard error, and end with the parent.
 
-    folder: removed by a process that its parent left behind.
+    who: precedes every line of the log, e.g. "rank 1". folder: removed by a process that its parent left behind.
     """
     # Ctrl-C reaches the whole terminal's group: when to stop is the parent's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    line = f"%(levelname)s {who} %(name)s: %(message)s" if who else "%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=line, stream=sys.stderr)
     for name in ("compiler", "custom_ops", "models", "runtime"):
         logging.getLogger(name).setLevel(log_level)
     threading.Thread(target=_exit_with_parent, args=(folder,), name="parent-watch", daemon=True).start()
 
 
 def describe_error(error: Exception) -> str:
-    """One line: a user's mistake as its sentence, anything else by kind."""
-    if isinstance(error, ValueError):
-        return str(error)
+    """One line: its kind, and the first line of what it says."""
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return f"{type(error).__name__}: {first_line[:300]}"
 

@@ -187,7 +187,9 @@ class EngineProcess:
 def main() -> NoReturn:
     """Entry point of the child."""
     bootstrap: Bootstrap = read_bootstrap()
-    settle_in(log_level=bootstrap.log_level, folder=bootstrap.folder)
+    parallel = bootstrap.config.parallel
+    who = f"replica {parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+    settle_in(who=who, log_level=bootstrap.log_level, folder=bootstrap.folder)
     process = EngineProcess(bootstrap)
     status = process.run()
     process.close()

@@ -87,12 +87,12 @@ class RankProcess:
         try:
             is_started = self._start()
         except Exception as error:
-            return self._fail("could not start", error)
+            return self._fail("could not start", error, is_mistake=isinstance(error, ValueError))
         try:
             if is_started:
                 self._serve()
         except Exception as error:
-            return self._fail("failed while it computed a step", error)
+            return self._fail("failed while it computed a step", error, is_mistake=False)
         return 0
 
     def close(self) -> None:
@@ -121,6 +121,7 @@ class RankProcess:
                 results.wait_for_room()
                 results.put(worker.launch(command.scheduled), worker.stats())
             else:
+                results.wait_for_all()  # while a graph is captured no other thread may wait for the device
                 worked = worker.idle()
                 if self._rank == 0:
                     self._send(IdleDone(worked, worker.stats()))
@@ -145,9 +146,8 @@ class RankProcess:
         with self._sending:
             self._answers.send(data)
 
-    def _fail(self, what: str, error: Exception) -> int:
-        is_mistake = isinstance(error, ValueError)
-        reason = describe_error(error) if is_mistake else f"{what}: {describe_error(error)}"
+    def _fail(self, what: str, error: Exception, *, is_mistake: bool) -> int:
+        reason = str(error) if is_mistake else f"{what}: {describe_error(error)}"
         logger.log(logging.DEBUG if is_mistake else logging.ERROR, "Rank %d %s.", self._rank, what, exc_info=error)
         self._send(RankFailed(self._rank, reason, is_mistake))
         return EXIT_FAILURE
@@ -163,6 +163,10 @@ class _Results(Protocol):
         """Until one more step may be launched."""
         ...
 
+    def wait_for_all(self) -> None:
+        """Until every launched step is over."""
+        ...
+
     def put(self, step: PendingStep, stats: WorkerStats) -> None: ...
 
     def check(self) -> None:
@@ -175,6 +179,8 @@ class _InTurn:
         self.put = report
 
     def wait_for_room(self) -> None: ...
+
+    def wait_for_all(self) -> None: ...
 
     def check(self) -> None: ...
 
@@ -190,6 +196,11 @@ class _InThread:
     def wait_for_room(self) -> None:
         while not self._room.acquire(timeout=_POLL_MS / 1000):
             self.check()
+
+    def wait_for_all(self) -> None:
+        for _ in range(MAX_STEPS_IN_FLIGHT):
+            self.wait_for_room()
+        self._room.release(MAX_STEPS_IN_FLIGHT)
 
     def put(self, step: PendingStep, stats: WorkerStats) -> None:
         self._steps.put((step, stats))
@@ -210,7 +221,9 @@ class _InThread:
 def main() -> NoReturn:
     """Entry point of a rank on the engine's host."""
     bootstrap: RankBootstrap = read_bootstrap()
-    settle_in(log_level=bootstrap.log_level, folder=bootstrap.folder)
+    parallel = bootstrap.config.parallel
+    replica = f"replica {parallel.data_parallel_rank} " if parallel.data_parallel_size > 1 else ""
+    settle_in(who=f"{replica}rank {bootstrap.rank.index}", log_level=bootstrap.log_level, folder=bootstrap.folder)
     process = RankProcess(bootstrap)
     status = process.run()
     process.close()

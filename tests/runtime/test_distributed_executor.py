@@ -129,6 +129,10 @@ def test_a_rank_that_cannot_start_says_why(
             "Rank 0 of 3 failed while it computed a step: RuntimeError: connection closed by peer",
         ),
         (
+            {"step": {"0": "mistake", "1": "hang"}},
+            "Rank 0 of 3 failed while it computed a step: ValueError: the checkpoint is wrong: take another.",
+        ),
+        (
             {"device": "cuda", "result": {"2": "error", "0": "hang"}},
             "Rank 2 of 3 failed while it computed a step: RuntimeError: connection closed by peer",
         ),
