@@ -38,9 +38,7 @@ def quantized_linear_unsupported_reason(
     dtype: of the activations. per_block: whether the weight's scale is per block.
     """
     if device.type == "cuda":
-        return (
-            None if dtype in (torch.bfloat16, torch.float16) else f"its kernels take bfloat16 and float16, not {dtype}"
-        )
+        return None
     if device.type != "cpu":
         return f"there is no kernel for {_name(weight_dtype)} weights on {device.type}"
     if dtype not in (torch.bfloat16, torch.float32):
@@ -155,6 +153,13 @@ def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: An
     return _quantized_linear(x_TI, packed, *args, **kwargs)
 
 
+def _quantized_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
+    # Triton is imported where it is used
+    from custom_ops.triton_quantized_linear import quantized_linear as triton_quantized_linear
+
+    return triton_quantized_linear(*args, **kwargs)
+
+
 @cache
 def _warn_slow(reason: str) -> None:
     log.warning("The slow torch reference of quantized linears runs: %s", reason)
@@ -183,6 +188,7 @@ _quantized_linear_op = define(
     version=1,
     fake=_quantized_linear_fake,
     CompositeExplicitAutograd=_quantized_linear_slowly,
+    CUDA=_quantized_linear_cuda,
 )
 
 

@@ -1,0 +1,95 @@
+"""Perplexity of a model on a fixed text under each quantization, through the engine's own compiled model.
+
+    python -m benchmarks.perplexity [--model smollm2-135m] [--dtype bfloat16] [--quantization none fp8 …] [--exclude GLOB …]
+
+exp(−mean log p(token | all before it)) over benchmarks/texts/ferry.txt, prose that was written for this and is in no model's
+training data, as one sequence. change_percent is against the unquantized model, beside the standard error of the mean of the tokens'
+differences. Each line also has what greedy decoding of a few chat prompts gives, and how many of its first tokens
+are those of the unquantized model. Prints one JSON line a quantization; quality, not speed, so that it may run on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.common import cpu_name, environment
+from compiler.config import Quantization
+
+TEXT = Path(__file__).with_name("texts") / "ferry.txt"
+PROMPTS = ("What is the capital of France?", "Name three primary colors.", "Write one sentence about the sea.")
+GREEDY_TOKENS = 32
+
+
+def measure(model: str, dtype: str, quantization: str, exclude: list[str], threads: int | None) -> dict[str, Any]:
+    """Perplexity and greedy answers of one quantization ("none": the checkpoint as it is)."""
+    from runtime.llm import LLM
+    from runtime.sampling_params import SamplingParams
+
+    start = time.perf_counter()
+    options: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
+    if exclude and options:
+        options["quantization_exclude"] = exclude
+    llm = LLM(model, dtype=dtype, num_threads=threads, max_num_batched_tokens=512, max_num_seqs=8, **options)
+    tokens = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"))
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    [output] = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    logprobs = [
+        entry[token].logprob
+        for entry, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
+        if entry is not None
+    ]
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    answers = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS), use_tqdm=False)
+    linears = llm.info.compile_report.get("pass_sites.quantize_linears.matched")
+    llm.shutdown()
+    return {
+        "quantization": quantization,
+        **({"exclude": exclude} if exclude else {}),
+        "linears": linears,
+        "tokens": len(logprobs),
+        "perplexity": round(math.exp(-sum(logprobs) / len(logprobs)), 4),
+        "greedy": [answer.outputs[0].text for answer in answers],
+        "logprobs": logprobs,
+        "greedy_tokens": [answer.outputs[0].token_ids for answer in answers],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def equal_prefix(left: list[int], right: list[int]) -> int:
+    """How many of the first tokens are the same."""
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", nargs="+", default=["none", *get_args(Quantization)])
+    parser.add_argument("--exclude", nargs="*", default=[], help="globs instead of the quantization's own exclusions")
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    reference: dict[str, Any] | None = None
+    for quantization in args.quantization:
+        row = measure(args.model, args.dtype, quantization, args.exclude, args.threads)
+        found = {name: row.pop(name) for name in ("logprobs", "greedy_tokens")}
+        if quantization == "none":
+            reference = found
+        elif reference is not None:
+            losses = [b - a for a, b in zip(found["logprobs"], reference["logprobs"], strict=True)]
+            row["change_percent"] = round(math.expm1(statistics.fmean(losses)) * 100, 3)
+            row["standard_error_percent"] = round(statistics.stdev(losses) / len(losses) ** 0.5 * 100, 3)
+            pairs = zip(found["greedy_tokens"], reference["greedy_tokens"], strict=True)
+            row["greedy_equal"] = [equal_prefix(a, b) for a, b in pairs]
+        line = {"benchmark": "perplexity", "model": args.model, "dtype": args.dtype, "text": TEXT.name, **row}
+        print(json.dumps({**line, "device": cpu_name(), **environment()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

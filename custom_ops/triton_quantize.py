@@ -1,0 +1,87 @@
+"""RMSNorm and rounding to 8 bits in one kernel: what a scaled GEMM reads.
+
+Shape legend: T tokens, I features, G = ceil(I / 128) groups of features.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from custom_ops.quantization import BLOCK, LARGEST
+from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
+
+_HALF_EVEN = tl.constexpr(
+    12582912.0
+)  # 1.5 · 2^23: adding it to a float32 below 2^22 rounds to an integer, ties to even
+
+
+@triton.jit
+def _to_dtype(values, out_ptr):
+    """Rounded to the pointer's dtype, to the nearest, ties to even; `values` are in its range."""
+    if out_ptr.dtype.element_ty == tl.int8:
+        values = (values + _HALF_EVEN) - _HALF_EVEN
+    return values.to(out_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, norm_ptr, input_scale_ptr, out_ptr, scale_ptr, num_features, x_stride, eps,
+    HAS_NORM: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols_I = tl.arange(0, BLOCK)
+    ok_I = cols_I < num_features
+    if HAS_NORM:
+        norm_I = tl.load(norm_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    x_I = tl.load(x_ptr + row * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
+        x_I = (x_I * inverse_rms * norm_I).to(x_ptr.dtype.element_ty).to(tl.float32)
+    # All of a group, or of the token (GROUP = BLOCK), has one scale.
+    x_GB = tl.reshape(x_I, (BLOCK // GROUP, GROUP))
+    if IS_STATIC:
+        scale_G = tl.zeros((BLOCK // GROUP,), dtype=tl.float32) + tl.load(input_scale_ptr).to(tl.float32)
+    else:
+        scale_G = tl.maximum(tl.max(tl.abs(x_GB), 1) / LARGEST_VALUE, 1e-12)
+    values_GB = x_GB * (1.0 / scale_G)[:, None]
+    values_GB = tl.minimum(tl.maximum(values_GB, -LARGEST_VALUE), LARGEST_VALUE)
+    out_I = _to_dtype(tl.reshape(values_GB, (BLOCK,)), out_ptr)
+    tl.store(out_ptr + row * num_features + cols_I, out_I, mask=ok_I)
+    groups = tl.arange(0, BLOCK // GROUP)
+    num_groups = tl.cdiv(num_features, GROUP)
+    tl.store(scale_ptr + row * num_groups + groups, scale_G, mask=groups < num_groups)
+
+
+def quantize_rows(
+    x_TI: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    per_group: bool = False,
+    input_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`custom_ops.quantization.quantize_activations` of rms_norm(x) (of x, without a norm weight), on the device.
+
+    x_TI: [T, I], rows may be strided. → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
+    """
+    assert input_scale is None or not per_group, "a static scale is per tensor"
+    num_tokens, num_features = x_TI.shape
+    width = max(BLOCK, triton.next_power_of_2(num_features))
+    num_groups = triton.cdiv(num_features, BLOCK) if per_group else 1
+    out_TI = torch.empty(num_tokens, num_features, dtype=dtype, device=x_TI.device)
+    scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x_TI.device)
+    if num_tokens:
+        pdl = supports_pdl(x_TI.device)
+        _quantize_kernel[(num_tokens,)](
+            x_TI, norm_weight_I, input_scale, out_TI, scale, num_features, x_TI.stride(0), eps,
+            HAS_NORM=norm_weight_I is not None, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
+            GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=max(1, min(16, width // 512)),
+            **launch_options(pdl),
+        )  # fmt: skip
+    return out_TI, scale

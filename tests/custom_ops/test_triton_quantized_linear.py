@@ -1,0 +1,125 @@
+"""The Triton kernels of linears over 8-bit weights, in Triton's interpreter, against torch in float64."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before the modules below are imported
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
+
+from custom_ops import triton_quantized_linear
+from custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
+from custom_ops.triton_elementwise import rms_norm
+from custom_ops.triton_quantize import quantize_rows
+from custom_ops.triton_quantized_linear import quantized_linear
+
+LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3}
+KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
+         ("dynamic", block_scales)]  # fmt: skip
+
+
+def arguments(num_tokens, out, inner, silu_mul, extras, activations, scales, weight_dtype, dtype) -> dict[str, object]:
+    rows = out // 2 if silu_mul else out
+    weight = torch.randn(out, inner) * inner**-0.5
+    scale = scales(weight, weight_dtype)
+    return {
+        "x_TI": torch.randn(num_tokens, inner + 8).to(dtype)[:, :inner],
+        "weight_OI": quantize_weight(weight, scale, weight_dtype),
+        "scale": scale,
+        "out_features": out,
+        "norm_weight_I": torch.randn(inner).to(dtype) if extras else None,
+        "eps": 1e-5,
+        "bias_O": torch.randn(out).to(dtype) if extras else None,
+        "silu_mul": silu_mul,
+        "residual_TO": torch.randn(num_tokens, rows + 4).to(dtype)[:, :rows] if extras else None,
+        "activations": activations,
+        "input_scale": torch.tensor([0.03]) if activations == "static" else None,
+    }
+
+
+def reference(a) -> torch.Tensor:
+    """In float64 over what the rounding kernel gives (it has tests of its own)."""
+    x, weight, norm, per_group = a["x_TI"], a["weight_OI"], a["norm_weight_I"], a["scale"].dim() == 2
+    if a["activations"] != "none":
+        options = {"norm_weight_I": norm, "eps": a["eps"], "per_group": per_group, "input_scale": a["input_scale"]}
+        x, x_scale = quantize_rows(x, weight.dtype, **options)
+        x = x.double() * (x_scale.double().repeat_interleave(128, 1)[:, : x.shape[1]] if per_group else x_scale)
+    elif norm is not None:
+        x = rms_norm(x, norm, a["eps"])
+    bias = a["bias_O"]
+    weight = dequantize_weight(weight, a["scale"], torch.float64)
+    y = F.linear(x.double(), weight, None if bias is None else bias.double())
+    if a["silu_mul"]:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if a["residual_TO"] is None else y + a["residual_TO"].double()
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("activations", "scales"), KINDS)
+@pytest.mark.parametrize(("num_tokens", "out", "inner", "silu_mul", "extras"), [
+    (0, 24, 48, False, False), (1, 10, 96, False, False), (1, 30, 2080, True, True), (3, 300, 200, True, True),
+    (17, 20, 300, False, True), (70, 24, 40, True, True),
+])  # fmt: skip
+def test_like_float64(num_tokens, out, inner, silu_mul, extras, scales, activations, weight_dtype, monkeypatch):
+    torch.manual_seed(num_tokens + out)
+    dtype = torch.float16 if silu_mul else torch.float32
+    reason = "the library's GEMMs run on CUDA"
+    monkeypatch.setattr(triton_quantized_linear, "scaled_gemm_unsupported_reason", lambda *_: reason)
+    a = arguments(num_tokens, out, inner, silu_mul, extras, activations, scales, weight_dtype, dtype)
+    result = quantized_linear(**a)
+    assert result.shape == (num_tokens, out // 2 if silu_mul else out)
+    assert result.dtype == dtype
+    if num_tokens:
+        assert relative_error(result, reference(a)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("per_block", [False, True])
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_splits(silu_mul: bool, per_block: bool) -> None:
+    torch.manual_seed(0)
+    scales = block_scales if per_block else row_scales
+    a = arguments(20, 40, 700, silu_mul, True, "none", scales, torch.int8, torch.float32)
+    operands = (a["x_TI"], None, a["weight_OI"], a["scale"], a["bias_O"], silu_mul, a["residual_TO"], torch.float32)
+    first, second = (
+        triton_quantized_linear._matmul(*operands, config=(16, 128, 3, 2, 4))  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert relative_error(first, reference(a | {"norm_weight_I": None})) < LIMITS[torch.float32]
+
+
+@pytest.mark.parametrize("activations", ["none", "dynamic"])
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_many_tokens_go_through_the_gemm(weight_dtype: torch.dtype, activations: str, monkeypatch) -> None:
+    """torch's scaled GEMMs run on the CPU as well, though not all of their scalings."""
+    torch.manual_seed(0)
+    calls = []
+    real = triton_quantized_linear.scaled_gemm
+
+    def recorded(*operands):
+        calls.append(operands)
+        return real(*operands)
+
+    monkeypatch.setattr(triton_quantized_linear, "scaled_gemm", recorded)
+    a = arguments(80, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float32)
+    assert relative_error(quantized_linear(**a), reference(a)) < 1e-5
+    assert len(calls) == 1
+
+
+def test_what_no_library_gemm_takes() -> None:
+    for out, inner, scales in ((24, 96, row_scales), (64, 40, row_scales), (64, 96, block_scales)):
+        a = arguments(80, out, inner, False, False, "dynamic", scales, torch.int8, torch.float16)
+        x_TI, _ = quantize_rows(a["x_TI"], torch.int8)  # type: ignore[arg-type]
+        assert triton_quantized_linear.scaled_gemm_unsupported_reason(x_TI, a["weight_OI"], a["scale"]) is not None  # type: ignore[arg-type]

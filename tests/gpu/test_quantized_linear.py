@@ -1,0 +1,45 @@
+# ruff: noqa: E402 (Triton may be missing where there is no GPU)
+"""Linears over 8-bit weights on a GPU, through every way of running them, against the op's torch reference in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from custom_ops.quantization import block_scales, quantize_weight, row_scales
+from custom_ops.quantized_linear import quantized_linear
+
+CUDA = torch.device("cuda")
+KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
+         ("dynamic", block_scales)]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 33, 64, 100, 300])
+@pytest.mark.parametrize(
+    ("out", "inner", "silu_mul"),
+    [(576, 576, False), (3072, 576, True), (130, 1536, False), (4096, 4096, False), (37, 72, False)],
+)
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize(("activations", "scales"), KINDS)
+@pytest.mark.parametrize("weight_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_like_the_reference(weight_dtype, scales, activations, extras, out, inner, silu_mul, num_tokens) -> None:
+    rows = out // 2 if silu_mul else out
+    weight = torch.randn(out, inner, device=CUDA) * inner**-0.5
+    scale = scales(weight, weight_dtype)
+    x, *others = (
+        torch.randn(size, device=CUDA).bfloat16() for size in [(num_tokens, inner + 8), inner, out, (num_tokens, rows)]
+    )
+    norm, bias, residual = others if extras else (None,) * 3
+    input_scale = torch.tensor([0.03], device=CUDA) if activations == "static" else None
+    arguments = (
+        x[:, :inner], quantize_weight(weight, scale, weight_dtype), scale, out, norm, 1e-5, bias, silu_mul, residual,
+        activations, input_scale,
+    )  # fmt: skip
+    result = quantized_linear(*arguments)
+    expected = torch.ops.cas.quantized_linear_reference(*arguments)
+    error = (result.double() - expected.double()).norm() / expected.double().norm()
+    assert error < 1e-2
