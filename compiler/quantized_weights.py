@@ -22,7 +22,14 @@ from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 
-from compiler.weights import Expression, TensorSpec, expression_spec, selected_dimension, weight_function
+from compiler.weights import (
+    Expression,
+    TensorSpec,
+    expression_spec,
+    is_selection,
+    selected_dimension,
+    weight_function,
+)
 from custom_ops.quantization import (
     BLOCK,
     LARGEST,
@@ -150,10 +157,15 @@ def _is_dequantized(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
     return isinstance(expression, tuple) and str(expression[0]).startswith("dequantize.")
 
 
+def _takes_rows(expression: Expression) -> bool:
+    """A rank's rows of a checkpoint's tensor: their scales are the same as in the whole one, of which nothing else is then read."""
+    return is_selection(expression) and selected_dimension(expression[0]) == 0
+
+
 def _quantize(
     expression: Expression, sources: Mapping[str, TensorSpec], dtype: torch.dtype, scales: Scales
 ) -> tuple[Expression, Expression]:
-    if isinstance(expression, str):
+    if isinstance(expression, str) or (scales == "row" and _takes_rows(expression)):
         scale = (f"{scales}_scales.{_name(dtype)}", expression)
         return (f"quantize.{_name(dtype)}", expression, scale), scale
     if _is_dequantized(expression):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -117,14 +117,15 @@ def depends_on_rank(expression: Expression) -> bool:
     return expression[0] in _BY_RANK or any(depends_on_rank(argument) for argument in expression[1:])
 
 
-def _is_selection(expression: Expression) -> bool:
+def is_selection(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
+    """What a rank selects of one source."""
     return isinstance(expression, tuple) and expression[0] in _BY_RANK and isinstance(expression[1], str)
 
 
 def _inputs(expression: Expression) -> Sequence[Expression]:
     if isinstance(expression, int):
         return []
-    if isinstance(expression, str) or _is_selection(expression):
+    if isinstance(expression, str) or is_selection(expression):
         return [expression]
     return [part for argument in expression[1:] for part in _inputs(argument)]
 

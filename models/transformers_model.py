@@ -140,15 +140,19 @@ def _buffer_values(name: str, model: PreTrainedModel) -> dict[str, torch.Tensor]
 
 
 def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
-    """The config's own plan, under full names; none where it asks for more than whole linears by columns or by rows."""
+    """The config's own plan, under full names, and the vocabulary's; none where it asks for more than linears by columns or by rows."""
     plan = {
         pattern: style
         for pattern, style in (model.config.base_model_tp_plan or {}).items()
         if not style.startswith(("replicated", "embedding"))  # what is not said to be sharded is whole on every rank
     }
-    if any(style not in ("colwise", "rowwise") for style in plan.values()):
+    if not plan or any(style not in ("colwise", "rowwise") for style in plan.values()):
         return {}
-    return {f"{model.base_model_prefix}.{pattern}": style for pattern, style in plan.items()}
+    vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {
+        **{f"{model.base_model_prefix}.{pattern}": style for pattern, style in plan.items()},
+        **{name: "vocab" for name, module in model.named_modules() if module in vocabulary},
+    }
 
 
 def _attention_forward(

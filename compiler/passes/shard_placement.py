@@ -45,6 +45,8 @@ def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
         return 1
     if is_call(node, *_ELEMENTWISE) and _agree(node, dimensions):
         return dimension
+    if is_call(node, torch.transpose, torch.permute) and len(cut) == 1:
+        return _order(node, cut[0]).index(dimension)
     if is_call(node, *_VIEWS) and dimension == 1 and _keeps_rows(node, cut[0]):
         return 1
     if is_call(node, torch.rms_norm) and dimension < _dims(cut[0]) - len(arguments(node)[1]) and len(cut) == 1:
@@ -83,6 +85,17 @@ def _keeps_rows(node: Node, source: Node) -> bool:
     """[T, X·E] as [T, X, E] or back: dimension 1 is cut before and after."""
     before, after = tensor_of(source), tensor_of(node)
     return after.dim() > 1 and str(before.shape[0]) == str(after.shape[0])
+
+
+def _order(node: Node, source: Node) -> list[int]:
+    """The source's dimensions in the order of the result."""
+    order = list(range(_dims(source)))
+    if is_call(node, torch.transpose):
+        _, first, second = arguments(node)
+        order[first], order[second] = order[second], order[first]
+        return order
+    dims = arguments(node)[1]
+    return [order[dim] for dim in (dims if isinstance(dims, list | tuple) else arguments(node)[1:])]
 
 
 def _along(node: Node, source: Node) -> int:

@@ -108,6 +108,8 @@ class TensorParallel(BasePass):
         if sites:
             _shard_weights(gm, sites, ctx)
             _rewrite(gm, sites, ctx)
+        elif near_misses and not ctx.tp_plan:
+            raise PassError(_whole_attention("any layer"))
         return PassResult(matched=len(sites), near_misses=tuple(near_misses))
 
 
@@ -244,11 +246,20 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
             _rewrite_site(gm, sites[node], dimensions, ctx)
             continue
         dimension = sharded_dimension(node, dimensions)
-        if is_call(node, ATTENTION) and dimension is not None:
+        if is_call(node, ATTENTION):
+            if dimension is None:
+                raise PassError(_whole_attention(node_source_line(node)))
             _shard_cache(node, ctx)
         _recompute(node, ctx)
         if dimension is not None:
             dimensions[node] = dimension
+
+
+def _whole_attention(place: str) -> str:
+    return (
+        f"The model's tp_plan does not shard the attention of {place}, and ranks keep their own heads alone: "
+        "this model runs with a tensor parallel size of 1."
+    )
 
 
 def _recompute(node: Node, ctx: PassContext) -> None:

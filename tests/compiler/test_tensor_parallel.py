@@ -16,8 +16,10 @@ from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
 from compiler.passes.tensor_parallel import TensorParallel, first_row, shard_columns, shard_rows
 from compiler.verify import PassVerifier
+from models.registry import build_model
 from models.spec import ModelSpec
 from tests.support.tiny_models import tiny_spec
+from tests.support.transformers_models import config_of
 
 LAYERS = 2
 KERNELS = frozenset({"rope_attention", "fused_linear"})
@@ -36,16 +38,25 @@ def run(
     **config: Any,
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
     """Every pass over a tiny model for `size` ranks, each verified in float64 unless `verify` is off."""
-    spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **config)
+    return rewrite(
+        tiny_spec(architecture, LAYERS, torch.bfloat16, **config), CompileConfig(tensor_parallel_size=size),
+        kernels=kernels, disabled=disabled, change=change, plan=plan, verify=verify,
+    )  # fmt: skip
+
+
+def rewrite(
+    spec: ModelSpec, config: CompileConfig, *, kernels: frozenset[str] = KERNELS, disabled: frozenset[str] = frozenset(),
+    change: Callable[[nn.Module], object] = lambda module: None,
+    plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan, verify: bool = True,
+) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:  # fmt: skip
     change(spec.module)
     captured = capture(spec.module, example_inputs(_cache_shapes(spec), torch.bfloat16))
     ctx = PassContext(
         device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
-        kernels=kernels, tensor_parallel_size=size, tp_plan=plan(dict(spec.tp_plan)),
+        kernels=kernels, tensor_parallel_size=config.tensor_parallel_size, tp_plan=plan(dict(spec.tp_plan)),
     )  # fmt: skip
     verifier = PassVerifier(spec.buffers) if verify else None
-    passes = default_passes(CompileConfig(tensor_parallel_size=size))
-    records = run_passes(captured.gm, passes, ctx, disabled, verifier)
+    records = run_passes(captured.gm, default_passes(config), ctx, disabled, verifier)
     return captured, ctx, {record.name: record for record in records}
 
 
@@ -85,6 +96,36 @@ def test_sharded_equals_unsharded(case: str) -> None:
     assert records["fuse_linears"].result == PassResult(matched=4 * LAYERS + 1)
     assert records["fuse_rope_attention"].result == PassResult(matched=LAYERS)
     assert records["select_rows_early"].result == PassResult(matched=1)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
+def test_unmodified_transformers_models_are_sharded(architecture: str) -> None:
+    """Heads are transposed there, and GPT-NeoX's queries, keys and values are one linear, head by head."""
+    spec = build_model(config_of(architecture, num_hidden_layers=1), dtype=torch.bfloat16, model_impl="transformers")
+    _, _, records = rewrite(spec, CompileConfig(tensor_parallel_size=2))
+    sites = 9 if architecture == "LlamaForCausalLM" else 6
+    assert records["tensor_parallel"].result == PassResult(matched=sites)
+    verification = records["tensor_parallel"].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+    assert len(verification.sites) == 3
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8-weight-only"])
+def test_quantized_shards_have_the_values_of_the_whole(quantization: Any) -> None:
+    spec = tiny_spec("Qwen3ForCausalLM", LAYERS, torch.bfloat16)
+    _, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=4, quantization=quantization))
+    verification = records["quantize_linears"].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+    assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + (quantization == "int8-weight-only"))
+    dtype = "float8_e4m3fn" if quantization == "fp8" else "int8"
+    weight = ctx.weights[f"model.layers.0.self_attn.o_proj.weight.{dtype}.scale"]
+    assert weight.expression == (f"row_scales.{dtype}", "model.layers.0.self_attn.o_proj.weight")  # of whole rows
+    assert weight.spec.shape == (64,)
+    rows = ("shard_rows", "model.layers.0.mlp.gate_proj.weight", 4, 4)  # nothing else of it is read
+    merged = ctx.weights[f"model.layers.0.mlp.gate_proj+up_proj.weight.{dtype}.packed"]
+    assert merged.inputs == (rows, ("shard_rows", "model.layers.0.mlp.up_proj.weight", 4, 4))
 
 
 def test_shards_are_expressions_over_the_checkpoint() -> None:
@@ -211,6 +252,14 @@ def test_what_cannot_be_sharded_is_an_error_with_its_place(mlp: type, message: s
 
     with pytest.raises(PassError, match=message):
         run(2, verify=False, change=change)
+
+
+def test_an_attention_that_is_not_sharded_is_an_error() -> None:
+    """Each rank's KV cache has its own heads alone."""
+    with pytest.raises(PassError, match="does not shard the attention of any layer.* tensor parallel size of 1"):
+        run(2, verify=False, plan=lambda plan: {})
+    with pytest.raises(PassError, match=r"does not shard the attention of .*models/llama.py:\d+"):
+        run(2, verify=False, plan=lambda plan: {name: style for name, style in plan.items() if ".mlp." in name})
 
 
 def test_the_pass_cannot_be_left_out() -> None:

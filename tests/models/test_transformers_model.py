@@ -151,7 +151,8 @@ def test_spec_says_what_the_checkpoint_and_the_ranks_need() -> None:
     assert spec.weight_map["lm_head.weight"] is None
     assert "model.layers.0.self_attn.q_proj.weight" in dict(spec.module.named_parameters())
     assert spec.tp_plan["model.layers.*.self_attn.o_proj"] == "rowwise"
-    assert set(spec.tp_plan.values()) == {"colwise", "rowwise"}
+    assert set(spec.tp_plan.values()) == {"colwise", "rowwise", "vocab"}
+    assert spec.tp_plan["model.embed_tokens"] == spec.tp_plan["lm_head"] == "vocab"
     assert build("Olmo2ForCausalLM").tp_plan == {}  # its norms are over all heads: no plan by columns and rows alone
     assert spec.buffers["model.rotary_emb.inv_freq"].device.type == "cpu"
     assert spec.config["model_impl"].startswith("transformers ")
