@@ -99,26 +99,9 @@ class DistributedExecutor:
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._stats = WorkerStats()
         self._has_failed = False
+        self._commands: list[zmq.Socket[bytes]] = []
         try:
-            self._answers, answers = self._bind(zmq.PULL, "answers")
-            self._answers.setsockopt(zmq.RCVTIMEO, _POLL_MS)
-            self._commands = []
-            bootstraps = []
-            for index in range(self.num_ranks):
-                endpoint, commands = self._bind(zmq.PUSH, f"rank-{index}")
-                self._commands.append(endpoint)
-                rank = Rank(
-                    index=index,
-                    size=self.num_ranks,
-                    device_index=host.device_index(index),
-                    meeting_place=host.meeting_place,
-                )
-                log_level = logging.getLogger("runtime").getEffectiveLevel()
-                bootstraps.append(
-                    RankBootstrap(config=config, rank=rank, commands=commands, answers=answers, log_level=log_level)
-                )
-                config = replace(config, compile=replace(config.compile, dump_dir=None))  # the dump is rank 0's
-            host.launch(bootstraps)
+            host.launch(self._bootstraps(config))
             loaded = [self._receive(RankLoaded) for _ in range(self.num_ranks)]
             num_blocks = min(message.info.num_blocks for message in loaded)
             self._broadcast(StartRank(num_blocks))
@@ -166,6 +149,27 @@ class DistributedExecutor:
             self._broadcast(StopRank())
         self._host.stop(0.0 if self._has_failed else _STOP_SECONDS)
         self._context.destroy(linger=0)
+
+    def _bootstraps(self, config: EngineConfig) -> list[RankBootstrap]:
+        """Bind a socket for each rank's commands, and one for all answers."""
+        host = self._host
+        self._answers, answers = self._bind(zmq.PULL, "answers")
+        self._answers.setsockopt(zmq.RCVTIMEO, _POLL_MS)
+        level = logging.getLogger("runtime").getEffectiveLevel()
+        without_dump = replace(config, compile=replace(config.compile, dump_dir=None))
+        bootstraps = []
+        for index in range(self.num_ranks):
+            endpoint, commands = self._bind(zmq.PUSH, f"rank-{index}")
+            self._commands.append(endpoint)
+            rank = Rank(
+                index=index,
+                size=self.num_ranks,
+                device_index=host.device_index(index),
+                meeting_place=host.meeting_place,
+            )
+            own = config if index == 0 else without_dump
+            bootstraps.append(RankBootstrap(config=own, rank=rank, commands=commands, answers=answers, log_level=level))
+        return bootstraps
 
     def _bind(self, kind: int, name: str) -> tuple[zmq.Socket[bytes], str]:
         endpoint = self._context.socket(kind)

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from runtime.distributed_executor import DistributedExecutor, LocalRanks
+from runtime.engine_client import AsyncEngineClient, EngineDeadError
 from runtime.executor import RankFailedError
 from runtime.schedule import SchedulerOutput
 from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.fake_worker import use_fake_workers
-from tests.support.processes import is_running, wait_until
+from tests.support.processes import children, is_running, wait_until
 
 SECONDS = 10.0  # within which a dead rank must be known, on a busy machine
 
@@ -201,3 +202,28 @@ def test_ranks_end_when_the_engine_is_killed(model_dir: Path, monkeypatch: pytes
     engine.kill()
     engine.wait()
     wait_until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.parametrize(
+    ("victim", "reason"),
+    [("rank", "Rank 1 of 2 was ended by signal 9."), ("engine", "The engine process was ended by signal 9.")],
+)
+async def test_a_death_while_the_engine_idles_reaches_the_client(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, victim: str, reason: str
+) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    client = AsyncEngineClient(tiny_config(model_dir, tensor_parallel_size=2))
+    await client.start()
+    assert client.pid is not None
+    ranks = children(client.pid)
+    assert len(ranks) == 2
+    began = time.monotonic()
+    os.kill(ranks[1] if victim == "rank" else client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError) as error:
+        async for _ in client.outputs():
+            pass
+    assert str(error.value) == reason
+    assert time.monotonic() - began < SECONDS
+    await client.shutdown()
+    assert client.exit_status == (1 if victim == "rank" else -signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, ranks)))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from runtime.engine_core import EngineCore
+from runtime.executor import RankFailedError
 from runtime.messages import RequestOutput
 from tests.support.engines import (
     mixed_requests,
@@ -18,6 +21,7 @@ from tests.support.engines import (
     tokens_of,
     write_tiny_model,
 )
+from tests.support.processes import children, is_running
 
 # So few blocks that requests are preempted.
 SMALL = {"num_kv_blocks": 40, "max_model_len": 120}
@@ -104,3 +108,44 @@ def test_four_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str,
     core = start(model_dir, shared_cache_dir, 4)
     assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
     core.shutdown()
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(
+    "options",
+    [{"cudagraph_mode": "none"}, {}, {"cudagraph_mode": "piecewise"}, {"async_scheduling": False}],
+    ids=["no graphs", "graphs", "piecewise", "sync"],
+)
+def test_two_gpus(model_dir: Path, tmp_path: Path, options: dict[str, object]) -> None:
+    """Against one GPU; graphs are captured in idle moments, on both ranks the same."""
+    given = {
+        "device": "cuda",
+        "block_size": 16,
+        "num_kv_blocks": 256,
+        "attention_backend": "triton",
+        "cache_dir": tmp_path,
+    }
+    one = EngineCore(tiny_config(model_dir, **given))
+    expected = tokens_of(run_requests(one, mixed_requests()))
+    one.shutdown()
+    two = EngineCore(tiny_config(model_dir, tensor_parallel_size=2, **given, **options))
+    for _ in range(3):
+        assert tokens_of(run_requests(two, mixed_requests())) == expected
+        while two.idle():
+            pass
+    two.shutdown()
+
+
+@pytest.mark.multigpu
+def test_a_gpu_rank_that_is_killed_ends_the_other(model_dir: Path, tmp_path: Path) -> None:
+    """The other waits on its device for ever: nothing but the engine can end it."""
+    core = EngineCore(tiny_config(model_dir, device="cuda", block_size=16, tensor_parallel_size=2, cache_dir=tmp_path))
+    ranks = [pid for pid in children(os.getpid()) if "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    for one in mixed_requests():
+        core.add_request(one)
+    core.step()
+    os.kill(ranks[1], signal.SIGKILL)
+    with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 9"):
+        [core.step() for _ in range(100)]
+    core.shutdown()
+    assert not any(is_running(pid) for pid in ranks)
