@@ -47,6 +47,7 @@ class StepInputs:
     kv_caches: Sequence[torch.Tensor]
     logits_indices: torch.Tensor
     metadata: AttentionMetadata
+    sampling: tuple[torch.Tensor, ...] = ()  # what `decode_tail` chooses tokens with, one element a sequence
 
     def addresses(self) -> tuple[int, ...]:
         """What a graph that read these tensors bakes in."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from runtime.block_tables import BlockTables
+from runtime.sampling_ops import SAMPLING_FIELDS
 from runtime.sampling_params import SamplingParams
 from runtime.schedule import NewRequestData, SchedulerOutput
 from runtime.staging import StagedArrays
@@ -267,5 +268,5 @@ def _fields(num_slots: int, num_tokens: int) -> dict[str, tuple[type[np.generic]
         "query_start_loc": (np.int32, num_tokens + 1),
         "seq_lens": (np.int32, num_tokens),
         "uniforms": (np.float32, num_slots),
-        "sample_positions": (np.int64, num_slots),
+        **{name: (dtype, num_slots) for name, dtype in SAMPLING_FIELDS.items()},
     }

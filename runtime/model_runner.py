@@ -26,6 +26,7 @@ from runtime.kv_cache import allocate_kv_cache
 from runtime.messages import TokenLogprobs
 from runtime.sampler import Sampler, SamplingPlan
 from runtime.sampler_logprobs import RowLogprobs, row_logprobs
+from runtime.sampling_ops import SAMPLING_FIELDS
 from runtime.sampling_params import SamplingParams
 from runtime.schedule import ModelRunnerOutput, SchedulerOutput
 from runtime.staging import StagedArrays
@@ -39,7 +40,7 @@ NOTHING_LEFT = (
 class RunnableModel(Protocol):
     """A compiled model as the runner sees it.
 
-    It may have `tail`: what `argmax_rows` makes of the logits of the call just made, or None. And it may have
+    It may have `tail`: what `sample_rows` makes of the logits of the call just made, or None. And it may have
     `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step
     to (None: no padding), never more than its `max_padded_size`. Padding tokens have slot -1; a step of decodes is
     padded with whole sequences of length 0 and with rows of logits at index 0.
@@ -178,22 +179,20 @@ class ModelRunner:
         if plan is None or self._plan_version != layout.version or plan.valid_steps <= 0:
             plan = self._plan = sampler.plan(layout.sampled_slots.tolist())
             self._plan_version = layout.version
-        if plan.num_random:
-            randomness = sampler.randomness(plan)
-            arrays.host[sampler.random_field][: len(randomness)] = randomness
+        for name, values in sampler.inputs(plan).items():
+            arrays.host[name][: len(values)] = values
 
         logits_LV = self._run(layout, arrays)
         num_sampled = len(layout.sampled_ids)
         if num_sampled == 0:
             return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
         logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
-        greedy = getattr(self.compiled, "tail", None)
-        if greedy is not None:
-            greedy = greedy[0][:num_sampled], greedy[1][:num_sampled]
+        drawn = getattr(self.compiled, "tail", None)
+        if drawn is not None:
+            drawn = drawn[0][:num_sampled], drawn[1][:num_sampled]
         elif layout.is_decode_only:
             self.decode_misses += 1
-        drawn_from = arrays.device[sampler.random_field] if plan.num_random else None
-        sampled = sampler.sample(logits_SV, plan, drawn_from, greedy)
+        sampled = sampler.sample(logits_SV, plan, arrays.device, drawn)
         if self._is_cpu:
             batch.last_tokens.numpy()[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
@@ -230,6 +229,7 @@ class ModelRunner:
             kv_caches=self.kv_caches,
             logits_indices=device["logits_indices"][:size],
             metadata=metadata,
+            sampling=tuple(device[name][:size] for name in SAMPLING_FIELDS),
         )
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
@@ -274,8 +274,8 @@ class ModelRunner:
                 token = np.zeros(1, dtype=np.int64)
                 self.sampler.add(0, params, [], token, token)
                 plan = self.sampler.plan([0])
-                drawn_from = torch.from_numpy(self.sampler.randomness(plan)).to(self.device)
-                self.sampler.sample(logits_SV, plan, drawn_from)
+                inputs = {n: torch.from_numpy(v).to(self.device) for n, v in self.sampler.inputs(plan).items()}
+                self.sampler.sample(logits_SV, plan, inputs)
                 self.sampler.remove(0)
 
     def _take_in(self, scheduled: SchedulerOutput) -> None:
@@ -391,6 +391,7 @@ def _pad_rows(host: dict[str, np.ndarray], begin: int, size: int) -> None:
     host["query_start_loc"][begin + 1 : size + 1] = np.arange(begin + 1, size + 1)
     host["seq_lens"][begin:size] = 0
     host["logits_indices"][begin:size] = 0
+    host["temperatures"][begin:size] = 0.0
 
 
 def _prompt_messages(prompt: _PromptResult) -> list[TokenLogprobs]:

@@ -10,7 +10,7 @@ depends only on the batch's composition is prepared once in a `SamplingPlan` and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,9 @@ import torch
 from runtime.logits_processing import FOREVER, LogitsPlan, LogitsProcessors
 from runtime.sampler_logprobs import RowLogprobs, row_logprobs
 from runtime.sampling_ops import (
+    SAMPLING_FIELDS,
     argmax_rows,
+    sample_rows,
     sample_top_k,
     sample_top_p,
     sample_unsorted,
@@ -46,17 +48,6 @@ class _RandomGroup:
     top_p_R1: torch.Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _GpuRows:
-    """What the GPU's sampling kernel reads, one element a row of the batch; temperature 0 is greedy."""
-
-    temperature_S: torch.Tensor
-    top_k_S: torch.Tensor
-    top_p_S: torch.Tensor
-    min_p_S: torch.Tensor
-    seed_S: torch.Tensor
-
-
 @dataclass(kw_only=True, slots=True)
 class SamplingPlan:
     """How one batch composition is sampled; valid for `valid_steps` more steps. num_random: uniform numbers that a
@@ -68,7 +59,7 @@ class SamplingPlan:
     greedy_rows_R: torch.Tensor | None  # None: no row is greedy, unless is_plain_greedy or all_greedy
     all_greedy: bool
     groups: list[_RandomGroup]
-    gpu: _GpuRows | None
+    gpu: dict[str, np.ndarray]  # of `SAMPLING_FIELDS`, those that stay while the plan does, one element a row
     num_random: int
     random_slots: np.ndarray  # int64, in the order of the groups
     logits: LogitsPlan | None
@@ -96,8 +87,6 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._is_cpu = device.type == "cpu"
-        # The array that `randomness` goes to.
-        self.random_field = "uniforms" if self._is_cpu else "sample_positions"
         self.num_outputs = np.zeros(
             num_slots, dtype=np.int64
         )  # tokens put out by the slot's request, those in flight too
@@ -151,7 +140,7 @@ class Sampler:
             greedy_rows_R=self._upload(np.array(greedy, dtype=np.int64)) if greedy and not all_greedy else None,
             all_greedy=all_greedy,
             groups=groups,
-            gpu=self._gpu_rows(params, slots_S) if random_rows and not self._is_cpu else None,
+            gpu={} if self._is_cpu else self._gpu_rows(params, slots_S),
             num_random=len(random_rows),
             random_slots=slots_S[random_rows],
             logits=logits,
@@ -161,37 +150,41 @@ class Sampler:
             valid_steps=FOREVER if logits is None else logits.valid_steps,
         )
 
-    def randomness(self, plan: SamplingPlan) -> np.ndarray:
-        """What makes the step's draws. Call before `sample`, which moves the streams on.
+    def inputs(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
+        """What makes the step's draws, by the step's array that it goes to. Call before `sample`, which moves the streams on.
 
-        On the CPU uniform numbers, float32 [num_random]; elsewhere the rows' output positions, int64 [S].
+        On the CPU uniform numbers, float32 [num_random]; elsewhere `SAMPLING_FIELDS` [S]. A step without random rows has none of the
+        former, and of the latter only the temperatures.
         """
-        if self._is_cpu:
-            return uniforms(self._keys[plan.random_slots], self.num_outputs[plan.random_slots])
-        return self.num_outputs[plan.slots_S]
+        if not self._is_cpu:
+            return {**plan.gpu, "sample_positions": self.num_outputs[plan.slots_S]} if plan.num_random else plan.gpu
+        if not plan.num_random:
+            return {}
+        return {"uniforms": uniforms(self._keys[plan.random_slots], self.num_outputs[plan.random_slots])}
 
     def sample(
         self,
         logits_SV: torch.Tensor,
         plan: SamplingPlan,
-        randomness: torch.Tensor | None,
-        greedy: tuple[torch.Tensor, torch.Tensor] | None = None,
+        inputs: Mapping[str, torch.Tensor],
+        drawn: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> SampledRows:
-        """One token a row. logits_SV: raw, any floating dtype, not changed; randomness: as above, on the device.
+        """One token a row. logits_SV: raw, any floating dtype, not changed; inputs: the step's arrays, as above, on the device.
 
-        greedy: `argmax_rows(logits_SV)`, where the model has made it already.
+        drawn: what `sample_rows` makes of the logits and the inputs, where the model's graph has done it already.
         """
         self.num_outputs[plan.slots_S] += 1
         plan.valid_steps -= 1
         if plan.is_plain_greedy:
-            tokens_S, best_S = greedy or argmax_rows(logits_SV)
+            tokens_S, best_S = drawn or argmax_rows(logits_SV)
             return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=None)
 
         raw_SV = logits_SV
         if plan.logits is not None:
             logits_SV = logits_SV.to(torch.float32, copy=True)
             self._processors.apply(plan.logits, logits_SV)
-        tokens_S, best_S = self._choose(logits_SV, plan, randomness)
+            drawn = None  # from other logits
+        tokens_S, best_S = drawn or self._choose(logits_SV, plan, inputs)
         if plan.logits is not None:
             self._processors.observe(plan.logits, tokens_S)
         logprobs = None
@@ -201,21 +194,16 @@ class Sampler:
         return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=logprobs)
 
     def _choose(
-        self, logits_SV: torch.Tensor, plan: SamplingPlan, randomness: torch.Tensor | None
+        self, logits_SV: torch.Tensor, plan: SamplingPlan, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if plan.all_greedy:
             return argmax_rows(logits_SV)
-        assert randomness is not None
-        if plan.gpu is not None:
-            from custom_ops.gpu_sampling import sample_tokens
-
-            rows = plan.gpu
-            return sample_tokens(
-                logits_SV, rows.temperature_S, rows.top_k_S, rows.top_p_S, rows.min_p_S, rows.seed_S, randomness
-            )
+        num_rows = logits_SV.shape[0]
+        if not self._is_cpu:
+            return sample_rows(logits_SV, [inputs[name][:num_rows] for name in SAMPLING_FIELDS])
+        randomness = inputs["uniforms"]
         if len(plan.groups) == 1 and plan.groups[0].rows_R is None:
             return _sample_group(logits_SV.float(), plan.groups[0], randomness)
-        num_rows = logits_SV.shape[0]
         tokens_S = torch.empty(num_rows, dtype=torch.int64, device=self.device)
         best_S = torch.empty(num_rows, dtype=torch.float32, device=self.device)
         if plan.greedy_rows_R is not None:
@@ -245,17 +233,17 @@ class Sampler:
             top_p_R1=self._column([p.top_p for p in params]) if has_top_p else None,
         )
 
-    def _gpu_rows(self, params: list[SamplingParams], slots_S: np.ndarray) -> _GpuRows:
-        def column(values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
-            return self._upload(np.array(values, dtype=dtype))
-
-        return _GpuRows(
-            temperature_S=column([0.0 if p.is_greedy else p.temperature for p in params], np.float32),
-            top_k_S=column([max(0, p.top_k) for p in params], np.int32),
-            top_p_S=column([p.top_p for p in params], np.float32),
-            min_p_S=column([p.min_p for p in params], np.float32),
-            seed_S=self._upload(self._keys[slots_S].view(np.int64)),
-        )
+    def _gpu_rows(self, params: list[SamplingParams], slots_S: np.ndarray) -> dict[str, np.ndarray]:
+        temperatures = np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32)
+        if not temperatures.any():
+            return {"temperatures": temperatures}
+        return {
+            "temperatures": temperatures,
+            "top_ks": np.array([p.top_k if 0 < p.top_k < self.vocab_size else 0 for p in params], dtype=np.int32),
+            "top_ps": np.array([p.top_p for p in params], dtype=np.float32),
+            "min_ps": np.array([p.min_p for p in params], dtype=np.float32),
+            "seeds": self._keys[slots_S].view(np.int64),
+        }
 
     def _params_of(self, slot: int) -> SamplingParams:
         params = self._params[slot]

@@ -9,8 +9,20 @@ preemption. Sums are in float64: cumulative sums stay monotonic, and a token of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+
+# What the GPU samples a row with, by the name of the step's array; temperature 0 is greedy.
+SAMPLING_FIELDS: dict[str, type[np.generic]] = {
+    "temperatures": np.float32,
+    "top_ks": np.int32,
+    "top_ps": np.float32,
+    "min_ps": np.float32,
+    "seeds": np.int64,
+    "sample_positions": np.int64,
+}
 
 GREEDY_CHUNK_ROWS = 16  # rows upcast at a time on the CPU: keeps the float32 copy inside the cache
 VOCAB_BLOCK = 128
@@ -62,6 +74,13 @@ def argmax_rows(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens[start : start + GREEDY_CHUNK_ROWS] = best
         values[start : start + GREEDY_CHUNK_ROWS] = chunk[np.arange(len(best)), best]
     return torch.from_numpy(tokens), torch.from_numpy(values)
+
+
+def sample_rows(logits_SV: torch.Tensor, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row on the GPU, from the arrays of `SAMPLING_FIELDS` in their order: int64 [S], and a score, as `argmax_rows`'."""
+    from custom_ops.gpu_sampling import sample_tokens
+
+    return sample_tokens(logits_SV, *inputs)
 
 
 def sample_unsorted(

@@ -26,7 +26,7 @@ from runtime.config import EngineConfig, Rank
 from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
 from runtime.kv_cache import GIB, bytes_per_block, free_cpu_bytes, plan_num_blocks
 from runtime.model_runner import ModelRunner, PendingStep
-from runtime.sampling_ops import argmax_rows
+from runtime.sampling_ops import sample_rows
 from runtime.schedule import SchedulerOutput, WorkerInfo, WorkerStats
 from runtime.weights import load_weights, read_config
 
@@ -161,7 +161,7 @@ class Worker:
             backend=self._backend,
             device=CudaGraphs(self.device),
             sizes=options.capture_sizes,
-            decode_tail=lambda logits, inputs: argmax_rows(logits),
+            decode_tail=lambda logits, inputs: sample_rows(logits, inputs.sampling),
         )
 
     def _new_runner(self, num_blocks: int) -> ModelRunner:

@@ -111,8 +111,8 @@ def test_draws_follow_the_distribution() -> None:
         plan = sampler.plan(list(range(rows)))
         counts: Counter[int] = Counter()
         for _ in range(draws):
-            positions = torch.from_numpy(sampler.randomness(plan)).to(device)
-            counts.update(sampler.sample(logits.expand(rows, -1).contiguous(), plan, positions).tokens_S.tolist())
+            inputs = {name: torch.from_numpy(values).to(device) for name, values in sampler.inputs(plan).items()}
+            counts.update(sampler.sample(logits.expand(rows, -1).contiguous(), plan, inputs).tokens_S.tolist())
         probs = (logits / params.temperature).softmax(-1)
         order = probs.argsort(descending=True)
         if kept is None:
@@ -135,6 +135,7 @@ def test_a_row_of_nan_is_seen() -> None:
         for slot in range(3):
             sampler.add(slot, params, [], empty, empty)
         plan = sampler.plan([0, 1, 2])
-        sampled = sampler.sample(logits, plan, torch.from_numpy(sampler.randomness(plan)).to(device))
+        inputs = {name: torch.from_numpy(values).to(device) for name, values in sampler.inputs(plan).items()}
+        sampled = sampler.sample(logits, plan, inputs)
         assert torch.isfinite(sampled.best_S).tolist() == [True, False, False]
         assert 0 <= int(sampled.tokens_S.min()) <= int(sampled.tokens_S.max()) < 40_000

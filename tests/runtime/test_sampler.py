@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.sampler import SampledRows, Sampler
+from runtime.sampler import SampledRows, Sampler, SamplingPlan
 from runtime.sampling_ops import top_p_indices
 from runtime.sampling_params import SamplingParams
 
@@ -34,8 +34,11 @@ def add(sampler: Sampler, slot: int, params: SamplingParams, prompt=(), output=(
 
 def run(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> SampledRows:
     plan = sampler.plan(slots)
-    uniforms = torch.from_numpy(sampler.randomness(plan)) if plan.num_random else None
-    return sampler.sample(logits, plan, uniforms)
+    return sampler.sample(logits, plan, inputs(sampler, plan))
+
+
+def inputs(sampler: Sampler, plan: SamplingPlan) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(values) for name, values in sampler.inputs(plan).items()}
 
 
 def tokens(sampler: Sampler, logits: torch.Tensor, slots: list[int] | None = None) -> list[int]:
@@ -96,8 +99,7 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
     plan = sampler.plan(list(range(rows)))
     counts: Counter[int] = Counter()
     for _ in range(draws):
-        uniforms = torch.from_numpy(sampler.randomness(plan))
-        counts.update(sampler.sample(logits.expand(rows, -1), plan, uniforms).tokens_S.tolist())
+        counts.update(sampler.sample(logits.expand(rows, -1), plan, inputs(sampler, plan)).tokens_S.tolist())
     total = draws * rows
     assert all(expected[token] > 0 for token in counts), "a filtered token was drawn"
     # 5 standard deviations of a binomial count, and at least a few counts for the rare tokens
@@ -301,7 +303,7 @@ def test_logprobs_are_the_models_own() -> None:
         SamplingParams(temperature=0.0, logprobs=0),
     )
     plan = sampler.plan([0, 1, 2])
-    sampled = sampler.sample(logits, plan, torch.from_numpy(sampler.randomness(plan)))
+    sampled = sampler.sample(logits, plan, inputs(sampler, plan))
     assert sampled.logprobs is not None
     first, last = sampled.logprobs.to_messages(plan.logprob_counts)
     expected = logits.double().log_softmax(-1)
