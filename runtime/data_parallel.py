@@ -80,6 +80,7 @@ class DataParallelClient:
         self._router = Router(
             len(self.replicas),
             max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_waiting=self.config.scheduler.max_waiting,
             num_blocks=num_blocks,
             block_size=cache.block_size if cache.enable_prefix_caching else None,
         )

@@ -8,13 +8,15 @@ authenticated: as Ray itself, it is for a network that only you can reach.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from runtime.child_process import describe_exit
+from runtime.child_process import describe_exit, private_folder
 from runtime.config import EngineConfig
 from runtime.rank_process import RankBootstrap, RankProcess
 
@@ -66,9 +68,7 @@ class RayRanks:
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
         """Begin to run the ranks."""
-        self._runs = [
-            actor.run.remote(_on_any_host(bootstrap)) for actor, bootstrap in zip(self._actors, bootstraps, strict=True)
-        ]
+        self._runs = [actor.run.remote(bootstrap) for actor, bootstrap in zip(self._actors, bootstraps, strict=True)]
 
     def ended(self) -> dict[int, str]:
         """As Ray says."""
@@ -114,13 +114,6 @@ class RayRanks:
             return f"was lost ({type(error).__name__}: {lines[-1][:200] if lines else 'no message'})"
 
 
-def _on_any_host(bootstrap: RankBootstrap) -> RankBootstrap:
-    """Without the engine's own folder."""
-    return replace(
-        bootstrap, config=replace(bootstrap.config, compile=replace(bootstrap.config.compile, work_dir=None))
-    )
-
-
 class _RankActor:
     """A rank's process, in Ray's hands."""
 
@@ -135,8 +128,12 @@ class _RankActor:
 
     def run(self, bootstrap: RankBootstrap) -> int:
         """Until the rank is told to stop, or fails; its exit status."""
-        process = RankProcess(bootstrap)
+        folder = private_folder()
+        config = bootstrap.config
+        config = replace(config, compile=replace(config.compile, work_dir=Path(folder)))
+        process = RankProcess(replace(bootstrap, config=config))
         try:
             return process.run()
         finally:
             process.close()
+            shutil.rmtree(folder, ignore_errors=True)

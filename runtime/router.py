@@ -3,12 +3,13 @@
 Load is a share of a replica's capacity: requests in flight of those that can run at once, plus the KV cache in use or about
 to be (its own last word, or the prompts that were sent to it, whichever is more). A replica that was sent the beginning of the
 prompt before counts as less loaded by AFFINITY times the part of the prompt that it has seen; so a prompt returns to its
-replica, and a prefix that everybody shares spreads over all as they fill up.
+replica, and a prefix that everybody shares spreads over all as they fill up. Nobody waits for a seat where another has one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from runtime.kv_cache_manager import hash_blocks, root_hash
@@ -29,13 +30,22 @@ class _Replica:
 class Router:
     """`route` a request, `finish` it, and `observe` what replicas say. max_num_seqs, num_blocks: of each replica.
 
-    block_size: of the prefix caches; None: there are none.
+    block_size: of the prefix caches; None: there are none. max_waiting: requests that a replica takes beyond max_num_seqs.
     """
 
-    def __init__(self, num_replicas: int, *, max_num_seqs: int, num_blocks: int, block_size: int | None) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        max_num_seqs: int,
+        num_blocks: int,
+        block_size: int | None,
+        max_waiting: int | None = None,
+    ) -> None:
         self._replicas = [_Replica() for _ in range(num_replicas)]
         self._replica_of: dict[str, int] = {}
         self._max_num_seqs = max_num_seqs
+        self._limits = [max_num_seqs] + ([] if max_waiting is None else [max_num_seqs + max_waiting])
         self._block_size = block_size
         self._num_tokens = num_blocks * (block_size or 1)
         # Which replicas were sent a block (bit r: replica r), the least recently sent first.
@@ -49,7 +59,7 @@ class Router:
         found = self._found(hashes)
         # Of equals the one that got the fewest requests so far, so that idle replicas fill their caches evenly.
         chosen = min(
-            range(len(self._replicas)),
+            self._candidates(),
             key=lambda r: (self.load(r) - AFFINITY * found[r] / max(1, len(hashes)), self._replicas[r].num_routed),
         )
         replica = self._replicas[chosen]
@@ -90,6 +100,13 @@ class Router:
     def forget_prefixes(self) -> None:
         """The replicas' prefix caches were emptied."""
         self._seen.clear()
+
+    def _candidates(self) -> Sequence[int]:
+        """Replicas with a free seat; if there is none, with room to wait; else all."""
+        for limit in self._limits:
+            if below := [r for r, replica in enumerate(self._replicas) if len(replica.requests) < limit]:
+                return below
+        return range(len(self._replicas))
 
     def _hashes(self, request: EngineRequest) -> list[bytes]:
         size = self._block_size

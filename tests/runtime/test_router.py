@@ -79,6 +79,17 @@ def test_a_prefix_that_everybody_shares_spreads_when_its_replica_fills_up() -> N
     assert abs(chosen.count(0) - chosen.count(1)) <= 6
 
 
+def test_nobody_waits_or_is_refused_where_another_replica_has_room() -> None:
+    shared = prompt(0, 4000)  # worth more than any difference of load below
+    router = make_router(2, max_num_seqs=4, max_waiting=2, num_blocks=1_000_000)
+    counts: Counter[int] = Counter()
+    for i in range(12):
+        counts[router.route(request(f"r{i}", shared))] += 1
+        assert max(counts.values()) <= 4 or min(counts.values()) >= 4
+    assert counts == {0: 6, 1: 6}
+    router.route(request("one too many", shared))  # whoever gets it refuses it
+
+
 def test_the_load_that_a_replica_reports_counts() -> None:
     router = make_router(2)
     home = router.route(request("a", prompt(0)))
