@@ -17,6 +17,7 @@ class CompileConfig:
 
     mode: "compile" captures, rewrites, splits and compiles; "eager" runs the plain module.
     disabled_passes: names of passes left out.
+    forced_passes: names of passes that replace whatever they can, without measuring whether it pays (`compiler.autotune`).
     user_passes: passes besides our own, as `package.module:Class` or the name of an entry point (`compiler.user_passes`).
     quantization: what linears are quantized to; None: as the checkpoint is.
     quantization_exclude: globs over the names of modules that are not quantized; None: what is usual for `quantization`.
@@ -35,6 +36,7 @@ class CompileConfig:
 
     mode: Literal["compile", "eager"] = "compile"
     disabled_passes: frozenset[str] = frozenset()
+    forced_passes: frozenset[str] = frozenset()
     user_passes: tuple[str, ...] = ()
     quantization: Quantization | None = None
     quantization_exclude: tuple[str, ...] | None = None

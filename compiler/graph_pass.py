@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_map
 from compiler.compat import FakeTensorMode, node_source_line
 from compiler.weights import Expression, TensorSpec, WeightTable, evaluate_spec, expression_spec
 from custom_ops.quantization import QuantizedWeight
+
+if TYPE_CHECKING:
+    from compiler.autotune import Autotuner, Choice
 
 
 class PassError(ValueError):
@@ -42,10 +45,16 @@ class NearMiss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassResult:
-    """What a pass did: sites rewritten, and the places that it expected to rewrite and did not."""
+    """What a pass did: sites rewritten, and the places that it expected to rewrite and did not.
+
+    left_to_inductor: sites that it could have rewritten and that were measured to be better off as they are.
+    measured: what was measured for all of them, a sentence a shape.
+    """
 
     matched: int
     near_misses: tuple[NearMiss, ...] = ()
+    left_to_inductor: tuple[NearMiss, ...] = ()
+    measured: tuple[str, ...] = ()
 
     @property
     def expected(self) -> int:
@@ -58,6 +67,7 @@ class PassContext:
 
     device, dtype: of the finished model (while passes run, the graph's own tensors are fakes on the meta device).
     kernels: names of the `cas` ops that have a kernel of their own for this device and dtype.
+    tuner: measures whether a fusion pays; None: every fusion is made.
     tensor_parallel_size: number of ranks that the graph will run on. tp_plan: the model's, glob over module names → style.
     quantized_weights: how the checkpoint holds the parameters that it holds quantized.
     """
@@ -67,6 +77,7 @@ class PassContext:
     weights: WeightTable
     fake_mode: FakeTensorMode
     kernels: frozenset[str] = frozenset()
+    tuner: Autotuner | None = None
     tensor_parallel_size: int = 1
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
@@ -99,6 +110,21 @@ class PassContext:
             raise
         self._values[key] = node.meta["example_value"]
         return node
+
+    def choose(
+        self,
+        pass_name: str,
+        ours: Callable[..., Any],
+        plain: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        *constants: float,
+    ) -> Choice:
+        """Whether an op of ours is to take the place of plain ones on tensors of these shapes (`Autotuner.choose`)."""
+        from compiler.autotune import Choice
+
+        if self.tuner is None:
+            return Choice(use_ours=True)
+        return self.tuner.choose(pass_name, ours, plain, tensors, *constants)
 
     def derived_weight(self, gm: GraphModule, target: str, function: str, weight: Node, *others: Node | int) -> Node:
         """Placeholder of the weight `target` = function(weight, *others); made once, shared by later calls with the same target.

@@ -6,6 +6,7 @@ import torch
 
 from custom_ops.attention import AttentionBackend
 from custom_ops.attention_triton import triton_unsupported_reason
+from custom_ops.elementwise import elementwise_unsupported_reason
 from custom_ops.linear import packed_linear_unsupported_reason
 
 
@@ -24,4 +25,8 @@ def available_kernels(
         kernels.add("fused_linear")
         if device.type == "cuda":  # Triton's
             kernels.add("allreduce_add_rms_norm")
+    if (device.type == "cuda" and linear_reason is None) or elementwise_unsupported_reason(
+        device=device, dtype=dtype
+    ) is None:
+        kernels |= {"add_rms_norm", "silu_mul"}
     return frozenset(kernels)

@@ -30,7 +30,9 @@ class PassRecord:
         """What the pass did, for a log or a table."""
         if isinstance(self.result, SkipReason):
             return f"{self.name}: left out, {self.result.sentence}"
-        return f"{self.name}: {self.result.matched} of {self.result.expected} sites in {self.seconds:.3f} s"
+        left = len(self.result.left_to_inductor)
+        better = f", {left} better left to Inductor" if left else ""
+        return f"{self.name}: {self.result.matched} of {self.result.expected} sites in {self.seconds:.3f} s{better}"
 
 
 def run_passes(

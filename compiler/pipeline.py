@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from compiler.autotune import Autotuner
 from compiler.capture import capture, example_inputs
 from compiler.compat import no_garbage_collection
 from compiler.config import CompileConfig
@@ -92,6 +93,9 @@ def compile_model(
             f"The checkpoint is quantized already and cannot be quantized to {config.quantization}: leave out --quantization."
         )
     all_passes = with_user_passes(passes or default_passes(config), config.user_passes)
+    if unknown := config.forced_passes - {graph_pass.name for graph_pass in all_passes}:
+        names = ", ".join(graph_pass.name for graph_pass in all_passes)
+        raise PassError(f"Cannot force unknown pass {sorted(unknown)[0]!r}: the passes are {names}.")
     job = _Compilation(spec, config, device, dtype, kernels, all_passes, on_stage,
                        attention_backend=attention_backend)  # fmt: skip
     return job.run()
@@ -117,6 +121,8 @@ class _Compilation:
             self.spec, self.passes, self.config.disabled_passes, self.kernels, self.device, self.dtype,
             self.config.tensor_parallel_size,
         )  # fmt: skip
+        if self.config.forced_passes:
+            fields["forced_passes"] = sorted(self.config.forced_passes)
         if self.config.verify_passes:  # a plan of its own: a pass may be left out of it, and its report has the errors
             fields["verified"] = True
         if self.config.dump_dir is not None:
@@ -243,7 +249,8 @@ class _Compilation:
         start = time.perf_counter()
         ctx = PassContext(
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-            kernels=self.kernels, quantized_weights=self.spec.quantized_weights,
+            kernels=self.kernels, tuner=Autotuner(self.device, self.stores, self.config.forced_passes),
+            quantized_weights=self.spec.quantized_weights,
             tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
         )  # fmt: skip
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
@@ -361,5 +368,10 @@ def _pass_row(record: PassRecord) -> dict[str, Any]:
         row["verification"] = asdict(record.verification)
     if isinstance(record.result, SkipReason):
         return row | {"skipped": record.result.sentence}
-    near_misses = [asdict(miss) for miss in record.result.near_misses]
-    return row | {"matched": record.result.matched, "expected": record.result.expected, "near_misses": near_misses}
+    left_alone = [asdict(miss) for miss in (*record.result.near_misses, *record.result.left_to_inductor)]
+    return row | {
+        "matched": record.result.matched,
+        "expected": record.result.expected,
+        "near_misses": left_alone,
+        "measured": list(record.result.measured),
+    }

@@ -11,6 +11,8 @@
 9. fuse_allreduce_add_rms_norm   the ranks' sum, the residual and the next norm become one op
 10. quantize_linears             linears over weights of 8 bits, where that is asked for
 11. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+12. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
+13. fuse_add_rms_norm            residual add + RMSNorm likewise
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from compiler.graph_pass import GraphPass
 from compiler.passes.canonicalize import Canonicalize
 from compiler.passes.drop_batch_axis import DropBatchAxis
 from compiler.passes.eliminate_noops import EliminateNoops
+from compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compiler.passes.fuse_linears import FuseLinears
 from compiler.passes.fuse_rope_attention import FuseRopeAttention
+from compiler.passes.fuse_silu_mul import FuseSiluMul
 from compiler.passes.lift_norms import LiftNorms
 from compiler.passes.merge_linears import MergeLinears
 from compiler.passes.quantize_linears import QuantizeLinears
@@ -41,4 +45,5 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
         Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude), FuseLinears(),
+        FuseSiluMul(), FuseAddRmsNorm(),
     )  # fmt: skip

@@ -45,6 +45,31 @@ struct CasQuantizedLinear {
 };
 void cas_quantized_linear(const CasQuantizedLinear* args);
 
+// sum [T, I] = x + residual, rounded; out [T, I] = sum / sqrt(mean(sum^2) + eps) * norm_weight. All tensors have the dtype; rows of x and
+// residual lie their stride apart, sum and out are contiguous.
+struct CasAddRmsNorm {
+    int32_t dtype, num_threads;
+    int64_t num_tokens, num_features;
+    const void* x;
+    int64_t x_stride;
+    const void* residual;
+    int64_t residual_stride;
+    const void* norm_weight;
+    void *sum, *out;
+    float eps;
+};
+void cas_add_rms_norm(const CasAddRmsNorm* args);
+
+// out [T, I] = silu(x[:, :I]) * x[:, I:] for x [T, 2 * I], whose rows lie x_stride apart; out is contiguous.
+struct CasSiluMul {
+    int32_t dtype, num_threads;
+    int64_t num_tokens, num_features;
+    const void* x;
+    int64_t x_stride;
+    void* out;
+};
+void cas_silu_mul(const CasSiluMul* args);
+
 // Writes k and v to the paged cache, then out = softmax(scale * q kᵀ + causal mask) v for each sequence; see custom_ops/attention.py.
 // q [T, H, E], k and v [T, K, E], out [T, H * E]; heads and tokens lie their strides apart.
 // kv_cache [N, 2, K, P, E], contiguous. query_start_loc [S + 1], seq_lens [S], block_table [S, M] with its row stride, slot_mapping [T].

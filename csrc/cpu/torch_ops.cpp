@@ -18,6 +18,10 @@ int32_t dtype_code(const at::Tensor& tensor) {
     return type == at::kFloat ? CAS_FLOAT32 : CAS_BFLOAT16;
 }
 
+bool has_kernels(const at::Tensor& tensor) {
+    return tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16;
+}
+
 // A contiguous vector of `size` elements in x's dtype, or null.
 const void* vector_pointer(const OptionalTensor& tensor, const at::Tensor& x, int64_t size, const char* name) {
     if (!tensor.has_value()) return nullptr;
@@ -132,6 +136,59 @@ at::Tensor quantized_linear(
     return out;
 }
 
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(
+    const at::Tensor& x_TI, const at::Tensor& residual_TI, const at::Tensor& weight_I, double eps
+) {
+    if (!has_kernels(x_TI)) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::add_rms_norm_reference", "").typed<decltype(add_rms_norm)>();
+        return reference.call(x_TI, residual_TI, weight_I, eps);
+    }
+    CasAddRmsNorm args{};
+    args.dtype = dtype_code(x_TI);
+    TORCH_CHECK_VALUE(
+        x_TI.dim() == 2 && residual_TI.sizes() == x_TI.sizes() && residual_TI.scalar_type() == x_TI.scalar_type() &&
+            x_TI.stride(1) == 1 && residual_TI.stride(1) == 1,
+        "x and residual must be [T, I] of one dtype with contiguous rows, not ", x_TI.sizes(), " in ", x_TI.scalar_type(), " and ",
+        residual_TI.sizes(), " in ", residual_TI.scalar_type());
+    args.num_tokens = x_TI.size(0);
+    args.num_features = x_TI.size(1);
+    args.x = x_TI.const_data_ptr();
+    args.x_stride = x_TI.stride(0);
+    args.residual = residual_TI.const_data_ptr();
+    args.residual_stride = residual_TI.stride(0);
+    args.norm_weight = vector_pointer(weight_I, x_TI, args.num_features, "weight");
+    at::Tensor sum = at::empty(x_TI.sizes(), x_TI.options()), out = at::empty(x_TI.sizes(), x_TI.options());
+    args.sum = sum.mutable_data_ptr();
+    args.out = out.mutable_data_ptr();
+    args.eps = float(eps);
+    args.num_threads = at::get_num_threads();
+    cas_add_rms_norm(&args);
+    return {sum, out};
+}
+
+at::Tensor silu_mul(const at::Tensor& x_TI) {
+    if (!has_kernels(x_TI)) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::silu_mul_reference", "").typed<decltype(silu_mul)>();
+        return reference.call(x_TI);
+    }
+    CasSiluMul args{};
+    args.dtype = dtype_code(x_TI);
+    TORCH_CHECK_VALUE(
+        x_TI.dim() == 2 && x_TI.size(1) % 2 == 0 && x_TI.stride(1) == 1, "x must be [T, 2 * I] with contiguous rows, not ",
+        x_TI.sizes());
+    args.num_tokens = x_TI.size(0);
+    args.num_features = x_TI.size(1) / 2;
+    args.x = x_TI.const_data_ptr();
+    args.x_stride = x_TI.stride(0);
+    at::Tensor out = at::empty({args.num_tokens, args.num_features}, x_TI.options());
+    args.out = out.mutable_data_ptr();
+    args.num_threads = at::get_num_threads();
+    cas_silu_mul(&args);
+    return out;
+}
+
 // The part of attention's arguments that both ops share.
 void fill_step(
     CasAttention& args, const at::Tensor& kv_cache, double scale, const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
@@ -241,6 +298,8 @@ at::Tensor cpu_rope_attention(
 TORCH_LIBRARY_IMPL(cas, CPU, m) {
     m.impl("fused_linear", &fused_linear);
     m.impl("quantized_linear", &quantized_linear);
+    m.impl("add_rms_norm", &add_rms_norm);
+    m.impl("silu_mul", &silu_mul);
 }
 
 // What `custom_ops.attention_cpu` calls; no graph holds these.

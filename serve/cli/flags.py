@@ -158,6 +158,13 @@ def engine_flags(
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
+    force_pass: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let this pass fuse all that it can, also where Inductor was measured to be faster (may be given again).",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
     disable_pass: Annotated[
         list[str] | None,
         typer.Option(help="Leave this graph pass out (may be given again).", rich_help_panel=COMPILER_PANEL),
@@ -283,6 +290,7 @@ def engine_flags(
         "user_passes": user_passes or (),
         "quantization": quantization,
         "quantization_exclude": quantization_exclude or None,
+        "forced_passes": force_pass or (),
         "verify_passes": verify_passes,
         "profile_tokens": () if profile_pieces is None else parse_counts(profile_pieces),
         "dump_dir": dump_dir,

@@ -56,6 +56,8 @@ def pass_tables(rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     if missed := near_misses(rows):
         lines = [(m["pass"], str(m["count"]), m["nodes"][0], m["source"], m["reason"]) for m in missed]
         tables.append(_table("Why not", ("pass", "×", "first node", "source", "reason"), lines))
+    if chosen := [(row["name"], sentence) for row in rows for sentence in row.get("measured", [])]:
+        tables.append(_table("Measured choices", ("pass", "outcome"), chosen))
     verified = [(row["name"], row["verification"]) for row in rows if row.get("verification")]
     if verified:
         lines = [

@@ -55,6 +55,26 @@ def test_equals_eager_at_every_length_without_recompiling(
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:
+    spec = tiny_spec(layers=2, dtype=torch.float32)
+    config = CompileConfig(cache_dir=tmp_path, forced_passes=frozenset({"fuse_silu_mul", "fuse_add_rms_norm"}))
+    kernels = frozenset({"silu_mul", "add_rms_norm"})
+    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=kernels)
+    sites = {
+        name: counts["matched"] for name, counts in model.report["pass_sites"].items() if name in config.forced_passes
+    }
+    assert sites == {"fuse_silu_mul": 2, "fuse_add_rms_norm": 4}
+    fill(model)
+    for length in (5, 1):
+        torch.testing.assert_close(
+            step(model, list(range(length)), 0, caches(spec, torch.float32)),
+            step(eager("LlamaForCausalLM"), list(range(length)), 0, caches(spec, torch.float32)), rtol=1e-4, atol=1e-4,
+        )  # fmt: skip
+    nonsense = CompileConfig(forced_passes=frozenset({"nonsense"}))
+    with pytest.raises(ValueError, match="Cannot force unknown pass 'nonsense': the passes are canonicalize"):
+        compile_model(spec, nonsense, device=CPU, dtype=torch.float32)
+
+
 def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:
     spec, first = compiled(tmp_path)
     again = tiny_spec()

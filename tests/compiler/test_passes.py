@@ -9,15 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from compiler.autotune import Choice
 from compiler.capture import CapturedGraph, capture, example_inputs
 from compiler.graph_pass import PassContext, PassResult, SkipReason
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
+from compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compiler.passes.fuse_linears import FuseLinears
+from compiler.passes.fuse_silu_mul import FuseSiluMul
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 3
-ALL_KERNELS = frozenset({"rope_attention", "fused_linear"})
+ALL_KERNELS = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
 
 
 def run(
@@ -127,6 +130,64 @@ def test_float32_norm_weight_is_a_near_miss_with_its_place() -> None:
     assert len(result.near_misses) == LAYERS
     assert "different dtypes (torch.float32 and torch.bfloat16)" in result.near_misses[0].reason
     assert "models/llama.py:" in result.near_misses[0].source
+
+
+WITHOUT_LINEARS = frozenset({"fuse_linears"})
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_row_wise_ops_are_fused_where_no_linear_takes_them(architecture: str) -> None:
+    captured, ctx, records = run(architecture, disabled=WITHOUT_LINEARS)
+    assert records["fuse_silu_mul"].result == PassResult(matched=LAYERS, measured=("fused without measuring",))
+    # every norm but the first stands behind a residual add
+    assert records["fuse_add_rms_norm"].result == PassResult(matched=2 * LAYERS, measured=("fused without measuring",))
+    assert targets(captured).count(F.silu) == 0
+    assert targets(captured).count(torch.rms_norm) == 1
+    again = run_passes(captured.gm, default_passes(), ctx, WITHOUT_LINEARS)
+    assert {record.result.matched for record in again if isinstance(record.result, PassResult)} == {0}
+    _, _, with_linears = run(architecture)
+    assert with_linears["fuse_silu_mul"].result == with_linears["fuse_add_rms_norm"].result == PassResult(matched=0)
+
+
+class LosesAlways:
+    def choose(self, *_: object) -> Choice:
+        return Choice(use_ours=False, ours=(2e-6,), inductor=(1e-6,))
+
+
+def test_what_was_measured_slower_is_left_with_its_reason() -> None:
+    captured, ctx, _ = run(disabled=WITHOUT_LINEARS | {"fuse_silu_mul", "fuse_add_rms_norm"})
+    ctx.tuner = LosesAlways()  # type: ignore[assignment]
+    before = str(captured.gm.graph)
+    for graph_pass, sites in ((FuseSiluMul(), LAYERS), (FuseAddRmsNorm(), 2 * LAYERS)):
+        result = graph_pass.run(captured.gm, ctx)
+        assert (result.matched, result.near_misses) == (0, ())
+        assert len(result.left_to_inductor) == sites
+        assert "100% slower than Inductor's code" in result.left_to_inductor[0].reason
+        assert "models/" in result.left_to_inductor[0].source
+    assert str(captured.gm.graph) == before
+
+
+def test_a_float32_norm_behind_an_add_is_left_alone() -> None:
+    def float32_norms(module: torch.nn.Module) -> None:
+        for layer in module.model.layers:
+            layer.post_attention_layernorm.weight.data = layer.post_attention_layernorm.weight.data.float()
+
+    _, _, records = run(disabled=WITHOUT_LINEARS, change=float32_norms)
+    result = records["fuse_add_rms_norm"].result
+    assert isinstance(result, PassResult)
+    assert (result.matched, len(result.near_misses)) == (LAYERS, LAYERS)
+    assert "the norm's weight is torch.float32, and its input torch.bfloat16" in result.near_misses[0].reason
+
+
+def test_a_gate_that_something_else_reads_keeps_its_ops() -> None:
+    captured, ctx, _ = run(disabled=WITHOUT_LINEARS | {"fuse_silu_mul"})
+    silu = captured.gm.graph.find_nodes(op="call_function", target=F.silu)[0]
+    with captured.gm.graph.inserting_after(silu):
+        extra = ctx.call(captured.gm, torch.neg, silu.args[0], origin=silu)
+    product = next(user for user in silu.users if user.target is torch.mul)
+    product.replace_input_with(product.args[1], extra)
+    result = FuseSiluMul().run(captured.gm, ctx)
+    assert (result.matched, len(result.near_misses)) == (LAYERS - 1, 1)
 
 
 def test_a_linear_with_two_readers_keeps_its_output() -> None:

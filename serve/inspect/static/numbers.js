@@ -6,6 +6,7 @@ VIEWS.push({
     const holder = h("div");
     main.append(h("div", { class: "toolbar" }, h("label", { for: "reason-filter" }, "Filter"), filter), holder);
     const skipped = DATA.compilation.passes.filter((row) => row.skipped);
+    const measured = DATA.compilation.passes.flatMap((row) => (row.measured || []).map((sentence) => [row.name, sentence]));
     function draw() {
       const wanted = filter.value.toLowerCase();
       const rows = DATA.near_misses.filter((row) => JSON.stringify(row).toLowerCase().includes(wanted));
@@ -15,7 +16,8 @@ VIEWS.push({
             rows.map((row) => [row.pass, row.count, h("code", {}, row.nodes.slice(0, 3).join(", ") + (row.count > 3 ? " …" : "")),
               h("code", {}, row.source), row.reason]))
           : h("p", {}, "Every place that a pass looked for was rewritten."),
-        skipped.length ? table("Passes that did not run", ["pass", "reason"], skipped.map((row) => [row.name, row.skipped])) : "");
+        skipped.length ? table("Passes that did not run", ["pass", "reason"], skipped.map((row) => [row.name, row.skipped])) : "",
+        measured.length ? table("Fusions that were measured on this device", ["pass", "outcome"], measured) : "");
     }
     draw();
   },

@@ -1,0 +1,96 @@
+"""SiLU-mul as one op, where no linear has taken it in.
+
+    gate, up = x.split(…);  silu(gate) · up   →   silu_mul(x)
+
+`fuse_linears` takes it into the linear before it; what is left (linears without a kernel of ours, quantized ones) is fused here
+where measuring finds the op faster than Inductor's own fusion of the same ops (`compiler.autotune`).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+import custom_ops.elementwise  # noqa: F401 (defines the op)
+from compiler.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    SkipReason,
+    arguments,
+    is_call,
+    only_user,
+    tensor_of,
+)
+
+SILU_MUL = torch.ops.cas.silu_mul.default
+
+
+class FuseSiluMul(BasePass):
+    name = "fuse_silu_mul"
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        if "silu_mul" in ctx.kernels:
+            return None
+        return SkipReason(sentence=f"there is no SiLU-mul kernel for {ctx.dtype} on {ctx.device.type}")
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched, near_misses, left, measured = 0, [], [], set()
+        for silu in gm.graph.find_nodes(op="call_function", target=F.silu):
+            product = only_user(silu)
+            if product is None or not is_call(product, torch.mul):
+                continue
+            x = _whole(silu, product)
+            if x is None:
+                near_misses.append(
+                    NearMiss.at(product, "gate and up are not the two halves of one [tokens, features] tensor")
+                )
+                continue
+            choice = ctx.choose(self.name, _ours, _plain, [tensor_of(x)])
+            measured.add(choice.sentence())
+            if not choice.use_ours:
+                left.append(NearMiss.at(product, choice.sentence()))
+                continue
+            with gm.graph.inserting_before(product):
+                fused = ctx.call(gm, SILU_MUL, x, origin=product)
+            product.replace_all_uses_with(fused)
+            gm.graph.erase_node(product)
+            matched += 1
+        gm.graph.eliminate_dead_code()
+        return PassResult(
+            matched=matched,
+            near_misses=tuple(near_misses),
+            left_to_inductor=tuple(left),
+            measured=tuple(sorted(measured)),
+        )
+
+
+def _whole(silu: Node, product: Node) -> Node | None:
+    """x where the product is silu(first half of x) · second half, and nothing else reads the halves."""
+    gate = silu.args[0]
+    up = next((arg for arg in arguments(product) if arg is not silu), None)
+    if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem)):
+        return None
+    split = gate.args[0]
+    if split is not up.args[0] or not is_call(split, torch.split, torch.chunk) or (gate.args[1], up.args[1]) != (0, 1):
+        return None
+    if len(tensor_of(split)) != 2 or only_user(gate) is not silu or only_user(up) is not product:
+        return None
+    halves = [tensor_of(part).shape[-1] for part in (gate, up)]
+    x = split.args[0]
+    assert isinstance(x, Node)
+    whole = tensor_of(x)
+    return x if whole.dim() == 2 and halves[0] == halves[1] and 2 * halves[0] == whole.shape[1] else None
+
+
+def _ours(x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (SILU_MUL(x_TI),)
+
+
+def _plain(x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gate, up = x_TI.split(x_TI.shape[1] // 2, dim=-1)
+    return (F.silu(gate) * up,)
