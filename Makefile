@@ -60,7 +60,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 .venv-torch211/.installed-dev: pyproject.toml constraints.txt
 	test -x .venv-torch211/bin/python || $(PYTHON) -m venv .venv-torch211
-	grep -v '^torch==' constraints.txt > .venv-torch211/constraints.txt
+	# Triton 3.6, which torch 2.11 brings, cannot interpret kernels with NumPy 2.4.
+	{ grep -v -e '^torch==' -e '^numpy==' constraints.txt; echo 'numpy<2.4'; } > .venv-torch211/constraints.txt
 	.venv-torch211/bin/python -m pip install --quiet torch==2.11.0
 	.venv-torch211/bin/python -m pip install --quiet -c .venv-torch211/constraints.txt -e '.[dev]' torch==2.11.0
 	@touch $@

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -72,7 +72,7 @@ def _link_flags() -> list[str]:
     return [f"-L{lib}", "-ltorch_cpu", "-lc10", *([str(bundled[0])] if bundled else ["-fopenmp"])]
 
 
-def _run(processes: Sequence[tuple[str, list[str]]]) -> None:
+def run_all(processes: Sequence[tuple[str, list[str]]]) -> None:
     """Run commands side by side; BuildError with the first error line of the first one that fails."""
     running = [
         (what, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
@@ -84,7 +84,7 @@ def _run(processes: Sequence[tuple[str, list[str]]]) -> None:
         if process.returncode and failed is None:
             lines = errors.splitlines()
             first = next((line for line in lines if "error:" in line), lines[-1] if lines else "no message")
-            failed = f"the C++ compiler failed on {what}: {first.strip()}"
+            failed = f"the compiler failed on {what}: {first.strip()}"
     if failed is not None:
         raise BuildError(failed)
 
@@ -105,8 +105,28 @@ def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = 
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     folder = cache_folder()
     library = folder / f"{name}-{digest.hexdigest()[:16]}.so"
+
+    def make(scratch: Path, built: Path) -> None:
+        objects = [scratch / f"{source.stem}.o" for source in sources]
+        run_all(
+            [
+                (source.name, [compiler, *flags, "-c", str(source), "-o", str(target)])
+                for source, target in zip(sources, objects, strict=True)
+            ]
+        )
+        run_all([(name, [compiler, "-shared", *map(str, objects), "-o", str(built), *_link_flags()])])
+
+    return build_once(name, library, "about 10 s", make)
+
+
+def build_once(name: str, library: Path, duration: str, make: Callable[[Path, Path], None]) -> Path:
+    """Make a library unless it is there; of several processes one makes it, and the others wait.
+
+    make: gets a scratch folder and the path to put the result at. Raises BuildError as `make` does, or when the folder cannot be written.
+    """
     if library.exists():
         return library
+    folder = library.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = library.with_suffix(".lock").open("w")
@@ -116,18 +136,11 @@ def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library
-        log.info("building the %s kernels (once on this machine, about 10 s)", name)
+        log.info("building the %s kernels (once on this machine, %s)", name, duration)
         start = time.monotonic()
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-            _run(
-                [
-                    (source.name, [compiler, *flags, "-c", str(source), "-o", str(target)])
-                    for source, target in zip(sources, objects, strict=True)
-                ]
-            )
             built = Path(scratch) / library.name
-            _run([(name, [compiler, "-shared", *map(str, objects), "-o", str(built), *_link_flags()])])
+            make(Path(scratch), built)
             os.replace(built, library)
         log.info("built the %s kernels in %.1f s", name, time.monotonic() - start)
     return library

@@ -15,11 +15,15 @@ the sums are float32's, not the 22 bits that the float8 tensor cores keep.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from custom_ops.cutlass_gemm import fastest_gemm, load_gemms
+from custom_ops.cutlass_gemm import unsupported_reason as cutlass_unsupported_reason
 from custom_ops.quantization import BLOCK, dequantize_weight
 from custom_ops.triton_common import (
     launch_options,
@@ -197,10 +201,12 @@ def matmul_config(
     return 64, BLOCK if per_block or num_tokens > 32 else 2 * BLOCK, splits, 4, 4
 
 
-def scaled_gemm_unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor, scale: torch.Tensor) -> str | None:
+def scaled_gemm_unsupported_reason(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> str | None:
     """None when `scaled_gemm` has a kernel for these operands, else one sentence why not.
 
-    x_TI: already rounded, or not (weight-only).
+    x_TI: already rounded, or not (weight-only). dtype: of the result.
     """
     if x_TI.dtype != weight_OI.dtype:
         return (
@@ -209,6 +215,8 @@ def scaled_gemm_unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor, 
             else "the tiles are read once for few tokens"
         )
     if scale.dim() == 2:
+        if x_TI.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16 and load_gemms(x_TI.device) is not None:
+            return cutlass_unsupported_reason(x_TI, weight_OI)
         return "no library GEMM takes scales per block here"
     if weight_OI.shape[0] % 16 or weight_OI.shape[1] % 16:
         return "the library's GEMMs want sizes that are multiples of 16"
@@ -231,8 +239,16 @@ def scaled_gemm(
     if weight_OI.dtype == torch.int8:
         sums_TO = torch._int_mm(x_TI, weight_OI.t())
         return (sums_TO * x_scale_T1 * scale).to(dtype)
-    if dtype == torch.bfloat16:
-        return torch._scaled_mm(x_TI, weight_OI.t(), scale_a=x_scale_T1, scale_b=scale[None, :], out_dtype=dtype)
+    if dtype == torch.bfloat16 and scale.dim() == 1:
+        by_torch = partial(
+            torch._scaled_mm, x_TI, weight_OI.t(), scale_a=x_scale_T1, scale_b=scale[None, :], out_dtype=dtype
+        )
+        y_TO = fastest_gemm(x_TI, weight_OI, x_scale_T1, scale, by_torch)
+        return by_torch() if y_TO is None else y_TO
+    if scale.dim() == 2:
+        y_TO = fastest_gemm(x_TI, weight_OI, x_scale_T1, scale, None)
+        assert y_TO is not None, "scaled_gemm_unsupported_reason allowed what no kernel takes"
+        return y_TO
     one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
     sums_TO = torch._scaled_mm(x_TI, weight_OI.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     return (sums_TO * x_scale_T1 * scale).to(dtype)
@@ -266,7 +282,7 @@ def quantized_linear(
         x_TI = rms_norm(x_TI, norm_weight_I, eps)
     if num_tokens == 1 and not per_block:
         return _gemv(x_TI, x_scale, weight_OI, scale, bias_O, silu_mul, residual_TO, dtype)
-    if num_tokens <= MAX_SMALL_TOKENS or scaled_gemm_unsupported_reason(x_TI, weight_OI, scale) is not None:
+    if num_tokens <= MAX_SMALL_TOKENS or scaled_gemm_unsupported_reason(x_TI, weight_OI, scale, dtype) is not None:
         return _matmul(x_TI, x_scale, weight_OI, scale, bias_O, silu_mul, residual_TO, dtype)
     y_TO = scaled_gemm(x_TI, x_scale, weight_OI, scale, dtype)
     if bias_O is not None:

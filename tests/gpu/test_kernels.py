@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +18,10 @@ from custom_ops.attention import AttentionBackend, attention, attention_metadata
 from custom_ops.attention_flashinfer import FlashInferAttention
 from custom_ops.attention_torch import TorchAttention
 from custom_ops.attention_triton import TritonAttention
+from custom_ops.cutlass_gemm import BLOCKS, ROWS, gemm_library, run_gemm, scaled_gemm_reference
 from custom_ops.gpu_sampling import greedy_tokens, sample_tokens
 from custom_ops.gpu_step import advance_step
+from custom_ops.quantization import block_scales, quantize_activations, quantize_weight, row_scales
 from custom_ops.rope_attention import rope_attention
 from custom_ops.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
 from custom_ops.triton_linear import fused_linear
@@ -184,3 +188,26 @@ def decode_steps(use_graph: bool) -> list[torch.Tensor]:
 def test_decode_steps_replayed_from_one_graph() -> None:
     for plain, replayed in zip(decode_steps(False), decode_steps(True), strict=True):
         assert torch.equal(plain, replayed)
+
+
+@pytest.mark.parametrize("config", [*ROWS, *BLOCKS])
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 1024, 512), (77, 4096, 1088), (300, 2048, 4096)])
+def test_cutlass_scaled_gemm(config: str, tokens: int, inputs: int, outputs: int) -> None:
+    """Builds the library at its first use here, which takes minutes."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for compute capability 9.0")
+    library = ctypes.CDLL(str(gemm_library().build()))
+    per_block = config in BLOCKS
+    x, weight = torch.randn(tokens, inputs, device="cuda"), torch.randn(outputs, inputs, device="cuda")
+    scale = (block_scales if per_block else row_scales)(weight, torch.float8_e4m3fn)
+    quantized = quantize_weight(weight, scale, torch.float8_e4m3fn)
+    a, a_scale = quantize_activations(x, torch.float8_e4m3fn, per_group=per_block)
+    expected = scaled_gemm_reference(a, quantized, a_scale, scale).float()
+    y = run_gemm(library, config, a, quantized, a_scale, scale).float()
+    assert (y - expected).norm() / expected.norm() < 4e-3
+    if not per_block:
+        one = torch.tensor([0.25], device="cuda")
+        for scales in ((one, scale), (a_scale, one), (one, one)):
+            expected = scaled_gemm_reference(a, quantized, *scales).float()
+            y = run_gemm(library, config, a, quantized, *scales).float()
+            assert (y - expected).norm() / expected.norm() < 4e-3

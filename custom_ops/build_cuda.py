@@ -1,0 +1,74 @@
+"""Builds a CUDA C++ source into a shared library with nvcc, as `custom_ops.build` does for the CPU; needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from custom_ops.build import BuildError, build_once, cache_folder, run_all
+
+_FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-w")
+
+
+def find_nvcc() -> str:
+    """Path of nvcc below $CUDA_HOME, on the PATH or below /usr/local/cuda; BuildError says what is missing."""
+    home = os.environ.get("CUDA_HOME")
+    for path in (f"{home}/bin/nvcc" if home else None, "nvcc", "/usr/local/cuda/bin/nvcc"):
+        if path and (found := shutil.which(path)):
+            return found
+    raise BuildError("nvcc was not found: install the CUDA toolkit (or set CUDA_HOME to its folder)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvccLibrary:
+    """One source, compiled once with each of `variants`' flags (side by side), linked into one library.
+
+    headers: files that enter the hash besides the source. include: folders that headers are searched in. architecture: "90a", say.
+    """
+
+    name: str
+    source: Path
+    headers: Sequence[Path]
+    variants: Sequence[str]
+    include: Sequence[Path]
+    architecture: str
+
+    def path(self) -> Path:
+        """Where the library is or will be; raises BuildError without nvcc."""
+        digest = hashlib.sha256()
+        for part in (_nvcc_version(find_nvcc()), repr(_FLAGS), self.architecture, repr(tuple(self.variants))):
+            digest.update(part.encode() + b"\0")
+        for file in (self.source, *self.headers):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+        return cache_folder() / f"{self.name}-sm{self.architecture}-{digest.hexdigest()[:16]}.so"
+
+    def build(self) -> Path:
+        """Build it unless it is there. Raises BuildError (one sentence)."""
+        return build_once(self.name, self.path(), "some minutes", self._make)
+
+    def _make(self, scratch: Path, built: Path) -> None:
+        nvcc = find_nvcc()
+        code = f"arch=compute_{self.architecture},code=sm_{self.architecture}"
+        flags = [*_FLAGS, "-gencode", code, *(f"-I{folder}" for folder in self.include)]
+        objects = [scratch / f"{i}.o" for i in range(len(self.variants))]
+
+        def compile_one(variant: str, target: Path) -> None:
+            command = [nvcc, *flags, variant, "-c", str(self.source), "-o", str(target)]
+            run_all([(f"{self.source.name} {variant}", command)])
+
+        # An nvcc takes a core and a GiB or two.
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as threads:
+            list(threads.map(compile_one, self.variants, objects))
+        run_all([(self.name, [nvcc, "-shared", *map(str, objects), "-o", str(built)])])
+
+
+@functools.cache
+def _nvcc_version(nvcc: str) -> str:
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout

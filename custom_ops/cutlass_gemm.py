@@ -1,0 +1,236 @@
+"""csrc/cuda's float8 matrix products, and the choice between them and torch's by measuring.
+
+Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
+
+Building takes minutes of nvcc. Nobody waits for it: where the library is not there, it is built beside the running process and used
+from the next start on, so that a process never changes the kernel that it computes with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from custom_ops.build import CSRC, BuildError, cache_folder
+from custom_ops.build_cuda import NvccLibrary
+
+log = logging.getLogger(__name__)
+
+# Configurations by the way of scaling, in the order of CAS_CONFIG in csrc/cuda/scaled_gemm.cu.
+ROWS = ("rows_64x64", "rows_64x128", "rows_128x128", "rows_128x256", "rows_128x64_split")
+BLOCKS = ("blocks_64x128", "blocks_128x128")
+TORCH = "torch"  # in the place of a configuration: torch._scaled_mm
+
+
+class _Arguments(ctypes.Structure):
+    """`CasScaledGemm` of csrc/cuda/scaled_gemm.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "a", "b", "a_scale", "b_scale")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k", "out_stride", "a_stride", "b_stride")),
+        *((name, ctypes.c_int32) for name in ("a_per_row", "b_per_row")),
+        *((name, ctypes.c_void_p) for name in ("workspace", "stream")),
+    )
+
+
+def gemm_library() -> NvccLibrary:
+    """What csrc/cuda/scaled_gemm.cu is built into: one object a configuration. Raises `BuildError` without nvcc or CUTLASS' headers."""
+    spec = find_spec("cutlass_library")
+    root = Path(next(iter(spec.submodule_search_locations or ()))) / "source" if spec is not None else None
+    if root is None or not (root / "include" / "cutlass").is_dir():
+        raise BuildError("CUTLASS' headers were not found: install nvidia-cutlass (extra [cuda])")
+    folder = CSRC / "cuda"
+    return NvccLibrary(
+        name="scaled_gemm",
+        source=folder / "scaled_gemm.cu",
+        headers=(folder / "scaled_gemm.h", root / "include" / "cutlass" / "version.h"),
+        variants=tuple(f"-DCAS_CONFIG={i}" for i in range(len(ROWS + BLOCKS))),
+        include=(root / "include", root / "tools" / "util" / "include"),
+        architecture="90a",
+    )
+
+
+@functools.cache
+def load_gemms(device: torch.device) -> ctypes.CDLL | None:
+    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        log.info("CUTLASS' float8 products are for compute capability 9.0 only; torch's are used.")
+        return None
+    try:
+        library = gemm_library()
+        path = library.path()
+        if path.exists():
+            return ctypes.CDLL(str(path))
+    except (BuildError, OSError) as error:
+        log.warning("CUTLASS' float8 products are not in use, torch's are: %s", error)
+        return None
+    log.info("CUTLASS' float8 products are built in the background, some minutes once; used from the next start on.")
+    threading.Thread(target=_build, args=(library,), name="build-scaled-gemm", daemon=True).start()
+    return None
+
+
+def _build(library: NvccLibrary) -> None:
+    try:
+        library.build()
+    except BuildError as error:
+        log.warning("CUTLASS' float8 products could not be built: %s", error)
+
+
+def unsupported_reason(a_TI: torch.Tensor, b_OI: torch.Tensor) -> str | None:
+    """None when `run_gemm` takes these operands, else one sentence why not."""
+    if a_TI.dtype != torch.float8_e4m3fn or b_OI.dtype != torch.float8_e4m3fn:
+        return f"both operands must be float8_e4m3fn, not {a_TI.dtype} and {b_OI.dtype}"
+    if a_TI.stride(1) != 1 or b_OI.stride(1) != 1:
+        return "rows must be contiguous"
+    rows_aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in (a_TI, b_OI))
+    if not rows_aligned or a_TI.shape[1] % 16 or b_OI.shape[0] % 8:
+        return "inputs must be a multiple of 16, outputs of 8, and rows must begin at multiples of 16 bytes"
+    return None
+
+
+def run_gemm(
+    library: ctypes.CDLL,
+    config: str,
+    a_TI: torch.Tensor,
+    b_OI: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+) -> torch.Tensor:
+    """bf16(a_scale · b_scale · a bᵀ) by one configuration, for what `unsupported_reason` allows. → [T, O]
+
+    a_scale: float32, one value, [T] or [T, 1], or (BLOCKS) [T, G]; b_scale: float32, one value, [O], or (BLOCKS) [ceil(O / 128), G].
+    """
+    num_tokens, out_features = a_TI.shape[0], b_OI.shape[0]
+    out_TO = torch.empty(num_tokens, out_features, dtype=torch.bfloat16, device=a_TI.device)
+    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    args = _Arguments(
+        out=out_TO.data_ptr(), a=a_TI.data_ptr(), b=b_OI.data_ptr(), a_scale=a_scale.data_ptr(), b_scale=b_scale.data_ptr(),
+        m=num_tokens, n=out_features, k=a_TI.shape[1], out_stride=out_features, a_stride=a_TI.stride(0), b_stride=b_OI.stride(0),
+        a_per_row=a_scale.numel() > 1, b_per_row=b_scale.numel() > 1, stream=torch.cuda.current_stream(a_TI.device).cuda_stream,
+    )  # fmt: skip
+    workspace_bytes = getattr(library, f"cas_scaled_gemm_workspace_{config}")
+    workspace_bytes.restype = ctypes.c_int64
+    workspace = torch.empty(workspace_bytes(ctypes.byref(args)), dtype=torch.uint8, device=a_TI.device)
+    args.workspace = workspace.data_ptr() if workspace.numel() else None
+    launch = getattr(library, f"cas_scaled_gemm_{config}")
+    launch.restype = ctypes.c_char_p
+    error = launch(ctypes.byref(args))
+    if error is not None:
+        raise RuntimeError(
+            f"CUTLASS' {config} could not multiply {list(a_TI.shape)} by {list(b_OI.shape)}: {error.decode()}"
+        )
+    return out_TO
+
+
+def scaled_gemm_reference(
+    a_TI: torch.Tensor, b_OI: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
+) -> torch.Tensor:
+    """What `run_gemm` computes, in plain torch: sums in float32 and one rounding to bfloat16."""
+    a, b = a_TI.float(), b_OI.float()
+    if b_scale.dim() == 2:
+        a = a * a_scale.repeat_interleave(128, 1)[:, : a.shape[1]]
+        b = b * b_scale.repeat_interleave(128, 0)[: b.shape[0]].repeat_interleave(128, 1)[:, : b.shape[1]]
+        return (a @ b.T).to(torch.bfloat16)
+    return (a_scale.reshape(-1, 1) * (b_scale.reshape(1, -1) * (a @ b.T))).to(torch.bfloat16)
+
+
+class Choices:
+    """Which candidate was the fastest, by problem, kept in a file: the next start chooses the same without measuring."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            self._chosen: dict[str, str] = json.loads(file.read_text())
+        except (OSError, ValueError):
+            self._chosen = {}
+
+    def get(self, problem: str, candidates: Mapping[str, Callable[[], float]] | None) -> str | None:
+        """The choice for a problem. candidates: seconds by name, measured where none is known (one that raises is left out)."""
+        if problem not in self._chosen and candidates:
+            seconds = {}
+            for name, measure in candidates.items():
+                try:
+                    seconds[name] = measure()
+                except RuntimeError as error:
+                    log.info("%s is no choice for %s: %s", name, problem, str(error).splitlines()[0])
+            if seconds:
+                self._chosen[problem] = min(seconds, key=seconds.__getitem__)
+                log.info(
+                    "%s: %s of %s", problem, self._chosen[problem], {k: f"{s * 1e6:.1f} us" for k, s in seconds.items()}
+                )
+                self._keep()
+        return self._chosen.get(problem)
+
+    def _keep(self) -> None:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new = self._file.with_suffix(f".{os.getpid()}.tmp")
+            new.write_text(json.dumps(self._chosen, indent=1))
+            os.replace(new, self._file)
+        except OSError as error:
+            log.info("The choice of matrix products is not kept (%s); it is measured again at the next start.", error)
+
+
+@functools.cache
+def _choices(device: torch.device) -> Choices:
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    return Choices(cache_folder() / f"{gemm_library().path().stem}-{name}-torch{torch.__version__}.json")
+
+
+def size_class(num_tokens: int) -> int:
+    """The power of two that ends the range of token counts that one choice is for (at least 16)."""
+    return max(16, 1 << (num_tokens - 1).bit_length())
+
+
+def fastest_gemm(
+    a_TI: torch.Tensor,
+    b_OI: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    torch_gemm: Callable[[], torch.Tensor] | None,
+) -> torch.Tensor | None:
+    """bf16(a_scale · b_scale · a bᵀ) by the fastest of CUTLASS' configurations and `torch_gemm`, measured once a range of T.
+
+    torch_gemm: torch's own way, None where there is none. → [T, O], or None: nothing of ours is built, or takes these operands.
+    Measuring waits for the device, which nothing may do inside a graph's capture: there, what was not measured is torch's.
+    """
+    library = load_gemms(a_TI.device)
+    if library is None or unsupported_reason(a_TI, b_OI) is not None:
+        return None
+    configs = BLOCKS if b_scale.dim() == 2 else ROWS
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        config: functools.partial(run_gemm, library, config, a_TI, b_OI, a_scale, b_scale) for config in configs
+    }
+    if torch_gemm is not None:
+        runs[TORCH] = torch_gemm
+    problem = f"{configs[0].split('_')[0]} T<={size_class(a_TI.shape[0])} O={b_OI.shape[0]} I={a_TI.shape[1]}"
+    may_measure = not torch.cuda.is_current_stream_capturing()
+    measures = {name: functools.partial(_seconds, run) for name, run in runs.items()} if may_measure else None
+    choice = _choices(a_TI.device).get(problem, measures)
+    if choice not in runs:
+        choice = configs[-1] if torch_gemm is None else TORCH
+    return runs[choice]()
+
+
+def _seconds(run: Callable[[], torch.Tensor], repeats: int = 20) -> float:
+    """Device time of one call, the best of three."""
+    best = float("inf")
+    run()
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3 / repeats)
+    return best
