@@ -19,22 +19,22 @@ from tests.support.engines import (
     run_requests,
     tiny_config,
     tokens_of,
-    write_tiny_model,
 )
 from tests.support.processes import children, is_running
 
 # So few blocks that requests are preempted.
 SMALL = {"num_kv_blocks": 40, "max_model_len": 120}
+WEIGHTS = {"load_format": "auto"}
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("ranks") / "tiny")
+def model_dir(tiny_llama_dir: Path) -> Path:
+    return tiny_llama_dir
 
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[RequestOutput]]:
-    return run_requests(EngineCore(tiny_config(model_dir, max_model_len=120)), mixed_requests())
+    return run_requests(EngineCore(tiny_config(model_dir, max_model_len=120, **WEIGHTS)), mixed_requests())
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def core(model_dir: Path, shared_cache_dir: Path) -> Iterator[EngineCore]:
 
 def start(model_dir: Path, cache_dir: Path, num_ranks: int) -> EngineCore:
     options = {"enforce_eager": False, "cache_dir": cache_dir, "tensor_parallel_size": num_ranks}
-    return EngineCore(tiny_config(model_dir, **SMALL, **options))
+    return EngineCore(tiny_config(model_dir, **SMALL, **WEIGHTS, **options))
 
 
 def test_preempted_and_with_cached_prefixes(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> None:
@@ -80,7 +80,9 @@ def test_logprobs_are_those_of_one_rank(core: EngineCore, expected: dict[str, li
 def test_requests_without_a_seed_draw_the_same_on_every_rank(core: EngineCore, model_dir: Path) -> None:
     requests = [request(f"u{i}", prompt_of(i, 5), temperature=1.5, max_tokens=30) for i in range(4)]
     outputs = tokens_of(run_requests(core, requests))
-    assert outputs == tokens_of(run_requests(EngineCore(tiny_config(model_dir, max_model_len=120)), requests))
+    assert outputs == tokens_of(
+        run_requests(EngineCore(tiny_config(model_dir, max_model_len=120, **WEIGHTS)), requests)
+    )
 
 
 def test_an_abort_in_the_middle_leaves_the_others_alone(
