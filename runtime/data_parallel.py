@@ -8,7 +8,6 @@ error at once and `dead_reason` is set; no further requests are taken, and what 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -17,10 +16,9 @@ import msgspec
 
 from runtime.config import EngineConfig
 from runtime.engine_client import AsyncEngineClient, EngineDeadError, EngineStartError
+from runtime.executor import stages_of_another
 from runtime.messages import EngineInfo, EngineRequest, RequestOutput, StepOutputs
 from runtime.router import Router
-
-logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
 
@@ -46,7 +44,8 @@ class DataParallelClient:
             # What is dumped is the same for all.
             compile = config.compile if index == 0 else replace(config.compile, dump_dir=None)
             own = replace(config, parallel=parallel, compile=compile)
-            self.replicas.append(AsyncEngineClient(own, on_stage=on_stage if index == 0 else _ignore_stage))
+            hears = on_stage if index == 0 else stages_of_another(on_stage, f"replica {index}")
+            self.replicas.append(AsyncEngineClient(own, on_stage=hears))
         self._steps: asyncio.Queue[StepOutputs | None] = asyncio.Queue()  # None: the end
         self._readers: list[asyncio.Task[None]] = []
         self._info: EngineInfo | None = None

@@ -24,7 +24,7 @@ import zmq
 
 from runtime.child_process import LINGER_MS, boot_input, describe_exit, private_folder
 from runtime.config import EngineConfig, Rank
-from runtime.executor import RankFailedError, StageCallback, StepHandle
+from runtime.executor import RankFailedError, StageCallback, StepHandle, stages_of_another
 from runtime.rank_messages import (
     FromRank,
     IdleDone,
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _STOP_SECONDS = 5.0
-# Stages that one rank alone goes through when ranks share an artifact store: whichever is there first, while the others wait.
-_OFTEN_ONCE = frozenset({"capture", "passes", "split", "compile"})
 # How long the true cause of a failure may take to show up: a rank that is gone makes the others fail in their collectives.
 _CAUSE_SECONDS = 0.5
 
@@ -93,7 +91,7 @@ class DistributedExecutor:
     def __init__(self, config: EngineConfig, host: RankHost, on_stage: StageCallback) -> None:
         self.num_ranks = config.num_ranks
         self._host = host
-        self._on_stage = on_stage
+        self._on_stage = [on_stage, *(stages_of_another(on_stage, f"rank {rank}") for rank in range(1, self.num_ranks))]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
@@ -191,10 +189,7 @@ class DistributedExecutor:
                 self._look_for_ended()
                 continue
             if isinstance(message, RankStage):
-                if message.rank == 0:
-                    self._on_stage(message.stage, message.seconds, message.detail)
-                elif message.stage in _OFTEN_ONCE:
-                    self._on_stage(message.stage, message.seconds, f"{message.detail} (rank {message.rank})")
+                self._on_stage[message.rank](message.stage, message.seconds, message.detail)
             elif isinstance(message, RankFailed):
                 self._fail(message)
             else:

@@ -23,6 +23,20 @@ if TYPE_CHECKING:
 StageCallback = Callable[[str, float, str], None]
 
 
+# Stages that one process alone goes through when all share an artifact store: whichever is first, while the others wait.
+_OFTEN_ONCE = frozenset({"capture", "passes", "split", "compile"})
+
+
+def stages_of_another(on_stage: StageCallback, who: str) -> StageCallback:
+    """For a process beside the one whose start-up `on_stage` hears of: what it may do for all, with its name."""
+
+    def on_its_stage(stage: str, seconds: float, detail: str) -> None:
+        if stage in _OFTEN_ONCE:
+            on_stage(stage, seconds, f"{detail} ({who})")
+
+    return on_its_stage
+
+
 class RankFailedError(RuntimeError):
     """A rank is gone, or its step failed; the message is one sentence that names the rank."""
 

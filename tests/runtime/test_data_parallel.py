@@ -171,6 +171,7 @@ async def test_a_replica_that_cannot_start_ends_all(model_dir: Path, monkeypatch
     with pytest.raises(EngineStartError, match=r"^Replica \d of 3: the checkpoint is wrong: take another.$"):
         await asyncio.wait_for(client.start(), PATIENCE)
     assert stages.count("load") <= 1  # of the first replica alone
+    assert set(stages) <= {"compile", "load"}
     for replica in client.replicas:
         pid = replica.pid
         assert pid is None or not is_running(pid)
