@@ -58,12 +58,14 @@ class _Rewriter:
     def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
         self.gm, self.ctx = gm, ctx
         self.flat: dict[object, Node] = {}  # value with the axis → the same without
+        self.batched: set[Node] = set()  # of these values, the ones that the graph still computes with the axis
         self.matched = 0
         self.near_misses: list[NearMiss] = []
 
     def visit(self, node: Node) -> None:
         if _adds_axis(node):
             self.flat[node] = node.args[0]  # type: ignore[assignment]
+            self.batched.add(node)
         elif any(source in self.flat for source in node.all_input_nodes):
             try:
                 self._rewrite(node)
@@ -73,6 +75,7 @@ class _Rewriter:
                     reason = f"there is no rule for {getattr(node.target, '__name__', node.target)} on {node.args[1:]}"
                     self.near_misses.append(NearMiss.at(node, f"it keeps the batch axis: {reason}"))
                 self._give_axis_back(node)
+                self._drop_after(node)
 
     def _rewrite(self, node: Node) -> None:
         if node.op != "call_function":
@@ -137,10 +140,17 @@ class _Rewriter:
 
     def _give_axis_back(self, node: Node) -> None:
         for source in node.all_input_nodes:
-            if source in self.flat and not _adds_axis(source):
+            if source in self.flat and source not in self.batched:
                 with self.gm.graph.inserting_before(node):
                     batched = self.ctx.call(self.gm, torch.unsqueeze, self.flat[source], 0, origin=node)
                 node.replace_input_with(source, batched)
+
+    def _drop_after(self, node: Node) -> None:
+        """Behind an op that keeps the axis the rest goes on without it."""
+        if node.op == "call_function" and _sizes(node)[:1] == ["1"]:
+            with self.gm.graph.inserting_after(node):
+                self.flat[node] = self.ctx.call(self.gm, torch.squeeze, node, 0, origin=node)
+            self.batched.add(node)
 
 
 def _adds_axis(node: Node) -> bool:
