@@ -39,6 +39,7 @@ def run(
     model=None,
     passes=None,
     verify=False,
+    ranks=1,
     **options,
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
     spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **(model or {}))
@@ -46,9 +47,10 @@ def run(
     heads, size = spec.kv_cache_specs[0].num_kv_heads, spec.kv_cache_specs[0].head_dim
     captured = capture(spec.module, example_inputs([(8, 2, heads, 16, size)] * LAYERS, torch.bfloat16))
     ctx = PassContext(
-        device=CPU, dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=KERNELS
-    )
-    passes = passes or default_passes(CompileConfig(**options))
+        device=CPU, dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=KERNELS,
+        tensor_parallel_size=ranks, tp_plan=spec.tp_plan,
+    )  # fmt: skip
+    passes = passes or default_passes(CompileConfig(tensor_parallel_size=ranks, **options))
     records = run_passes(captured.gm, passes, ctx, disabled, PassVerifier(spec.buffers) if verify else None)
     return captured, ctx, {record.name: record for record in records}
 
@@ -228,6 +230,26 @@ def test_verification_compares_all_but_the_rounding(architecture: str, scheme: Q
         assert record.verification.reason is None, name
         assert record.verification.relative_error < 1e-12, name
     assert records["quantize_linears"].verification.sites
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "int8-weight-only"])
+def test_ranks_share_the_scales_of_the_whole_weight(scheme: Quantization) -> None:
+    """Columns and rows of a rank are rounded as the whole tensor's would be, padding of the tied head's last rows included."""
+    model = WIDE | {
+        "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "tie_word_embeddings": True, "vocab_size": 321,
+    }  # fmt: skip
+    _, ctx, records = run(quantization=scheme, model=model, verify=True, ranks=2)
+    head = 1 if scheme == "int8-weight-only" else 0
+    assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + head)
+    for name, record in records.items():
+        if name != "fuse_allreduce_add_rms_norm":  # has no kernel
+            assert record.verification is not None
+            assert record.verification.passed, (name, record.verification.reason)
+            assert record.verification.relative_error < 1e-12
+    down = ctx.weights[f"model.layers.0.mlp.down_proj.weight.{str(SCHEMES[scheme].dtype).removeprefix('torch.')}.scale"]
+    scales = (f"{SCHEMES[scheme].scales}_scales.{str(SCHEMES[scheme].dtype).removeprefix('torch.')}", down.sources[0])
+    assert down.expression == (("shard_columns", scales, 2) if scheme == "fp8-block" else scales)
 
 
 class WrongScales(QuantizeLinears):
