@@ -41,14 +41,20 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """ours, inductor: seconds of one call at each of `TOKENS`; none where nothing was measured (forced, or no tuner)."""
+    """ours, inductor: seconds of one call at each of `TOKENS`; none where nothing was measured (forced, or no tuner).
+
+    failure: why it could not be measured.
+    """
 
     use_ours: bool
     ours: tuple[float, ...] = ()
     inductor: tuple[float, ...] = ()
+    failure: str = ""
 
     def sentence(self) -> str:
         """Why, for a report."""
+        if self.failure:
+            return f"it could not be measured ({self.failure}): left to Inductor"
         if not self.ours:
             return "fused without measuring"
         ratio = _mean_ratio(self.ours, self.inductor)
@@ -86,7 +92,11 @@ class Autotuner:
                   "threads": torch.get_num_threads()}  # fmt: skip
         key = json.dumps(fields["arguments"]) + pass_name
         if key not in self._known:
-            self._known[key] = self._stored(fields) or self._measured(fields, ours, plain, tensors, constants)
+            try:
+                self._known[key] = self._stored(fields) or self._measured(fields, ours, plain, tensors, constants)
+            except RuntimeError as error:  # of torch, out of memory among them: a measurement is no reason not to serve
+                log.warning("%s could not be measured", pass_name, exc_info=log.isEnabledFor(logging.DEBUG))
+                self._known[key] = Choice(use_ours=False, failure=str(error).splitlines()[0])
             log.info("%s of %s: %s", pass_name, ", ".join(shapes), self._known[key].sentence())
         return self._known[key]
 

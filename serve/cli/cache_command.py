@@ -39,7 +39,7 @@ def list_artifacts(cache_dir: CacheDir = None) -> None:
         of = (
             f"{fields['architecture']} × {fields['layers']}"
             if "architecture" in fields
-            else fields.get("fingerprint", "?")[:12]
+            else fields.get("fingerprint", "")[:12] or fields.get("pass", "?")
         )
         days = (time.time() - entry.last_used()) / SECONDS_A_DAY
         torch_version = str(fields.get("torch", "?")).split(" ")[0]

@@ -77,6 +77,17 @@ def test_a_forced_pass_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.sentence() == "fused without measuring"
 
 
+def test_what_cannot_be_measured_is_left_to_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("out of memory\nwith many lines")
+
+    monkeypatch.setattr(autotune, "compile_piece", out_of_memory)
+    choice = Autotuner(CPU, [ArtifactStore(tmp_path)]).choose("any", quick, quick, [activations()], 1.0)
+    assert not choice.use_ours
+    assert choice.sentence() == "it could not be measured (out of memory): left to Inductor"
+    assert list(tmp_path.rglob("choice.json")) == []  # it is tried again
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("ours", "use_ours", "words"),
