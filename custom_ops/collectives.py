@@ -39,6 +39,7 @@ class TensorParallelGroup:
 
 
 _group: TensorParallelGroup | None = None
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
 def join_tensor_parallel_group(
@@ -106,7 +107,7 @@ def gather_parts(x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
     """Every rank's x, in the order of ranks. [...] → [N, ...]"""
     x = x.contiguous()
     all_N = x.new_empty(group.size, *x.shape)
-    dist.all_gather(list(all_N.unbind(0)), x, group=group.process_group)
+    _gather(all_N.flatten(0, 1), x, group=group.process_group)
     return all_N
 
 

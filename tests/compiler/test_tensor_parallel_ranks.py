@@ -75,6 +75,7 @@ def test_sharded_models_say_the_same(size: int, tmp_path: Path) -> None:
         reports = [report for _, _, report in results]
         assert sorted(report["artifact"] for report in reports) == ["hit"] * (size - 1) + ["made"]
         assert len({report["artifact_key"] for report in reports}) == 1
+        assert reports[0]["distinct_pieces"] == 3
 
 
 def reduce_and_gather(rank: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
