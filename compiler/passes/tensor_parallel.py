@@ -250,7 +250,8 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
             if dimension is None:
                 raise PassError(_whole_attention(node_source_line(node)))
             _shard_cache(node, ctx)
-        _recompute(node, ctx)
+        if any(value in dimensions for value in node.all_input_nodes):
+            _recompute(node, ctx)
         if dimension is not None:
             dimensions[node] = dimension
 
