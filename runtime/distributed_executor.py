@@ -7,6 +7,7 @@ warms up. Whenever the engine waits for an answer it also looks for ranks that h
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -256,8 +257,9 @@ class LocalRanks:
             process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env=environment)
             self._processes.append(process)
             assert process.stdin is not None
-            process.stdin.write(boot_input(self._with_folder(bootstrap)))
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` will tell
+                process.stdin.write(boot_input(self._with_folder(bootstrap)))
+                process.stdin.flush()
 
     def ended(self) -> dict[int, str]:
         """By exit status."""
@@ -274,7 +276,8 @@ class LocalRanks:
                 process.kill()
                 process.wait()
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _with_folder(self, bootstrap: RankBootstrap) -> RankBootstrap:

@@ -119,6 +119,12 @@ def test_a_rank_that_cannot_start_says_why(
     assert not any(map(is_running, ranks.pids))
 
 
+def test_a_rank_that_does_not_even_begin_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.distributed_executor.BOOT_CODE", "import sys; sys.exit(7)")
+    with pytest.raises(RankFailedError, match=r"^Rank \d of 2 ended with status 7.$"):
+        start(model_dir, Ranks())
+
+
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
