@@ -1,12 +1,16 @@
 """Tokens a second on the CPU, this project beside its peers, in one run with the same weights, precision and threads.
 
-    python -m benchmarks.cpu [--model smollm2-135m] [--engines compile-and-serve transformers llama.cpp]
+    python -m benchmarks.cpu [--model smollm2-135m] [--engines compile-and-serve compile-and-serve:int8-weight-only llama.cpp …]
                              [--llama-python PYTHON] [--vllm-python PYTHON]
 
 Cases: decode of 1 × (128 + 256) and 16 × (128 + 128) tokens, prefill of 1 × 512. Each engine runs in a process of its own; a
 case is run `--repeats` times and the median is reported. decode tokens/s = batch · (new − 1) / (time of `new` tokens − time of
 1 token); output tokens/s = batch · new / time of `new` tokens, prefill included; prefill tokens/s = batch · prompt / time of 1.
 Prints one JSON line an engine and case. Run it on an idle machine.
+
+An engine's name may end in ":" and a quantization: compile-and-serve takes those of `--quantization`, llama.cpp takes "as-is", the
+GGUF file with the quantized matrices that it has. Such a line also says how many times faster each figure is than the same
+engine's in bfloat16, where that one ran before.
 
 llama.cpp is used where `llama_cpp` can be imported by --llama-python (by default this Python); to build it (about 8 minutes):
 
@@ -33,7 +37,13 @@ from typing import Any
 from benchmarks.common import ROOT, cpu_name, environment
 
 WORKER = Path(__file__).with_name("cpu_engines.py")
+ENGINES = [
+    "compile-and-serve", "compile-and-serve:int8-weight-only", "compile-and-serve:int8", "transformers", "llama.cpp", "llama.cpp:as-is",
+]  # fmt: skip
 CASES = (("decode", 1, 128, 256), ("decode", 16, 128, 128), ("prefill", 1, 512, 1))
+
+
+Rates = dict[tuple[str, str], dict[str, float]]
 
 
 def make_cases(vocab_size: int, names: list[str]) -> list[dict[str, Any]]:
@@ -106,7 +116,7 @@ def figures(case: dict[str, Any], rounds: list[tuple[float, float]]) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a known name or a GGUF file")
-    parser.add_argument("--engines", nargs="+", default=["compile-and-serve", "transformers", "llama.cpp"])
+    parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--cases", nargs="*", default=[], help="decode, prefill; all by default")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--vllm-python", default=sys.executable)
@@ -126,27 +136,40 @@ def main() -> None:
             write_folder(model, folder)
         if "llama.cpp" in args.engines:
             write_bfloat16_gguf(model, gguf)
-        for engine in args.engines:
+        bfloat16: Rates = {}
+        for name in args.engines:
+            engine, _, quantization = name.partition(":")
             job = {
                 "engine": engine,
+                "quantization": quantization or None,
                 "model": str(model),
                 "folder": str(folder),
-                "gguf": str(gguf),
+                "gguf": str(model if quantization else gguf),
                 "dtype": "bfloat16",
                 "threads": args.threads,
                 "repeats": args.repeats,
                 "cases": cases,
             }
-            run_engine(pythons.get(engine, sys.executable), job, args.model)
+            run_engine(pythons.get(engine, sys.executable), job, args.model, bfloat16)
 
 
-def run_engine(python: str, job: dict[str, Any], model: str) -> None:
-    """Run one engine's cases in a process of its own and print their lines; an engine that fails is a line with its error."""
+def speedups(values: dict[str, float], bfloat16: dict[str, float]) -> dict[str, float]:
+    """How many times faster each of `figures` is than in bfloat16."""
+    rates = [key for key in values if key.endswith("_tokens_per_second")]
+    return {key.replace("_tokens_per_second", "_speedup"): round(values[key] / bfloat16[key], 2) for key in rates}
+
+
+def run_engine(python: str, job: dict[str, Any], model: str, bfloat16: Rates) -> None:
+    """Run one engine's cases in a process of its own and print their lines; an engine that fails is a line with its error.
+
+    bfloat16: figures of (engine, case) without quantization, filled in by runs without and read by runs with one.
+    """
     common = {
         "benchmark": "cpu",
         "engine": job["engine"],
         "model": model,
         "dtype": job["dtype"],
+        "quantization": job["quantization"],
         "threads": job["threads"],
     }
     where = {"device": cpu_name(), **environment()}
@@ -161,6 +184,11 @@ def run_engine(python: str, job: dict[str, Any], model: str) -> None:
     for line in result.stdout.splitlines():
         row = json.loads(line)
         values = figures(cases[row["case"]], row["rounds"])
+        key = (job["engine"], row["case"])
+        if job["quantization"] is None:
+            bfloat16[key] = values
+        elif key in bfloat16:
+            values |= speedups(values, bfloat16[key])
         spread = {"rounds": [[round(s, 4) for s in pair] for pair in row["rounds"]]}
         print(
             json.dumps({**common, "engine_version": row["version"], "case": row["case"], **values, **spread, **where}),

@@ -32,7 +32,7 @@ class Ours:
         self.version = server_version()
         config = make_engine_config(
             job["model"], dtype=job["dtype"], num_threads=job["threads"], max_model_len=1024, max_num_seqs=16,
-            enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu",
+            enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu", quantization=job["quantization"],
         )  # fmt: skip
         self.engine = SyncEngine(config)
 

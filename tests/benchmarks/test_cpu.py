@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cpu import figures, make_cases, write_bfloat16_gguf, write_folder
+from benchmarks.cpu import figures, make_cases, speedups, write_bfloat16_gguf, write_folder
 from runtime.weights import iter_tensors, read_config
 from runtime.weights.gguf import read_metadata
 
@@ -20,6 +20,12 @@ def test_figures_are_medians_of_the_differences() -> None:
     assert values["output_tokens_per_second"] == pytest.approx(29.3)  # 4 · 11 / 1.5
     assert values["step_ms"] == 100.0
     assert figures({"batch": 1, "prompt": 512, "new": 1}, [(0.25, 0.25)]) == {"prefill_tokens_per_second": 2048.0}
+
+
+def test_speedups_are_ratios_of_rates() -> None:
+    bfloat16 = {"decode_tokens_per_second": 100.0, "prefill_tokens_per_second": 3000.0, "step_ms": 10.0}
+    int8 = {"decode_tokens_per_second": 170.0, "prefill_tokens_per_second": 2400.0, "step_ms": 5.9}
+    assert speedups(int8, bfloat16) == {"decode_speedup": 1.7, "prefill_speedup": 0.8}
 
 
 def test_prompts_are_the_same_in_every_run() -> None:
