@@ -28,10 +28,12 @@ class OpInfo:
     """What the compiler knows of one op.
 
     `version` enters every artifact key: raise it whenever the op's numerics, layout or signature change.
+    `python`: the Python function that a split point is on every device, if it is one; calling it spares the dispatcher.
     """
 
     kind: OpKind
     version: int
+    python: Callable | None = None
 
 
 OPS: dict[str, OpInfo] = {}
@@ -48,5 +50,7 @@ def define(schema: str, *, kind: OpKind, version: int, fake: Callable, **impls: 
     for key, fn in impls.items():
         LIBRARY.impl(name, fn, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    OPS[f"{NAMESPACE}::{name}"] = OpInfo(kind=kind, version=version)
+    one_function = kind is OpKind.SPLIT_POINT and impls.keys() == {"CompositeExplicitAutograd"}
+    python = impls["CompositeExplicitAutograd"] if one_function else None
+    OPS[f"{NAMESPACE}::{name}"] = OpInfo(kind=kind, version=version, python=python)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

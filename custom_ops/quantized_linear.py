@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from custom_ops.library import OpKind, define
 from custom_ops.quantization import LARGEST, Activations, expand_scale, quantize_activations
-from custom_ops.quantized_linear_cpu import cpu_unsupported_reason, pack_int8_weight, unpack_int8_weight
+from custom_ops.quantized_linear_cpu import cpu_unsupported_reason, pack_weight_cpu, unpack_weight_cpu
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, activ
         weight_dtype=quantized_OI.dtype, per_block=scale.dim() == 2, in_features=quantized_OI.shape[1]
     )
     if reason is None:
-        return pack_int8_weight(quantized_OI)
+        return pack_weight_cpu(quantized_OI)
     _warn_slow(reason)
     return quantized_OI
 
@@ -66,7 +66,7 @@ def unpack_quantized_weight(
     packed: torch.Tensor, out_features: int, in_features: int, activations: str
 ) -> torch.Tensor:
     """The inverse of `pack_quantized_weight`. → float8_e4m3fn or int8 [out_features, in_features]"""
-    return packed if packed.dim() == 2 else unpack_int8_weight(packed, out_features, in_features)
+    return packed if packed.dim() == 2 else unpack_weight_cpu(packed, out_features, in_features)
 
 
 def _quantized_linear(

@@ -31,10 +31,9 @@ struct CasLinear {
 };
 void cas_linear(const CasLinear* args);
 
-// As cas_linear, over int8 weights: the product is x (weight_scale * weight)ᵀ with a scale an output, in float32 [O].
-// linear.packed: bytes [ceil(O / 16), ceil(I / 4), 16, 4], weight + 128; I at most 65536, so that no sum overflows 32 bits.
-// linear.dtype is the activations'. They are multiplied as they are (CAS_WEIGHT_ONLY; rounded to 16 bits of the row's largest value in
-// bfloat16, to 24 in float32), rounded to int8 with a scale a row (CAS_DYNAMIC) or with input_scale [1] (CAS_STATIC).
+// As cas_linear, over weights of 8 bits: the product is x (weight_scale * weight)ᵀ with a scale an output, in float32 [O].
+// linear.packed: bytes [ceil(O / 16), ceil(I / 4), 16, 4]; linear.dtype is the activations'. They are multiplied as they are
+// (CAS_WEIGHT_ONLY), or rounded to the weights' dtype with a scale a row (CAS_DYNAMIC) or with input_scale [1] (CAS_STATIC).
 enum CasActivations : int32_t { CAS_WEIGHT_ONLY = 0, CAS_DYNAMIC = 1, CAS_STATIC = 2 };
 
 struct CasQuantizedLinear {
@@ -43,7 +42,13 @@ struct CasQuantizedLinear {
     const float* input_scale;
     int32_t activations;
 };
-void cas_quantized_linear(const CasQuantizedLinear* args);
+
+// int8: the bytes are weight + 128, with I at most 65536, so that no sum overflows 32 bits. Weight-only, activations keep 16 bits of
+// their row's largest value in bfloat16, 24 in float32.
+void cas_int8_linear(const CasQuantizedLinear* args);
+
+// float8_e4m3fn: the bytes are the weights'.
+void cas_float8_linear(const CasQuantizedLinear* args);
 
 // sum [T, I] = x + residual, rounded; out [T, I] = sum / sqrt(mean(sum^2) + eps) * norm_weight. All tensors have the dtype; rows of x and
 // residual lie their stride apart, sum and out are contiguous.

@@ -94,7 +94,7 @@ void compute_tile(
     constexpr int kVector = Dot<T>::kInputs * kLanes;
     const int64_t parts = std::min<int64_t>(tiles, kAheadTiles), part = tile_index - (tiles - parts);
     if (part < 0 || (tiles == 1 && rows <= kStreamRows))
-        return multiply_tile<T, kPlain>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
+        return multiply_tile<T, kPlain, false>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
     Ahead<T> ahead;
     for (int b = 0; b < panel.blocks; b += 2) {
         const int n = std::min(2, panel.blocks - b);

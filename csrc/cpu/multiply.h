@@ -35,6 +35,13 @@ CAS_INLINE inline void unrolled(const Body& body) {
     }(std::make_integer_sequence<int, kCount>{});
 }
 
+// A weight vector as the product takes it: as it lies in memory, unless D::load makes it of that.
+template <class D>
+CAS_INLINE inline typename D::Weights load_weights(const typename D::W* address) {
+    if constexpr (requires { D::load(address); }) return D::load(address);
+    else return load_raw<typename D::Weights>(address);
+}
+
 enum Mode { kPlain, kPrefetch, kAccumulate };
 
 // tile[r][b] = sum over groups of x[r] * weights[b], for kRows rows and kBlocks blocks. Each sum adds its products in the order of the
@@ -67,7 +74,7 @@ __attribute__((noinline)) void multiply(
         for (; g < end; ++g) {
             typename D::Weights vectors[kBlocks];
             unrolled<kBlocks>([&](auto b) CAS_INLINE {
-                vectors[b] = load_raw<typename D::Weights>(w[b] + g * kVector);
+                vectors[b] = load_weights<D>(w[b] + g * kVector);
                 if constexpr (kMode == kPrefetch) __builtin_prefetch(asked[b] + g * step, 0, kToL2);
             });
             unrolled<kRows>([&](auto r) CAS_INLINE {
@@ -90,16 +97,18 @@ constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
     return table[rows - 1];
 }
 
-// Any number of blocks, up to kMaxRows rows.
-template <class T, Mode kMode>
+// Any number of blocks, up to kMaxRows rows. kFour: few rows take four blocks at a time (more code to compile).
+template <class T, Mode kMode, bool kFour = true>
 void multiply_tile(
     const typename Dot<T>::X* x, int64_t x_stride, int rows, const typename Dot<T>::W* const* weights, int blocks, int64_t groups,
     typename Dot<T>::Sum* tile, int64_t tile_stride, const float* factors = nullptr
 ) {
     int b = 0;
-    if (rows <= kMaxRowsFour) {
-        const auto four = pick<T, 4, kMode>(rows, std::make_integer_sequence<int, kMaxRowsFour>{});
-        for (; b + 4 <= blocks; b += 4) four(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
+    if constexpr (kFour) {
+        if (rows <= kMaxRowsFour) {
+            const auto four = pick<T, 4, kMode>(rows, std::make_integer_sequence<int, kMaxRowsFour>{});
+            for (; b + 4 <= blocks; b += 4) four(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
+        }
     }
     const auto two = pick<T, 2, kMode>(rows, std::make_integer_sequence<int, kMaxRows>{});
     for (; b + 2 <= blocks; b += 2) two(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);

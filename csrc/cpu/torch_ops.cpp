@@ -120,11 +120,12 @@ at::Tensor quantized_linear(
     at::Tensor out;
     CasQuantizedLinear args{};
     args.linear = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
+    const bool is_int8 = packed.scalar_type() == at::kChar;
     TORCH_CHECK_VALUE(
         packed.dim() == 3 && packed.size(0) == (out_features + 15) / 16 && packed.size(1) == (args.linear.in_features + 3) / 4 &&
-            packed.size(2) == 64 && packed.is_contiguous() && packed.scalar_type() == at::kChar,
-        "packed must be pack_quantized_weight of an int8 weight [", out_features, ", ", args.linear.in_features, "], not a tensor ",
-        packed.sizes(), " in ", packed.scalar_type());
+            packed.size(2) == 64 && packed.is_contiguous() && (is_int8 || packed.scalar_type() == at::kFloat8_e4m3fn),
+        "packed must be pack_quantized_weight of an int8 or float8_e4m3fn weight [", out_features, ", ", args.linear.in_features,
+        "], not a tensor ", packed.sizes(), " in ", packed.scalar_type());
     args.linear.packed = packed.const_data_ptr();
     args.weight_scale = float_vector(scale, out_features, "scale");
     args.activations = activations_code(activations);
@@ -132,7 +133,8 @@ at::Tensor quantized_linear(
         input_scale.has_value() == (args.activations == CAS_STATIC),
         "quantized_linear needs an input_scale with static activations, and only then.");
     if (input_scale.has_value()) args.input_scale = float_vector(*input_scale, 1, "input_scale");
-    cas_quantized_linear(&args);
+    if (is_int8) cas_int8_linear(&args);
+    else cas_float8_linear(&args);
     return out;
 }
 

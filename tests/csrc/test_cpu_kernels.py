@@ -13,7 +13,7 @@ import torch
 from custom_ops.build import CSRC, BuildError, find_compiler
 from custom_ops.cpu_kernels import cpu_kernel_library, cpu_kernels_status
 from custom_ops.linear import pack_linear_weight
-from custom_ops.quantized_linear_cpu import pack_int8_weight
+from custom_ops.quantized_linear_cpu import pack_weight_cpu
 
 
 class CasLinear(ctypes.Structure):
@@ -78,14 +78,17 @@ class CasQuantizedLinear(ctypes.Structure):
     )
 
 
-def check_quantized_linear(library: ctypes.CDLL, code: int, dtype: torch.dtype, num_threads: int) -> None:
+def check_quantized_linear(
+    library: ctypes.CDLL, weight_dtype: torch.dtype, dtype: torch.dtype, num_threads: int
+) -> None:
     """Five strided rows, weight-only, against float64."""
     x, scale = torch.randn(5, 50, dtype=dtype), torch.rand(80)
-    weight = torch.randint(-128, 128, (80, 50), dtype=torch.int8)
-    packed = pack_int8_weight(weight)
+    bytes_OI = torch.randint(-128, 127, (80, 50), dtype=torch.int8)  # 127 and -1 are no numbers in float8
+    weight = bytes_OI.masked_fill(bytes_OI == -1, 0).view(weight_dtype)
+    packed = pack_weight_cpu(weight)
     wide = torch.full((5, 100), 7.0, dtype=dtype)
     linear = CasLinear(
-        dtype=code,
+        dtype=int(dtype == torch.bfloat16),
         num_tokens=5,
         in_features=50,
         out_features=80,
@@ -97,25 +100,28 @@ def check_quantized_linear(library: ctypes.CDLL, code: int, dtype: torch.dtype, 
         num_threads=num_threads,
     )
     arguments = CasQuantizedLinear(linear=linear, weight_scale=scale.data_ptr(), activations=0)
-    library.cas_quantized_linear(ctypes.byref(arguments))
+    entry = library.cas_int8_linear if weight_dtype == torch.int8 else library.cas_float8_linear
+    entry(ctypes.byref(arguments))
     expected = x.double() @ (weight.double() * scale[:, None]).T
     error = (wide[:, :80].double() - expected).norm() / expected.norm()
     assert error < (1e-6 if dtype == torch.float32 else 4e-3)
     assert (wide[:, 80:] == 7).all()
 
 
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("code, dtype", [(0, torch.float32), (1, torch.bfloat16)])
-def test_quantized_linear_through_pointers(code: int, dtype: torch.dtype, num_threads: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_linear_through_pointers(dtype: torch.dtype, num_threads: int, weight_dtype: torch.dtype) -> None:
     library = cpu_kernel_library()
     if library is None:
         pytest.skip(str(cpu_kernels_status()))
-    check_quantized_linear(library, code, dtype, num_threads)
+    check_quantized_linear(library, weight_dtype, dtype, num_threads)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3"])
-def test_quantized_linear_on_older_cpus(architecture: str, tmp_path: Path) -> None:
+def test_quantized_linear_on_older_cpus(architecture: str, weight_dtype: torch.dtype, tmp_path: Path) -> None:
     """Without AVX2, and with it but without AVX-512: the code paths that this machine may not take by itself."""
     try:
         compiler = find_compiler()
@@ -123,9 +129,10 @@ def test_quantized_linear_on_older_cpus(architecture: str, tmp_path: Path) -> No
         pytest.skip(str(error))
     if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
-    path, source = tmp_path / "kernels.so", CSRC / "cpu" / "quantized_linear.cpp"
+    name = "int8_linear.cpp" if weight_dtype == torch.int8 else "float8_linear.cpp"
+    path, source = tmp_path / "kernels.so", CSRC / "cpu" / name
     flags = ["-std=c++20", "-O1", f"-march={architecture}", "-fopenmp", "-fPIC", "-shared", "-w"]
     subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
     library = ctypes.CDLL(str(path))
-    for code, dtype in ((0, torch.float32), (1, torch.bfloat16)):
-        check_quantized_linear(library, code, dtype, num_threads=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_quantized_linear(library, weight_dtype, dtype, num_threads=2)

@@ -14,12 +14,13 @@ from custom_ops.quantized_linear import (
     quantized_linear_unsupported_reason,
     unpack_quantized_weight,
 )
-from custom_ops.quantized_linear_cpu import pack_int8_weight
+from custom_ops.quantized_linear_cpu import pack_weight_cpu
 
+WEIGHT_DTYPES = [torch.int8, torch.float8_e4m3fn]
 DTYPES = [torch.float32, torch.bfloat16]
-# Rounding of the output, 2^-8 at most; in float32, activations of 24 bits of the row's largest.
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-SHAPES = [(960, 576), (64, 1536), (40, 33), (20, 64), (6, 7), (100, 16), (34, 2)]  # (O, I)
+# Rounding of the output, 2^-8 at most; in float32, sums over up to 1536 products (float8), activations of 24 bits (int8).
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
+SHAPES = [(960, 576), (64, 1536), (40, 33), (6, 7), (100, 18)]  # (O, I)
 ACTIVATIONS = ["none", "dynamic", "static"]
 
 
@@ -27,11 +28,13 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def make_weight(out_features: int, in_features: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """→ int8 [O, I] and its scale [O], rows of very different sizes."""
+def make_weight(
+    out_features: int, in_features: int, dtype: torch.dtype = torch.int8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ `dtype` [O, I] and its scale [O], rows of different sizes."""
     weight = torch.randn(out_features, in_features) * torch.rand(out_features, 1).exp2() / in_features**0.5
-    scale = row_scales(weight, torch.int8)
-    return quantize_weight(weight, scale, torch.int8), scale
+    scale = row_scales(weight, dtype)
+    return quantize_weight(weight, scale, dtype), scale
 
 
 def reference(
@@ -42,7 +45,7 @@ def reference(
     if activations == "none":
         x = x.double()
     else:
-        x, x_scale = quantize_activations(x, torch.int8, input_scale=input_scale)
+        x, x_scale = quantize_activations(x, weight.dtype, input_scale=input_scale)
         x = x.double() * x_scale
     y = F.linear(x, weight.double() * scale[:, None], None if bias is None else bias.double())
     if silu_mul:
@@ -64,16 +67,17 @@ def kernels() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 12, 13, 64, 257])
-def test_product(num_tokens, out_features, in_features, activations, dtype) -> None:
-    weight, scale = make_weight(out_features, in_features)
+def test_product(num_tokens, out_features, in_features, activations, dtype, weight_dtype) -> None:
+    weight, scale = make_weight(out_features, in_features, weight_dtype)
     x = torch.randn(num_tokens, in_features, dtype=dtype) * torch.logspace(-3, 3, num_tokens, dtype=dtype)[:, None]
     input_scale = torch.tensor([0.03]) if activations == "static" else None
     y = quantized_linear(
-        x, pack_int8_weight(weight), scale, out_features, activations=activations, input_scale=input_scale
+        x, pack_weight_cpu(weight), scale, out_features, activations=activations, input_scale=input_scale
     )
     assert y.shape == (num_tokens, out_features)
     assert y.dtype == dtype
@@ -83,13 +87,14 @@ def test_product(num_tokens, out_features, in_features, activations, dtype) -> N
     assert (errors <= TOLERANCE[dtype] * expected.norm(dim=1)).all()
 
 
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 @pytest.mark.parametrize("num_tokens", [1, 7])
-def test_fusions(num_tokens, out_features, in_features, activations, dtype) -> None:
-    weight, scale = make_weight(out_features, in_features)
-    packed = pack_int8_weight(weight)
+def test_fusions(num_tokens, out_features, in_features, activations, dtype, weight_dtype) -> None:
+    weight, scale = make_weight(out_features, in_features, weight_dtype)
+    packed = pack_weight_cpu(weight)
     input_scale = torch.tensor([0.03]) if activations == "static" else None
     x = torch.randn(num_tokens, in_features + 3, dtype=dtype)[:, :in_features]
     for use in range(1, 16):
@@ -107,11 +112,12 @@ def test_fusions(num_tokens, out_features, in_features, activations, dtype) -> N
         assert relative_error(y, expected) < TOLERANCE[dtype] + tie, use
 
 
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_a_row_does_not_depend_on_the_batch_it_is_in(activations: str, dtype: torch.dtype) -> None:
-    weight, scale = make_weight(192, 576)
-    packed, norm_weight = pack_int8_weight(weight), torch.randn(576, dtype=dtype)
+def test_a_row_does_not_depend_on_the_batch_it_is_in(activations, dtype, weight_dtype) -> None:
+    weight, scale = make_weight(192, 576, weight_dtype)
+    packed, norm_weight = pack_weight_cpu(weight), torch.randn(576, dtype=dtype)
     x = torch.randn(50, 576, dtype=dtype)
     input_scale = torch.tensor([0.03]) if activations == "static" else None
     arguments = (packed, scale, 192, norm_weight, 1e-6, None, True, None, activations, input_scale)
@@ -125,7 +131,7 @@ def test_one_large_activation_leaves_the_others_their_precision() -> None:
     weight[:, 7] = 0  # what is left is the product of the small ones
     x = torch.randn(3, 1536).bfloat16()
     x[:, 7] = 500
-    y = quantized_linear(x, pack_int8_weight(weight), scale, 96)
+    y = quantized_linear(x, pack_weight_cpu(weight), scale, 96)
     assert relative_error(y, reference(x, weight, scale)) < 6e-3
 
 
@@ -136,7 +142,7 @@ def test_rows_of_zeros_and_of_no_number(dtype: torch.dtype, activations: str) ->
     x = torch.randn(4, 40, dtype=dtype)
     x[0] = 0
     x[1, 39], x[2, 3] = float("nan"), float("-inf")
-    y = quantized_linear(x, pack_int8_weight(weight), scale, 32, activations=activations)
+    y = quantized_linear(x, pack_weight_cpu(weight), scale, 32, activations=activations)
     assert (y[0] == 0).all()
     assert y[1:3].isnan().all()
     assert relative_error(y[3], reference(x, weight, scale, activations)[3]) < TOLERANCE[dtype]
@@ -149,14 +155,14 @@ def test_extreme_weights_do_not_overflow(out_features: int, in_features: int) ->
     scale = torch.ones(out_features)
     x = torch.full((2, in_features), 3.0)
     x[1, ::2] = -3
-    y = quantized_linear(x, pack_int8_weight(weight), scale, out_features)
+    y = quantized_linear(x, pack_weight_cpu(weight), scale, out_features)
     torch.testing.assert_close(y.double(), reference(x, weight, scale), rtol=1e-6, atol=0.01)
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-def test_packed_layout(out_features: int, in_features: int) -> None:
+def test_packed_int8_layout(out_features: int, in_features: int) -> None:
     weight = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
-    packed = pack_int8_weight(weight)
+    packed = pack_weight_cpu(weight)
     assert packed.shape == (-(-out_features // 16), -(-in_features // 4), 64)
     assert packed.dtype == torch.int8
     assert packed.is_contiguous()
@@ -166,9 +172,31 @@ def test_packed_layout(out_features: int, in_features: int) -> None:
         assert packed.view(torch.uint8)[o // 16, i // 4, o % 16 * 4 + i % 4] == int(weight[o, i]) + 128
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_float8_value(dtype: torch.dtype) -> None:
+    weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    packed = pack_weight_cpu(weight)
+    y = quantized_linear(torch.ones(1, 1, dtype=dtype), packed, torch.ones(256), 256)
+    torch.testing.assert_close(y[0], weight[:, 0].to(dtype), rtol=0, atol=0, equal_nan=True)
+    back = unpack_quantized_weight(packed, 256, 1, "none")
+    assert torch.equal(back.view(torch.uint8), weight.view(torch.uint8))
+
+
+def test_activations_are_rounded_to_float8_as_torch_does() -> None:
+    """Over the identity the rounded activations come out again."""
+    x = (torch.randn(50, 64) * torch.logspace(-4, 3, 64)).clamp(-448, 448)
+    x[0] = torch.arange(64) * 2**-10  # ties between subnormals, and up to the smallest normals
+    x[1] = torch.arange(64) * 1.03125 + 16.5  # ties between normals
+    identity = torch.eye(64).to(torch.float8_e4m3fn)
+    y = quantized_linear(
+        x, pack_weight_cpu(identity), torch.ones(64), 64, activations="static", input_scale=torch.ones(1)
+    )
+    assert torch.equal(y, x.to(torch.float8_e4m3fn).float())
+
+
 def test_empty_input() -> None:
     weight, scale = make_weight(32, 64)
-    assert quantized_linear(torch.empty(0, 64), pack_int8_weight(weight), scale, 32).shape == (0, 32)
+    assert quantized_linear(torch.empty(0, 64), pack_weight_cpu(weight), scale, 32).shape == (0, 32)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +215,7 @@ def test_empty_input() -> None:
 )
 def test_wrong_arguments_say_what_was_expected(change: dict, message: str) -> None:
     weight, scale = make_weight(32, 64)
-    arguments = {"x_TI": torch.randn(3, 64), "packed": pack_int8_weight(weight), "scale": scale, "out_features": 32}
+    arguments = {"x_TI": torch.randn(3, 64), "packed": pack_weight_cpu(weight), "scale": scale, "out_features": 32}
     with pytest.raises(ValueError, match=message):
         quantized_linear(**(arguments | change))
 
@@ -196,7 +224,7 @@ def test_other_dtypes_and_plain_weights_go_to_the_reference() -> None:
     weight, scale = make_weight(32, 64)
     x = torch.randn(3, 64, dtype=torch.float64)
     expected = reference(x, weight, scale)
-    torch.testing.assert_close(quantized_linear(x, pack_int8_weight(weight), scale, 32), expected)
+    torch.testing.assert_close(quantized_linear(x, pack_weight_cpu(weight), scale, 32), expected)
     assert relative_error(quantized_linear(x.float(), weight, scale, 32), expected) < 1e-6
 
 
@@ -207,12 +235,13 @@ def test_what_has_no_kernel_says_so(caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.zeros(3, 70_000, dtype=torch.int8)
     assert pack_quantized_weight(weight, torch.ones(3), "none") is weight
     assert "at most 65536 inputs, not 70000" in caplog.text
+    assert unsupported_reason() is None is unsupported_reason(weight_dtype=torch.float8_e4m3fn)
 
 
 def test_schema_and_fake() -> None:
     weight, scale = make_weight(32, 64)
     x, residual = torch.randn(3, 64), torch.randn(3, 16)
-    arguments = (x, pack_int8_weight(weight), scale, 32, torch.randn(64), 1e-6, None, True, residual, "dynamic", None)
+    arguments = (x, pack_weight_cpu(weight), scale, 32, torch.randn(64), 1e-6, None, True, residual, "dynamic", None)
     torch.library.opcheck(
         torch.ops.cas.quantized_linear.default, arguments, test_utils=("test_schema", "test_faketensor")
     )

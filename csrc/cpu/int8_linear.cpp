@@ -6,13 +6,12 @@
 // weights are never converted. Sums of integers do not depend on their order: a row gives the same bits in any batch.
 //
 // The byte product wants one unsigned factor: weights are stored as weight + 128, and 128 times the sum of a digit's row is taken off.
-#include "linear_tiles.h"
+#include "activations.h"
 
 namespace cas {
 namespace {
 
 constexpr int kMaxDigits = 3;
-constexpr float kSmallestScale = 1e-12f;  // of a row of zeros, as the reference has it
 // The largest integer whose leading digit is at most 127, by the number of digits.
 constexpr float kLargest[kMaxDigits + 1] = {0, 127, 127 << 8, 127 << 16};
 
@@ -22,13 +21,6 @@ struct DigitRow {
     int32_t* offsets;   // [digits]: 128 times the sum of the bytes
     float* scale;       // of the row's integers
 };
-
-template <class T>
-f32x16 rounded_to(f32x16 value) {
-    alignas(64) T rounded[kLanes];
-    store16(rounded, value);
-    return load16(rounded);
-}
 
 inline i32x16 nearest_integer(f32x16 x) {
 #if defined(__AVX512F__)
@@ -59,46 +51,20 @@ struct ByteLinear {
     }
 
     void prepare(void* memory, int64_t token) const {
-        const T* x = static_cast<const T*>(a.x) + token * a.x_stride;
-        const T* norm_weight = static_cast<const T*>(a.norm_weight);
-        const int64_t width = a.in_features;
-        const float norm_scale = norm_weight ? inverse_rms(x, width, a.eps) : 1.0f;
-        const auto load = [&](int64_t i) {  // 16 of what is quantized
-            const int n = int(std::min<int64_t>(kLanes, width - i));
-            const f32x16 v = n == kLanes ? load16(x + i) : load_part(x + i, n);
-            if (!norm_weight) return v;
-            return rounded_to<T>(v * norm_scale * (n == kLanes ? load16(norm_weight + i) : load_part(norm_weight + i, n)));
-        };
+        const Row<T> x(a, token);
         const DigitRow to = row(memory, token);
-        float scale;
-        if (input_scale) {
-            scale = *input_scale;
-        } else {
-            // Compared as integers, so that the largest of a row with a NaN is that NaN.
-            i32x16 largest{};
-            for (int64_t i = 0; i < width; i += kLanes) {
-                const i32x16 magnitude = (i32x16)load(i) & 0x7fffffff;
-                largest = magnitude > largest ? magnitude : largest;
-            }
-            int32_t bits = 0;
-            for (int i = 0; i < kLanes; ++i) bits = std::max(bits, largest[i]);
-            std::memcpy(&scale, &bits, sizeof(scale));
-            scale = scale / kLargest[digits];
-            if (scale < kSmallestScale) scale = kSmallestScale;
-        }
-        *to.scale = scale - scale == 0 ? scale : __builtin_nanf("");  // no integer stands for an infinity
-        const float inverse = 1.0f / scale;
-        if (digits == 1) write_digits<1>(load, inverse, to);
-        else if (digits == 2) write_digits<2>(load, inverse, to);
-        else write_digits<3>(load, inverse, to);
+        *to.scale = input_scale ? *input_scale : x.scale(kLargest[digits]);
+        if (digits == 1) write_digits<1>(x, to);
+        else if (digits == 2) write_digits<2>(x, to);
+        else write_digits<3>(x, to);
     }
 
-    template <int kDigits, class Load>
-    void write_digits(const Load& load, float inverse, const DigitRow& to) const {
+    template <int kDigits>
+    void write_digits(const Row<T>& x, const DigitRow& to) const {
+        const float inverse = 1.0f / *to.scale;
         i32x16 sums[kDigits]{};
         for (int64_t i = 0; i < a.in_features; i += kLanes) {
-            const f32x16 limit = splat(kLargest[kDigits]);
-            i32x16 rest = nearest_integer(-max_of(-max_of(load(i) * inverse, -limit), -limit));
+            i32x16 rest = nearest_integer(clamped(x.load(i) * inverse, kLargest[kDigits]));
             const int64_t n = std::min<int64_t>(kLanes, padded_width - i);
             for (int d = kDigits - 1; d >= 0; --d) {
                 const i32x16 digit = (i32x16)((u32x16)rest << 24) >> 24;
@@ -133,7 +99,7 @@ struct ByteLinear {
 }  // namespace
 }  // namespace cas
 
-extern "C" void cas_quantized_linear(const CasQuantizedLinear* args) {
+extern "C" void cas_int8_linear(const CasQuantizedLinear* args) {
     const CasLinear& linear = args->linear;
     if (linear.num_tokens == 0) return;
     const bool bfloat16 = linear.dtype == CAS_BFLOAT16;

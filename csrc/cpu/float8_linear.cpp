@@ -1,0 +1,190 @@
+// Linear layers over float8_e4m3fn weights. A weight becomes a bfloat16 (or a float, in a float32 model) in the registers, exactly, once
+// for all rows of a tile. Activations that are rounded to float8 too stay in the model's dtype: every such value is one of its own.
+#include <array>
+
+#include "activations.h"
+
+namespace cas {
+
+// Float8 weights times activations of type T.
+template <class T>
+struct Float8 {};
+
+// One byte of each lane as floats. The exponent's bias is 127 - 7 too small until the product, which also makes subnormals exact.
+inline f32x16 float8_to_float(u32x16 bytes) {
+    const u32x16 magnitude = bytes & 0x7f, sign = (bytes & 0x80) << 24;
+    const u32x16 is_nan = (u32x16)(magnitude == 0x7f);
+    const f32x16 value = (f32x16)(magnitude << 20) * 0x1p120f;
+    return (f32x16)((u32x16)value | sign | (is_nan & 0x7fc00000u));
+}
+
+template <class T>
+struct Float8Dot {
+    static constexpr int kInputs = 4;
+    using X = T;
+    using W = uint8_t;
+    using Sum = float;
+    using Sums = f32x16;
+    struct Lane {
+        T values[kInputs];
+    };
+    struct Weights {
+        f32x16 inputs[kInputs];
+    };
+    CAS_INLINE static Weights load(const uint8_t* address) {
+        const u32x16 bytes = load_raw<u32x16>(address);
+        Weights weights;
+        for (int i = 0; i < kInputs; ++i) weights.inputs[i] = float8_to_float((bytes >> (8 * i)) & 0xff);
+        return weights;
+    }
+    CAS_INLINE static f32x16 add(f32x16 sum, const Weights& w, const Lane& x) {
+        for (int i = 0; i < kInputs; ++i) sum += w.inputs[i] * to_float(x.values[i]);
+        return sum;
+    }
+};
+
+template <>
+struct Dot<Float8<float>> : Float8Dot<float> {};
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+
+// The bytes of all positive float8 as bfloat16.
+struct Float8Table {
+    alignas(64) uint8_t low[128], high[128];
+};
+constexpr Float8Table kFloat8Table = [] {
+    Float8Table table{};
+    for (int i = 0; i < 128; ++i) {
+        int exponent = i >> 3, mantissa = i & 7;
+        uint32_t bits = 0;
+        if (i == 0x7f) bits = 0x7fc0;
+        else if (exponent) bits = uint32_t(exponent + 120) << 7 | uint32_t(mantissa) << 4;
+        else if (mantissa) {
+            for (exponent = 1; !(mantissa & 8); --exponent) mantissa <<= 1;
+            bits = uint32_t(exponent + 120) << 7 | uint32_t(mantissa & 7) << 4;
+        }
+        table.low[i] = uint8_t(bits), table.high[i] = uint8_t(bits >> 8);
+    }
+    return table;
+}();
+
+// Of each lane's 4 bytes, where the low and high (+ 64) bytes of inputs 0 and 1 are, or of 2 and 3.
+template <int kPair>
+constexpr std::array<uint8_t, 64> kPairBytes = [] {
+    std::array<uint8_t, 64> order{};
+    for (int lane = 0; lane < 16; ++lane)
+        for (int byte = 0; byte < 4; ++byte) order[lane * 4 + byte] = uint8_t(lane * 4 + 2 * kPair + byte / 2 + 64 * (byte % 2));
+    return order;
+}();
+
+template <>
+struct Dot<Float8<bf16>> {
+    static constexpr int kInputs = 4;
+    using X = bf16;
+    using W = uint8_t;
+    using Sum = float;
+    using Sums = f32x16;
+    struct Lane {
+        int32_t pairs[2];
+    };
+    struct Weights {
+        __m512i pairs[2];
+    };
+    CAS_INLINE static Weights load(const uint8_t* address) {
+        const auto bytes_at = [](const uint8_t* p) { return _mm512_loadu_si512(p); };
+        const __m512i bytes = bytes_at(address);  // bit 7 of an index into a table of 128 counts for nothing
+        const __m512i low = _mm512_permutex2var_epi8(bytes_at(kFloat8Table.low), bytes, bytes_at(kFloat8Table.low + 64));
+        __m512i high = _mm512_permutex2var_epi8(bytes_at(kFloat8Table.high), bytes, bytes_at(kFloat8Table.high + 64));
+        high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8);  // high | (bytes & sign)
+        return {
+            {_mm512_permutex2var_epi8(low, bytes_at(kPairBytes<0>.data()), high),
+             _mm512_permutex2var_epi8(low, bytes_at(kPairBytes<1>.data()), high)}};
+    }
+    CAS_INLINE static f32x16 add(f32x16 sum, const Weights& w, const Lane& x) {
+        sum = (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w.pairs[0], (__m512bh)_mm512_set1_epi32(x.pairs[0]));
+        return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w.pairs[1], (__m512bh)_mm512_set1_epi32(x.pairs[1]));
+    }
+};
+
+#else
+
+template <>
+struct Dot<Float8<bf16>> : Float8Dot<bf16> {};
+
+#endif
+
+namespace {
+
+constexpr float kLargest = 448.0f;
+
+// To the nearest float8 value, ties to even; for |x| <= 448.
+inline f32x16 rounded_to_float8(f32x16 x) {
+    const u32x16 bits = (u32x16)x;
+    const f32x16 normal = (f32x16)((bits + 0x7ffff + ((bits >> 20) & 1)) & 0xfff00000u);
+    const f32x16 subnormal = (x + 24576.0f) - 24576.0f;  // 1.5 * 2^14: what is left are multiples of 2^-9
+    return (bits & 0x7fffffff) < 0x3c800000u ? subnormal : normal;  // 2^-6
+}
+
+template <class T>
+struct Float8Linear {
+    using Dots = Float8<T>;
+    const CasLinear& a;
+    const float* weight_scale;
+    bool rounds;               // activations too
+    const float* input_scale;  // null: each row has its own
+    int64_t padded_width = (a.in_features + 3) / 4 * 4;
+
+    static int rows_per_token() { return 1; }
+
+    size_t scratch_bytes() const {
+        if (!rounds && !a.norm_weight && padded_width == a.in_features) return 0;
+        return a.num_tokens * (sizeof(float) + sizeof(T) * padded_width);
+    }
+
+    float* row_scales(void* memory) const { return static_cast<float*>(memory); }
+
+    T* prepared(void* memory) const { return reinterpret_cast<T*>(row_scales(memory) + a.num_tokens); }
+
+    void prepare(void* memory, int64_t token) const {
+        const Row<T> x(a, token);
+        T* to = prepared(memory) + token * padded_width;
+        const float scale = !rounds ? 1.0f : input_scale ? *input_scale : x.scale(kLargest);
+        row_scales(memory)[token] = scale;
+        const float inverse = 1.0f / scale;
+        for (int64_t i = 0; i < padded_width; i += kLanes) {
+            f32x16 v = x.load(i);
+            if (rounds) v = rounded_to_float8(clamped(v * inverse, kLargest));
+            if (i + kLanes <= padded_width) store16(to + i, v);
+            else store_part(to + i, v, int(padded_width - i));
+        }
+    }
+
+    Rows<Dots> rows(void* memory) const {
+        if (memory) return {prepared(memory), padded_width};
+        return {static_cast<const T*>(a.x), a.x_stride};
+    }
+
+    void finish(void* memory, const float* tile, int64_t token, int count, const Panel<Dots>& panel) const {
+        finish_tile<T>(a, token, count, panel, [&](int r, int offset, int64_t output, int n) CAS_INLINE {
+            const f32x16 scale = n == kLanes ? load16(weight_scale + output) : load_part(weight_scale + output, n);
+            const f32x16 y = load16(tile + r * kTileWidth + offset) * scale;
+            return rounds ? y * row_scales(memory)[token + r] : y;
+        });
+    }
+};
+
+template <class T>
+void float8_linear(const CasQuantizedLinear& args) {
+    const bool rounds = args.activations != CAS_WEIGHT_ONLY;
+    const float* input_scale = args.activations == CAS_STATIC ? args.input_scale : nullptr;
+    run_linear(args.linear, Float8Linear<T>{args.linear, args.weight_scale, rounds, input_scale});
+}
+
+}  // namespace
+}  // namespace cas
+
+extern "C" void cas_float8_linear(const CasQuantizedLinear* args) {
+    if (args->linear.num_tokens == 0) return;
+    if (args->linear.dtype == CAS_BFLOAT16) cas::float8_linear<cas::bf16>(*args);
+    else cas::float8_linear<float>(*args);
+}
