@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -162,12 +163,20 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
         model.assign("model.norm.weight", torch.zeros(3))
 
 
-def test_no_unexpected_clone_in_the_generated_code(tmp_path: Path) -> None:
-    """No piece copies a tensor that it only reads, and none sees a KV cache at all."""
-    compiled(tmp_path)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("kernels", [FUSED, frozenset()], ids=["fused", "plain"])
+def test_no_unexpected_clone_in_the_generated_code(tmp_path: Path, architecture: str, kernels: frozenset[str]) -> None:
+    """No piece copies a tensor that it only reads, none sees a KV cache, and whatever it allocates is as long as the step."""
+    compiled(tmp_path, architecture, kernels)
     sources = [file.read_text() for file in (tmp_path / "piece").glob("*/piece.py")]
     assert len(sources) == 3
+    allocated = 0
     for source in sources:
         assert "aten.clone" not in source
         assert "aten.copy" not in source
+        assert ".clone(" not in source
         assert "kv_cache" not in source
+        for shape in re.findall(r"empty_strided\w*\(\((.*?)\), ", source):
+            allocated += 1
+            assert re.search(r"[us]\d", shape), f"a buffer of ({shape}), whatever the step: a copy of a weight"
+    assert allocated > 0 or kernels
