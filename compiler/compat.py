@@ -87,13 +87,14 @@ def fake_mode_with_symbols(
     groups: Sequence[str], upper: dict[str, int]
 ) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
     """A fake mode with one unbacked symbol in [1, upper[group]] for each group of equally long token dimensions."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, _constrain_range_for_size
 
     shape_env = ShapeEnv()
     symbols = {}
     for group in groups:
         with shape_env.ignore_fresh_unbacked_symbols():  # they are the graph's inputs, not results of an op in it
             symbol = shape_env.create_unbacked_symint()
+        _constrain_range_for_size(symbol)  # strides of a tensor so long compare as if it were longer than 1
         torch._check(symbol >= 1)
         torch._check(symbol <= upper[group])
         symbols[group] = symbol
