@@ -38,7 +38,9 @@ def test_every_sum_of_ranks_in_a_layer_is_a_site() -> None:
     assert normed == [True] + [False] * (4 * LAYERS)  # the first layer's norm follows the embedding
     before = str(captured.gm.graph)
     for record in run_passes(captured.gm, default_passes(CompileConfig(tensor_parallel_size=2)), ctx):
-        assert isinstance(record.result, PassResult)
+        if isinstance(record.result, SkipReason):  # has no kernel
+            assert record.name != NAME
+            continue
         assert record.result.matched == 0, record.name
     assert str(captured.gm.graph) == before
 

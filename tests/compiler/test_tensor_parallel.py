@@ -84,8 +84,8 @@ def test_sharded_equals_unsharded(case: str) -> None:
     size, architecture, config = CASES[case]
     _, _, records = run(size, architecture, **config)
     assert records["tensor_parallel"].result == PassResult(matched=SITES)
-    for name, record in records.items():
-        if name == "fuse_allreduce_add_rms_norm":  # has no kernel
+    for record in records.values():
+        if isinstance(record.result, SkipReason):  # has no kernel
             continue
         assert record.verification is not None
         assert record.verification.passed, record.verification.reason
@@ -166,9 +166,8 @@ def test_a_second_run_changes_nothing() -> None:
     captured, ctx, _ = run(2, verify=False, tie_word_embeddings=True)
     before = str(captured.gm.graph)
     for record in run_passes(captured.gm, default_passes(CompileConfig(tensor_parallel_size=2)), ctx):
-        if record.name == "fuse_allreduce_add_rms_norm":  # has no kernel
+        if isinstance(record.result, SkipReason):  # has no kernel
             continue
-        assert isinstance(record.result, PassResult)
         assert record.result.matched == 0, record.name
     assert str(captured.gm.graph) == before
 
