@@ -36,6 +36,7 @@ from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_
 from compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
+from compiler.passes.quantize_linears import slow_reason
 from compiler.plan import ExecutionPlan, PieceStep, make_plan, token_symbol
 from compiler.profile import profile_model
 from compiler.splitter import split
@@ -142,6 +143,9 @@ class _Compilation:
                 found = None if anew else self._load(fields, Path(work_dir.name))
                 found = found or self._make(fields, Path(work_dir.name))
         plan, join_pieces = found
+        slow = slow_reason(self.config.quantization, self.spec.quantized_weights, self.device, self.dtype)
+        if slow is not None:
+            self.report["slow_quantized_linears"] = slow
         self.report |= pass_summary(self.report["passes"])
         self.report |= {
             "pieces": len([s for s in plan.steps if isinstance(s, PieceStep)]),

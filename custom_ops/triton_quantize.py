@@ -1,6 +1,6 @@
-"""RMSNorm and rounding to 8 bits in one kernel: what a scaled GEMM reads.
+"""Row-wise kernels around a scaled GEMM: RMSNorm and rounding to 8 bits before it, the scales of its sums after it.
 
-Shape legend: T tokens, I features, G = ceil(I / 128) groups of features.
+Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 """
 
 from __future__ import annotations
@@ -85,3 +85,33 @@ def quantize_rows(
             **launch_options(pdl),
         )  # fmt: skip
     return out_TI, scale
+
+
+@triton.jit
+def _scale_kernel(
+    sums_ptr, x_scale_ptr, scale_ptr, out_ptr, num_features, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols_O = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok_O = cols_O < num_features
+    scale_O = tl.load(scale_ptr + cols_O, mask=ok_O, other=0.0)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    sums_O = tl.load(sums_ptr + row * num_features + cols_O, mask=ok_O, other=0.0).to(tl.float32)
+    y_O = sums_O * (scale_O * tl.load(x_scale_ptr + row))
+    tl.store(out_ptr + row * num_features + cols_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+
+
+def scale_sums(
+    sums_TO: torch.Tensor, x_scale_T1: torch.Tensor, scale_O: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """y = sums · x_scale · scale in float32, rounded once. sums_TO: int32 or float32, contiguous. → `dtype` [T, O]"""
+    num_tokens, num_features = sums_TO.shape
+    out_TO = torch.empty(num_tokens, num_features, dtype=dtype, device=sums_TO.device)
+    if num_tokens:
+        block = min(1024, triton.next_power_of_2(num_features))
+        pdl = supports_pdl(sums_TO.device)
+        _scale_kernel[(num_tokens, triton.cdiv(num_features, block))](
+            sums_TO, x_scale_T1, scale_O, out_TO, num_features, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+        )
+    return out_TO

@@ -34,7 +34,7 @@ from custom_ops.triton_common import (
     wait_for_previous,
 )
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
-from custom_ops.triton_quantize import quantize_rows
+from custom_ops.triton_quantize import quantize_rows, scale_sums
 
 MAX_SMALL_TOKENS = 64
 
@@ -209,10 +209,9 @@ def scaled_gemm_unsupported_reason(
     x_TI: already rounded, or not (weight-only). dtype: of the result.
     """
     if x_TI.dtype != weight_OI.dtype:
+        few = 4 * MAX_SMALL_TOKENS
         return (
-            None
-            if scale.dim() == 1 or x_TI.shape[0] > 4 * MAX_SMALL_TOKENS
-            else "the tiles are read once for few tokens"
+            None if x_TI.shape[0] > few else f"expanding the weight costs more than reading it again for {few} tokens"
         )
     if scale.dim() == 2:
         if x_TI.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16 and load_gemms(x_TI.device) is not None:
@@ -237,8 +236,7 @@ def scaled_gemm(
     if x_scale_T1 is None:
         return F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype))
     if weight_OI.dtype == torch.int8:
-        sums_TO = torch._int_mm(x_TI, weight_OI.t())
-        return (sums_TO * x_scale_T1 * scale).to(dtype)
+        return scale_sums(torch._int_mm(x_TI, weight_OI.t()), x_scale_T1, scale, dtype)
     if dtype == torch.bfloat16 and scale.dim() == 1:
         by_torch = partial(
             torch._scaled_mm, x_TI, weight_OI.t(), scale_a=x_scale_T1, scale_b=scale[None, :], out_dtype=dtype
@@ -251,7 +249,7 @@ def scaled_gemm(
         return y_TO
     one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
     sums_TO = torch._scaled_mm(x_TI, weight_OI.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return (sums_TO * x_scale_T1 * scale).to(dtype)
+    return scale_sums(sums_TO, x_scale_T1, scale, dtype)
 
 
 def quantized_linear(

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import custom_ops.quantized_linear  # noqa: F401 (defines the op)
 from compiler.config import Quantization
 from compiler.graph_pass import (
     BasePass,
@@ -36,7 +35,15 @@ from compiler.quantized_weights import (
     parameter_of,
     quantized_expression,
 )
-from custom_ops.quantization import Activations, block_scales, dequantize_weight, quantize_weight, row_scales
+from custom_ops.quantization import (
+    Activations,
+    QuantizedWeight,
+    block_scales,
+    dequantize_weight,
+    quantize_weight,
+    row_scales,
+)
+from custom_ops.quantized_linear import quantized_linear_unsupported_reason
 
 QUANTIZED_LINEAR = torch.ops.cas.quantized_linear.default
 
@@ -60,6 +67,26 @@ SCHEMES: Mapping[Quantization, Scheme] = {
     "int8": Scheme(dtype=torch.int8, scales="row", activations="dynamic", exclude=("lm_head",)),
     "int8-weight-only": Scheme(dtype=torch.int8, scales="row", activations="none", exclude=()),
 }
+
+
+def slow_reason(
+    quantization: Quantization | None, stored: Mapping[str, QuantizedWeight], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why quantized linears run as plain torch here, in one sentence; None where kernels run them, or nothing is quantized.
+
+    stored: what the checkpoint holds quantized. dtype: of the activations.
+    """
+    kinds = {(weight.dtype, weight.activations, weight.per_block) for weight in stored.values()}
+    if quantization is not None:
+        scheme = SCHEMES[quantization]
+        kinds.add((scheme.dtype, scheme.activations, scheme.scales == "block"))
+    reasons = [
+        quantized_linear_unsupported_reason(
+            device=device, dtype=dtype, weight_dtype=weight_dtype, activations=activations, per_block=per_block
+        )
+        for weight_dtype, activations, per_block in sorted(kinds, key=str)
+    ]
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 class QuantizeLinears(BasePass):

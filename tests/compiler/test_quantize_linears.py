@@ -83,7 +83,7 @@ def test_every_linear_but_the_head_is_matched(scheme: str, architecture: str) ->
     assert sum(node.args[7] for node in nodes) == LAYERS
     before = str(captured.gm.graph)
     for record in run_passes(captured.gm, default_passes(CompileConfig(quantization=scheme)), ctx):
-        assert record.result == PassResult(matched=0), record.name
+        assert isinstance(record.result, SkipReason) or record.result == PassResult(matched=0), record.name
     assert str(captured.gm.graph) == before
 
 
@@ -204,6 +204,8 @@ def test_a_compiled_model_computes_with_the_rounded_weights(tmp_path: Path, sche
     else:  # the activations are rounded, or the head is
         assert 1e-4 < error < 0.1
     assert (rounded - exact).norm() / exact.norm() > 1e-3
+    if scheme.startswith("fp8"):
+        assert "takes int8 weights, not torch.float8_e4m3fn" in ours.report["slow_quantized_linears"]
 
 
 def test_the_artifact_is_another_one() -> None:
@@ -224,11 +226,7 @@ def test_the_artifact_is_another_one() -> None:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_verification_compares_all_but_the_rounding(architecture: str, scheme: Quantization) -> None:
     _, _, records = run(architecture, quantization=scheme, model=WIDE, verify=True)
-    for name, record in records.items():
-        assert isinstance(record.result, PassResult), name
-        assert record.verification is not None
-        assert record.verification.reason is None, name
-        assert record.verification.relative_error < 1e-12, name
+    _check_verified(records)
     assert records["quantize_linears"].verification.sites
 
 
@@ -242,14 +240,23 @@ def test_ranks_share_the_scales_of_the_whole_weight(scheme: Quantization) -> Non
     _, ctx, records = run(quantization=scheme, model=model, verify=True, ranks=2)
     head = 1 if scheme == "int8-weight-only" else 0
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + head)
-    for name, record in records.items():
-        if name != "fuse_allreduce_add_rms_norm":  # has no kernel
-            assert record.verification is not None
-            assert record.verification.passed, (name, record.verification.reason)
-            assert record.verification.relative_error < 1e-12
+    _check_verified(records)
     down = ctx.weights[f"model.layers.0.mlp.down_proj.weight.{str(SCHEMES[scheme].dtype).removeprefix('torch.')}.scale"]
     scales = (f"{SCHEMES[scheme].scales}_scales.{str(SCHEMES[scheme].dtype).removeprefix('torch.')}", down.sources[0])
     assert down.expression == (("shard_columns", scales, 2) if scheme == "fp8-block" else scales)
+
+
+def _check_verified(records: dict[str, PassRecord]) -> None:
+    """Every pass that has something to do here was compared, and is right."""
+    for name, record in records.items():
+        if record.verification is None:
+            assert isinstance(record.result, SkipReason), name
+            assert "no " in record.result.sentence, name  # kernel, on the CPU
+            continue
+        assert record.verification.reason is None, name
+        assert record.verification.relative_error < 1e-12, name
+    assert records["quantize_linears"].verification is not None
+    assert records["fuse_linears"].verification is not None
 
 
 class WrongScales(QuantizeLinears):

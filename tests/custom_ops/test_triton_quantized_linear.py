@@ -113,13 +113,17 @@ def test_many_tokens_go_through_the_gemm(weight_dtype: torch.dtype, activations:
         return real(*operands)
 
     monkeypatch.setattr(triton_quantized_linear, "scaled_gemm", recorded)
-    a = arguments(80, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float32)
+    num_tokens = 80 if activations == "dynamic" else 260
+    a = arguments(num_tokens, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float32)
     assert relative_error(quantized_linear(**a), reference(a)) < 1e-5
     assert len(calls) == 1
 
 
 def test_what_no_library_gemm_takes() -> None:
-    for out, inner, scales in ((24, 96, row_scales), (64, 40, row_scales), (64, 96, block_scales)):
-        a = arguments(80, out, inner, False, False, "dynamic", scales, torch.int8, torch.float16)
-        x_TI, _ = quantize_rows(a["x_TI"], torch.int8)  # type: ignore[arg-type]
+    for out, inner, scales, activations in (
+        (24, 96, row_scales, "dynamic"), (64, 40, row_scales, "dynamic"), (64, 96, block_scales, "dynamic"),
+        (64, 96, row_scales, "none"),
+    ):  # fmt: skip
+        a = arguments(80, out, inner, False, False, activations, scales, torch.int8, torch.float16)
+        x_TI = a["x_TI"] if activations == "none" else quantize_rows(a["x_TI"], torch.int8)[0]  # type: ignore[arg-type]
         assert triton_quantized_linear.scaled_gemm_unsupported_reason(x_TI, a["weight_OI"], a["scale"]) is not None  # type: ignore[arg-type]
