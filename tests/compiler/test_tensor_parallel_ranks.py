@@ -28,6 +28,7 @@ class Case:
     architecture: str
     changes: dict[str, Any] = field(default_factory=dict)
     quantization: Any = None
+    kernels: frozenset[str] = FUSED
 
 
 CASES = {
@@ -35,7 +36,12 @@ CASES = {
         Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         Case("LlamaForCausalLM", quantization="int8-weight-only"),
     ],
-    4: [Case("Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321})],  # 2 key/value heads on 4 ranks
+    # 2 key/value heads on 4 ranks; the norms are the all-reduces', not the linears'
+    4: [
+        Case(
+            "Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"}
+        )
+    ],
 }
 
 
@@ -46,7 +52,7 @@ def run_case(case: Case, size: int, rank: int, cache_dir: str | None) -> tuple[t
         mode="compile" if cache_dir else "eager", cache_dir=None if cache_dir is None else Path(cache_dir),
         tensor_parallel_size=size, quantization=case.quantization,
     )  # fmt: skip
-    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=FUSED)
+    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=case.kernels)
     fill(model, rank=rank)
     kv_caches = caches(spec, torch.float32, tensor_parallel_size=size)
     logits = step(model, PROMPT, 0, kv_caches, TorchAttention())
