@@ -388,8 +388,12 @@ def section_sampling(shape: Shape, sweep: bool) -> None:
             time_ms(lambda: sample_tokens(logits, plain[0], torch.zeros_like(k), plain[1], plain[2], seeds, positions))
             * 1e3
         )
+        top_p_us = (
+            time_ms(lambda: sample_tokens(logits, full[0], torch.zeros_like(k), full[1], full[2], seeds, positions))
+            * 1e3
+        )
         emit(work="sampling", model=shape.name, batch=batch, ok=right, greedy_us=round(us, 1), torch_argmax_us=round(torch_us, 1),
-             top_k_top_p_us=round(filtered_us, 1), temperature_us=round(plain_us, 1))  # fmt: skip
+             top_k_top_p_us=round(filtered_us, 1), top_p_us=round(top_p_us, 1), temperature_us=round(plain_us, 1))  # fmt: skip
 
 
 def hand_step(shape: Shape, batch: int, length: int = 192) -> Callable[[], None]:
