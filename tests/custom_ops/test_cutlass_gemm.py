@@ -113,6 +113,24 @@ def test_it_builds_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.skipif(bool(unbuildable()), reason=unbuildable())
+def test_variants_of_one_source_are_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "answer.cu"
+    source.write_text(
+        "#define NAME_(n) answer_##n\n#define NAME(n) NAME_(n)\nstatic __global__ void kernel() {}\n"
+        'extern "C" int NAME(N)() { return 40 + N; }\n'
+    )
+    library = NvccLibrary(
+        name="answer", source=source, headers=(), variants=("-DN=1", "-DN=2"), include=(), architecture="90a"
+    )
+    loaded = ctypes.CDLL(str(library.build()))
+    assert (loaded.answer_1(), loaded.answer_2()) == (41, 42)
+    built_at = library.path().stat().st_mtime_ns
+    assert library.build().stat().st_mtime_ns == built_at
+    assert replace(library, variants=("-DN=1",)).path() != library.path()
+
+
+@pytest.mark.skipif(bool(unbuildable()), reason=unbuildable())
 def test_a_source_that_does_not_compile_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "wrong.cu"
