@@ -32,12 +32,12 @@ _MAX_GATHERED_K = 256  # a larger top-k takes the other way
 def _ordered_key(x):
     """uint32 keys in the order of float32 values."""
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _from_ordered_key(key):
-    return tl.where(key >> 31 == 1, key ^ 0x80000000, ~key).to(tl.float32, bitcast=True)
+    return tl.where(key >> 31 == 1, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
