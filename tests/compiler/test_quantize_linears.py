@@ -182,12 +182,13 @@ def test_float32_norms_stay_outside() -> None:
     assert len(norms) == LAYERS
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp8-weight-only", "int8-weight-only"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "fp8-weight-only", "int8-weight-only"])
 def test_a_compiled_model_computes_with_the_rounded_weights(tmp_path: Path, scheme: Quantization) -> None:
-    spec = tiny_spec(layers=LAYERS, tie_word_embeddings=True)
+    model = {"tie_word_embeddings": True, **(WIDE if scheme == "fp8-block" else {})}
+    spec = tiny_spec(layers=LAYERS, **model)
     config = CompileConfig(cache_dir=tmp_path, quantization=scheme)
     ours = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=KERNELS)
-    eager_spec = tiny_spec(layers=LAYERS, tie_word_embeddings=True)
+    eager_spec = tiny_spec(layers=LAYERS, **model)
     eager = compile_model(eager_spec, CompileConfig(mode="eager"), device=CPU, dtype=torch.float32)
     fill(ours)
     fill(eager)
@@ -202,10 +203,10 @@ def test_a_compiled_model_computes_with_the_rounded_weights(tmp_path: Path, sche
     if scheme == "fp8-weight-only":
         assert error < 1e-5
     else:  # the activations are rounded, or the head is
-        assert 1e-4 < error < 0.1
+        assert 1e-4 < error < (0.2 if scheme == "fp8-block" else 0.1)
     assert (rounded - exact).norm() / exact.norm() > 1e-3
-    if scheme.startswith("fp8"):
-        assert "takes int8 weights, not torch.float8_e4m3fn" in ours.report["slow_quantized_linears"]
+    slow = ours.report.get("slow_quantized_linears")
+    assert "not per block" in slow if scheme == "fp8-block" else slow is None
 
 
 def test_the_artifact_is_another_one() -> None:
