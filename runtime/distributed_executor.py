@@ -145,7 +145,9 @@ class DistributedExecutor:
         if self._context.closed:
             return
         if not self._has_failed:
-            self._broadcast(StopRank())
+            # A rank may be gone already: nobody asks for its reason any more.
+            with contextlib.suppress(ValueError, RankFailedError):
+                self._broadcast(StopRank())
         self._host.stop(0.0 if self._has_failed else _STOP_SECONDS)
         self._context.destroy(linger=0)
 
@@ -159,6 +161,7 @@ class DistributedExecutor:
         bootstraps = []
         for index in range(self.num_ranks):
             endpoint, commands = self._bind(zmq.PUSH, f"rank-{index}")
+            endpoint.setsockopt(zmq.SNDTIMEO, _POLL_MS)
             self._commands.append(endpoint)
             rank = Rank(
                 index=index,
@@ -180,7 +183,12 @@ class DistributedExecutor:
     def _broadcast(self, command: ToRank) -> None:
         data = self._encoder.encode(command)
         for endpoint in self._commands:
-            endpoint.send(data)
+            while True:
+                try:
+                    endpoint.send(data)
+                    break
+                except zmq.Again:  # nobody is at the other end: not yet, or no more
+                    self._look_for_ended()
 
     def _receive(self, kind: type[Message]) -> Message:
         while True:

@@ -42,6 +42,8 @@ from runtime.rank_messages import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from runtime.model_runner import PendingStep
     from runtime.schedule import WorkerStats
 
@@ -98,14 +100,17 @@ class RankProcess:
     def close(self) -> None:
         """Send what is queued, for LINGER_MS at most."""
         self._commands.close()
-        self._answers.close()
+        with self._sending:  # the thread of results may be sending one
+            self._answers.close()
         self._context.term()
 
     def _start(self) -> bool:
         from runtime.worker import Worker
 
         self._worker = Worker(self._bootstrap.config, self._bootstrap.rank, self._report_stage)
-        self._results: _Results = (_InTurn if self._worker.device.type == "cpu" else _InThread)(self._report_step)
+        device = self._worker.device
+        is_cpu = device.type == "cpu"
+        self._results: _Results = _InTurn(self._report_step) if is_cpu else _InThread(self._report_step, device)
         self._send(RankLoaded(self._rank, self._worker.info))
         command = self._receive()
         if not isinstance(command, StartRank):
@@ -186,8 +191,9 @@ class _InTurn:
 
 
 class _InThread:
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, device: torch.device) -> None:
         self._report = report
+        self._device = device
         self._room = threading.Semaphore(MAX_STEPS_IN_FLIGHT)
         self._steps: SimpleQueue[tuple[PendingStep, WorkerStats]] = SimpleQueue()
         self._error: Exception | None = None
@@ -196,6 +202,7 @@ class _InThread:
     def wait_for_room(self) -> None:
         while not self._room.acquire(timeout=_POLL_MS / 1000):
             self.check()
+        self.check()
 
     def wait_for_all(self) -> None:
         for _ in range(MAX_STEPS_IN_FLIGHT):
@@ -210,6 +217,10 @@ class _InThread:
             raise self._error
 
     def _run(self) -> None:
+        if self._device.type == "cuda":  # a thread begins on device 0, where a wait would make a context
+            import torch
+
+            torch.cuda.set_device(self._device)
         while self._error is None:
             try:
                 self._report(*self._steps.get())

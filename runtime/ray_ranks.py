@@ -39,7 +39,15 @@ class RayRanks:
         self._actors: list[Any] = []
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            ray.init(include_dashboard=False, logging_level="warning")
+            # A cluster that one replica starts is found by no other: they would all take the same devices.
+            address = "auto" if config.parallel.data_parallel_size > 1 else None
+            try:
+                ray.init(address=address, include_dashboard=False, logging_level="warning")
+            except ConnectionError as error:
+                raise ValueError(
+                    "Replicas with the executor backend 'ray' share a Ray cluster, and none was found: run 'ray start --head' "
+                    "before, or name one in RAY_ADDRESS."
+                ) from error
         resources = ray.cluster_resources()
         has_gpus = config.device == "cuda" or (config.device == "auto" and resources.get("GPU", 0) > 0)
         wanted = {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}

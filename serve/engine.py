@@ -185,7 +185,8 @@ class AsyncEngine:
             raise EngineDeadError(f"The engine did not answer within {timeout:g} seconds.") from error
         except EngineDeadError as error:
             if not self.draining:
-                self._die(error)
+                # What died is ended by whoever reads the outputs: a replica that lives goes on with what it runs.
+                self._refuse(self.client.dead_reason or str(error))
             raise
 
     async def shutdown(self, *, drain: bool = True) -> None:

@@ -162,15 +162,19 @@ def test_a_rank_that_fails_in_a_step_ends_all(
     assert not any(map(is_running, ranks.pids))
 
 
-def test_a_rank_that_dies_while_nothing_runs_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("next_call", ["idle", "launch", "shutdown"])
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: str
+) -> None:
     use_fake_workers(monkeypatch, model_dir)
     ranks = Ranks()
     executor = start(model_dir, ranks)
     assert not executor.idle()
     os.kill(ranks.pids[1], signal.SIGTERM)
     wait_until(lambda: 1 in ranks.ended())
-    with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 15"):
-        executor.idle()
+    if next_call != "shutdown":
+        with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 15"):
+            executor.idle() if next_call == "idle" else executor.result(executor.launch(step(0, "a")))
     executor.shutdown()
     assert not is_running(ranks.pids[0])
 
