@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from compiler.compat import FakeTensorMode
-from compiler.environment import toolchain_fields
+from compiler.environment import kernel_sources, toolchain_fields
 from compiler.inductor import PieceCallable, compile_piece
 from compiler.store import ArtifactStore
 
@@ -70,9 +70,11 @@ class Autotuner:
     """Chooses for one compilation; `forced` passes are used without measuring."""
 
     def __init__(
-        self, device: torch.device, stores: Sequence[ArtifactStore], forced: frozenset[str] = frozenset()
-    ) -> None:
+        self, device: torch.device, stores: Sequence[ArtifactStore], forced: frozenset[str] = frozenset(),
+        before_measuring: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._device, self._stores, self._forced = device, stores, forced
+        self._before_measuring = before_measuring
         self._known: dict[str, Choice] = {}
 
     def choose(
@@ -89,14 +91,14 @@ class Autotuner:
             for t in tensors
         ]
         fields = {**toolchain_fields(self._device), "pass": pass_name, "arguments": [*shapes, *constants], "tokens": TOKENS,
-                  "threads": torch.get_num_threads()}  # fmt: skip
+                  "sources": kernel_sources()}  # fmt: skip
         key = json.dumps(fields["arguments"]) + pass_name
         if key not in self._known:
             try:
                 self._known[key] = self._stored(fields) or self._measured(fields, ours, plain, tensors, constants)
-            except RuntimeError as error:  # of torch, out of memory among them: a measurement is no reason not to serve
+            except Exception as error:  # of torch, Triton or the C++ compiler: a measurement is no reason not to serve
                 log.warning("%s could not be measured", pass_name, exc_info=log.isEnabledFor(logging.DEBUG))
-                self._known[key] = Choice(use_ours=False, failure=str(error).splitlines()[0])
+                self._known[key] = Choice(use_ours=False, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             log.info("%s of %s: %s", pass_name, ", ".join(shapes), self._known[key].sentence())
         return self._known[key]
 
@@ -111,6 +113,7 @@ class Autotuner:
         self, fields: dict[str, Any], ours: Function, plain: Function, tensors: Sequence[torch.Tensor],
         constants: Sequence[float],
     ) -> Choice:  # fmt: skip
+        self._before_measuring()
         with tempfile.TemporaryDirectory(prefix="compile-and-serve-choice-", ignore_cleanup_errors=True) as folder:
             runs = [
                 compile_piece(_graph_of(function, tensors, constants), self._device, Path(folder) / name).run

@@ -38,10 +38,13 @@ def toolchain_fields(device: torch.device) -> dict[str, Any]:
             "capability": f"sm_{major}{minor} {torch.cuda.get_device_name(device)}",
             "triton": _installed_version("triton"),
             "cuda": torch.version.cuda,
+            # Inductor writes it into a piece's code.
+            "device_index": torch.cuda.current_device() if device.index is None else device.index,
         }
     else:
         fields["capability"] = torch.backends.cpu.get_cpu_capability()
         fields["cpu"] = _digest(cpu_identity())  # Inductor builds for the very CPU that it runs on
+        fields["threads"] = torch.get_num_threads()  # and writes it into a piece's code
     return fields
 
 
@@ -103,6 +106,14 @@ def _module_sources(module: torch.nn.Module) -> list[str]:
 def _compiler_sources() -> str:
     folders = [Path(__file__).parent, Path(__file__).parent / "passes", Path(__file__).parent.parent / "custom_ops"]
     return _digest(*(file.read_text() for folder in folders for file in sorted(folder.glob("*.py"))))
+
+
+@cache
+def kernel_sources() -> str:
+    """Digest of everything that decides how fast our kernels are: a measured choice does not outlive it."""
+    folder = Path(__file__).parent.parent / "csrc"
+    files = sorted(file for file in folder.rglob("*") if file.suffix in (".cpp", ".h", ".cu", ".cuh"))
+    return _digest(_compiler_sources(), *(file.read_text() for file in files))
 
 
 def _installed_version(package: str) -> str:

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -197,7 +197,7 @@ class _Compilation:
         with prepared(self.device, work_dir / TRIALS) as wait:
             importing = time.perf_counter() - start
             with no_garbage_collection():
-                plan, graphs, records, symbol = self._rewrite()
+                plan, graphs, records, symbol = self._rewrite(wait)
             start = time.perf_counter()
             wait()
         self._stage("compile", importing + time.perf_counter() - start, "Inductor is imported")
@@ -237,7 +237,9 @@ class _Compilation:
         sizes = self.config.compile_sizes
         return [*((piece, None) for piece in plan.pieces), *((p, n) for n in sizes for p in plan.token_pieces)]
 
-    def _rewrite(self) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord], str]:
+    def _rewrite(
+        self, before_measuring: Callable[[], None]
+    ) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord], str]:
         """→ the plan, a graph for each distinct piece, what the passes said, the name of the number of tokens in the graphs."""
         start = time.perf_counter()
         shapes = [
@@ -253,7 +255,7 @@ class _Compilation:
         start = time.perf_counter()
         ctx = PassContext(
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-            kernels=self.kernels, tuner=Autotuner(self.device, self.stores, self.config.forced_passes),
+            kernels=self.kernels, tuner=Autotuner(self.device, self.stores, self.config.forced_passes, before_measuring),
             quantized_weights=self.spec.quantized_weights,
             tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
         )  # fmt: skip

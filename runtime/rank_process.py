@@ -217,13 +217,14 @@ class _InThread:
             raise self._error
 
     def _run(self) -> None:
-        if self._device.type == "cuda":  # a thread begins on device 0, where a wait would make a context
-            import torch
+        import torch
 
-            torch.cuda.set_device(self._device)
         while self._error is None:
             try:
-                self._report(*self._steps.get())
+                step = self._steps.get()
+                if self._device.type == "cuda":  # a thread begins on device 0, where a wait would make a context
+                    torch.cuda.set_device(self._device)
+                self._report(*step)
             except Exception as error:
                 self._error = error
             self._room.release()

@@ -78,7 +78,7 @@ class _Rewriter:
                 self._drop_after(node)
 
     def _rewrite(self, node: Node) -> None:
-        if node.op != "call_function":
+        if node.op != "call_function" or not node.args:
             raise _NoRuleError
         source = node.args[0]
         if source in self.flat and _takes_axis_off(node, source):

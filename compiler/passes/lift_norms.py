@@ -126,6 +126,8 @@ def _match(inverse: Node, wide: Node, eps: float) -> _Norm:
         raise _Mismatch(f"1 + weight is computed in float32: rounded to {dtype} it would be another weight")
     if tensor_of(base).dtype != dtype:
         raise _Mismatch(f"its weight is {tensor_of(base).dtype}, and its input {dtype}")
+    if tensor_of(out).dtype != dtype:
+        raise _Mismatch(f"it is {tensor_of(out).dtype}, and its input {dtype}")
     if tensor_of(base).dim() != 1:
         raise _Mismatch(f"its weight has {tensor_of(base).dim()} dimensions")
     return _Norm(x=x, eps=eps, out=out, weight=base, plus_one=plus_one)

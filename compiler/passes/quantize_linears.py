@@ -22,6 +22,7 @@ from compiler.graph_pass import (
     BasePass,
     NearMiss,
     PassContext,
+    PassError,
     PassResult,
     arguments,
     tensor_of,
@@ -143,7 +144,7 @@ class QuantizeLinears(BasePass):
     def _check_exclusions(self, modules: set[str]) -> None:
         for pattern in self._must_match:
             if modules and not any(fnmatchcase(module, pattern) for module in modules):
-                raise ValueError(
+                raise PassError(
                     f"The quantization exclusion {pattern!r} matches no linear of this model: expected a glob over module "
                     f"names such as {sorted(modules)[0]}."
                 )

@@ -93,8 +93,8 @@ def _move(gm: GraphModule, selection: Node, cone: list[Node], ctx: PassContext) 
     num_tokens = str(tensor_of(source).shape[0])
     for node in cone:
         for value in node.all_input_nodes:
-            if value in inside or value in selected or str(tensor_of(value).shape[0]) != num_tokens:
-                continue  # a weight, or in the cone itself
+            if value in inside or value in selected or str(next(iter(tensor_of(value).shape), "")) != num_tokens:
+                continue  # a weight or a scalar, or in the cone itself
             with gm.graph.inserting_before(node):  # its first reader: not in an earlier piece
                 selected[value] = ctx.call(gm, operator.getitem, value, rows, origin=selection)
     for node in cone:

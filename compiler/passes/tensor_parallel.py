@@ -251,8 +251,10 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
                 raise PassError(_whole_attention(node_source_line(node)))
             _shard_cache(node, ctx)
         if any(value in dimensions for value in node.all_input_nodes):
-            _recompute(node, ctx)
+            before = node.meta["example_value"]
+        _recompute(node, ctx)
         if dimension is not None:
+            _check_others_kept(node, before, dimension)
             dimensions[node] = dimension
 
 
@@ -261,6 +263,17 @@ def _whole_attention(place: str) -> str:
         f"The model's tp_plan does not shard the attention of {place}, and ranks keep their own heads alone: "
         "this model runs with a tensor parallel size of 1."
     )
+
+
+def _check_others_kept(node: Node, before: Any, dimension: int) -> None:
+    """Only the cut dimension may have become smaller: `view(T, heads, -1)` would cut the heads' size instead of their number."""
+    if not isinstance(before, torch.Tensor):
+        return
+    sizes = zip(map(str, before.shape), map(str, tensor_of(node).shape), strict=True)
+    if any(old != new for i, (old, new) in enumerate(sizes) if i != dimension % before.dim()):
+        raise PassError(
+            f"{node_source_line(node)} does not run on a shard: is a size written out that should be -1, or -1 in another's place?"
+        )
 
 
 def _recompute(node: Node, ctx: PassContext) -> None:

@@ -46,7 +46,7 @@ using FastCooperative = schedule::KernelTmaWarpSpecializedCooperativeFP8FastAccu
 using BlockPingpong = schedule::KernelTmaWarpSpecializedPingpongFP8Blockwise;
 using BlockCooperative = schedule::KernelTmaWarpSpecializedCooperativeFP8Blockwise;
 
-// The configurations. custom_ops/scaled_gemm.py has the same names; which one runs is found by measuring.
+// The configurations. custom_ops/cutlass_gemm.py has the same names; which one runs is found by measuring.
 #if CAS_CONFIG == 0  // few tokens: narrow tiles, the clusters share the tokens
 #define CAS_NAME rows_64x64
 using Chosen = Config<Shape<_64, _64, _128>, Shape<_1, _4, _1>, FastPingpong, Pingpong, false>;

@@ -43,7 +43,7 @@ def compile_model_command(
     with StageDisplay() as stages:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.model.dtype, device)
-        use_threads(config.num_threads)
+        use_threads(config.num_threads, config.num_processes)
         spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
         backend = backend_of_model(spec, config, device, dtype)
         detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {describe_device(device)}"

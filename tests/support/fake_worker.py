@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.config import EngineConfig, Rank
 from runtime.engine_process import BOOT_CODE as ENGINE_CODE
@@ -70,12 +70,13 @@ class Worker:
         self._rank = rank.index
         self.runner = None
         self._idle_work = 2
-        self.device = SimpleNamespace(type=self._orders.get("device", "cpu"))
+        kind = self._orders.get("device", "cpu")
+        self.device = torch.device("cpu" if kind == "cpu" else "meta")  # not a CPU: results are waited for in a thread
         on_stage("compile", 0.25, "a piece")
         on_stage("load", 0.5, f"by rank {rank.index}")
         self._obey("load")
         self.info = WorkerInfo(
-            num_blocks=100 - 10 * rank.index, device_type=self.device.type, device="fake", dtype="float32", max_model_len=256,
+            num_blocks=100 - 10 * rank.index, device_type=kind, device="fake", dtype="float32", max_model_len=256,
             vocab_size=320, compile_report={},
         )  # fmt: skip
 
