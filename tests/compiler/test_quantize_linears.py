@@ -138,9 +138,10 @@ def test_a_partly_excluded_merged_weight_is_a_near_miss() -> None:
     assert records["quantize_linears"].result == PassResult(matched=6 * LAYERS + 1)
 
 
-def test_an_exclusion_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"exclusion 'lm-head' matches no linear of this model: .* such as lm_head"):
-        run(quantization="fp8", quantization_exclude=("lm-head",))
+@pytest.mark.parametrize("verify", [False, True])
+def test_an_exclusion_that_matches_nothing_is_an_error(verify: bool) -> None:
+    with pytest.raises(ValueError, match=r"^The quantization exclusion 'lm-head' matches no linear .* such as lm_head"):
+        run(quantization="fp8", quantization_exclude=("lm-head",), verify=verify)
 
 
 def test_a_computed_weight_is_a_near_miss() -> None:

@@ -237,9 +237,18 @@ class WrittenOutMlp(NormalizedMlp):
         return self.down_proj(hidden.view(x.shape[0], 2, 48).flatten(1))
 
 
+class CutGroupsMlp(NormalizedMlp):
+    """Knows how many groups there are and leaves their size open."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.gate_proj(x) * self.up_proj(x)
+        return self.down_proj(hidden.view(x.shape[0], 2, -1).flatten(1))
+
+
 @pytest.mark.parametrize(
     ("mlp", "message"),
     [
+        (CutGroupsMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard: is a size written out"),
         (NormalizedMlp, r"cannot follow softmax at .*test_tensor_parallel.py:\d+, in forward: dimension 1 of its input is cut"),
         (WrittenOutMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard .* is a size written out"),
     ],
