@@ -9,6 +9,7 @@ from the next start on, so that a process never changes the kernel that it compu
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import json
 import logging
@@ -148,10 +149,7 @@ class Choices:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        try:
-            self._chosen: dict[str, str] = json.loads(file.read_text())
-        except (OSError, ValueError):
-            self._chosen = {}
+        self._chosen = self._kept()
 
     def get(self, problem: str, candidates: Mapping[str, Callable[[], float]] | None) -> str | None:
         """The choice for a problem. candidates: seconds by name, measured where none is known (one that raises is left out)."""
@@ -170,12 +168,20 @@ class Choices:
                 self._keep()
         return self._chosen.get(problem)
 
+    def _kept(self) -> dict[str, str]:
+        try:
+            return json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return {}
+
     def _keep(self) -> None:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             new = self._file.with_suffix(f".{os.getpid()}.tmp")
-            new.write_text(json.dumps(self._chosen, indent=1))
-            os.replace(new, self._file)
+            with self._file.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # ranks and replicas keep theirs in the same file
+                new.write_text(json.dumps(self._kept() | self._chosen, indent=1))
+                os.replace(new, self._file)
         except OSError as error:
             log.info("The choice of matrix products is not kept (%s); it is measured again at the next start.", error)
 

@@ -211,8 +211,9 @@ def quantized_linear(
     [ceil(O / 128), ceil(I / 128)]; out_features: O; norm_weight_I: [I]; bias_O: [O]; residual_TO: [T, O] (with silu_mul:
     [T, O / 2]); input_scale: float32, one value. → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
 
-    q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int32
-    for int8 activations), the scales multiply the sums in float32, and the output is rounded once to x's dtype.
+    q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int8
+    activations: in int32, but in float32 by the reference and on CUDA up to 64 tokens), the scales multiply the sums in float32,
+    and the output is rounded once to x's dtype.
     """
     return _quantized_linear_op(
         x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale

@@ -69,6 +69,9 @@ def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path) -> None:
     assert asked == ["a", "b", "c"]
     assert Choices(file).get("small", None) == "b"
     assert choices.get("large", {"c": takes("c", -1.0)}) is None
+    one, another = Choices(file), Choices(file)
+    assert one.get("one", {"a": takes("a", 1.0)}) == another.get("another", {"a": takes("a", 1.0)}) == "a"
+    assert json.loads(file.read_text()) == {"small": "b", "one": "a", "another": "a"}
     file.write_text("{ damaged")
     assert Choices(file).get("small", {"a": takes("a", 1.0)}) == "a"
     assert json.loads(file.read_text()) == {"small": "a"}
