@@ -116,7 +116,7 @@ def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = 
         )
         run_all([(name, [compiler, "-shared", *map(str, objects), "-o", str(built), *_link_flags()])])
 
-    return build_once(name, library, "about 10 s", make)
+    return build_once(name, library, "less than a minute", make)
 
 
 def build_once(name: str, library: Path, duration: str, make: Callable[[Path, Path], None]) -> Path:

@@ -10,63 +10,51 @@ ours, quantized ones) is fused here where measuring finds the op faster than Ind
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
 
-import custom_ops.elementwise  # noqa: F401 (defines the op)
-from compiler.graph_pass import (
-    BasePass,
-    NearMiss,
-    PassContext,
-    PassResult,
-    SkipReason,
-    arguments,
-    is_call,
-    tensor_of,
-    weight_of,
-)
+from compiler.graph_pass import NearMiss, PassContext, arguments, is_call, tensor_of, weight_of
+from compiler.passes.measured_fusion import MeasuredFusion, Site
 
 ADD_RMS_NORM = torch.ops.cas.add_rms_norm.default
 
 
-class FuseAddRmsNorm(BasePass):
+def _plain(
+    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sum_TI = x_TI + residual_TI
+    return sum_TI, torch.rms_norm(sum_TI, (sum_TI.shape[1],), weight_I, eps)
+
+
+class FuseAddRmsNorm(MeasuredFusion):
     name = "fuse_add_rms_norm"
+    kernel = "add_rms_norm"
+    operation = "add + RMSNorm"
+    ours = staticmethod(ADD_RMS_NORM)
+    plain = staticmethod(_plain)
 
-    def guard(self, ctx: PassContext) -> SkipReason | None:
-        if "add_rms_norm" in ctx.kernels:
-            return None
-        return SkipReason(sentence=f"there is no add + RMSNorm kernel for {ctx.dtype} on {ctx.device.type}")
-
-    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        matched, near_misses, left, measured = 0, [], [], set()
+    def sites(self, gm: GraphModule) -> Iterator[Site | NearMiss]:
         for norm in gm.graph.find_nodes(op="call_function", target=torch.rms_norm):
             add = norm.args[0]
             if not is_call(add, torch.add):
                 continue
             if reason := _why_not(norm, add):
-                near_misses.append(NearMiss.at(norm, reason))
+                yield NearMiss.at(norm, reason)
                 continue
-            x, residual = arguments(add)
             _, _, weight, eps = arguments(norm)
-            choice = ctx.choose(self.name, ADD_RMS_NORM, _plain, [tensor_of(n) for n in (x, residual, weight)], eps)
-            measured.add(choice.sentence())
-            if not choice.use_ours:
-                left.append(NearMiss.at(norm, choice.sentence()))
-                continue
-            with gm.graph.inserting_before(add):
-                both = ctx.call(gm, ADD_RMS_NORM, x, residual, weight, eps, origin=norm)
-                for i, node in enumerate((add, norm)):
-                    node.replace_all_uses_with(ctx.call(gm, operator.getitem, both, i, origin=node))
-            gm.graph.erase_node(norm)
-            gm.graph.erase_node(add)
-            matched += 1
-        return PassResult(
-            matched=matched,
-            near_misses=tuple(near_misses),
-            left_to_inductor=tuple(left),
-            measured=tuple(sorted(measured)),
-        )
+            yield Site(inputs=(*arguments(add), weight), out=norm, constants=(eps,))
+
+    def replace(self, gm: GraphModule, site: Site, ctx: PassContext) -> None:
+        norm, add = site.out, site.out.args[0]
+        assert isinstance(add, Node)
+        with gm.graph.inserting_before(add):
+            both = ctx.call(gm, ADD_RMS_NORM, *site.inputs, *site.constants, origin=norm)
+            for i, node in enumerate((add, norm)):
+                node.replace_all_uses_with(ctx.call(gm, operator.getitem, both, i, origin=node))
+        gm.graph.erase_node(norm)
+        gm.graph.erase_node(add)
 
 
 def _why_not(norm: Node, add: Node) -> str | None:
@@ -81,10 +69,3 @@ def _why_not(norm: Node, add: Node) -> str | None:
     if tensor_of(weight).dtype != x.dtype:
         return f"the norm's weight is {tensor_of(weight).dtype}, and its input {x.dtype}"
     return None
-
-
-def _plain(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    sum_TI = x_TI + residual_TI
-    return sum_TI, torch.rms_norm(sum_TI, (sum_TI.shape[1],), weight_I, eps)

@@ -9,64 +9,50 @@ where measuring finds the op faster than Inductor's own fusion of the same ops (
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import custom_ops.elementwise  # noqa: F401 (defines the op)
-from compiler.graph_pass import (
-    BasePass,
-    NearMiss,
-    PassContext,
-    PassResult,
-    SkipReason,
-    arguments,
-    is_call,
-    only_user,
-    tensor_of,
-)
+from compiler.graph_pass import NearMiss, PassContext, arguments, is_call, only_user, tensor_of
+from compiler.passes.measured_fusion import MeasuredFusion, Site
 
 SILU_MUL = torch.ops.cas.silu_mul.default
 
 
-class FuseSiluMul(BasePass):
+def _ours(x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (SILU_MUL(x_TI),)
+
+
+def _plain(x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gate, up = x_TI.split(x_TI.shape[1] // 2, dim=-1)
+    return (F.silu(gate) * up,)
+
+
+class FuseSiluMul(MeasuredFusion):
     name = "fuse_silu_mul"
+    kernel = "silu_mul"
+    operation = "SiLU-mul"
+    ours = staticmethod(_ours)
+    plain = staticmethod(_plain)
 
-    def guard(self, ctx: PassContext) -> SkipReason | None:
-        if "silu_mul" in ctx.kernels:
-            return None
-        return SkipReason(sentence=f"there is no SiLU-mul kernel for {ctx.dtype} on {ctx.device.type}")
-
-    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        matched, near_misses, left, measured = 0, [], [], set()
+    def sites(self, gm: GraphModule) -> Iterator[Site | NearMiss]:
         for silu in gm.graph.find_nodes(op="call_function", target=F.silu):
             product = only_user(silu)
             if product is None or not is_call(product, torch.mul):
                 continue
             x = _whole(silu, product)
             if x is None:
-                near_misses.append(
-                    NearMiss.at(product, "gate and up are not the two halves of one [tokens, features] tensor")
-                )
-                continue
-            choice = ctx.choose(self.name, _ours, _plain, [tensor_of(x)])
-            measured.add(choice.sentence())
-            if not choice.use_ours:
-                left.append(NearMiss.at(product, choice.sentence()))
-                continue
-            with gm.graph.inserting_before(product):
-                fused = ctx.call(gm, SILU_MUL, x, origin=product)
-            product.replace_all_uses_with(fused)
-            gm.graph.erase_node(product)
-            matched += 1
-        gm.graph.eliminate_dead_code()
-        return PassResult(
-            matched=matched,
-            near_misses=tuple(near_misses),
-            left_to_inductor=tuple(left),
-            measured=tuple(sorted(measured)),
-        )
+                yield NearMiss.at(product, "gate and up are not the two halves of one [tokens, features] tensor")
+            else:
+                yield Site(inputs=(x,), out=product)
+
+    def replace(self, gm: GraphModule, site: Site, ctx: PassContext) -> None:
+        with gm.graph.inserting_before(site.out):
+            fused = ctx.call(gm, SILU_MUL, *site.inputs, origin=site.out)
+        site.out.replace_all_uses_with(fused)
+        gm.graph.erase_node(site.out)
 
 
 def _whole(silu: Node, product: Node) -> Node | None:
@@ -85,12 +71,3 @@ def _whole(silu: Node, product: Node) -> Node | None:
     assert isinstance(x, Node)
     whole = tensor_of(x)
     return x if whole.dim() == 2 and halves[0] == halves[1] and 2 * halves[0] == whole.shape[1] else None
-
-
-def _ours(x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (SILU_MUL(x_TI),)
-
-
-def _plain(x_TI: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    gate, up = x_TI.split(x_TI.shape[1] // 2, dim=-1)
-    return (F.silu(gate) * up,)
