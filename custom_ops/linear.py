@@ -72,6 +72,20 @@ def unpack_linear_weight(packed: torch.Tensor, out_features: int, in_features: i
     return padded_OI[:out_features, :in_features]
 
 
+def finish_linear(
+    y_TO: torch.Tensor, silu_mul: bool, residual_TO: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What references of fused linears do with W x + bias: SiLU-mul and residual in float32 or wider, one rounding to `dtype`."""
+    math_dtype = torch.promote_types(dtype, torch.float32)
+    y_TO = y_TO.to(math_dtype)
+    if silu_mul:
+        gate, up = y_TO.chunk(2, dim=-1)
+        y_TO = F.silu(gate) * up
+    if residual_TO is not None:
+        y_TO = y_TO + residual_TO.to(math_dtype)
+    return y_TO.to(dtype)
+
+
 def _fused_linear(
     x_TI: torch.Tensor,
     packed: torch.Tensor,
@@ -85,13 +99,7 @@ def _fused_linear(
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
     y_TO = F.linear(x_TI, unpack_linear_weight(packed, out_features, x_TI.shape[1]), bias_O)
-    math_dtype = torch.promote_types(x_TI.dtype, torch.float32)
-    if silu_mul:
-        gate, up = y_TO.to(math_dtype).chunk(2, dim=-1)
-        y_TO = F.silu(gate) * up
-    if residual_TO is not None:
-        y_TO = y_TO.to(math_dtype) + residual_TO.to(math_dtype)
-    return y_TO.to(x_TI.dtype)
+    return finish_linear(y_TO, silu_mul, residual_TO, x_TI.dtype)
 
 
 def _fused_linear_fake(

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from custom_ops.library import OpKind, define
+from custom_ops.linear import finish_linear
 from custom_ops.quantization import LARGEST, Activations, expand_scale, quantize_activations
 from custom_ops.quantized_linear_cpu import cpu_unsupported_reason, pack_weight_cpu, unpack_weight_cpu
 
@@ -103,12 +104,7 @@ def _quantized_linear(
             y_TO = y_TO * x_scale
     if bias_O is not None:
         y_TO = y_TO + bias_O
-    if silu_mul:
-        gate, up = y_TO.chunk(2, dim=-1)
-        y_TO = F.silu(gate) * up
-    if residual_TO is not None:
-        y_TO = y_TO + residual_TO
-    return y_TO.to(dtype)
+    return finish_linear(y_TO, silu_mul, residual_TO, dtype)
 
 
 def exact_quantized_linear(

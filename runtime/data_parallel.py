@@ -128,7 +128,7 @@ class DataParallelClient:
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
-        answers = await asyncio.gather(*(replica.utility(method) for replica in self.replicas))
+        answers = await asyncio.gather(*(self._ask(index, method) for index in range(len(self.replicas))))
         if method == "reset_prefix_cache":
             self._router.forget_prefixes()
         return {name: _together(name, [answer[name] for answer in answers]) for name in answers[0]}
@@ -145,6 +145,13 @@ class DataParallelClient:
             return await self.replicas[index].start()
         except EngineStartError as error:
             raise EngineStartError(f"Replica {index} of {len(self.replicas)}: {error}") from error
+
+    async def _ask(self, index: int, method: str) -> dict[str, int | float | str | bool | None]:
+        try:
+            return await self.replicas[index].utility(method)
+        except EngineDeadError as error:
+            self._lose(index, str(error))
+            raise EngineDeadError(self.dead_reason) from error
 
     async def _read(self, index: int) -> None:
         router = self._router

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,7 +105,18 @@ def test_a_fusion_has_to_earn_its_place(
     assert words in choice.sentence()
 
 
-def test_times_are_of_one_call_whatever_its_length() -> None:
-    short, long = autotune._cpu_times([lambda: None, lambda: time.sleep(2e-3)])
-    assert short < 1e-5
-    assert 2e-3 <= long < 2e-2
+def test_times_are_of_one_call_whatever_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def takes(seconds: float, first: float) -> Callable[[], None]:
+        durations = itertools.chain([first], itertools.repeat(seconds))
+
+        def call() -> None:
+            nonlocal now
+            now += next(durations)
+
+        return call
+
+    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: now))
+    times = autotune._cpu_times([takes(1e-6, first=1.0), takes(2e-3, first=1.0)])  # the first call is a warm-up
+    assert times == pytest.approx([1e-6, 2e-3])

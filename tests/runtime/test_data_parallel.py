@@ -131,8 +131,13 @@ async def test_a_dead_replica_ends_its_requests_and_the_others_finish(
         await reader.begun(*names)
         dead = client.replicas[1].pid
         assert dead is not None
+        os.kill(dead, signal.SIGSTOP)
+        probe = asyncio.create_task(client.utility("ping"))  # is waiting when the replica dies
+        await asyncio.sleep(0.05)
         os.kill(dead, signal.SIGKILL)
         await reader.finished(*names)
+        with pytest.raises(EngineDeadError, match="^Replica 1 of 2: The engine process was ended by signal 9"):
+            await probe
         reason = "Replica 1 of 2: The engine process was ended by signal 9."
         for name in names:
             last = reader.outputs[name][-1]

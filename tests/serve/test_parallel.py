@@ -132,11 +132,16 @@ def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llam
             streams = Streams(server, 8, max_tokens=400)
             wait_until(lambda: all(streams.texts))
             found = metrics(client)
-        label = f'model_name="{tiny_llama_dir}"'
-        assert found[f"cas:num_requests_running{{{label}}}"] == 8
-        for replica in "01":
-            assert found[f'cas:replica_num_requests_running{{{label},replica="{replica}"}}'] == 4
-        os.kill(engines[1], signal.SIGKILL)
+            label = f'model_name="{tiny_llama_dir}"'
+            assert found[f"cas:num_requests_running{{{label}}}"] == 8
+            for replica in "01":
+                assert found[f'cas:replica_num_requests_running{{{label},replica="{replica}"}}'] == 4
+            os.kill(engines[1], signal.SIGSTOP)
+            probe = threading.Thread(target=client.get, args=("/health",))  # is waiting when the replica dies
+            probe.start()
+            time.sleep(0.2)
+            os.kill(engines[1], signal.SIGKILL)
+            probe.join()
         streams.wait()
         failed = [end for end in streams.ends if end != "[DONE]"]
         assert len(failed) == 4
