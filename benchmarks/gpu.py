@@ -1,6 +1,6 @@
-"""Decode, prefill, mixed load and start-up on one GPU, with random weights. Prints one JSON line a workload.
+"""Decode, prefill, mixed load and start-up on one GPU or several, with random weights. Prints one JSON line a workload.
 
-    python -m benchmarks.gpu MODEL_DIR [--work startup,decode,prefill,mixed] [--quick] [--out FILE]
+    python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--tp N] [--work startup,decode,prefill,mixed] [--quick] [--out FILE]
 
 MODEL_DIR needs a config.json only. Prompts are random token ids; every request is greedy and runs to its full length.
 decode: (time of 129 new tokens - time of 1 new token) / 128 at prompt 128, the better of two runs of each, after runs in which whatever
@@ -64,6 +64,8 @@ class Bench:
             enforce_eager=args.eager,
             cudagraph_mode=args.cudagraph_mode,
             attention_backend=args.attention_backend,
+            quantization=args.quantization,
+            tensor_parallel_size=args.tp,
             num_kv_blocks=args.num_kv_blocks,
             on_stage=on_stage,
         )
@@ -80,7 +82,8 @@ class Bench:
         from benchmarks.gpu_timing import environment
 
         row = {
-            "engine": "compile-and-serve", "model": self.args.model.name, "quant": None, "eager": self.args.eager, "tp": 1,
+            "engine": "compile-and-serve", "model": self.args.model.name, "quant": self.args.quantization,
+            "eager": self.args.eager, "tp": self.args.tp,
             "label": self.args.label, **row, **environment(),
         }  # fmt: skip
         self.rows.append(row)
@@ -113,7 +116,7 @@ class Bench:
 
     def decode(self) -> None:
         new = 128
-        for batch in (1, 64) if self.args.quick else (1, 8, 32, 64, 128, 256):
+        for batch in (1, 64) if self.args.quick else self.args.batches:
             for _ in range(4):
                 self.generate(self.prompts(batch, 128), [1] * batch)
             one = many = float("inf")
@@ -157,8 +160,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--work", type=lambda text: text.split(","), default=list(WORKS))
-    parser.add_argument("--quantization", help="not there yet")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs; only 1 yet")
+    parser.add_argument("--quantization", help="as the server's flag: fp8, int8, …")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs, one rank each")
+    parser.add_argument(
+        "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256]
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--label", default="")
@@ -170,10 +176,6 @@ def main() -> None:
     parser.add_argument("--cudagraph-mode", default="full_and_piecewise")
     parser.add_argument("--attention-backend")
     args = parser.parse_args()
-    if args.quantization is not None:
-        parser.error(f"--quantization {args.quantization} cannot be measured: only unquantized bf16 runs yet")
-    if args.tp != 1:
-        parser.error(f"--tp {args.tp} cannot be measured: only one GPU is used yet")
     if unknown := set(args.work) - set(WORKS):
         parser.error(f"--work knows {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")
     keep_bytecode()  # as the command line does
