@@ -132,7 +132,10 @@ class Bench:
 
     def device_ms(self, batch: int) -> float | None:
         """The captured decode step of this batch size, replayed by itself; None where there is none."""
-        graphs = getattr(self.llm.engine.core, "_graphs", None)
+        worker = getattr(
+            self.llm.engine.core._executor, "worker", None
+        )  # there is none in this process where ranks are others
+        graphs = worker._graphs if worker is not None else None
         captured = graphs.captured_graph(batch) if graphs is not None else None
         if captured is None:
             return None

@@ -233,12 +233,13 @@ class ModelRunner:
         )
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
-        """Run the model on a made-up step of `num_tokens` over `num_seqs` sequences that writes no cache, and sample
-        nothing.
+        """Run the model on a made-up step of `num_tokens` over `num_seqs` sequences, or as many more as no sequence is longer
+        than the model allows, that writes no cache, and sample nothing.
         """
         assert num_seqs <= num_tokens <= self.max_num_tokens
+        num_seqs = max(num_seqs, -(-num_tokens // self.max_model_len))  # a row of the block table has no more columns
         counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int64)
-        counts[-1] += num_tokens - counts.sum()
+        counts[num_seqs - num_tokens % num_seqs :] += 1
         device = self.device
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         metadata = AttentionMetadata(

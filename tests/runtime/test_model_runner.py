@@ -281,3 +281,19 @@ def test_outputs_are_plain_messages() -> None:
     result = runner.launch(step(0, {"a": 2}, new_requests=new)).result()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=type(result)) == result
     assert RequestOutput(request_id="a").error is None
+
+
+@pytest.mark.parametrize("num_tokens", [1, MAX_LEN, MAX_LEN + 1, 5 * MAX_LEN - 3])
+def test_no_sequence_of_a_made_up_step_is_longer_than_its_row_of_the_block_table(num_tokens: int) -> None:
+    seen: list[list[int]] = []
+
+    def model(input_ids: torch.Tensor, *_: object) -> torch.Tensor:
+        metadata = current_metadata()
+        assert metadata.slot_mapping.tolist() == [-1] * num_tokens
+        assert metadata.block_table.shape[1] * BLOCK >= max(metadata.seq_lens.tolist())
+        seen.append(metadata.seq_lens.tolist())
+        return torch.zeros(len(input_ids), VOCAB)
+
+    make_runner(model, budget=5 * MAX_LEN).warm_up(num_tokens, 1)
+    assert [sum(lengths) for lengths in seen] == [num_tokens]
+    assert max(seen[0]) <= MAX_LEN

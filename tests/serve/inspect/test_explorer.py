@@ -107,7 +107,6 @@ def test_search_finds_a_node_and_shows_where_it_comes_from(dump: Path, open_page
 def test_diff_of_a_pass(dump: Path, open_page: Open) -> None:
     browser = open_page(dump)
     browser.find_element("css selector", "button[aria-label='Diff of pass merge_linears']").click()
-    assert by_id(browser, "diff-pass").get_attribute("value") == "3"
     assert f"merge_linears: {5 * LAYERS} of {5 * LAYERS} sites" in browser.find_element("css selector", "#main h2").text
     added = " ".join(texts(browser, ".diff .added"))
     removed = " ".join(texts(browser, ".diff .removed"))
