@@ -118,7 +118,7 @@ def _graph_times(work: Callable[[], Any]) -> list[float]:
             work()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(REPEATS):
             work()
     times = []

@@ -13,8 +13,12 @@ Shape legend: T rows, D features, N ranks.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,8 @@ import triton.language as tl
 
 MAX_ROWS = 128  # programs that wait for each other: all of them must be on the device at once
 MAX_ROW_BYTES = 1 << 15
+# Where torch puts the socket over which ranks hand each other their memory, and how long that path may be.
+_SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +51,33 @@ def buffer_bytes(size: int) -> int:
 
 
 def map_peer_memory(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    """A buffer on every rank of a group, mapped by all; every rank calls it. Raises `RuntimeError` where there is no peer access."""
+    """A buffer on every rank of a group, mapped by all; every rank calls it. Raises `RuntimeError` where there is no peer access,
+    on all ranks where it can be known beforehand.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    socket_folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
+    mine = (socket.gethostname(), _boot_id(), len(os.fsencode(socket_folder)) <= _MAX_SOCKET_FOLDER)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, mine, group=group)
+    if (
+        len({(host, boot) for host, boot, _ in everyone}) > 1
+    ):  # the mapping would wait for ever for what another host cannot send
+        raise RuntimeError("the ranks are on several hosts")
+    if not all(fits for *_, fits in everyone):
+        raise RuntimeError("the path of TMPDIR is too long for the socket over which memory is shared")
     buffer = symmetric_memory.empty(buffer_bytes(size), dtype=torch.uint8, device=device)
     buffer.zero_()
+    torch.cuda.synchronize(device)  # nobody sees a buffer that is not zero: a flag may be set as soon as it is mapped
     handle = symmetric_memory.rendezvous(buffer, group)
-    torch.cuda.synchronize(device)
-    handle.barrier()  # no flag is set before every buffer is zero
-    return peer_memory(rank, handle.buffer_ptrs, device, owned=(buffer, handle))
+    begin = buffer.data_ptr() - handle.buffer_ptrs[rank]  # 0, unless the tensor lies within a larger allocation
+    return peer_memory(rank, [address + begin for address in handle.buffer_ptrs], device, owned=(buffer, handle))
+
+
+def _boot_id() -> str:
+    """Differs between hosts whose names are equal."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text() if file.exists() else ""
 
 
 def peer_memory(rank: int, addresses: Sequence[int], device: torch.device, owned: object) -> PeerMemory:
@@ -76,7 +100,7 @@ def _one_shot_kernel(
     cols_D = tl.arange(0, BLOCK)
     ok_D = cols_D < num_features
     launch = tl.load(launches_ptr + row) + 1
-    place = ((launch % 2) * MAX_ROWS + row) * MAX_ROW_BYTES
+    place = ((launch & 1) * MAX_ROWS + row) * MAX_ROW_BYTES
     flags = 2 * MAX_ROWS * MAX_ROW_BYTES + row * SIZE * 4
 
     mine = tl.load(addresses_ptr + rank)
@@ -90,7 +114,7 @@ def _one_shot_kernel(
     total_D = tl.load(residual_ptr + row * residual_stride + cols_D, mask=ok_D, other=0.0).to(tl.float32)
     for peer in tl.static_range(SIZE):
         flag = (mine + flags + peer * 4).to(tl.pointer_type(tl.int32))
-        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < launch:
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - launch < 0:  # a difference: launches wrap around
             pass
         tl.debug_barrier()
         theirs = tl.multiple_of((tl.load(addresses_ptr + peer) + place).to(x_ptr.dtype), 16)

@@ -259,8 +259,9 @@ class LocalRanks:
         """One Python process a rank; its standard input stays open as long as we live."""
         environment = dict(os.environ)
         if any(name == "lo" for _, name in socket.if_nameindex()):
-            # All on this host: gloo need neither find the host by its name nor listen to a network.
+            # All on this host: gloo and NCCL need neither find the host by its name nor listen to a network.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
         for bootstrap in bootstraps:
             process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env=environment)
             self._processes.append(process)

@@ -43,7 +43,8 @@ def run_rank(rank: int, size: int) -> list[dict[str, torch.Tensor]]:
         for _ in range(3):
             called = {name: tensor.cpu() for name, tensor in work().items()}
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # NCCL's watchdog looks at events of other collectives meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             replayed = work()
         for _ in range(REPLAYS):
             graph.replay()
@@ -66,6 +67,9 @@ def test_collectives_equal_their_definition(one_shot: bool, tmp_path: Path) -> N
         expected = {"sum": total, "total": with_residual, "normed": normed}
         for results in by_rank:
             for name, value in expected.items():
-                torch.testing.assert_close(results[i][name].double(), value, rtol=2**-6, atol=2**-6)
+                error = (results[i][name].double() - value).norm() / value.norm()
+                assert error < 2**-7, f"{name} of {rows} rows is off by {error:.1e}"
+                # A sum that NCCL rounds before the residual cancels it: its last bit times the norm's weight.
+                torch.testing.assert_close(results[i][name].double(), value, rtol=2**-6, atol=2**-3)
                 assert torch.equal(results[i][name], by_rank[0][i][name]), f"{name} differs between ranks"
             assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : 2 * FEATURES - 3])
