@@ -54,6 +54,16 @@ class Shape:
         self.qk_norm = config["model_type"] == "qwen3"
         self.qkv_rows = (self.heads + 2 * self.kv_heads) * self.head_dim
 
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Linear name → outputs, inputs."""
+        q_size = self.heads * self.head_dim
+        return {
+            "qkv": (self.qkv_rows, self.hidden),
+            "o": (self.hidden, q_size),
+            "gate_up": (2 * self.inner, self.hidden),
+            "down": (self.hidden, self.inner),
+        }
+
     def make_weights(self) -> None:
         """Allocate every layer's weights, so that a pass over the layers reads each byte from memory."""
 
@@ -63,13 +73,9 @@ class Shape:
         def norm(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=DTYPE, device="cuda").uniform_(0.5, 1.5)
 
-        q_size = self.heads * self.head_dim
         self.weights: list[dict[str, Any]] = [
             {
-                "qkv": linear(self.qkv_rows, self.hidden),
-                "o": linear(self.hidden, q_size),
-                "gate_up": linear(2 * self.inner, self.hidden),
-                "down": linear(self.hidden, self.inner),
+                **{site: linear(*size) for site, size in self.sizes().items()},
                 "norm1": norm(self.hidden),
                 "norm2": norm(self.hidden),
                 "q_norm": norm(self.head_dim) if self.qk_norm else None,

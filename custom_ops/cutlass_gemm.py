@@ -1,4 +1,4 @@
-"""csrc/cuda's float8 matrix products, and the choice between them and torch's by measuring.
+"""csrc/cuda's float8 matrix products.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 
@@ -9,19 +9,15 @@ from the next start on, so that a process never changes the kernel that it compu
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
-import json
 import logging
-import os
 import threading
-from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from custom_ops.build import CSRC, BuildError, cache_folder
+from custom_ops.build import CSRC, BuildError
 from custom_ops.build_cuda import NvccLibrary
 
 log = logging.getLogger(__name__)
@@ -29,7 +25,6 @@ log = logging.getLogger(__name__)
 # Configurations by the way of scaling, in the order of CAS_CONFIG in csrc/cuda/scaled_gemm.cu.
 ROWS = ("rows_64x64", "rows_64x128", "rows_128x128", "rows_128x256", "rows_128x64_split")
 BLOCKS = ("blocks_64x128", "blocks_128x128")
-TORCH = "torch"  # in the place of a configuration: torch._scaled_mm
 
 
 class _Arguments(ctypes.Structure):
@@ -142,101 +137,3 @@ def scaled_gemm_reference(
         b = b * b_scale.repeat_interleave(128, 0)[: b.shape[0]].repeat_interleave(128, 1)[:, : b.shape[1]]
         return (a @ b.T).to(torch.bfloat16)
     return (a_scale.reshape(-1, 1) * (b_scale.reshape(1, -1) * (a @ b.T))).to(torch.bfloat16)
-
-
-class Choices:
-    """Which candidate was the fastest, by problem, kept in a file: the next start chooses the same without measuring."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._chosen = self._kept()
-
-    def get(self, problem: str, candidates: Mapping[str, Callable[[], float]] | None) -> str | None:
-        """The choice for a problem. candidates: seconds by name, measured where none is known (one that raises is left out)."""
-        if problem not in self._chosen and candidates:
-            seconds = {}
-            for name, measure in candidates.items():
-                try:
-                    seconds[name] = measure()
-                except RuntimeError as error:
-                    log.info("%s is no choice for %s: %s", name, problem, str(error).splitlines()[0])
-            if seconds:
-                self._chosen[problem] = min(seconds, key=seconds.__getitem__)
-                log.info(
-                    "%s: %s of %s", problem, self._chosen[problem], {k: f"{s * 1e6:.1f} us" for k, s in seconds.items()}
-                )
-                self._keep()
-        return self._chosen.get(problem)
-
-    def _kept(self) -> dict[str, str]:
-        try:
-            return json.loads(self._file.read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def _keep(self) -> None:
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            new = self._file.with_suffix(f".{os.getpid()}.tmp")
-            with self._file.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # ranks and replicas keep theirs in the same file
-                new.write_text(json.dumps(self._kept() | self._chosen, indent=1))
-                os.replace(new, self._file)
-        except OSError as error:
-            log.info("The choice of matrix products is not kept (%s); it is measured again at the next start.", error)
-
-
-@functools.cache
-def _choices(device: torch.device) -> Choices:
-    name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return Choices(cache_folder() / f"{gemm_library().path().stem}-{name}-torch{torch.__version__}.json")
-
-
-def size_class(num_tokens: int) -> int:
-    """The power of two that ends the range of token counts that one choice is for (at least 16)."""
-    return max(16, 1 << (num_tokens - 1).bit_length())
-
-
-def fastest_gemm(
-    a_TI: torch.Tensor,
-    b_OI: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    torch_gemm: Callable[[], torch.Tensor] | None,
-) -> torch.Tensor | None:
-    """bf16(a_scale · b_scale · a bᵀ) by the fastest of CUTLASS' configurations and `torch_gemm`, measured once a range of T.
-
-    torch_gemm: torch's own way, None where there is none. → [T, O], or None: nothing of ours is built, or takes these operands.
-    Measuring waits for the device, which nothing may do inside a graph's capture: there, what was not measured is torch's.
-    """
-    library = load_gemms(a_TI.device)
-    if library is None or unsupported_reason(a_TI, b_OI) is not None:
-        return None
-    configs = BLOCKS if b_scale.dim() == 2 else ROWS
-    runs: dict[str, Callable[[], torch.Tensor]] = {
-        config: functools.partial(run_gemm, library, config, a_TI, b_OI, a_scale, b_scale) for config in configs
-    }
-    if torch_gemm is not None:
-        runs[TORCH] = torch_gemm
-    problem = f"{configs[0].split('_')[0]} T<={size_class(a_TI.shape[0])} O={b_OI.shape[0]} I={a_TI.shape[1]}"
-    may_measure = not torch.cuda.is_current_stream_capturing()
-    measures = {name: functools.partial(_seconds, run) for name, run in runs.items()} if may_measure else None
-    choice = _choices(a_TI.device).get(problem, measures)
-    if choice not in runs:
-        choice = configs[-1] if torch_gemm is None else TORCH
-    return runs[choice]()
-
-
-def _seconds(run: Callable[[], torch.Tensor], repeats: int = 20) -> float:
-    """Device time of one call, the best of three."""
-    best = float("inf")
-    run()
-    for _ in range(3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeats):
-            run()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3 / repeats)
-    return best

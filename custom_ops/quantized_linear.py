@@ -151,9 +151,9 @@ def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: An
 
 def _quantized_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
     # Triton is imported where it is used
-    from custom_ops.triton_quantized_linear import quantized_linear as triton_quantized_linear
+    from custom_ops.quantized_linear_cuda import quantized_linear as quantized_linear_cuda
 
-    return triton_quantized_linear(*args, **kwargs)
+    return quantized_linear_cuda(*args, **kwargs)
 
 
 @cache
@@ -181,7 +181,7 @@ define(
 _quantized_linear_op = define(
     f"quantized_linear{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=1,
+    version=2,
     fake=_quantized_linear_fake,
     CompositeExplicitAutograd=_quantized_linear_slowly,
     CUDA=_quantized_linear_cuda,
@@ -208,8 +208,8 @@ def quantized_linear(
     [T, O / 2]); input_scale: float32, one value. → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
 
     q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int8
-    activations: in int32, but in float32 by the reference and on CUDA up to 64 tokens), the scales multiply the sums in float32,
-    and the output is rounded once to x's dtype.
+    activations: in int32, but in float32 by the reference and by the Triton kernels for few tokens), the scales multiply the sums in
+    float32, and the output is rounded once to x's dtype (by a library's product on CUDA: before and after the residual or SiLU-mul).
     """
     return _quantized_linear_op(
         x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale

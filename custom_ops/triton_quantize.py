@@ -47,10 +47,11 @@ def _quantize_kernel(
     if IS_STATIC:
         scale_G = tl.zeros((BLOCK // GROUP,), dtype=tl.float32) + tl.load(input_scale_ptr).to(tl.float32)
     else:
-        scale_G = tl.maximum(tl.max(tl.abs(x_GB), 1) / LARGEST_VALUE, 1e-12)
+        scale_G = tl.maximum(tl.div_rn(tl.max(tl.abs(x_GB), 1), LARGEST_VALUE), 1e-12)
     # Maxima drop NaN, and a token that is not a number must not become one.
     scale_G = tl.where(tl.sum((x_GB != x_GB).to(tl.int32), 1) > 0, float("nan"), scale_G)
-    values_GB = x_GB * (1.0 / scale_G)[:, None]
+    # Exact divisions, as the reference's: under a constant scale many values fall between two of float8's, to be rounded alike.
+    values_GB = x_GB * tl.div_rn(1.0, scale_G)[:, None]
     values_GB = tl.minimum(tl.maximum(values_GB, -LARGEST_VALUE), LARGEST_VALUE)
     out_I = _to_dtype(tl.reshape(values_GB, (BLOCK,)), out_ptr)
     tl.store(out_ptr + row * num_features + cols_I, out_I, mask=ok_I)

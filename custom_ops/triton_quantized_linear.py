@@ -1,30 +1,22 @@
-"""`cas::quantized_linear` on CUDA, over plain weights [O, I] of float8 or int8.
+"""The Triton kernels that stream 8-bit weights [O, I] for few tokens: bias, SiLU-mul and residual in the same kernel.
 
 Shape legend: T tokens, I input features, O output features (R: rows that are stored, O or O / 2 with silu_mul), G groups of 128
 inputs.
 
-RMSNorm and the rounding of x are one kernel before (`triton_quantize`); then, by the number of tokens:
-- 1: each program multiplies a few rows of W with x in float32 (`_gemv_kernel`); bound by the weight's bytes;
-- up to MAX_SMALL_TOKENS, and any number where `scaled_gemm` has no kernel: tiles of W times xᵀ on the tensor cores, split over I
-  where rows are few (`_matmul_kernel`), with bias, SiLU-mul and residual in the same kernel;
-- more: `scaled_gemm`, between elementwise kernels.
+- `gemv`, 1 token: each program multiplies a few rows of W with x in float32; bound by the weight's bytes;
+- `matmul`: tiles of W times xᵀ on the tensor cores, split over I where rows are few.
 
-In the tile kernel both operands are widened to 16 bits, in which every value of 8 bits is exact: the bytes that are read decide, and
-the sums are float32's, not the 22 bits that the float8 tensor cores keep.
+In the tile kernel both operands are widened to 16 bits, in which every value of 8 bits is exact: the sums are float32's, not the 22
+bits that the float8 tensor cores keep.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from custom_ops.cutlass_gemm import fastest_gemm, load_gemms
-from custom_ops.cutlass_gemm import unsupported_reason as cutlass_unsupported_reason
-from custom_ops.quantization import BLOCK, dequantize_weight
+from custom_ops.quantization import BLOCK
 from custom_ops.triton_common import (
     launch_options,
     let_next_start,
@@ -33,10 +25,8 @@ from custom_ops.triton_common import (
     supports_pdl,
     wait_for_previous,
 )
-from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
-from custom_ops.triton_quantize import quantize_rows, scale_sums
 
-MAX_SMALL_TOKENS = 64
+MAX_BLOCK_T = 64  # tokens of a tile; more are several tiles
 
 
 @triton.jit
@@ -194,103 +184,14 @@ def matmul_config(
     num_tokens: int, num_rows: int, in_features: int, per_block: bool, sms: int
 ) -> tuple[int, int, int, int, int]:
     """(BLOCK_O, BLOCK_I, splits, stages, warps) of the tile kernel."""
-    tiles = triton.cdiv(num_rows, 64) * triton.cdiv(num_tokens, MAX_SMALL_TOKENS)
+    tiles = triton.cdiv(num_rows, 64) * triton.cdiv(num_tokens, MAX_BLOCK_T)
     splits = 1
     while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
     return 64, BLOCK if per_block or num_tokens > 32 else 2 * BLOCK, splits, 4, 4
 
 
-def scaled_gemm_unsupported_reason(
-    x_TI: torch.Tensor, weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
-) -> str | None:
-    """None when `scaled_gemm` has a kernel for these operands, else one sentence why not.
-
-    x_TI: already rounded, or not (weight-only). dtype: of the result.
-    """
-    if x_TI.dtype != weight_OI.dtype:
-        few = 4 * MAX_SMALL_TOKENS
-        return (
-            None if x_TI.shape[0] > few else f"expanding the weight costs more than reading it again for {few} tokens"
-        )
-    if scale.dim() == 2:
-        if x_TI.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16 and load_gemms(x_TI.device) is not None:
-            return cutlass_unsupported_reason(x_TI, weight_OI)
-        return "no library GEMM takes scales per block here"
-    if weight_OI.shape[0] % 16 or weight_OI.shape[1] % 16:
-        return "the library's GEMMs want sizes that are multiples of 16"
-    return None
-
-
-def scaled_gemm(
-    x_TI: torch.Tensor,
-    x_scale_T1: torch.Tensor | None,
-    weight_OI: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """y = (x · x_scale) (scale · W)ᵀ for many tokens: the one place where the GEMM is chosen. → `dtype` [T, O]
-
-    x_TI: rounded to the weight's dtype, with its scales; or, without them, as it is (the weight is expanded for the call).
-    """
-    if x_scale_T1 is None:
-        return F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype))
-    if weight_OI.dtype == torch.int8:
-        return scale_sums(torch._int_mm(x_TI, weight_OI.t()), x_scale_T1, scale, dtype)
-    if dtype == torch.bfloat16 and scale.dim() == 1:
-        by_torch = partial(
-            torch._scaled_mm, x_TI, weight_OI.t(), scale_a=x_scale_T1, scale_b=scale[None, :], out_dtype=dtype
-        )
-        y_TO = fastest_gemm(x_TI, weight_OI, x_scale_T1, scale, by_torch)
-        return by_torch() if y_TO is None else y_TO
-    if scale.dim() == 2:
-        y_TO = fastest_gemm(x_TI, weight_OI, x_scale_T1, scale, None)
-        assert y_TO is not None, "scaled_gemm_unsupported_reason allowed what no kernel takes"
-        return y_TO
-    one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
-    sums_TO = torch._scaled_mm(x_TI, weight_OI.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return scale_sums(sums_TO, x_scale_T1, scale, dtype)
-
-
-def quantized_linear(
-    x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    scale: torch.Tensor,
-    out_features: int,
-    norm_weight_I: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    bias_O: torch.Tensor | None = None,
-    silu_mul: bool = False,
-    residual_TO: torch.Tensor | None = None,
-    activations: str = "none",
-    input_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `custom_ops.quantized_linear.quantized_linear` over the plain weight [O, I]. No host synchronization."""
-    num_tokens, dtype, per_block = x_TI.shape[0], x_TI.dtype, scale.dim() == 2
-    if x_TI.stride(1) != 1:
-        x_TI = x_TI.contiguous()
-    if residual_TO is not None and residual_TO.stride(1) != 1:
-        residual_TO = residual_TO.contiguous()
-    x_scale = None
-    if activations != "none":
-        x_TI, x_scale = quantize_rows(
-            x_TI, weight_OI.dtype, norm_weight_I=norm_weight_I, eps=eps, per_group=per_block, input_scale=input_scale
-        )
-    elif norm_weight_I is not None:
-        x_TI = rms_norm(x_TI, norm_weight_I, eps)
-    if num_tokens == 1 and not per_block:
-        return _gemv(x_TI, x_scale, weight_OI, scale, bias_O, silu_mul, residual_TO, dtype)
-    if num_tokens <= MAX_SMALL_TOKENS or scaled_gemm_unsupported_reason(x_TI, weight_OI, scale, dtype) is not None:
-        return _matmul(x_TI, x_scale, weight_OI, scale, bias_O, silu_mul, residual_TO, dtype)
-    y_TO = scaled_gemm(x_TI, x_scale, weight_OI, scale, dtype)
-    if bias_O is not None:
-        y_TO = y_TO + bias_O
-    if silu_mul:
-        y_TO = silu_mul_rows(y_TO)
-    return y_TO if residual_TO is None else y_TO + residual_TO
-
-
-def _gemv(
+def gemv(
     x_1I: torch.Tensor,
     x_scale: torch.Tensor | None,
     weight_OI: torch.Tensor,
@@ -300,6 +201,10 @@ def _gemv(
     residual_1O: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    """y = f((x · x_scale) (scale · W)ᵀ + bias) + residual for one token, scales per output; f: SiLU-mul or nothing. → `dtype` [1, R]
+
+    x_1I: rounded to 8 bits, with its scale [1, 1]; or as it is, without.
+    """
     out_features, in_features = weight_OI.shape
     num_rows = out_features // 2 if silu_mul else out_features
     rows, warps = gemv_config(num_rows, in_features, silu_mul)
@@ -313,7 +218,7 @@ def _gemv(
     return out
 
 
-def _matmul(
+def matmul(
     x_TI: torch.Tensor,
     x_scale: torch.Tensor | None,
     weight_OI: torch.Tensor,
@@ -324,6 +229,10 @@ def _matmul(
     dtype: torch.dtype,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> torch.Tensor:
+    """As `gemv` for any number of tokens, with scales per output or per block. x_TI: rows may be strided. → `dtype` [T, R]
+
+    config: in place of `matmul_config`'s.
+    """
     num_tokens, per_block = x_TI.shape[0], scale.dim() == 2
     out_features, in_features = weight_OI.shape
     num_rows = out_features // 2 if silu_mul else out_features
@@ -331,7 +240,7 @@ def _matmul(
     block_o, block_i, splits, stages, warps = config or matmul_config(
         num_tokens, num_rows, in_features, per_block, num_sms(device)
     )
-    block_t = min(MAX_SMALL_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
+    block_t = min(MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
     tiles, token_tiles = triton.cdiv(num_rows, block_o), triton.cdiv(num_tokens, block_t)
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=device)
     if not num_tokens:

@@ -18,6 +18,7 @@ from compiler import available_kernels, compile_model
 from compiler.cudagraphs import CudaGraphRunner
 from compiler.dump import add_to_report
 from compiler.graph_capture import CudaGraphs
+from custom_ops.choices import unmeasured_token_counts
 from custom_ops.collectives import join_tensor_parallel_group
 from models.registry import build_model
 from models.spec import ModelSpec
@@ -219,6 +220,10 @@ class Worker:
         runner = self.runner
         runner.warm_up(1, 1)
         runner.warm_up(min(8, runner.max_num_tokens), 1)
+        # Each range of token counts once, where linears still have to find out by measuring how they run: no request shall wait for it.
+        # Ranks do all of them: what is known may differ from one to the next, and they have to make the same calls.
+        for count in unmeasured_token_counts(self.device, runner.max_num_tokens, all_ranges=self.rank.size > 1):
+            runner.warm_up(count, 1)
         runner.warm_up_sampler(self._dtype)
         if self._graphs is None:
             return ""

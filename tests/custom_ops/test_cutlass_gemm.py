@@ -1,9 +1,8 @@
-"""csrc/cuda's float8 products: they build without a GPU, the reference is right, and the choice is measured once and kept."""
+"""csrc/cuda's float8 products: they build without a GPU, and the reference is right."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from custom_ops import build_cuda, cutlass_gemm
 from custom_ops.build import BuildError
 from custom_ops.build_cuda import NvccLibrary, find_nvcc
-from custom_ops.cutlass_gemm import BLOCKS, ROWS, Choices, gemm_library, scaled_gemm_reference, size_class
+from custom_ops.cutlass_gemm import BLOCKS, ROWS, gemm_library, scaled_gemm_reference
 from custom_ops.quantization import block_scales, expand_scale, quantize_activations, quantize_weight, row_scales
 
 FP8 = torch.float8_e4m3fn
@@ -46,41 +45,6 @@ def test_the_reference_dequantizes(tokens: int, inputs: int, outputs: int, per_b
         torch.testing.assert_close(
             scaled_gemm_reference(a, quantized, one, one).double(), expected, rtol=2**-8, atol=1e-2
         )
-
-
-def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def takes(name: str, seconds: float):
-        def measure() -> float:
-            asked.append(name)
-            if seconds < 0:
-                raise RuntimeError("not for this size")
-            return seconds
-
-        return measure
-
-    candidates = {"a": takes("a", 3.0), "b": takes("b", 2.0), "c": takes("c", -1.0)}
-    file = tmp_path / "cache" / "choices.json"
-    choices = Choices(file)
-    assert choices.get("small", None) is None  # inside a capture nothing is measured
-    assert choices.get("small", candidates) == "b"
-    assert choices.get("small", candidates) == "b"
-    assert asked == ["a", "b", "c"]
-    assert Choices(file).get("small", None) == "b"
-    assert choices.get("large", {"c": takes("c", -1.0)}) is None
-    one, another = Choices(file), Choices(file)
-    assert one.get("one", {"a": takes("a", 1.0)}) == another.get("another", {"a": takes("a", 1.0)}) == "a"
-    assert json.loads(file.read_text()) == {"small": "b", "one": "a", "another": "a"}
-    file.write_text("{ damaged")
-    assert Choices(file).get("small", {"a": takes("a", 1.0)}) == "a"
-    assert json.loads(file.read_text()) == {"small": "a"}
-    (tmp_path / "file").write_text("")
-    assert Choices(tmp_path / "file" / "choices.json").get("small", candidates) == "b"  # not kept, which is logged
-
-
-def test_ranges_of_token_counts() -> None:
-    assert [size_class(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 4096]
 
 
 def test_operands_that_no_kernel_takes() -> None:

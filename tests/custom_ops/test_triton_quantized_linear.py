@@ -14,11 +14,12 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops import triton_quantized_linear
+from custom_ops import quantized_linear_cuda, triton_quantized_linear
 from custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
+from custom_ops.quantized_linear_cuda import GEMV, TILE, QuantizedLinear, quantized_linear
+from custom_ops.scaled_gemm import EXPANDED, TORCH, gemm_names
 from custom_ops.triton_elementwise import rms_norm
 from custom_ops.triton_quantize import quantize_rows
-from custom_ops.triton_quantized_linear import quantized_linear
 
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3}
 KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
@@ -75,8 +76,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 def test_like_float64(num_tokens, out, inner, silu_mul, extras, scales, activations, weight_dtype, monkeypatch):
     torch.manual_seed(num_tokens + out)
     dtype = torch.float16 if silu_mul else torch.float32
-    reason = "the library's GEMMs run on CUDA"
-    monkeypatch.setattr(triton_quantized_linear, "scaled_gemm_unsupported_reason", lambda *_: reason)
+    monkeypatch.setattr(quantized_linear_cuda, "gemm_names", lambda *_, **__: ())
     a = arguments(num_tokens, out, inner, silu_mul, extras, activations, scales, weight_dtype, dtype)
     result = quantized_linear(**a)
     assert result.shape == (num_tokens, out // 2 if silu_mul else out)
@@ -93,37 +93,60 @@ def test_splits(silu_mul: bool, per_block: bool) -> None:
     a = arguments(20, 40, 700, silu_mul, True, "none", scales, torch.int8, torch.float32)
     operands = (a["x_TI"], None, a["weight_OI"], a["scale"], a["bias_O"], silu_mul, a["residual_TO"], torch.float32)
     first, second = (
-        triton_quantized_linear._matmul(*operands, config=(16, 128, 3, 2, 4))  # type: ignore[arg-type]
+        triton_quantized_linear.matmul(*operands, config=(16, 128, 3, 2, 4))  # type: ignore[arg-type]
         for _ in range(2)
     )
     assert torch.equal(first, second)
     assert relative_error(first, reference(a | {"norm_weight_I": None})) < LIMITS[torch.float32]
 
 
+def linear_of(a: dict[str, object]) -> QuantizedLinear:
+    return QuantizedLinear(**{name: value for name, value in a.items() if name != "out_features"})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("activations", ["none", "dynamic"])
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_many_tokens_go_through_the_gemm(weight_dtype: torch.dtype, activations: str, monkeypatch) -> None:
+def test_every_way_computes_the_same(weight_dtype: torch.dtype, activations: str) -> None:
     """torch's scaled GEMMs run on the CPU as well, though not all of their scalings."""
     torch.manual_seed(0)
-    calls = []
-    real = triton_quantized_linear.scaled_gemm
+    a = arguments(80, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float32)
+    linear = linear_of(a)
+    assert set(linear.ways()) == {TILE, TORCH if activations == "dynamic" else EXPANDED}
+    for way in linear.ways():
+        assert relative_error(linear.run(way), reference(a)) < 1e-5
 
-    def recorded(*operands):
-        calls.append(operands)
-        return real(*operands)
 
-    monkeypatch.setattr(triton_quantized_linear, "scaled_gemm", recorded)
-    num_tokens = 80 if activations == "dynamic" else 260
-    a = arguments(num_tokens, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float32)
-    assert relative_error(quantized_linear(**a), reference(a)) < 1e-5
-    assert len(calls) == 1
+def test_ways_by_the_number_of_tokens() -> None:
+    """The first is what is taken where nothing was measured."""
+
+    def ways(num_tokens: int, activations: str = "dynamic", scales=row_scales) -> tuple[str, ...]:
+        return linear_of(
+            arguments(num_tokens, 64, 96, False, True, activations, scales, torch.float8_e4m3fn, torch.float16)
+        ).ways()
+
+    assert ways(1) == ways(1, "none") == (GEMV,)
+    assert ways(1, scales=block_scales) == (TILE,)
+    assert ways(16) == (TILE, TORCH)
+    assert ways(17) == ways(256) == (TORCH, TILE)
+    assert ways(257) == (TORCH,)
+    assert ways(64, "none") == (TILE,)
+    assert ways(256, "none") == (TILE, EXPANDED)
+    assert ways(257, "none") == (EXPANDED,)
 
 
 def test_what_no_library_gemm_takes() -> None:
-    for out, inner, scales, activations in (
-        (24, 96, row_scales, "dynamic"), (64, 40, row_scales, "dynamic"), (64, 96, block_scales, "dynamic"),
-        (64, 96, row_scales, "none"),
+    for num_tokens, out, inner, scales in (
+        (80, 24, 96, row_scales), (80, 64, 40, row_scales), (80, 64, 96, block_scales), (16, 64, 96, row_scales),
     ):  # fmt: skip
-        a = arguments(80, out, inner, False, False, activations, scales, torch.int8, torch.float16)
-        x_TI = a["x_TI"] if activations == "none" else quantize_rows(a["x_TI"], torch.int8)[0]  # type: ignore[arg-type]
-        assert triton_quantized_linear.scaled_gemm_unsupported_reason(x_TI, a["weight_OI"], a["scale"]) is not None  # type: ignore[arg-type]
+        a = arguments(num_tokens, out, inner, False, False, "dynamic", scales, torch.int8, torch.float16)
+        assert gemm_names(num_tokens, a["weight_OI"], a["scale"], torch.float16, is_rounded=True) == ()  # type: ignore[arg-type]
+
+
+def test_a_family_is_all_but_the_number_of_tokens() -> None:
+    def family(num_tokens: int, extras: bool = True, silu_mul: bool = True, activations: str = "dynamic") -> str:
+        return linear_of(
+            arguments(num_tokens, 64, 96, silu_mul, extras, activations, row_scales, torch.int8, torch.float16)
+        ).family()
+
+    assert family(3) == family(4) == "int8 64x96 by_row float16 dynamic norm_weight bias residual silu_mul"
+    assert len({family(3), family(3, False), family(3, True, False), family(3, True, True, "none")}) == 4

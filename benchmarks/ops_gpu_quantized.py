@@ -1,0 +1,128 @@
+"""Times every way to compute linears over 8-bit weights on a GPU, at a model's shapes. Prints JSON lines.
+
+usage: python -m benchmarks.ops_gpu_quantized [--models llama-8b] [--tokens 1,16,64] [--sites qkv,down] [--quantization fp8]
+Builds CUTLASS' products first where they are not built (a minute). Weights come from memory, as in a step over many layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_timing import emit, relative_error, time_ms
+from benchmarks.ops_gpu import DTYPE, Shape
+from custom_ops.choices import fastest
+from custom_ops.cutlass_gemm import gemm_library
+from custom_ops.quantization import block_scales, quantize_weight, row_scales
+from custom_ops.quantized_linear_cuda import QuantizedLinear
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
+SCHEMES: dict[str, tuple[torch.dtype, bool, str]] = {  # dtype of the weights, whether scales are per block, activations
+    "fp8": (torch.float8_e4m3fn, False, "dynamic"),
+    "fp8-block": (torch.float8_e4m3fn, True, "dynamic"),
+    "fp8-weight-only": (torch.float8_e4m3fn, False, "none"),
+    "int8": (torch.int8, False, "dynamic"),
+    "int8-weight-only": (torch.int8, False, "none"),
+}
+MEMORY_BYTES_PER_SECOND = 4.8e12  # of an H200, as NVIDIA gives it
+FEW_TOKENS = 256  # up to here the weight's bytes decide, and the copies of it that are timed exceed L2 together
+
+
+def linear_of(shape: Shape, site: str, num_tokens: int, scheme: str) -> QuantizedLinear:
+    """One linear of a layer with what it takes in, over random values."""
+    rows, columns = shape.sizes()[site]
+    how = shape.sites()[site]
+    dtype, per_block, activations = SCHEMES[scheme]
+    weight = torch.randn(rows, columns, device="cuda") * columns**-0.5
+    scale = (block_scales if per_block else row_scales)(weight, dtype)
+    stored = rows // 2 if how.get("silu_mul") else rows
+    return QuantizedLinear(
+        x_TI=torch.randn(num_tokens, columns, device="cuda").to(DTYPE),
+        weight_OI=quantize_weight(weight, scale, dtype),
+        scale=scale,
+        norm_weight_I=torch.empty(columns, device="cuda").uniform_(0.5, 1.5).to(DTYPE) if how.get("norm") else None,
+        eps=shape.eps,
+        silu_mul=how.get("silu_mul", False),
+        residual_TO=torch.randn(num_tokens, stored, device="cuda").to(DTYPE) if how.get("residual") else None,
+        activations=activations,
+    )
+
+
+def copies_of(weight: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
+    if num_tokens > FEW_TOKENS:
+        return [weight]
+    l2_bytes = torch.cuda.get_device_properties(weight.device).L2_cache_size
+    return [weight, *(weight.clone() for _ in range(-(-2 * l2_bytes // weight.numel())))]
+
+
+def floor_us(linear: QuantizedLinear) -> float:
+    """What reading the weight and the activations and writing the result take at the memory's speed."""
+    stored = linear.weight_OI.shape[0] // (2 if linear.silu_mul else 1)
+    values = linear.x_TI.numel() + linear.x_TI.shape[0] * stored * (1 if linear.residual_TO is None else 2)
+    num_bytes = linear.weight_OI.numel() + values * linear.x_TI.element_size()
+    return num_bytes / MEMORY_BYTES_PER_SECOND * 1e6
+
+
+def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | None:
+    """Time and check every way; → microseconds of the fastest."""
+    linear = linear_of(shape, site, num_tokens, scheme)
+    arguments = (
+        linear.x_TI, linear.weight_OI, linear.scale, linear.weight_OI.shape[0], linear.norm_weight_I, linear.eps, None,
+        linear.silu_mul, linear.residual_TO, linear.activations,
+    )  # fmt: skip
+    expected = torch.ops.cas.quantized_linear_reference(*arguments) if num_tokens <= FEW_TOKENS else None
+    copies = copies_of(linear.weight_OI, num_tokens)
+    row: dict[str, Any] = {"model": shape.name, "scheme": scheme, "site": site, "tokens": num_tokens}
+    row["floor_us"] = round(floor_us(linear), 2)
+    us: dict[str, float] = {}
+    for way in linear.ways():
+
+        def all_copies(way: str = way) -> None:
+            for weight in copies:
+                linear.run(way, weight)
+
+        try:
+            us[way] = round(time_ms(all_copies, 15.0) * 1e3 / len(copies), 2)
+            check = {}
+            if expected is not None:
+                error = relative_error(linear.run(way), expected)
+                check = {"error": float(f"{error:.2e}"), "ok": error < 1e-2}
+            emit(work="quantized_linear", **row, way=way, us=us[way], **check)
+        except RuntimeError as error:  # a product that does not take these sizes
+            emit(work="quantized_linear", **row, way=way, failed=str(error).splitlines()[0][:200])
+    runs = {way: lambda weight, way=way: linear.run(way, weight) for way in linear.ways()}
+    started = time.perf_counter()
+    chosen = fastest(linear.family(), num_tokens, runs, linear.weight_OI)
+    emit(
+        work="quantized_linear_choice", **row, chosen=chosen, us=us.get(chosen), fastest=min(us, key=us.__getitem__, default=None),
+        choosing_ms=round((time.perf_counter() - started) * 1e3, 1),
+    )  # fmt: skip
+    return min(us.values(), default=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="llama-8b")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--sites", default="qkv,o,gate_up,down")
+    parser.add_argument("--quantization", default="fp8", choices=SCHEMES)
+    args = parser.parse_args()
+    started = time.perf_counter()
+    gemm_library().build()
+    emit(work="build", seconds=round(time.perf_counter() - started, 1))
+    for name in args.models.split(","):
+        shape = Shape(name)
+        for num_tokens in map(int, args.tokens.split(",")):
+            us = [measure(shape, site, num_tokens, args.quantization) for site in args.sites.split(",")]
+            layers_ms = sum(filter(None, us)) * shape.layers / 1e3
+            emit(work="quantized_linears_of_all_layers", model=name, scheme=args.quantization, tokens=num_tokens,
+                 ms=round(layers_ms, 3))  # fmt: skip
+            torch.cuda.empty_cache()
+    emit(work="total", seconds=round(time.perf_counter() - started, 1))
+
+
+if __name__ == "__main__":
+    main()

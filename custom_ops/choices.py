@@ -1,0 +1,214 @@
+"""Which of several ways to compute the same is the fastest on this device: measured once a problem, and kept in a file.
+
+A problem is a family (everything but the number of tokens) and a range of token counts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import gc
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from custom_ops.build import CSRC, cache_folder
+from custom_ops.cutlass_gemm import gemm_library, load_gemms
+
+log = logging.getLogger(__name__)
+
+_SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: tiles have no fewer
+_SOURCES = ("triton_quantized_linear.py", "triton_quantize.py", "triton_elementwise.py", "quantized_linear_cuda.py")
+_MAX_COPIES = 16
+_MAX_COLD_TOKENS = 256  # beyond, a weight is read so often that where it lies at first does not matter
+_MIN_CALLS = 4
+_CAPTURED_SECONDS = 1e-3  # a call of fewer is timed as a graph replays it: launching it may take longer than it runs
+
+
+def token_range(num_tokens: int) -> int:
+    """The end of the range of token counts that one choice is for: 1, then powers of two from 16 on."""
+    return 1 if num_tokens <= 1 else max(_SMALLEST_RANGE, 1 << (num_tokens - 1).bit_length())
+
+
+class Choices:
+    """The choices made so far, kept in a file: the next start chooses the same without measuring."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._chosen = self._kept()
+        self._families: set[str] = set()
+
+    def get(self, family: str, num_tokens: int, names: Sequence[str], seconds: Callable[[str], float] | None) -> str:
+        """The choice among names (the first: the one preferred without measuring), measured where none is known.
+
+        seconds: how long a candidate takes; one that raises RuntimeError is left out. None: nothing may be measured now.
+        """
+        self._families.add(family)
+        problem = _problem(family, token_range(num_tokens))
+        known = self._chosen.get(problem)
+        if known is not None and known in names:
+            return known
+        if seconds is None:
+            return names[0]
+        choice = names[0] if len(names) == 1 else self._measured(problem, names, seconds)
+        if choice is None:
+            return names[0]
+        self._chosen[problem] = choice
+        self._keep()
+        return choice
+
+    def unmeasured(self, max_tokens: int, *, all_ranges: bool = False) -> tuple[int, ...]:
+        """Token counts up to max_tokens, one a range, for which a family that was asked for has no choice yet.
+
+        all_ranges: one of every range, as soon as any family was asked for.
+        """
+        counts, count = [1], 1
+        while count < max_tokens:
+            count = min(token_range(count + 1), max_tokens)
+            counts.append(count)
+        return tuple(
+            count
+            for count in counts
+            if any(all_ranges or _problem(family, token_range(count)) not in self._chosen for family in self._families)
+        )
+
+    def _measured(self, problem: str, names: Sequence[str], seconds: Callable[[str], float]) -> str | None:
+        times = {}
+        for name in names:
+            try:
+                times[name] = seconds(name)
+            except RuntimeError as error:
+                log.info("%s is no choice for %s: %s", name, problem, str(error).splitlines()[0])
+        if not times:
+            return None
+        choice = min(times, key=times.__getitem__)
+        log.info("%s: %s of %s", problem, choice, {name: f"{s * 1e6:.1f} us" for name, s in times.items()})
+        return choice
+
+    def _kept(self) -> dict[str, str]:
+        try:
+            return json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def _keep(self) -> None:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new = self._file.with_suffix(f".{os.getpid()}.tmp")
+            with self._file.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # ranks and replicas keep theirs in the same file
+                new.write_text(json.dumps(self._kept() | self._chosen, indent=1))
+                os.replace(new, self._file)
+        except OSError as error:
+            log.info("The choice of kernels is not kept (%s); it is measured again at the next start.", error)
+
+
+def _problem(family: str, end: int) -> str:
+    return f"{family} T<={end}"
+
+
+@functools.cache
+def choices_of(device: torch.device) -> Choices:
+    """The choices for a CUDA device, under the kernels as they are now."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for file in (*(folder / name for name in _SOURCES), *sorted((CSRC / "cuda").iterdir())):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    gemms = "torch" if load_gemms(device) is None else gemm_library().path().stem
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    return Choices(cache_folder() / f"choices-{digest.hexdigest()[:16]}-{gemms}-{name}-torch{torch.__version__}.json")
+
+
+def fastest(
+    family: str, num_tokens: int, runs: Mapping[str, Callable[[torch.Tensor], object]], weight: torch.Tensor
+) -> str:
+    """The name of the fastest of several functions of a weight, measured once a family and range of token counts.
+
+    Measuring waits for the device, which nothing may do inside a graph's capture: there, and on other devices, what was not measured
+    is the first of them.
+    """
+    names = tuple(runs)
+    if weight.device.type != "cuda":
+        return names[0]
+    choices = choices_of(weight.device)
+    if torch.cuda.is_current_stream_capturing():
+        return choices.get(family, num_tokens, names, None)
+    timer = _Timer(weight, is_cold=num_tokens <= _MAX_COLD_TOKENS)
+    return choices.get(family, num_tokens, names, lambda name: timer.seconds(runs[name]))
+
+
+def unmeasured_token_counts(device: torch.device, max_tokens: int, *, all_ranges: bool = False) -> tuple[int, ...]:
+    """`Choices.unmeasured` of the device: what a step before serving should be run with, so that no request waits for measuring."""
+    return choices_of(device).unmeasured(max_tokens, all_ranges=all_ranges) if device.type == "cuda" else ()
+
+
+class _Timer:
+    """Times functions of a weight. is_cold: the weight comes from memory in each call, as in a step over many layers."""
+
+    def __init__(self, weight: torch.Tensor, *, is_cold: bool) -> None:
+        self._weight, self._is_cold = weight, is_cold
+        self._calls: list[torch.Tensor] = []
+
+    def seconds(self, run: Callable[[torch.Tensor], object]) -> float:
+        """Device time of one call, the best of three."""
+        if not self._calls:
+            copies = self._copies()
+            self._calls = [copies[i % len(copies)] for i in range(max(_MIN_CALLS, len(copies)))]
+
+        def work() -> None:
+            for weight in self._calls:
+                run(weight)
+
+        run(self._weight)  # kernels are built at the first call
+        torch.cuda.synchronize(self._weight.device)
+        if _elapsed(lambda: run(self._weight)) > _CAPTURED_SECONDS:
+            return min(_elapsed(work) for _ in range(3)) / len(self._calls)
+        with torch.cuda.stream(_capture_stream(self._weight.device)):
+            run(self._weight)  # a library's buffers are made once a stream, and shall not belong to the graph
+            graph = _captured(work)
+            graph.replay()
+            return min(_elapsed(graph.replay) for _ in range(3)) / len(self._calls)
+
+    def _copies(self) -> list[torch.Tensor]:
+        if not self._is_cold:
+            return [self._weight]
+        l2_bytes = torch.cuda.get_device_properties(self._weight.device).L2_cache_size
+        others = -(-2 * l2_bytes // (self._weight.numel() * self._weight.element_size()))
+        return [self._weight, *(self._weight.clone() for _ in range(min(others, _MAX_COPIES - 1)))]
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _elapsed(work: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """work as a graph of the current stream, which nothing else uses."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    was_enabled = gc.isenabled()
+    gc.disable()  # what is collected during a capture may break it
+    try:
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on using the device
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return graph

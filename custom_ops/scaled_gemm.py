@@ -1,0 +1,64 @@
+"""The libraries' matrix products for weights of 8 bits: torch's, and CUTLASS' where they are built.
+
+Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from custom_ops.cutlass_gemm import BLOCKS, ROWS, load_gemms, run_gemm, unsupported_reason
+from custom_ops.quantization import dequantize_weight
+from custom_ops.triton_quantize import scale_sums
+
+TORCH = "torch"  # torch._scaled_mm, torch._int_mm
+EXPANDED = "expanded"  # a product with the weight in the activations' dtype, made for the call
+_MIN_EXPANDED_TOKENS = 65  # below, expanding the weight costs more than any way to read it as it is
+_MIN_INT8_TOKENS = 17  # what torch._int_mm takes
+
+
+def gemm_names(
+    num_tokens: int, weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, is_rounded: bool
+) -> tuple[str, ...]:
+    """What `scaled_gemm` has for these operands, the one to take without measuring first.
+
+    dtype: of the result. is_rounded: whether the activations are rounded to the weight's dtype.
+    """
+    if not is_rounded:
+        return (EXPANDED,) if num_tokens >= _MIN_EXPANDED_TOKENS else ()
+    names: tuple[str, ...] = ()
+    fits_torch = scale.dim() == 1 and not (weight_OI.shape[0] % 16 or weight_OI.shape[1] % 16)
+    if fits_torch and (weight_OI.dtype != torch.int8 or num_tokens >= _MIN_INT8_TOKENS):
+        names = (TORCH,)
+    # Rounded activations lie as the weight does, in rows of I.
+    if dtype == torch.bfloat16 and unsupported_reason(weight_OI, weight_OI) is None and load_gemms(weight_OI.device):
+        names += ROWS if scale.dim() == 1 else BLOCKS[::-1]
+    return names
+
+
+def scaled_gemm(
+    name: str,
+    x_TI: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight_OI: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """y = (x · x_scale) (scale · W)ᵀ, by one of `gemm_names`. → `dtype` [T, O]
+
+    x_TI: rounded to the weight's dtype, with its scales [T, 1] or [T, G]; or, without them, as it is.
+    """
+    if x_scale is None:
+        return F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype))
+    if name != TORCH:
+        library = load_gemms(x_TI.device)
+        assert library is not None, "gemm_names named what is not built"
+        return run_gemm(library, name, x_TI, weight_OI, x_scale, scale)
+    if weight_OI.dtype == torch.int8:
+        return scale_sums(torch._int_mm(x_TI, weight_OI.t()), x_scale, scale, dtype)
+    if dtype == torch.bfloat16:
+        return torch._scaled_mm(x_TI, weight_OI.t(), scale_a=x_scale, scale_b=scale[None, :], out_dtype=dtype)
+    one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
+    sums_TO = torch._scaled_mm(x_TI, weight_OI.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return scale_sums(sums_TO, x_scale, scale, dtype)

@@ -1,0 +1,80 @@
+"""The fastest way is measured once a problem and kept; where nothing may be measured, the first is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from custom_ops.choices import Choices, fastest, token_range, unmeasured_token_counts
+
+
+def times(asked: list[str], seconds: dict[str, float]) -> Callable[[str], float]:
+    def measure(name: str) -> float:
+        asked.append(name)
+        if seconds[name] < 0:
+            raise RuntimeError("not for this size")
+        return seconds[name]
+
+    return measure
+
+
+def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path) -> None:
+    asked: list[str] = []
+    names, seconds = ("a", "b", "c"), times(asked, {"a": 3.0, "b": 2.0, "c": -1.0})
+    file = tmp_path / "cache" / "choices.json"
+    choices = Choices(file)
+    assert choices.get("x", 5, names, None) == "a"  # inside a capture nothing is measured
+    assert choices.get("x", 5, names, seconds) == "b"
+    assert choices.get("x", 16, names, seconds) == "b"
+    assert asked == ["a", "b", "c"]
+    assert choices.get("x", 17, names, seconds) == "b"
+    assert len(asked) == 6  # another range
+    assert Choices(file).get("x", 5, names, None) == "b"
+    assert Choices(file).get("x", 5, ("a", "c"), None) == "a"  # what was kept is not among them
+    assert choices.get("y", 5, ("c",), seconds) == "c"
+    assert len(asked) == 6  # there is no other
+    assert choices.get("z", 5, ("c", "c"), seconds) == "c"  # all fail
+    assert json.loads(file.read_text()) == {"x T<=16": "b", "x T<=32": "b", "y T<=16": "c"}
+
+
+def test_a_file_that_several_write_or_nobody_can(tmp_path: Path) -> None:
+    file = tmp_path / "choices.json"
+    one, another, seconds = Choices(file), Choices(file), times([], {"a": 1.0, "b": 2.0})
+    assert one.get("one", 1, ("a", "b"), seconds) == another.get("another", 1, ("b", "a"), seconds) == "a"
+    assert json.loads(file.read_text()) == {"one T<=1": "a", "another T<=1": "a"}
+    file.write_text("{ damaged")
+    assert Choices(file).get("one", 2, ("b", "a"), seconds) == "a"
+    assert json.loads(file.read_text()) == {"one T<=16": "a"}
+    (tmp_path / "file").write_text("")
+    assert (
+        Choices(tmp_path / "file" / "choices.json").get("one", 1, ("b", "a"), seconds) == "a"
+    )  # not kept, which is logged
+
+
+def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
+    choices, seconds = Choices(tmp_path / "choices.json"), times([], {"a": 1.0, "b": 2.0})
+    assert choices.unmeasured(100, all_ranges=True) == ()  # nobody asked for anything
+    choices.get("x", 1, ("a",), seconds)
+    choices.get("x", 40, ("a", "b"), seconds)
+    assert choices.unmeasured(100) == (16, 32, 100)
+    assert choices.unmeasured(100, all_ranges=True) == (1, 16, 32, 64, 100)
+    assert choices.unmeasured(1) == ()
+    choices.get("y", 40, ("a", "b"), None)  # inside a capture
+    assert choices.unmeasured(64) == (1, 16, 32, 64)
+    for count in (1, 16, 32, 64):
+        for family in ("x", "y"):
+            choices.get(family, count, ("a", "b"), seconds)
+    assert choices.unmeasured(64) == ()
+
+
+def test_ranges_of_token_counts() -> None:
+    assert [token_range(n) for n in (0, 1, 2, 16, 17, 64, 65, 4096)] == [1, 1, 16, 16, 32, 64, 128, 4096]
+
+
+def test_without_a_gpu_nothing_is_measured() -> None:
+    runs = {"a": lambda weight: weight, "b": lambda weight: weight}
+    assert fastest("x", 100, runs, torch.zeros(4)) == "a"
+    assert unmeasured_token_counts(torch.device("cpu"), 100, all_ranges=True) == ()
