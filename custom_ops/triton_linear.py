@@ -5,7 +5,7 @@ Shape legend: T tokens, I input features, O output features (OH = O, or O / 2 wi
 Three ways, by the number of tokens, all bound by the weights' bytes:
 - 1 token: each program multiplies a few rows of W with x in float32, no tensor core (`_gemv_kernel`);
 - 2 … MAX_SMALL_TOKENS: W tiles times xᵀ on the tensor cores, split over I where rows are few (`_small_batch_kernel`);
-- more: cuBLAS between elementwise kernels.
+- more: cuBLASLt, which adds the residual too, between elementwise kernels.
 RMSNorm costs nothing for a few tokens: Σ x² is summed beside the products, and 1 / rms, being the same for a whole token,
 multiplies the finished sums.
 """
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from custom_ops import cublaslt
 from custom_ops.triton_common import (
     launch_options,
     let_next_start,
@@ -270,7 +271,9 @@ def fused_linear(
         x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
     if runs_small:
         return _small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
-    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    if bias_O is None and not silu_mul:
+        return cublaslt.linear(x_TI, weight_OI, residual_TO)
+    y_TO = cublaslt.linear(x_TI, weight_OI) if bias_O is None else F.linear(x_TI, weight_OI, bias_O)
     if silu_mul:
         y_TO = silu_mul_rows(y_TO)
     return y_TO if residual_TO is None else y_TO + residual_TO

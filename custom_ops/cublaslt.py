@@ -1,0 +1,254 @@
+"""y = x Wᵀ (+ residual) by cuBLASLt, with the algorithm chosen by measuring.
+
+Shape legend: T tokens, I input features, O output features.
+
+`F.linear` takes the algorithm that cuBLASLt's heuristic puts first. Of the first few, another is often faster; and a residual that the
+product's epilogue adds costs one read, where an addition of its own reads and writes the sum once more. What was measured is kept, as
+the choices of `cutlass_gemm` are. cuBLASLt is column-major: it computes yᵀ = W xᵀ of the same memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from custom_ops.build import cache_folder
+from custom_ops.cutlass_gemm import TORCH, Choices, size_class
+
+log = logging.getLogger(__name__)
+
+_CANDIDATES = 8  # of the heuristic's list: more have never been faster
+_WORKSPACE_BYTES = 64 << 20
+_FLUSH_BYTES = 128 << 20  # more than any L2
+_MEASURE_SECONDS = 0.008  # of device time a candidate
+_CUDA_R_32F, _CUDA_R_16BF, _COMPUTE_32F = 0, 14, 68
+_DESC_TRANSA, _PREF_MAX_WORKSPACE_BYTES = 3, 1
+_PREF_MIN_ALIGNMENTS, _ALIGNMENT = (5, 6, 7, 8), 16  # of W, x, residual and y, in bytes
+
+
+class _Algorithm(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class _Heuristic(ctypes.Structure):
+    """`cublasLtMatmulHeuristicResult_t`."""
+
+    _fields_ = (
+        ("algorithm", _Algorithm),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class CublasLtError(RuntimeError):
+    """A call of the library returned a status other than success."""
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise CublasLtError(f"cuBLASLt's {what} failed with status {status}")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The library that torch itself uses; None (logged, with the reason) where it is not found."""
+    name = f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        log.warning("cuBLASLt's algorithms are not chosen among, torch's choice is used: %s", error)
+        return None
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return library
+
+
+@functools.cache
+def _handle(device: torch.device) -> ctypes.c_void_p:
+    library, handle = _library(), ctypes.c_void_p()
+    assert library is not None
+    with torch.cuda.device(device):
+        _check(library.cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")
+    return handle
+
+
+class _Product:
+    """The descriptors of one product's shapes; `residual_stride` 0: without one."""
+
+    def __init__(
+        self, device: torch.device, num_tokens: int, out_features: int, in_features: int,
+        x_stride: int, weight_stride: int, residual_stride: int,
+    ) -> None:  # fmt: skip
+        library = _library()
+        assert library is not None
+        self._library, self._handle, self._device = library, _handle(device), device
+        self._operation = ctypes.c_void_p()
+        status = library.cublasLtMatmulDescCreate(ctypes.byref(self._operation), _COMPUTE_32F, _CUDA_R_32F)
+        _check(status, "cublasLtMatmulDescCreate")
+        _set(library.cublasLtMatmulDescSetAttribute, self._operation, _DESC_TRANSA, ctypes.c_int32(1))
+        self._layouts = [
+            self._layout(rows, columns, stride)
+            for rows, columns, stride in (
+                (in_features, out_features, weight_stride),
+                (in_features, num_tokens, x_stride),
+                (out_features, num_tokens, residual_stride or out_features),
+                (out_features, num_tokens, out_features),
+            )
+        ]
+        self._beta = ctypes.c_float(1.0 if residual_stride else 0.0)
+
+    def __del__(self) -> None:
+        for layout in self._layouts:
+            self._library.cublasLtMatrixLayoutDestroy(layout)
+        self._library.cublasLtMatmulDescDestroy(self._operation)
+
+    def _layout(self, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        status = self._library.cublasLtMatrixLayoutCreate(
+            ctypes.byref(layout), _CUDA_R_16BF, ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride)
+        )
+        _check(status, "cublasLtMatrixLayoutCreate")
+        return layout
+
+    def algorithms(self) -> list[_Algorithm]:
+        """The heuristic's first ones, best first."""
+        preference, count = ctypes.c_void_p(), ctypes.c_int()
+        found = (_Heuristic * _CANDIDATES)()
+        _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "cublasLtMatmulPreferenceCreate")
+        set_preference = functools.partial(_set, self._library.cublasLtMatmulPreferenceSetAttribute, preference)
+        set_preference(_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(_WORKSPACE_BYTES))
+        for attribute in _PREF_MIN_ALIGNMENTS:
+            set_preference(attribute, ctypes.c_uint32(_ALIGNMENT))
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, self._operation, *self._layouts, preference, _CANDIDATES, found, ctypes.byref(count)
+        )
+        self._library.cublasLtMatmulPreferenceDestroy(preference)
+        _check(status, "cublasLtMatmulAlgoGetHeuristic")
+        return [result.algorithm for result in found[: count.value]]
+
+    def workspace_bytes(self, algorithm: _Algorithm) -> int | None:
+        """What the algorithm needs for these shapes; None: it does not take them."""
+        result = _Heuristic()
+        status = self._library.cublasLtMatmulAlgoCheck(
+            self._handle, self._operation, *self._layouts, ctypes.byref(algorithm), ctypes.byref(result)
+        )
+        return None if status or result.workspace_bytes > _WORKSPACE_BYTES else int(result.workspace_bytes)
+
+    def run(
+        self,
+        algorithm: _Algorithm,
+        workspace_bytes: int,
+        x_TI: torch.Tensor,
+        weight_OI: torch.Tensor,
+        residual_TO: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out_TO = torch.empty(x_TI.shape[0], weight_OI.shape[0], dtype=x_TI.dtype, device=x_TI.device)
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=x_TI.device)
+        weight_layout, x_layout, residual_layout, out_layout = self._layouts
+        status = self._library.cublasLtMatmul(
+            self._handle, self._operation, _ONE, _address(weight_OI), weight_layout, _address(x_TI), x_layout,
+            ctypes.byref(self._beta), _address(out_TO if residual_TO is None else residual_TO), residual_layout,
+            _address(out_TO), out_layout, ctypes.byref(algorithm), _address(workspace), ctypes.c_size_t(workspace_bytes),
+            ctypes.c_void_p(torch.cuda.current_stream(x_TI.device).cuda_stream),
+        )  # fmt: skip
+        _check(status, "cublasLtMatmul")
+        return out_TO
+
+
+_ONE = ctypes.byref(ctypes.c_float(1.0))
+_product = functools.lru_cache(maxsize=4096)(_Product)
+
+
+def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _set(function: Callable[..., int], descriptor: ctypes.c_void_p, attribute: int, value: object) -> None:
+    size = ctypes.c_size_t(ctypes.sizeof(value))  # type: ignore[arg-type]
+    _check(function(descriptor, attribute, ctypes.byref(value), size), "attribute")  # type: ignore[arg-type]
+
+
+@functools.cache
+def _choices(device: torch.device) -> Choices:
+    library = _library()
+    assert library is not None
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    return Choices(cache_folder() / f"cublaslt-{library.cublasLtGetVersion()}-{name}-torch{torch.__version__}.json")
+
+
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x Wᵀ (+ residual), summed in float32, by the fastest of torch's way and cuBLASLt's algorithms, measured once a range of T.
+
+    x_TI, weight_OI, residual_TO: rows may be strided. → [T, O] in x's dtype. Other dtypes than bfloat16, and rows that do not begin at
+    multiples of 16 bytes, are torch's. Measuring waits for the device, which nothing may do inside a graph's capture: there, what
+    was not measured is torch's.
+    """
+
+    def by_torch() -> torch.Tensor:
+        y_TO = F.linear(x_TI, weight_OI)
+        return y_TO if residual_TO is None else y_TO + residual_TO
+
+    is_bfloat16 = (
+        x_TI.dtype == weight_OI.dtype == torch.bfloat16 == (residual_TO if residual_TO is not None else x_TI).dtype
+    )
+    if not is_bfloat16 or not x_TI.is_cuda or not x_TI.shape[0] or _library() is None:
+        return by_torch()
+    num_tokens, in_features = x_TI.shape
+    product = _product(
+        x_TI.device, num_tokens, weight_OI.shape[0], in_features, x_TI.stride(0), weight_OI.stride(0),
+        residual_TO.stride(0) if residual_TO is not None else 0,
+    )  # fmt: skip
+    measures = None
+    choices = _choices(x_TI.device)
+    problem = f"T<={size_class(num_tokens)} O={weight_OI.shape[0]} I={in_features}{'' if residual_TO is None else ' + residual'}"
+    choice = choices.get(problem, None)
+    if choice is None and not torch.cuda.is_current_stream_capturing():
+        measures = {TORCH: functools.partial(_seconds, by_torch)}
+        for algorithm in product.algorithms():
+            if (size := product.workspace_bytes(algorithm)) is not None:
+                run = functools.partial(product.run, algorithm, size, x_TI, weight_OI, residual_TO)
+                measures[_name_of(algorithm)] = functools.partial(_seconds, run)
+        choice = choices.get(problem, measures)
+    if choice is None or choice == TORCH:
+        return by_torch()
+    algorithm = _algorithm_of(choice)
+    size = product.workspace_bytes(algorithm)
+    return by_torch() if size is None else product.run(algorithm, size, x_TI, weight_OI, residual_TO)
+
+
+def _is_taken(operand: torch.Tensor) -> bool:
+    return (
+        operand.is_cuda and operand.dtype == torch.bfloat16 and operand.numel() > 0 and operand.stride(1) == 1
+        and operand.data_ptr() % _ALIGNMENT == 0 and operand.stride(0) * operand.element_size() % _ALIGNMENT == 0
+    )  # fmt: skip
+
+
+def _name_of(algorithm: _Algorithm) -> str:
+    return bytes(algorithm).hex()
+
+
+@functools.cache
+def _algorithm_of(name: str) -> _Algorithm:
+    return _Algorithm.from_buffer_copy(bytes.fromhex(name))
+
+
+def _seconds(run: Callable[[], torch.Tensor]) -> float:
+    """Device time of one call with its weights out of the caches: the median."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    times: list[float] = []
+    run()
+    while len(times) < 3 or (sum(times) < _MEASURE_SECONDS and len(times) < 30):
+        flushed.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]
