@@ -23,7 +23,8 @@ from custom_ops.cutlass_gemm import gemm_library, load_gemms
 log = logging.getLogger(__name__)
 
 _SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: tiles have no fewer
-_SOURCES = ("triton_quantized_linear.py", "triton_quantize.py", "triton_elementwise.py", "quantized_linear_cuda.py")
+_SOURCES = ("triton_quantized_linear.py", "triton_quantize.py", "triton_elementwise.py", "quantized_linear_cuda.py",
+            "cublaslt.py")  # fmt: skip
 _MAX_COPIES = 16
 _MAX_COLD_TOKENS = 256  # beyond, a weight is read so often that where it lies at first does not matter
 _MIN_CALLS = 4
@@ -61,6 +62,11 @@ class Choices:
         self._chosen[problem] = choice
         self._keep()
         return choice
+
+    def known(self, family: str, num_tokens: int) -> str | None:
+        """The choice made before, whatever its name; None where there is none."""
+        self._families.add(family)
+        return self._chosen.get(_problem(family, token_range(num_tokens)))
 
     def unmeasured(self, max_tokens: int, *, all_ranges: bool = False) -> tuple[int, ...]:
         """Token counts up to max_tokens, one a range, for which a family that was asked for has no choice yet.

@@ -3,8 +3,8 @@
 Shape legend: T tokens, I input features, O output features.
 
 `F.linear` takes the algorithm that cuBLASLt's heuristic puts first. Of the first few, another is often faster; and a residual that the
-product's epilogue adds costs one read, where an addition of its own reads and writes the sum once more. What was measured is kept, as
-the choices of `cutlass_gemm` are. cuBLASLt is column-major: it computes yᵀ = W xᵀ of the same memory.
+product's epilogue adds costs one read, where an addition of its own reads and writes the sum once more. cuBLASLt is column-major: it
+computes yᵀ = W xᵀ of the same memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from custom_ops.build import cache_folder
-from custom_ops.cutlass_gemm import TORCH, Choices, size_class
+from custom_ops.choices import choices_of, fastest
 
 log = logging.getLogger(__name__)
 
+TORCH = "torch"  # in the place of an algorithm: F.linear
 _CANDIDATES = 8  # of the heuristic's list: more have never been faster
 _WORKSPACE_BYTES = 64 << 20
-_FLUSH_BYTES = 128 << 20  # more than any L2
-_MEASURE_SECONDS = 0.008  # of device time a candidate
 _CUDA_R_32F, _CUDA_R_16BF, _COMPUTE_32F = 0, 14, 68
 _DESC_TRANSA, _PREF_MAX_WORKSPACE_BYTES = 3, 1
 _PREF_MIN_ALIGNMENTS, _ALIGNMENT = (5, 6, 7, 8), 16  # of W, x, residual and y, in bytes
@@ -102,6 +100,7 @@ class _Product:
             )
         ]
         self._beta = ctypes.c_float(1.0 if residual_stride else 0.0)
+        self._workspace_bytes: dict[str, int | None] = {}
 
     def __del__(self) -> None:
         for layout in self._layouts:
@@ -116,8 +115,8 @@ class _Product:
         _check(status, "cublasLtMatrixLayoutCreate")
         return layout
 
-    def algorithms(self) -> list[_Algorithm]:
-        """The heuristic's first ones, best first."""
+    def algorithms(self) -> list[str]:
+        """The heuristic's first ones that run, best first, by name."""
         preference, count = ctypes.c_void_p(), ctypes.c_int()
         found = (_Heuristic * _CANDIDATES)()
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "cublasLtMatmulPreferenceCreate")
@@ -130,31 +129,33 @@ class _Product:
         )
         self._library.cublasLtMatmulPreferenceDestroy(preference)
         _check(status, "cublasLtMatmulAlgoGetHeuristic")
-        return [result.algorithm for result in found[: count.value]]
+        names = [bytes(result.algorithm).hex() for result in found[: count.value]]
+        return [name for name in names if self.takes(name)]
 
-    def workspace_bytes(self, algorithm: _Algorithm) -> int | None:
-        """What the algorithm needs for these shapes; None: it does not take them."""
-        result = _Heuristic()
-        status = self._library.cublasLtMatmulAlgoCheck(
-            self._handle, self._operation, *self._layouts, ctypes.byref(algorithm), ctypes.byref(result)
-        )
-        return None if status or result.workspace_bytes > _WORKSPACE_BYTES else int(result.workspace_bytes)
+    def takes(self, name: str) -> bool:
+        """Whether the algorithm runs for these shapes: one found for another number of tokens may not."""
+        if name not in self._workspace_bytes:
+            result = _Heuristic()
+            status = self._library.cublasLtMatmulAlgoCheck(
+                self._handle, self._operation, *self._layouts, ctypes.byref(_algorithm(name)), ctypes.byref(result)
+            )
+            fits = status == 0 and result.workspace_bytes <= _WORKSPACE_BYTES
+            self._workspace_bytes[name] = int(result.workspace_bytes) if fits else None
+        return self._workspace_bytes[name] is not None
 
     def run(
-        self,
-        algorithm: _Algorithm,
-        workspace_bytes: int,
-        x_TI: torch.Tensor,
-        weight_OI: torch.Tensor,
-        residual_TO: torch.Tensor | None,
+        self, name: str, x_TI: torch.Tensor, residual_TO: torch.Tensor | None, weight_OI: torch.Tensor
     ) -> torch.Tensor:
+        """The product by an algorithm that it `takes`."""
+        size = self._workspace_bytes[name]
+        assert size is not None
         out_TO = torch.empty(x_TI.shape[0], weight_OI.shape[0], dtype=x_TI.dtype, device=x_TI.device)
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=x_TI.device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=x_TI.device)
         weight_layout, x_layout, residual_layout, out_layout = self._layouts
         status = self._library.cublasLtMatmul(
             self._handle, self._operation, _ONE, _address(weight_OI), weight_layout, _address(x_TI), x_layout,
             ctypes.byref(self._beta), _address(out_TO if residual_TO is None else residual_TO), residual_layout,
-            _address(out_TO), out_layout, ctypes.byref(algorithm), _address(workspace), ctypes.c_size_t(workspace_bytes),
+            _address(out_TO), out_layout, ctypes.byref(_algorithm(name)), _address(workspace), ctypes.c_size_t(size),
             ctypes.c_void_p(torch.cuda.current_stream(x_TI.device).cuda_stream),
         )  # fmt: skip
         _check(status, "cublasLtMatmul")
@@ -163,6 +164,12 @@ class _Product:
 
 _ONE = ctypes.byref(ctypes.c_float(1.0))
 _product = functools.lru_cache(maxsize=4096)(_Product)
+
+
+@functools.cache
+def _algorithm(name: str) -> _Algorithm:
+    """An algorithm's name is its 64 bytes, in hexadecimal digits."""
+    return _Algorithm.from_buffer_copy(bytes.fromhex(name))
 
 
 def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
@@ -174,14 +181,6 @@ def _set(function: Callable[..., int], descriptor: ctypes.c_void_p, attribute: i
     _check(function(descriptor, attribute, ctypes.byref(value), size), "attribute")  # type: ignore[arg-type]
 
 
-@functools.cache
-def _choices(device: torch.device) -> Choices:
-    library = _library()
-    assert library is not None
-    name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return Choices(cache_folder() / f"cublaslt-{library.cublasLtGetVersion()}-{name}-torch{torch.__version__}.json")
-
-
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
     """y = x Wᵀ (+ residual), summed in float32, by the fastest of torch's way and cuBLASLt's algorithms, measured once a range of T.
 
@@ -190,36 +189,27 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tenso
     was not measured is torch's.
     """
 
-    def by_torch() -> torch.Tensor:
+    def by_torch(weight_OI: torch.Tensor) -> torch.Tensor:
         y_TO = F.linear(x_TI, weight_OI)
         return y_TO if residual_TO is None else y_TO + residual_TO
 
-    is_bfloat16 = (
-        x_TI.dtype == weight_OI.dtype == torch.bfloat16 == (residual_TO if residual_TO is not None else x_TI).dtype
-    )
-    if not is_bfloat16 or not x_TI.is_cuda or not x_TI.shape[0] or _library() is None:
-        return by_torch()
+    operands = [x_TI, weight_OI] if residual_TO is None else [x_TI, weight_OI, residual_TO]
+    if not all(map(_is_taken, operands)) or weight_OI.shape[0] * 2 % _ALIGNMENT or _library() is None:
+        return by_torch(weight_OI)
     num_tokens, in_features = x_TI.shape
     product = _product(
         x_TI.device, num_tokens, weight_OI.shape[0], in_features, x_TI.stride(0), weight_OI.stride(0),
         residual_TO.stride(0) if residual_TO is not None else 0,
     )  # fmt: skip
-    measures = None
-    choices = _choices(x_TI.device)
-    problem = f"T<={size_class(num_tokens)} O={weight_OI.shape[0]} I={in_features}{'' if residual_TO is None else ' + residual'}"
-    choice = choices.get(problem, None)
-    if choice is None and not torch.cuda.is_current_stream_capturing():
-        measures = {TORCH: functools.partial(_seconds, by_torch)}
-        for algorithm in product.algorithms():
-            if (size := product.workspace_bytes(algorithm)) is not None:
-                run = functools.partial(product.run, algorithm, size, x_TI, weight_OI, residual_TO)
-                measures[_name_of(algorithm)] = functools.partial(_seconds, run)
-        choice = choices.get(problem, measures)
-    if choice is None or choice == TORCH:
-        return by_torch()
-    algorithm = _algorithm_of(choice)
-    size = product.workspace_bytes(algorithm)
-    return by_torch() if size is None else product.run(algorithm, size, x_TI, weight_OI, residual_TO)
+    family = f"linear O={weight_OI.shape[0]} I={in_features}{'' if residual_TO is None else ' + residual'}"
+    choice = choices_of(x_TI.device).known(family, num_tokens)
+    if choice is None:
+        runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {TORCH: by_torch}
+        runs |= {name: functools.partial(product.run, name, x_TI, residual_TO) for name in product.algorithms()}
+        choice = fastest(family, num_tokens, runs, weight_OI)
+    if choice == TORCH or not product.takes(choice):
+        return by_torch(weight_OI)
+    return product.run(choice, x_TI, residual_TO, weight_OI)
 
 
 def _is_taken(operand: torch.Tensor) -> bool:
@@ -227,28 +217,3 @@ def _is_taken(operand: torch.Tensor) -> bool:
         operand.is_cuda and operand.dtype == torch.bfloat16 and operand.numel() > 0 and operand.stride(1) == 1
         and operand.data_ptr() % _ALIGNMENT == 0 and operand.stride(0) * operand.element_size() % _ALIGNMENT == 0
     )  # fmt: skip
-
-
-def _name_of(algorithm: _Algorithm) -> str:
-    return bytes(algorithm).hex()
-
-
-@functools.cache
-def _algorithm_of(name: str) -> _Algorithm:
-    return _Algorithm.from_buffer_copy(bytes.fromhex(name))
-
-
-def _seconds(run: Callable[[], torch.Tensor]) -> float:
-    """Device time of one call with its weights out of the caches: the median."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    times: list[float] = []
-    run()
-    while len(times) < 3 or (sum(times) < _MEASURE_SECONDS and len(times) < 30):
-        flushed.zero_()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[len(times) // 2]

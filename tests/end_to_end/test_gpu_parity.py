@@ -119,7 +119,12 @@ def check_on_device(reference: Any, prompts: list[list[int]], got: list[list[int
 def test_head_sizes(head_dim: int, backend: str, tmp_path: Path) -> None:
     if backend == "flashinfer" and head_dim not in (64, 128, 256):
         pytest.skip("FlashInfer's kernels are for other head sizes")
-    heads: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head_dim}
+    heads: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+    }
     config = tiny_config(**heads, max_position_embeddings=2048, initializer_range=0.1)
     (tmp_path / "config.json").write_text(json.dumps(config))
     # One prompt long enough for FA3, short ones beside it, then decodes.

@@ -12,8 +12,9 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from custom_ops import choices as choices_module
 from custom_ops import cublaslt
-from custom_ops.cutlass_gemm import Choices
+from custom_ops.choices import Choices
 
 CUDA = torch.device("cuda")
 
@@ -40,10 +41,9 @@ def test_every_algorithm(num_tokens: int, out: int, inner: int, has_residual: bo
     )
     found = product.algorithms()
     assert found
-    for algorithm in found:
-        size = product.workspace_bytes(algorithm)
-        assert size is not None
-        result = product.run(algorithm, size, x, weight, residual if has_residual else None)
+    for name in found:
+        assert product.takes(name)
+        result = product.run(name, x, residual if has_residual else None, weight)
         assert error(result, x, weight, residual if has_residual else None) < 3e-3
 
 
@@ -52,7 +52,8 @@ def test_the_choice_is_kept_and_serves_its_whole_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_residual: bool
 ) -> None:
     kept = Choices(tmp_path / "choices.json")
-    monkeypatch.setattr(cublaslt, "_choices", lambda device: kept)
+    for module in (cublaslt, choices_module):
+        monkeypatch.setattr(module, "choices_of", lambda device: kept)
     for num_tokens in (256, 129, 200):  # one range
         x, weight, residual = operands(num_tokens, 4096, 1024)
         result = cublaslt.linear(x, weight, residual if has_residual else None)
