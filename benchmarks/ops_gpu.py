@@ -1,6 +1,7 @@
 """Checks and times every CUDA kernel of `custom_ops` on its own and as a hand-made decode step. Prints JSON lines.
 
 usage: python -m benchmarks.ops_gpu [--sections linear,decode,...] [--models llama-8b,qwen3-0.6b] [--sweep] [--flashinfer]
+           [--kv-cache-dtype fp8]
 Each check draws fresh random inputs and compares with torch in float32; each time is the replay of a CUDA graph.
 """
 
@@ -32,6 +33,7 @@ from custom_ops.triton_elementwise import add_rms_norm, silu_mul_rows
 from custom_ops.triton_linear import MAX_SMALL_TOKENS, fused_linear
 from custom_ops.triton_prefill import prefill_attention
 from custom_ops.triton_rope import rope_kv_write, split_qkv
+from runtime.device import resolve_kv_cache_dtype
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 BLOCK_SIZE = 16
@@ -117,7 +119,8 @@ def make_batch(
         max_seq_len=max(seq_lens), query_start_loc_cpu=starts.numpy(), seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int32).numpy(),
     )  # fmt: skip
     size = (num_blocks, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
-    return metadata, [torch.empty(size, dtype=DTYPE, device="cuda").normal_() for _ in range(layers)]
+    cache_dtype = resolve_kv_cache_dtype(ARGS.kv_cache_dtype, DTYPE)
+    return metadata, [torch.randn(size, dtype=DTYPE, device="cuda").to(cache_dtype) for _ in range(layers)]
 
 
 def rope_tables(num_tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,18 +220,16 @@ def section_decode(shape: Shape, sweep: bool) -> None:
         metadata, (cache,) = make_batch(shape, [1] * len(seq_lens), seq_lens, backend)
         qkv = torch.randn(len(seq_lens), tokens, device="cuda").to(DTYPE)
         cos, sin = rope_tables(len(seq_lens), shape.head_dim)
-        expected_cache = cache.clone()
+        expected_cache = cache.float() if cache.dtype == DTYPE else cache.clone()
         q, k, v = split_qkv(qkv.float(), shape.heads, shape.kv_heads)
         q = norm_rope_reference(q, cos, sin, norms[0], shape.eps)
         k = norm_rope_reference(k, cos, sin, norms[1], shape.eps)
-        expected = TorchAttention().forward(
-            q, k.to(DTYPE).float(), v, (expected_cache := expected_cache.float()), scale, metadata
-        )
+        expected = TorchAttention().forward(q, k.to(DTYPE).float(), v, expected_cache, scale, metadata)
         out = backend.rope_forward(
             qkv, cos, sin, cache, shape.heads, shape.kv_heads, scale, *norms, shape.eps, metadata
         )
         error = relative_error(out, expected.flatten(1))
-        cache_error = relative_error(cache, expected_cache)
+        cache_error = relative_error(cache.float(), expected_cache.float())
         emit(work="check_decode", model=shape.name, seqs=len(seq_lens), error=float(f"{error:.2e}"),
         cache_error=float(f"{cache_error:.2e}"),
              ok=error < 1e-2 and cache_error < 1e-3)  # fmt: skip
@@ -240,8 +241,10 @@ def section_decode(shape: Shape, sweep: bool) -> None:
             (32, 1, 4, 1, 32),
             (32, 1, 3, 2, 32),
             (64, 1, 3, 4, 64),
+            (64, 1, 3, 2, 64),
             (64, 2, 3, 4, 64),
             (128, 1, 2, 4, 128),
+            (128, 1, 3, 4, 128),
         ]
     for batch, length in ((1, 192), (1, 4096), (8, 192), (32, 192), (64, 192), (64, 1024), (256, 192), (256, 700)):
         layers = 4 if batch * length >= 1 << 17 else 8
@@ -264,8 +267,8 @@ def section_decode(shape: Shape, sweep: bool) -> None:
                 results.append((round(time_ms(run, 15.0) * 1e3 / layers, 2), config))
             except Exception as error:
                 emit(work="sweep_failed", config=config, error=repr(error)[:200])
-        size = batch * length * shape.kv_heads * shape.head_dim * 4
-        emit(work="decode_attention", model=shape.name, batch=batch, length=length, us=results[0][0],
+        size = batch * length * shape.kv_heads * shape.head_dim * 2 * caches[0].itemsize
+        emit(work="decode_attention", model=shape.name, kv_cache_dtype=ARGS.kv_cache_dtype, batch=batch, length=length, us=results[0][0],
              tb_s=round(size / results[0][0] / 1e6, 2), best=sorted(results, key=lambda r: r[0])[:4])  # fmt: skip
 
 
@@ -286,7 +289,7 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
             metadata.slot_mapping = F.pad(metadata.slot_mapping, (0, 3), value=-1)
             qkv = torch.randn(total, shape.qkv_rows, device="cuda").to(DTYPE)
             cos, sin = rope_tables(total, shape.head_dim)
-            expected_cache = cache.float()
+            expected_cache = cache.float() if cache.dtype == DTYPE else cache.clone()
             q, k, v = split_qkv(qkv.float(), shape.heads, shape.kv_heads)
             q = norm_rope_reference(q, cos, sin, norms[0], shape.eps)
             k = norm_rope_reference(k, cos, sin, norms[1], shape.eps)
@@ -297,7 +300,7 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
             )
             used = backend.module_status() if isinstance(backend, FlashInferAttention) else {}
             error = relative_error(out[:-3], expected.flatten(1)[:-3])
-            cache_error = relative_error(cache, expected_cache)
+            cache_error = relative_error(cache.float(), expected_cache.float())
             emit(work="check_prefill", backend=name, model=shape.name, queries=query_lens, error=float(f"{error:.2e}"),
                  cache_error=float(f"{cache_error:.2e}"),
                  ok=error < 1e-2 and cache_error < 1e-3 and bool(out.isfinite().all()), modules=used)  # fmt: skip
@@ -350,9 +353,16 @@ def section_prefill(shape: Shape, sweep: bool) -> None:
             "best": sorted(results, key=lambda r: r[0])[:3],
         }
         row["best_tflops"] = round(flops / best[0] / 1e6, 1)
-        if ARGS.flashinfer:
+        if ARGS.flashinfer and cache.dtype == DTYPE:
             row |= flashinfer_times(shape, metadata, rotated, cache, scale, flops)
-        emit(work="prefill_attention", model=shape.name, queries=query_lens, rope_us=round(rope_us, 1), **row)
+        emit(
+            work="prefill_attention",
+            model=shape.name,
+            kv_cache_dtype=ARGS.kv_cache_dtype,
+            queries=query_lens,
+            rope_us=round(rope_us, 1),
+            **row,
+        )
 
 
 def flashinfer_times(
@@ -371,7 +381,9 @@ def flashinfer_times(
         backend.plan(metadata)
         started = time.perf_counter()
         wrapper = backend._planned_wrapper(
-            module._Shape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, scale), q.device, metadata
+            module._Shape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, DTYPE, scale),
+            q.device,
+            metadata,
         )
         row[f"{variant}_first_plan_ms"] = round((time.perf_counter() - started) * 1e3, 2)
         us = event_ms(lambda: wrapper.run(q, (cache[:, 0], cache[:, 1]))) * 1e3
@@ -462,7 +474,7 @@ SECTIONS = {
     "step": section_step,
     "prefill": section_prefill,
 }
-ARGS = argparse.Namespace(flashinfer=False, sweep=False)
+ARGS = argparse.Namespace(flashinfer=False, sweep=False, kv_cache_dtype="auto")
 
 
 def run_sections(sections: Mapping[str, Callable[[Shape, bool], None]], names: list[str], models: list[str]) -> None:
@@ -490,6 +502,7 @@ def main() -> None:
     parser.add_argument(
         "--flashinfer", action="store_true", help="also check and time FlashInfer where its modules are built"
     )
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of the attention sections")
     parser.parse_args(namespace=ARGS)
     run_sections(SECTIONS, ARGS.sections.split(","), ARGS.models.split(","))
 

@@ -1,16 +1,18 @@
 """Perplexity of a model on a fixed text under each quantization, through the engine's own compiled model.
 
     python -m benchmarks.perplexity [--model smollm2-135m] [--dtype bfloat16] [--quantization none fp8 …] [--exclude GLOB …]
+                                    [--kv-cache-dtype auto fp8]
 
 exp(−mean log p(token | all before it)) over benchmarks/texts/ferry.txt, prose that was written for this and is in no model's
-training data, as one sequence. change_percent is against the unquantized model, beside the standard error of the mean of the tokens'
-differences. Each line also has what greedy decoding of a few chat prompts gives, and how many of its first tokens
-are those of the unquantized model. Prints one JSON line a quantization; quality, not speed, so that it may run on a busy machine.
+training data, as one sequence. change_percent is against the unquantized model with a cache of its own dtype, beside the standard
+error of the mean of the tokens' differences. Each line also has what greedy decoding of a few chat prompts gives, and how many of its first
+tokens are those of the unquantized model. Prints one JSON line a quantization; quality, not speed, so that it may run on a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -20,20 +22,25 @@ from typing import Any, get_args
 
 from benchmarks.common import cpu_name, environment
 from compiler.config import Quantization
+from runtime.config import KVCacheDtype
 
 TEXT = Path(__file__).with_name("texts") / "ferry.txt"
 PROMPTS = ("What is the capital of France?", "Name three primary colors.", "Write one sentence about the sea.")
 GREEDY_TOKENS = 32
 
 
-def measure(model: str, dtype: str, quantization: str, exclude: list[str], threads: int | None) -> dict[str, Any]:
-    """Perplexity and greedy answers of one quantization ("none": the checkpoint as it is)."""
+def measure(
+    model: str, dtype: str, quantization: str, exclude: list[str], kv_cache_dtype: str, threads: int | None
+) -> dict[str, Any]:
+    """Perplexity and greedy answers of one quantization ("none": the checkpoint as it is) over one KV cache."""
     from runtime.llm import LLM
     from runtime.sampling_params import SamplingParams
 
     start = time.perf_counter()
-    options: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
-    if exclude and options:
+    options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    if quantization != "none":
+        options["quantization"] = quantization
+    if exclude and quantization != "none":
         options["quantization_exclude"] = exclude
     llm = LLM(model, dtype=dtype, num_threads=threads, max_num_batched_tokens=512, max_num_seqs=8, **options)
     tokens = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"))
@@ -52,6 +59,7 @@ def measure(model: str, dtype: str, quantization: str, exclude: list[str], threa
     return {
         "quantization": quantization,
         **({"exclude": exclude} if exclude else {}),
+        "kv_cache_dtype": kv_cache_dtype,
         "linears": linears,
         "tokens": len(logprobs),
         "perplexity": round(math.exp(-sum(logprobs) / len(logprobs)), 4),
@@ -73,13 +81,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", nargs="+", default=["none", *get_args(Quantization)])
     parser.add_argument("--exclude", nargs="*", default=[], help="globs instead of the quantization's own exclusions")
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], choices=get_args(KVCacheDtype))
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     reference: dict[str, Any] | None = None
-    for quantization in args.quantization:
-        row = measure(args.model, args.dtype, quantization, args.exclude, args.threads)
+    for quantization, kv_cache_dtype in itertools.product(args.quantization, args.kv_cache_dtype):
+        row = measure(args.model, args.dtype, quantization, args.exclude, kv_cache_dtype, args.threads)
         found = {name: row.pop(name) for name in ("logprobs", "greedy_tokens")}
-        if quantization == "none":
+        if quantization == "none" and kv_cache_dtype == "auto":
             reference = found
         elif reference is not None:
             losses = [b - a for a, b in zip(found["logprobs"], reference["logprobs"], strict=True)]

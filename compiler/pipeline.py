@@ -66,6 +66,7 @@ def compile_model(
     kernels: frozenset[str] = frozenset(),
     passes: Sequence[GraphPass] | None = None,
     attention_backend: AttentionBackend | None = None,
+    kv_cache_dtype: torch.dtype | None = None,
     on_stage: StageCallback = _ignore_stage,
 ) -> Model:
     """Compile (or, in mode "eager", just wrap) a model for one device; weights are filled in afterwards through the result.
@@ -73,7 +74,8 @@ def compile_model(
     kernels: names of the fused `cas` ops that have a kernel here, from `available_kernels` (passes that need another are
         left out).
     passes: instead of `default_passes()`; `config.user_passes` come in addition.
-    attention_backend: what split ops are measured with (needed for `profile_tokens`).
+    attention_backend, kv_cache_dtype: what split ops are measured with (for `profile_tokens`; None: `dtype`); no piece sees the
+        cache, so that nothing else depends on them.
     on_stage: called with (stage, seconds, detail) when a stage ends.
     Raises `CaptureError`, `SplitError`, `PassError` or `PieceCompileError`.
     """
@@ -98,7 +100,7 @@ def compile_model(
         names = ", ".join(graph_pass.name for graph_pass in all_passes)
         raise PassError(f"Cannot force unknown pass {sorted(unknown)[0]!r}: the passes are {names}.")
     job = _Compilation(spec, config, device, dtype, kernels, all_passes, on_stage,
-                       attention_backend=attention_backend)  # fmt: skip
+                       attention_backend=attention_backend, kv_cache_dtype=kv_cache_dtype or dtype)  # fmt: skip
     return job.run()
 
 
@@ -111,6 +113,7 @@ class _Compilation:
     kernels: frozenset[str]
     passes: tuple[GraphPass, ...]
     on_stage: StageCallback
+    kv_cache_dtype: torch.dtype
     report: dict[str, Any] = field(default_factory=lambda: {"mode": "compile", "stages": {}})
     stores: list[ArtifactStore] = field(default_factory=list)
     dump: Dump | None = None
@@ -282,7 +285,8 @@ class _Compilation:
         try:
             self.report["profile"] = profile_model(
                 plan, graphs, pieces, [(kv.num_kv_heads, kv.head_dim) for kv in self.spec.kv_cache_specs],
-                device=self.device, dtype=self.dtype, backend=self.attention_backend, tokens=self.config.profile_tokens,
+                device=self.device, dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype,
+                backend=self.attention_backend, tokens=self.config.profile_tokens,
             )  # fmt: skip
         except RuntimeError as error:  # of torch, out of memory among them: a measurement is no reason not to serve
             log.warning("The pieces could not be measured: %s", str(error).splitlines()[0])

@@ -44,6 +44,7 @@ def profile_model(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
     backend: AttentionBackend,
     tokens: Sequence[int],
 ) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def profile_model(
         "steps": [],
     }
     for count in tokens:
-        step = _DecodeStep(plan, pieces, weights, cache_shapes, device, dtype, backend, count)
+        step = _DecodeStep(plan, pieces, weights, cache_shapes, device, kv_cache_dtype, backend, count)
         seconds, whole = step.measure()
         used = sum(sum(times) for times in seconds.values())
         result["steps"].append({"tokens": count, "seconds": whole, "between": max(0.0, whole - used)})
@@ -115,20 +116,20 @@ class _DecodeStep:
 
     def __init__(
         self, plan: ExecutionPlan, pieces: Mapping[str, Callable[..., Any]], weights: Mapping[str, torch.Tensor],
-        cache_shapes: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype, backend: AttentionBackend,
+        cache_shapes: Sequence[tuple[int, int]], device: torch.device, cache_dtype: torch.dtype, backend: AttentionBackend,
         tokens: int,
     ) -> None:  # fmt: skip
         self._plan, self._pieces, self._device = plan, pieces, device
         blocks = CONTEXT // BLOCK_SIZE
         shapes = [(tokens * blocks, 2, heads, BLOCK_SIZE, size) for heads, size in cache_shapes]
-        total = sum(torch.Size(shape).numel() * dtype.itemsize for shape in shapes)
+        total = sum(torch.Size(shape).numel() * cache_dtype.itemsize for shape in shapes)
         distinct = max(1, len(shapes) * CACHE_BYTES // max(total, CACHE_BYTES))
         caches: list[torch.Tensor] = []
         for i, shape in enumerate(shapes):
             shared = (
                 next((c for c in caches[i % distinct :: distinct] if c.shape == shape), None) if i >= distinct else None
             )
-            caches.append(torch.full(shape, 0.01, dtype=dtype, device=device) if shared is None else shared)
+            caches.append(torch.full(shape, 0.01, dtype=cache_dtype, device=device) if shared is None else shared)
         self._inputs = (
             torch.arange(tokens, device=device) % 2,
             torch.full((tokens,), CONTEXT - 1, device=device),

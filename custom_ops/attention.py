@@ -47,7 +47,9 @@ class AttentionMetadata:
 class AttentionBackend(Protocol):
     """A way to compute `cas::attention` on some device.
 
-    KV cache layout, the same for every backend: [N, 2, K, P, E], keys at [:, 0], values at [:, 1].
+    KV cache layout, the same for every backend: [N, 2, K, P, E], keys at [:, 0], values at [:, 1]. Its dtype is q's or
+    float8_e4m3fn: keys and values are then rounded to it (to the nearest, ties to even; beyond ±448 to ±448) with no scale, and
+    the tokens of a step are attended as the cache keeps them where a backend reads them back from there.
     """
 
     name: str
@@ -57,6 +59,7 @@ class AttentionBackend(Protocol):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         head_dim: int,
         num_heads: int,
         num_kv_heads: int,

@@ -24,6 +24,7 @@ class CpuAttention:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         head_dim: int,
         num_heads: int,
         num_kv_heads: int,
@@ -34,6 +35,8 @@ class CpuAttention:
             return f"the cpu attention backend runs on the CPU only, not on {device.type}"
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the cpu attention backend takes float32 and bfloat16, not {dtype}"
+        if kv_cache_dtype != dtype:
+            return f"the cpu attention backend keeps keys and values in the model's {dtype}, not in {kv_cache_dtype}"
         if head_dim % 16 or head_dim > _MAX_HEAD_DIM:
             return f"the cpu attention backend takes head sizes that are multiples of 16 up to {_MAX_HEAD_DIM}, not {head_dim}"
         if num_heads % num_kv_heads:

@@ -4,6 +4,7 @@ Shape legend: T tokens of the step, S sequences, H query heads, K key/value head
 M block-table columns.
 
 Prompts without a cached prefix are attended straight from the step's own keys and values, which FA3 reads faster than pages.
+Where the cache is in float8 that is all that FlashInfer does: FA3 has no products of bfloat16 queries with float8 pages.
 On Hopper FA3 takes long prompts and Triton's kernel the others (it was faster than FA2, whose time had its launches in it, though);
 elsewhere FA2 takes all.
 Decode has nothing to plan, so it goes into CUDA graphs of any length. Prompts are planned on the host once a step, at the first layer
@@ -39,6 +40,7 @@ class _Shape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
     scale: float
 
 
@@ -71,12 +73,14 @@ class FlashInferAttention:
         self._workspace: torch.Tensor | None = None
         self._step: _StepPlan | None = None
         self._announced: set[tuple[Variant, bool]] = set()
+        self._announced_float8 = False
 
     def unsupported_reason(
         self,
         *,
         device: torch.device,
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         head_dim: int,
         num_heads: int,
         num_kv_heads: int,
@@ -92,6 +96,7 @@ class FlashInferAttention:
         return self._triton.unsupported_reason(
             device=device,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             head_dim=head_dim,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -186,7 +191,7 @@ class FlashInferAttention:
         from custom_ops.triton_rope import rope_kv_write
 
         num_tokens, num_heads, head_dim = q_THE.shape
-        shape = _Shape(num_heads, k_TKE.shape[1], head_dim, kv_cache.shape[3], q_THE.dtype, scale)
+        shape = _Shape(num_heads, k_TKE.shape[1], head_dim, kv_cache.shape[3], q_THE.dtype, kv_cache.dtype, scale)
         wrapper = self._planned_wrapper(shape, q_THE.device, metadata)
         if wrapper is None:
             return self._triton._run(
@@ -237,6 +242,11 @@ class FlashInferAttention:
         modules = self.modules(shape.dtype, shape.head_dim, device)
         wanted: Variant = "fa3" if "fa3" in modules.variants else "fa2"
         if wanted == "fa3" and step.max_query_len < FA3_MIN_QUERY_LEN:
+            return None
+        if shape.kv_cache_dtype != shape.dtype and not (wanted == "fa3" and step.is_fresh):
+            if not self._announced_float8:
+                self._announced_float8 = True
+                logger.info("prompts with a cached prefix use Triton: FlashInfer %s does not read float8 pages", wanted)
             return None
         is_built = modules.is_built(wanted)
         if not is_built and self._build:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from custom_ops.attention import AttentionMetadata
+from custom_ops.quantization import LARGEST
 
 
 def write_kv_cache(
@@ -16,14 +17,21 @@ def write_kv_cache(
 ) -> None:
     """kv_cache[slot / P, 0 or 1, :, slot % P] = k, v of the token, for slots that are not -1.
 
-    k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated); slot_mapping_T: int64 [T].
+    k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated), q's dtype or float8_e4m3fn; slot_mapping_T: int64 [T].
     """
     block_size = kv_cache.shape[3]
     tokens = (slot_mapping_T >= 0).nonzero().squeeze(1)
     slots = slot_mapping_T[tokens]
     blocks, offsets = slots // block_size, slots % block_size
-    kv_cache[blocks, 0, :, offsets] = k_TKE[tokens].to(kv_cache.dtype)
-    kv_cache[blocks, 1, :, offsets] = v_TKE[tokens].to(kv_cache.dtype)
+    kv_cache[blocks, 0, :, offsets] = round_to_cache(k_TKE[tokens], kv_cache.dtype)
+    kv_cache[blocks, 1, :, offsets] = round_to_cache(v_TKE[tokens], kv_cache.dtype)
+
+
+def round_to_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as a cache of that dtype keeps it; NaN stays NaN."""
+    if dtype in LARGEST:  # a cast gives NaN beyond the largest value in some versions of torch
+        x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return x.to(dtype)
 
 
 class TorchAttention:
@@ -36,6 +44,7 @@ class TorchAttention:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         head_dim: int,
         num_heads: int,
         num_kv_heads: int,
@@ -44,6 +53,8 @@ class TorchAttention:
         """None when the combination runs, else one sentence why not."""
         if not dtype.is_floating_point:
             return f"attention needs a floating-point dtype, not {dtype}"
+        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
         if num_heads % num_kv_heads:
             return f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
         return None
@@ -74,7 +85,7 @@ class TorchAttention:
                 continue
             blocks = metadata.block_table[s, : (seq_len + block_size - 1) // block_size].long()
             # [blocks, 2, K, P, E] → [2, K, C, E]
-            kv = kv_cache[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(math_dtype)
+            kv = kv_cache[blocks].to(math_dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
             k_KCE, v_KCE = kv[0], kv[1]
             q_KGLE = q_THE[begin:end].to(math_dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
             scores_KGLC = torch.einsum("kgle,kce->kglc", q_KGLE, k_KCE) * scale

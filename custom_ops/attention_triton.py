@@ -38,6 +38,7 @@ class TritonAttention:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         head_dim: int,
         num_heads: int,
         num_kv_heads: int,
@@ -48,6 +49,11 @@ class TritonAttention:
             return reason
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"the Triton kernels compute in bfloat16, float16 or float32, not {dtype}"
+        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
+        if kv_cache_dtype != dtype and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            name = torch.cuda.get_device_name(device)
+            return f"Triton rounds to float8_e4m3fn on compute capability 8.9 or newer only, {name} is older"
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:
             return f"the Triton kernels need an even head size of at most {MAX_HEAD_DIM}, not {head_dim}"
         if num_heads % num_kv_heads:

@@ -61,6 +61,27 @@ def prefetch_rows_l2(pointers_C, NUM_ELEMENTS: tl.constexpr):
     )
 
 
+@triton.jit
+def to_cache(values, kv_ptr):
+    """Rounded to the KV cache's dtype: to the nearest, ties to even; float8 saturates, and NaN stays NaN."""
+    dtype: tl.constexpr = kv_ptr.dtype.element_ty
+    if dtype == tl.float8e4nv:
+        values = tl.clamp(values.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return values.to(dtype)
+
+
+@triton.jit
+def to_products(q, dtype: tl.constexpr):
+    """Queries in the dtype that they are multiplied with keys in: that of the model, or float16 for a bfloat16 model's float8 cache.
+
+    Float16 holds every float8 value and is one instruction for two of them away, bfloat16 four. Of bfloat16 queries and
+    probabilities it loses what is below 2^-24 (below 2^-17 in part); queries beyond ±65504 become ±65504.
+    """
+    if dtype == tl.float16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return q.to(dtype)
+
+
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether kernels on this device may be launched with `launch_pdl`."""

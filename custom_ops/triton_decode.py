@@ -22,6 +22,8 @@ from custom_ops.triton_common import (
     prefetch_rows_l2,
     split_counters,
     supports_pdl,
+    to_cache,
+    to_products,
     wait_for_previous,
 )
 from custom_ops.triton_rope import heads_contiguous, load_norm_rope
@@ -45,6 +47,8 @@ def _decode_kernel(
     HALF: tl.constexpr = HEAD_DIM // 2
     TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     dtype: tl.constexpr = q_ptr.dtype.element_ty
+    is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
+    product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
     cols_R, cols_E, heads_G = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     ok_R, ok_E, ok_G = cols_R < HALF, cols_E < HEAD_DIM, heads_G < GROUP
     let_next_start(PDL)
@@ -84,8 +88,9 @@ def _decode_kernel(
         cos_row, sin_row = cos_ptr + token * cos_stride, sin_ptr + token * cos_stride
     q_low_GR, q_high_GR = load_norm_rope(
         q_ptr + token * q_stride + kv_head * (GROUP * HEAD_DIM), ok_G, cos_row, sin_row, q_norm_ptr, heads_G * HEAD_DIM, eps,
-        dtype, HEAD_DIM, BLOCK_R, HAS_Q_NORM, HAS_ROPE,
+        tl.float32, HEAD_DIM, BLOCK_R, HAS_Q_NORM, HAS_ROPE,
     )  # fmt: skip
+    q_low_GR, q_high_GR = to_products(q_low_GR, product), to_products(q_high_GR, product)
     max_G = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
     acc_GE = tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32)
@@ -97,8 +102,7 @@ def _decode_kernel(
         )  # fmt: skip
         v_E = tl.load(v_ptr + token * v_stride + kv_head * HEAD_DIM + cols_E, mask=ok_E, other=0.0)
         # Rounded as the cache rounds, so that a token's key and value are the same now and when they are read later.
-        k_low_1R, k_high_1R = k_low_1R.to(kv_ptr.dtype.element_ty), k_high_1R.to(kv_ptr.dtype.element_ty)
-        v_E = v_E.to(kv_ptr.dtype.element_ty)
+        k_low_1R, k_high_1R, v_E = to_cache(k_low_1R, kv_ptr), to_cache(k_high_1R, kv_ptr), to_cache(v_E, kv_ptr)
         slot = tl.load(slot_ptr + token)
         if slot >= 0:
             at = (
@@ -125,11 +129,11 @@ def _decode_kernel(
         rows_C = block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM
         k_CR = base + rows_C[:, None] + cols_R[None, :]
         ok_CR = ok_C[:, None] & ok_R[None, :]
-        k_low_CR = tl.load(k_CR, mask=ok_CR, other=0.0).to(dtype)
-        k_high_CR = tl.load(k_CR + HALF, mask=ok_CR, other=0.0).to(dtype)
+        k_low_CR = tl.load(k_CR, mask=ok_CR, other=0.0).to(product)
+        k_high_CR = tl.load(k_CR + HALF, mask=ok_CR, other=0.0).to(product)
         v_CE = tl.load(
             base + TO_VALUES + rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0
-        ).to(dtype)
+        ).to(product)
         scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
         scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
         scores_GC = tl.where(ok_C[None, :], scores_GC * scale_log2, float("-inf"))
@@ -137,7 +141,7 @@ def _decode_kernel(
         shrink_G = tl.exp2(max_G - new_max_G)
         probs_GC = tl.exp2(scores_GC - new_max_G[:, None])
         sum_G = sum_G * shrink_G + tl.sum(probs_GC, 1)
-        acc_GE = tl.dot(probs_GC.to(dtype), v_CE, acc_GE * shrink_G[:, None], input_precision="ieee")
+        acc_GE = tl.dot(probs_GC.to(product), v_CE, acc_GE * shrink_G[:, None], input_precision="ieee")
         max_G = new_max_G
 
     if used_splits == 1:
@@ -173,18 +177,21 @@ def _decode_kernel(
             tl.store(counter, 0)
 
 
-def decode_config(num_seqs: int, num_kv_heads: int, sms: int) -> tuple[int, int, int, int, int]:
-    """(tile of keys, splits, stages, warps, fewest tokens a split) by the number of sequences alone.
+def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
+    """(tile of keys, splits, stages, warps, fewest tokens a split) by the number of sequences, and the bytes of a cached value.
 
     Few sequences are split finely; more of them only where they are long, because combining splits costs as much as 200 tokens;
-    many of them need no split, and one warp a program keeps the most loads in flight.
+    many of them need no split, and one warp a program keeps the most loads in flight. Where the memory is to be the limit, tiles of
+    float8 are twice as long: what a tile costs besides its bytes is nearly all of the instructions that there is time for.
     """
     groups = num_seqs * num_kv_heads
     if groups <= sms // 8:
         return 128, MAX_SPLITS, 1, 4, 128
     if groups < sms:
         return 128, triton.next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 1, 4, 256
-    return (64, 1, 3, 4, 64) if groups < 8 * sms else (16, 1, 4, 1, 16)
+    widening = 2 if itemsize == 1 else 1
+    tile, stages, warps = (64, 3, 4) if groups < 8 * sms else (16, 4, 1)
+    return widening * tile, 1, stages, warps, widening * tile
 
 
 def decode_attention(
@@ -209,14 +216,16 @@ def decode_attention(
     """out = attention of the sequences that have exactly one query token; the others' rows of out are left alone.
 
     q_THE, k_TKE, v_TKE: the step's new heads before norm and rope, rows may be strided; cos_TE, sin_TE: [T, E], None: no rope.
-    kv_cache: [N, 2, K, P, E], gets the new tokens. Sequences with seq_len 0 are padding: zeros. config: as `decode_config`
-    gives it, None: that. The metadata's tensors are as in `AttentionMetadata`; num_seqs is S of the launch.
+    kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn, gets the new tokens. Sequences with seq_len 0 are padding: zeros.
+    config: as `decode_config` gives it, None: that. The metadata's tensors are as in `AttentionMetadata`; num_seqs is S of the launch.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_heads, head_dim = q_THE.shape[1:]
     num_kv_heads, block_size = k_TKE.shape[1], kv_cache.shape[3]
     device = q_THE.device
-    block_c, splits, stages, warps, min_split = config or decode_config(num_seqs, num_kv_heads, num_sms(device))
+    block_c, splits, stages, warps, min_split = config or decode_config(
+        num_seqs, num_kv_heads, num_sms(device), kv_cache.itemsize
+    )
     partial = counters = None
     if splits > 1:
         partial = torch.empty(num_seqs * splits * num_heads * (head_dim + 2), dtype=torch.float32, device=device)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.triton_common import to_products
 from custom_ops.triton_decode import LOG2_E
 
 
@@ -25,6 +26,8 @@ def _prefill_kernel(
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     dtype: tl.constexpr = q_ptr.dtype.element_ty
+    is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
+    product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
     # Sequence s starts at tile start_loc[s] // Q + s at the latest; find the last s whose first tile is not after this one.
     low, high = 0, num_seqs
     while high - low > 1:
@@ -47,7 +50,7 @@ def _prefill_kernel(
     rows_Q, cols_E = begin + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_E)
     ok_QE = (rows_Q < query_len)[:, None] & (cols_E < HEAD_DIM)[None, :]
     at_QE = (first + rows_Q).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + cols_E[None, :]
-    q_QE = tl.load(q_ptr + at_QE, mask=ok_QE, other=0.0)
+    q_QE = to_products(tl.load(q_ptr + at_QE, mask=ok_QE, other=0.0), product)
     max_Q = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     sum_Q = tl.zeros((BLOCK_Q,), dtype=tl.float32)
     acc_QE = tl.zeros((BLOCK_Q, BLOCK_E), dtype=tl.float32)
@@ -60,17 +63,17 @@ def _prefill_kernel(
         block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE).to(tl.int64)
         at_CE = base + (block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM)[:, None] + cols_E[None, :]
         if BLOCK_E == HEAD_DIM:
-            k_CE = tl.load(at_CE).to(dtype)
-            v_CE = tl.load(at_CE + TO_VALUES).to(dtype)
+            k_CE = tl.load(at_CE).to(product)
+            v_CE = tl.load(at_CE + TO_VALUES).to(product)
         else:
-            k_CE = tl.load(at_CE, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(dtype)
-            v_CE = tl.load(at_CE + TO_VALUES, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(dtype)
+            k_CE = tl.load(at_CE, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(product)
+            v_CE = tl.load(at_CE + TO_VALUES, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(product)
         scores_QC = tl.dot(q_QE, tl.trans(k_CE), input_precision="ieee")
         new_max_Q = tl.maximum(max_Q, tl.max(scores_QC, 1) * scale_log2)
         shrink_Q = tl.exp2(max_Q - new_max_Q)
         probs_QC = tl.exp2(scores_QC * scale_log2 - new_max_Q[:, None])
         sum_Q = sum_Q * shrink_Q + tl.sum(probs_QC, 1)
-        acc_QE = tl.dot(probs_QC.to(dtype), v_CE, acc_QE * shrink_Q[:, None], input_precision="ieee")
+        acc_QE = tl.dot(probs_QC.to(product), v_CE, acc_QE * shrink_Q[:, None], input_precision="ieee")
         max_Q = new_max_Q
     for start in tl.range(whole, end, BLOCK_C, num_stages=1):
         tokens_C = start + tl.arange(0, BLOCK_C)
@@ -80,8 +83,8 @@ def _prefill_kernel(
         )
         at_CE = base + (block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM)[:, None] + cols_E[None, :]
         ok_CE = ok_C[:, None] & (cols_E < HEAD_DIM)[None, :]
-        k_CE = tl.load(at_CE, mask=ok_CE, other=0.0).to(dtype)
-        v_CE = tl.load(at_CE + TO_VALUES, mask=ok_CE, other=0.0).to(dtype)
+        k_CE = tl.load(at_CE, mask=ok_CE, other=0.0).to(product)
+        v_CE = tl.load(at_CE + TO_VALUES, mask=ok_CE, other=0.0).to(product)
         scores_QC = tl.dot(q_QE, tl.trans(k_CE), input_precision="ieee") * scale_log2
         seen_QC = tokens_C[None, :] <= offset + rows_Q[:, None]
         scores_QC = tl.where(seen_QC, scores_QC, float("-inf"))
@@ -90,7 +93,7 @@ def _prefill_kernel(
         shrink_Q = tl.exp2(max_Q - new_max_Q)
         probs_QC = tl.exp2(scores_QC - new_max_Q[:, None])
         sum_Q = sum_Q * shrink_Q + tl.sum(probs_QC, 1)
-        acc_QE = tl.dot(probs_QC.to(dtype), v_CE, acc_QE * shrink_Q[:, None], input_precision="ieee")
+        acc_QE = tl.dot(probs_QC.to(product), v_CE, acc_QE * shrink_Q[:, None], input_precision="ieee")
         max_Q = new_max_Q
     tl.store(out_ptr + at_QE, (acc_QE / sum_Q[:, None]).to(dtype), mask=ok_QE)
 
@@ -109,8 +112,9 @@ def prefill_attention(
 ) -> None:
     """out = softmax(scale · q kᵀ + causal mask) v over the cache, in which the step's own keys and values lie already.
 
-    q_THE: contiguous [T, H, E]; kv_cache: [N, 2, K, P, E]; the metadata's tensors as in `AttentionMetadata`; skip_single leaves
-    sequences of one query token to `decode_attention`. config: (query tile, key tile, stages, warps).
+    q_THE: contiguous [T, H, E]; kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn; the metadata's tensors as in
+    `AttentionMetadata`; skip_single leaves sequences of one query token to `decode_attention`. config: (query tile, key tile, stages,
+    warps).
     """
     num_tokens, num_heads, head_dim = q_THE.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
+from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, to_cache, wait_for_previous
 
 
 @triton.jit
@@ -93,16 +93,15 @@ def _rope_kv_kernel(
             v_KR = v_ptr + token * v_stride + heads_K[:, None] * HEAD_DIM + cols_R[None, :]
             v_low_KR = tl.load(v_KR, mask=ok_KR, other=0.0)
             v_high_KR = tl.load(v_KR + HALF, mask=ok_KR, other=0.0)
-            store_type = kv_ptr.dtype.element_ty
             if WRITE_K:
                 k_out_KR = k_out_ptr + token * NUM_KV_HEADS * HEAD_DIM + heads_K[:, None] * HEAD_DIM + cols_R[None, :]
                 tl.store(k_out_KR, low_KR, mask=ok_KR)
                 tl.store(k_out_KR + HALF, high_KR, mask=ok_KR)
-            tl.store(at_KR, low_KR.to(store_type), mask=ok_KR)
-            tl.store(at_KR + HALF, high_KR.to(store_type), mask=ok_KR)
+            tl.store(at_KR, to_cache(low_KR, kv_ptr), mask=ok_KR)
+            tl.store(at_KR + HALF, to_cache(high_KR, kv_ptr), mask=ok_KR)
             to_values: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-            tl.store(at_KR + to_values, v_low_KR.to(store_type), mask=ok_KR)
-            tl.store(at_KR + to_values + HALF, v_high_KR.to(store_type), mask=ok_KR)
+            tl.store(at_KR + to_values, to_cache(v_low_KR, kv_ptr), mask=ok_KR)
+            tl.store(at_KR + to_values + HALF, to_cache(v_high_KR, kv_ptr), mask=ok_KR)
 
 
 def split_qkv(qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,8 +133,8 @@ def rope_kv_write(
     """q' = rope(norm(q)) is returned, rope(norm(k)) and v go to the cache at slot_mapping; norm and rope only where given.
 
     q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E], rows may be strided; cos_TE, sin_TE: [T, E] with equal halves, contiguous rows;
-    kv_cache: [N, 2, K, P, E] (mutated); slot_mapping_T: int64 [T], -1 is skipped. k_out_TKE: gets the
-    keys as well (contiguous, not where the slot is -1). → [T, H, E], or q itself without write_q.
+    kv_cache: [N, 2, K, P, E] (mutated), float8_e4m3fn is rounded to; slot_mapping_T: int64 [T], -1 is skipped. k_out_TKE: gets
+    the keys as well, unrounded (contiguous, not where the slot is -1). → [T, H, E], or q itself without write_q.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_tokens, num_heads, head_dim = q_THE.shape

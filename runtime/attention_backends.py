@@ -16,6 +16,7 @@ from compiler.store import ArtifactStore
 from custom_ops.attention import AttentionBackend
 from models.spec import ModelSpec
 from runtime.config import EngineConfig
+from runtime.device import resolve_kv_cache_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def select_attention_backend(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
     head_dim: int,
     num_heads: int,
     num_kv_heads: int,
@@ -79,6 +81,7 @@ def select_attention_backend(
             reason = backend.unsupported_reason(
                 device=device,
                 dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 head_dim=head_dim,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
@@ -113,6 +116,7 @@ def backend_of_model(
         config.attention_backend,
         device=device,
         dtype=dtype,
+        kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
         head_dim=layer.head_dim,
         num_heads=max(1, num_heads // num_ranks),
         num_kv_heads=layer.of_rank(num_ranks).num_kv_heads,

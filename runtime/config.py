@@ -9,6 +9,7 @@ from typing import Literal
 from compiler.config import CompileConfig
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
+KVCacheDtype = Literal["auto", "fp8"]  # names as in vLLM
 MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound of a symbolic length
 
 
@@ -39,10 +40,12 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache.
 
+    dtype: "auto" is the model's; "fp8" is float8_e4m3fn, without scales.
     num_blocks: forced block count (tests); memory_bytes: forced size; neither: from what is free (CUDA: gpu_memory_utilization of
     the device; CPU: enough for max_num_seqs sequences of max_model_len, at most 4 GiB or a quarter of what is free).
     """
 
+    dtype: KVCacheDtype = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int | None = None

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from runtime.config import KVCacheDtype
+
 _CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86, arm
 
 
@@ -35,7 +37,7 @@ def resolve_device(name: Literal["auto", "cpu", "cuda"], index: int | None = Non
 
 
 def resolve_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:
-    """The dtype of weights and cache; "auto" is bfloat16 where the device computes in it, else float32."""
+    """The dtype of weights and activations; "auto" is bfloat16 where the device computes in it, else float32."""
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
     if device.type == "cuda":
@@ -43,6 +45,11 @@ def resolve_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.de
     else:
         has_bf16 = bool(_CPU_BF16_FLAGS & _cpu_flags())
     return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache of a model in `dtype`: "auto" is the same, "fp8" float8_e4m3fn."""
+    return torch.float8_e4m3fn if name == "fp8" else dtype
 
 
 def use_threads(num_threads: int | None, num_processes: int = 1) -> int:

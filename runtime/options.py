@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from compiler.config import CompileConfig, CudaGraphMode, Quantization
-from runtime.config import MAX_TOKEN_BUDGET, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from runtime.config import (
+    MAX_TOKEN_BUDGET,
+    CacheConfig,
+    EngineConfig,
+    KVCacheDtype,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 
 
 def make_engine_config(
@@ -21,6 +29,7 @@ def make_engine_config(
     load_format: Literal["auto", "dummy"] = "auto",
     skip_tokenizer_init: bool = False,
     seed: int = 0,
+    kv_cache_dtype: KVCacheDtype = "auto",
     block_size: int = 16,
     num_kv_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
@@ -61,6 +70,7 @@ def make_engine_config(
 
     _require(bool(model), "model", "a folder, a .gguf file, a known name or a Hub id", model)
     _choice("dtype", dtype, ("auto", "bfloat16", "float32"))
+    _choice("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDtype))
     _choice("model_impl", model_impl, ("auto", "transformers"))
     _choice("load_format", load_format, ("auto", "dummy"))
     _choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
@@ -122,6 +132,7 @@ def make_engine_config(
             seed=seed,
         ),
         cache=CacheConfig(
+            dtype=kv_cache_dtype,
             block_size=block_size,
             num_blocks=num_kv_blocks,
             memory_bytes=kv_cache_memory_bytes,

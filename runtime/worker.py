@@ -24,7 +24,13 @@ from models.registry import build_model
 from models.spec import ModelSpec
 from runtime.attention_backends import backend_of_model
 from runtime.config import EngineConfig, Rank
-from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
+from runtime.device import (
+    describe_device,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_cache_dtype,
+    use_threads,
+)
 from runtime.kv_cache import GIB, bytes_per_block, free_cpu_bytes, plan_num_blocks
 from runtime.model_runner import ModelRunner, PendingStep
 from runtime.sampling_ops import sample_rows
@@ -50,6 +56,7 @@ class Worker:
         config = self._config = replace(config, scheduler=config.scheduler.for_device(device.type))
         use_threads(config.num_threads, config.num_processes)
         dtype = self._dtype = resolve_dtype(config.model.dtype, device)
+        self._cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
 
         if rank.size > 1:
             assert rank.meeting_place is not None
@@ -71,6 +78,7 @@ class Worker:
             dtype=dtype,
             kernels=available_kernels(device=device, dtype=dtype, attention_backend=backend),
             attention_backend=backend,
+            kv_cache_dtype=self._cache_dtype,
             on_stage=on_stage,
         )
         # From here on the rank's part: its share of the heads.
@@ -105,9 +113,10 @@ class Worker:
         """Allocate the cache of `num_blocks` blocks and run every kind of step once."""
         cache = self._config.cache
         self.runner = self._new_runner(num_blocks)
-        cache_bytes = num_blocks * bytes_per_block(self._spec.kv_cache_specs, cache.block_size, self._dtype)
+        cache_bytes = num_blocks * bytes_per_block(self._spec.kv_cache_specs, cache.block_size, self._cache_dtype)
         tokens = num_blocks * cache.block_size
-        self._stage("kv cache", self._start_of_cache, f"{tokens} tokens, {cache_bytes / GIB:.2f} GiB")
+        rounded = "" if self._cache_dtype == self._dtype else f" in {_dtype_name(self._cache_dtype)}"
+        self._stage("kv cache", self._start_of_cache, f"{tokens} tokens, {cache_bytes / GIB:.2f} GiB" + rounded)
 
         start = time.perf_counter()
         self._stage("warm up", start, self._warm_up())
@@ -117,6 +126,7 @@ class Worker:
                 "attention_backend": self._backend.name,
                 "kv_cache_tokens": tokens,
                 "kv_cache_bytes": cache_bytes,
+                "kv_cache_dtype": _dtype_name(self._cache_dtype),
                 "block_size": cache.block_size,
                 "loaded_bytes": self._loaded.num_bytes,
             }
@@ -173,7 +183,7 @@ class Worker:
             model,
             self._backend,
             self.device,
-            self._dtype,
+            self._cache_dtype,
             num_blocks,
             max_model_len=self._max_model_len,
         )
@@ -192,7 +202,7 @@ class Worker:
         return plan_num_blocks(
             cache,
             self._spec.kv_cache_specs,
-            dtype=self._dtype,
+            dtype=self._cache_dtype,
             max_model_len=self._max_model_len,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             free_bytes=free,

@@ -21,6 +21,7 @@ from runtime.weights.errors import WeightError
 logger = logging.getLogger(__name__)
 
 _NAMES_IN_A_MESSAGE = 5
+_CACHE_SCALES = ("k_scale", "v_scale", "kv_scale")
 
 
 class WeightTarget(Protocol):
@@ -126,8 +127,14 @@ def _checked_stream(
         raise WeightError(
             f"{path} lacks {_some(missing)}, which the model's config asks for: use complete weights of the same model."
         )
-    if unexpected:
-        logger.warning("%s holds tensors that the model does not use: %s.", path, _some(unexpected))
+    cache_scales = [name for name in unexpected if name.rpartition(".")[2] in _CACHE_SCALES]
+    if cache_scales:
+        logger.warning(
+            "%s holds scales of an fp8 KV cache, which are not used: keys and values are kept as they are (%s).",
+            path, _some(cache_scales),
+        )  # fmt: skip
+    if others := [name for name in unexpected if name not in cache_scales]:
+        logger.warning("%s holds tensors that the model does not use: %s.", path, _some(others))
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint.stream(set(wanted)):

@@ -34,7 +34,7 @@ def compile_model_command(
     from compiler import available_kernels, compile_model
     from models.registry import build_model
     from runtime.attention_backends import backend_of_model, keep_built_modules
-    from runtime.device import describe_device, resolve_device, resolve_dtype, use_threads
+    from runtime.device import describe_device, resolve_device, resolve_dtype, resolve_kv_cache_dtype, use_threads
     from runtime.options import make_engine_config
     from runtime.weights import read_config
 
@@ -56,6 +56,7 @@ def compile_model_command(
             dtype=dtype,
             kernels=kernels,
             attention_backend=backend,
+            kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
             on_stage=stages,
         )
         if output is not None:

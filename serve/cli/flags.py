@@ -83,6 +83,13 @@ def engine_flags(
         typer.Option(help="dummy: random weights from the config alone.", rich_help_panel=MODEL_PANEL),
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Of sampling and of dummy weights.", rich_help_panel=MODEL_PANEL)] = 0,
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        typer.Option(
+            help="auto: the model's; fp8: float8_e4m3 without scales, twice the tokens in the same memory.",
+            rich_help_panel=CACHE_PANEL,
+        ),
+    ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=CACHE_PANEL)] = 16,
     num_gpu_blocks_override: Annotated[
         int | None,
@@ -275,6 +282,7 @@ def engine_flags(
         "model_impl": model_impl,
         "load_format": load_format,
         "seed": seed,
+        "kv_cache_dtype": kv_cache_dtype,
         "block_size": block_size,
         "num_kv_blocks": num_gpu_blocks_override,
         "kv_cache_memory_bytes": None if kv_cache_memory is None else parse_size(kv_cache_memory),

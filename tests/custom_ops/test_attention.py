@@ -20,9 +20,15 @@ def backends() -> list[AttentionBackend]:
     return [TorchAttention(), CpuAttention()]
 
 
-def require(backend: AttentionBackend, dtype: torch.dtype) -> None:
+def require(backend: AttentionBackend, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None = None) -> None:
     reason = backend.unsupported_reason(
-        device=CPU, dtype=dtype, head_dim=64, num_heads=9, num_kv_heads=3, block_size=16
+        device=CPU,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype or dtype,
+        head_dim=64,
+        num_heads=9,
+        num_kv_heads=3,
+        block_size=16,
     )
     if reason is not None:
         pytest.skip(reason)
@@ -55,6 +61,51 @@ def test_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype, b
     assert torch.equal(kv_cache[1:], before[1:])
     expected = cases.dense_attention(q, kv_cache, E**-0.5, metadata)
     assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 48)])
+@pytest.mark.parametrize("case", cases.BATCHES)
+def test_float8_cache(case: str, heads: tuple[int, int, int], dtype: torch.dtype, backend: AttentionBackend) -> None:
+    require(backend, dtype, torch.float8_e4m3fn)
+    batch, (H, K, E) = cases.BATCHES[case], heads
+    metadata, num_blocks = cases.make_metadata(batch, backend)
+    tokens = metadata.num_tokens + batch.padding
+    kv_cache = torch.randn(num_blocks, 2, K, batch.block_size, E).to(torch.float8_e4m3fn)
+    kv_cache[0] = float("nan")  # no sequence's block: must never be read
+    before = kv_cache.clone()
+    q = torch.randn(tokens, H, E, dtype=dtype)
+    kv = torch.randn(tokens, 2, K, E, dtype=dtype) * torch.rand(tokens, 2, K, E).exp2().pow(8).to(dtype)
+
+    with attention_metadata(metadata):
+        out = attention(q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5)
+
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    for t in range(metadata.num_tokens):
+        block, offset = divmod(int(metadata.slot_mapping[t]), batch.block_size)
+        before[block, :, :, offset] = kv[t].float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(kv_cache[1:].view(torch.uint8), before[1:].view(torch.uint8))
+    expected = cases.dense_attention(q, kv_cache.float(), E**-0.5, metadata)
+    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8_cache_saturates_and_keeps_nan(dtype: torch.dtype, backend: AttentionBackend) -> None:
+    require(backend, dtype, torch.float8_e4m3fn)
+    metadata, num_blocks = cases.make_metadata(cases.BATCHES["one token"], backend)
+    kv_cache = torch.zeros(num_blocks, 2, 1, 16, 16, dtype=torch.float8_e4m3fn)
+    k = torch.tensor(
+        [1e6, -1e6, 449, 463, 465, 480, 448, -500, torch.inf, -torch.inf, 0, -0.0, 1e-9, 3, 4, 5], dtype=dtype
+    )
+    v = torch.where(torch.arange(16) == 7, torch.nan, k)
+    with attention_metadata(metadata):
+        out = attention(torch.zeros(1, 1, 16, dtype=dtype), k.view(1, 1, 16), v.view(1, 1, 16), kv_cache, 0.25)
+    block, offset = divmod(int(metadata.slot_mapping[0]), 16)
+    assert torch.equal(kv_cache[block, 0, 0, offset].float(), k.float().clamp(-448, 448).where(k.abs() > 1e-5, 0.0))
+    assert out.isnan().nonzero()[:, 2].tolist() == [7]
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
@@ -128,6 +179,7 @@ def test_large_scores_do_not_overflow() -> None:
     [
         ({"device": torch.device("cuda")}, "CPU only"),
         ({"dtype": torch.float16}, "float16"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "float8_e4m3fn"),
         ({"head_dim": 40}, "multiples of 16"),
         ({"num_heads": 7}, "multiple of 3"),
     ],
@@ -136,6 +188,7 @@ def test_unsupported_combinations_have_a_reason(change: dict, message: str) -> N
     combination = {
         "device": CPU,
         "dtype": torch.float32,
+        "kv_cache_dtype": torch.float32,
         "head_dim": 64,
         "num_heads": 9,
         "num_kv_heads": 3,

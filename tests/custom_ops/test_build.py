@@ -108,7 +108,7 @@ assert pack_linear_weight(weight) is weight
 y = fused_linear(x, weight, 32, torch.ones(64), silu_mul=True, residual_TO=torch.ones(5, 16))
 gate, up = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) @ weight.T).chunk(2, -1)
 torch.testing.assert_close(y, torch.nn.functional.silu(gate) * up + 1)
-combination = dict(device=cpu, dtype=torch.float32, head_dim=64, num_heads=9, num_kv_heads=3, block_size=16)
+combination = dict(device=cpu, dtype=torch.float32, kv_cache_dtype=torch.float32, head_dim=64, num_heads=9, num_kv_heads=3, block_size=16)
 assert CpuAttention().unsupported_reason(**combination) == cpu_kernels_status()
 """
     result = run_python(code, PATH=str(tmp_path), CXX="", XDG_CACHE_HOME=str(tmp_path))

@@ -21,7 +21,7 @@ from runtime.config import EngineConfig, ModelConfig
 from tests.support.tiny_models import tiny_spec
 
 SHAPE = {"head_dim": 64, "num_heads": 8, "num_kv_heads": 2, "block_size": 16}
-CPU = {"device": torch.device("cpu"), "dtype": torch.float32} | SHAPE
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32, "kv_cache_dtype": torch.float32} | SHAPE
 
 
 class Picky:

@@ -89,6 +89,25 @@ def test_same_tokens(model_dir: Path, alone: dict[str, list[int]], tmp_path: Pat
         assert stats.num_preemptions > 0
 
 
+def test_a_float8_cache_under_graphs(model_dir: Path, tmp_path: Path) -> None:
+    """What the kernels make of rounded keys and values is what plain torch makes of them."""
+    logprobs = []
+    for options in (
+        {"attention_backend": "torch"},
+        {"enforce_eager": False, "async_scheduling": True, "cache_dir": tmp_path, "max_num_batched_tokens": 32},
+    ):
+        core = cuda_core(model_dir, kv_cache_dtype="fp8", **options)
+        asked = [request(f"r{i}", [(i * 37 + j * 11) % VOCAB_SIZE for j in range(5 + 20 * i)], logprobs=1, max_tokens=1, prompt_logprobs=1)
+                 for i in range(5)]  # fmt: skip
+        outputs = run_requests(core, asked)
+        found = [entry for steps in outputs.values() for step in steps for entry in step.prompt_logprobs or [] if entry]
+        logprobs.append(np.array([entry.logprobs[0] for entry in found]))
+    assert len(logprobs[0]) == sum(4 + 20 * i for i in range(5))
+    # A last bit of a key may round it to the next float8.
+    assert np.abs(logprobs[0] - logprobs[1]).max() < 0.05
+    assert np.abs(logprobs[0] - logprobs[1]).mean() < 1e-3
+
+
 def test_the_cache_is_sized_from_what_the_device_has_free(model_dir: Path, tmp_path: Path) -> None:
     core = cuda_core(model_dir, num_kv_blocks=None, gpu_memory_utilization=0.5, enforce_eager=False, cache_dir=tmp_path)
     assert core.info.num_kv_blocks == 32 * 256 // 16  # the model is so small that max_num_seqs sequences all fit

@@ -44,7 +44,8 @@ def test_ranks_share_a_compiled_model(tiny_llama_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("option,value", [
-    ("dtype", "float64"), ("max_num_seqs", 0), ("block_size", -1), ("gpu_memory_utilization", 1.5), ("device", "tpu"),
+    ("dtype", "float64"), ("kv_cache_dtype", "fp4"), ("max_num_seqs", 0), ("block_size", -1), ("gpu_memory_utilization", 1.5),
+    ("device", "tpu"),
     ("scheduling_policy", "fair"), ("max_waiting", -1), ("capture_sizes", [0]), ("num_threads", 0), ("tensor_parallel_size", 0),
     ("data_parallel_size", 0), ("distributed_executor_backend", "mpi"),
 ])  # fmt: skip

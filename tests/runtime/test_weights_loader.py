@@ -177,6 +177,17 @@ def test_unused_tensors_are_named_in_a_warning(
     assert "vision.patch.weight" in caplog.text
 
 
+def test_scales_of_an_fp8_cache_are_said_not_to_be_used(
+    tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scales = {f"model.layers.{i}.self_attn.{name}_scale": torch.ones(1) for i in range(2) for name in "kv"}
+    with caplog.at_level(logging.WARNING):
+        _, report = load(rewrite(tiny_llama_dir, tmp_path, lambda tensors: tensors | scales))
+    assert set(report.unexpected) == set(scales)
+    [record] = caplog.records
+    assert "scales of an fp8 KV cache, which are not used" in record.message
+
+
 def test_a_tied_head_in_the_checkpoint_is_not_unexpected(tiny_qwen3_dir: Path, tmp_path: Path) -> None:
     def add_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}

@@ -25,7 +25,7 @@ from serve.cli.output import FAILURE, INTERRUPTED, USER_ERROR, StageDisplay, run
 
 ENGINE_FLAGS = {
     "--tokenizer", "--dtype", "--max-model-len", "--model-impl", "--load-format", "--seed", "--block-size", "--num-gpu-blocks-override",
-    "--kv-cache-memory", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--enable-prefix-caching",
+    "--kv-cache-dtype", "--kv-cache-memory", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--enable-prefix-caching",
     "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--scheduling-policy",
     "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass", "--force-pass",
     "--pass", "--quantization", "-q", "--quantization-exclude",
