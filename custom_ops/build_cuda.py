@@ -1,18 +1,30 @@
-"""Builds a CUDA C++ source into a shared library with nvcc, as `custom_ops.build` does for the CPU; needs no GPU."""
+"""Builds a CUDA C++ source into a shared library with nvcc, as `custom_ops.build` does for the CPU; needs no GPU.
+
+Building kernels of CUTLASS takes minutes. Nobody waits for it: where a library is not there, it is built beside the running process and
+used from the next start on, so that a process never changes the kernel that it computes with.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from custom_ops.build import BuildError, build_once, cache_folder, run_all
+import torch
+
+from custom_ops.build import CSRC, BuildError, build_once, cache_folder, run_all
+
+log = logging.getLogger(__name__)
 
 _FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-w")
 
@@ -72,3 +84,48 @@ class NvccLibrary:
 @functools.cache
 def _nvcc_version(nvcc: str) -> str:
     return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def cutlass_library(name: str, num_configs: int, headers: Sequence[str] = ()) -> NvccLibrary:
+    """csrc/cuda/NAME.cu for Hopper, once with each CAS_CONFIG. Raises `BuildError` without CUTLASS' headers.
+
+    headers: the project's own that it includes besides NAME.h.
+    """
+    spec = find_spec("cutlass_library")
+    root = Path(next(iter(spec.submodule_search_locations or ()))) / "source" if spec is not None else None
+    if root is None or not (root / "include" / "cutlass").is_dir():
+        raise BuildError("CUTLASS' headers were not found: install nvidia-cutlass (extra [cuda])")
+    folder = CSRC / "cuda"
+    return NvccLibrary(
+        name=name,
+        source=folder / f"{name}.cu",
+        headers=(*(folder / header for header in (f"{name}.h", *headers)), root / "include" / "cutlass" / "version.h"),
+        variants=tuple(f"-DCAS_CONFIG={i}" for i in range(num_configs)),
+        include=(root / "include", root / "tools" / "util" / "include"),
+        architecture="90a",
+    )
+
+
+def load_or_build(device: torch.device, what: str, make_library: Callable[[], NvccLibrary]) -> ctypes.CDLL | None:
+    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        log.info("%s are for compute capability 9.0 only; torch's are used.", what)
+        return None
+    try:
+        library = make_library()
+        path = library.path()
+        if path.exists():
+            return ctypes.CDLL(str(path))
+    except (BuildError, OSError) as error:
+        log.warning("%s are not in use, torch's are: %s", what, error)
+        return None
+    log.info("%s are built in the background, some minutes once; used from the next start on.", what)
+    threading.Thread(target=_build, args=(library, what), name=f"build-{library.name}", daemon=True).start()
+    return None
+
+
+def _build(library: NvccLibrary, what: str) -> None:
+    try:
+        library.build()
+    except BuildError as error:
+        log.warning("%s could not be built: %s", what, error)

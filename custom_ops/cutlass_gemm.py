@@ -1,26 +1,16 @@
 """csrc/cuda's float8 matrix products.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
-
-Building takes minutes of nvcc. Nobody waits for it: where the library is not there, it is built beside the running process and used
-from the next start on, so that a process never changes the kernel that it computes with.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import threading
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
-from custom_ops.build import CSRC, BuildError
-from custom_ops.build_cuda import NvccLibrary
-
-log = logging.getLogger(__name__)
+from custom_ops.build_cuda import NvccLibrary, cutlass_library, load_or_build
 
 # Configurations by the way of scaling, in the order of CAS_CONFIG in csrc/cuda/scaled_gemm.cu.
 ROWS = ("rows_64x64", "rows_64x128", "rows_128x128", "rows_128x256", "rows_128x64_split")
@@ -40,45 +30,13 @@ class _Arguments(ctypes.Structure):
 
 def gemm_library() -> NvccLibrary:
     """What csrc/cuda/scaled_gemm.cu is built into: one object a configuration. Raises `BuildError` without nvcc or CUTLASS' headers."""
-    spec = find_spec("cutlass_library")
-    root = Path(next(iter(spec.submodule_search_locations or ()))) / "source" if spec is not None else None
-    if root is None or not (root / "include" / "cutlass").is_dir():
-        raise BuildError("CUTLASS' headers were not found: install nvidia-cutlass (extra [cuda])")
-    folder = CSRC / "cuda"
-    return NvccLibrary(
-        name="scaled_gemm",
-        source=folder / "scaled_gemm.cu",
-        headers=(folder / "scaled_gemm.h", root / "include" / "cutlass" / "version.h"),
-        variants=tuple(f"-DCAS_CONFIG={i}" for i in range(len(ROWS + BLOCKS))),
-        include=(root / "include", root / "tools" / "util" / "include"),
-        architecture="90a",
-    )
+    return cutlass_library("scaled_gemm", len(ROWS + BLOCKS))
 
 
 @functools.cache
 def load_gemms(device: torch.device) -> ctypes.CDLL | None:
     """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        log.info("CUTLASS' float8 products are for compute capability 9.0 only; torch's are used.")
-        return None
-    try:
-        library = gemm_library()
-        path = library.path()
-        if path.exists():
-            return ctypes.CDLL(str(path))
-    except (BuildError, OSError) as error:
-        log.warning("CUTLASS' float8 products are not in use, torch's are: %s", error)
-        return None
-    log.info("CUTLASS' float8 products are built in the background, some minutes once; used from the next start on.")
-    threading.Thread(target=_build, args=(library,), name="build-scaled-gemm", daemon=True).start()
-    return None
-
-
-def _build(library: NvccLibrary) -> None:
-    try:
-        library.build()
-    except BuildError as error:
-        log.warning("CUTLASS' float8 products could not be built: %s", error)
+    return load_or_build(device, "CUTLASS' float8 products", gemm_library)
 
 
 def unsupported_reason(a_TI: torch.Tensor, b_OI: torch.Tensor) -> str | None:

@@ -1,0 +1,207 @@
+// An epilogue for CUTLASS' sm90 kernels: the left half of a tile's columns are gates, the right half the up-projections of the same
+// outputs, and silu(gate) · up is stored, half as wide as the tile.
+//
+// Why no data moves between threads: a wgmma leaves column 8j + 2(lane % 4) + i of a row in element (i, j) of a lane, so that a column
+// and the column half a tile further belong to one lane. Products go through shared memory, from where bulk copies store them while
+// the next tile is multiplied; those also clip what lies beyond the last row and column.
+#pragma once
+
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/bfloat16.h"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/dispatch_policy.hpp"
+#include "cutlass/pipeline/pipeline.hpp"
+
+namespace cas {
+
+using namespace cute;
+
+// Where things lie, for host and device alike (tests/csrc/silu_mul_layout.cu compares it with CuTe's).
+struct SiluMulLayout {
+    static constexpr int kRows = 64, kColumns = 64;  // of one bulk copy: 128 bytes a row, the widest swizzle
+    static constexpr int kBlock = kRows * kColumns;  // elements of it
+
+    // Element of a lane's sums of one 64-row wgmma at (8 · half + lane / 4 + 16 · warp, 8 · group + 2 · (lane % 4) + i).
+    CUTE_HOST_DEVICE static constexpr int sum(int i, int half, int group) { return i + 2 * half + 4 * group; }
+
+    // Of the four 8 × 8 matrices that one stmatrix stores (two halves of rows times two groups of columns from `group` on), lane's
+    // address: row lane % 8 of matrix lane / 8. In elements from the beginning of a warp group's 64 rows of all columns.
+    CUTE_HOST_DEVICE static constexpr int address(int warp, int lane, int group) {
+        const int row = 16 * warp + 8 * (lane / 8 % 2) + lane % 8;
+        const int column_group = group + lane / 16;
+        const int swizzled = (column_group % 8) ^ (row % 8);  // as CU_TENSOR_MAP_SWIZZLE_128B
+        return column_group / 8 * kBlock + row * kColumns + swizzled * 8;
+    }
+};
+
+template <class TileShape_, int kWarpGroups_>  // kWarpGroups: how many share a tile, each 64 rows at a time
+class SiluMulEpilogue {
+    using Bf16 = cutlass::bfloat16_t;
+    static constexpr int kWarpGroups = kWarpGroups_;
+    static constexpr int kTileRows = size<0>(TileShape_{});
+    static constexpr int kTileColumns = size<1>(TileShape_{}) / 2;
+    static constexpr int kRowBlocks = kTileRows / SiluMulLayout::kRows / kWarpGroups;  // of a warp group
+    static constexpr int kColumnBlocks = kTileColumns / SiluMulLayout::kColumns;
+    static constexpr int kGroups = kTileColumns / 8;
+    static constexpr int kThreads = cutlass::NumThreadsPerWarpGroup;
+    static_assert(kTileColumns % SiluMulLayout::kColumns == 0, "outputs of a tile are stored 64 columns at a time");
+    static_assert(kTileRows % (SiluMulLayout::kRows * kWarpGroups) == 0, "rows of a tile are stored 64 at a time");
+
+    using BlockLayout = decltype(tile_to_shape(
+        GMMA::Layout_K_SW128_Atom<Bf16>{}, Shape<Int<SiluMulLayout::kRows>, Int<SiluMulLayout::kColumns>>{}));
+
+   public:
+    // What the kernel and its adapter ask for.
+    using EpilogueSchedule = cutlass::gemm::EpilogueDefault;
+    using DispatchPolicy = EpilogueSchedule;
+    using ThreadEpilogueOp = SiluMulEpilogue;
+    using ElementAccumulator = float;
+    using ElementOutput = Bf16;
+    using ElementC = Bf16;  // none is read
+    using ElementD = Bf16;
+    using StrideC = Stride<int64_t, _1, _0>;
+    using StrideD = StrideC;
+    using GmemTiledCopyC = void;
+    using GmemTiledCopyD = void;
+    static constexpr int kCount = 1;
+
+    using LoadPipeline = cutlass::PipelineTransactionAsync<0>;
+    using LoadPipelineState = cutlass::PipelineState<0>;
+    using StorePipeline = cutlass::PipelineTmaStore<0>;
+    using StorePipelineState = cutlass::PipelineState<0>;
+    using PipelineStorage = typename LoadPipeline::SharedStorage;
+    static constexpr uint32_t TmaTransactionBytes = 0;
+    static constexpr bool RequiresTransactionBytes = false;
+
+    struct SharedStorage {
+        alignas(1024) Bf16 blocks[kWarpGroups][kRowBlocks][kColumnBlocks][SiluMulLayout::kBlock];
+    };
+    using TensorStorage = SharedStorage;
+    using TensorMapStorage = SharedStorage;
+
+    struct Arguments {
+        Bf16* out = nullptr;
+        int64_t stride = 0;
+        int32_t tokens = 0, hidden = 0;
+    };
+
+   private:
+    static auto make_store(Arguments const& args) {
+        const auto out = make_tensor(make_gmem_ptr(args.out), make_shape(args.tokens, args.hidden), make_stride(args.stride, _1{}));
+        return make_tma_copy(SM90_TMA_STORE{}, out, BlockLayout{});
+    }
+
+   public:
+    struct Params {
+        decltype(make_store(Arguments{})) store;
+    };
+
+    template <class ProblemShape>
+    static Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
+        return {make_store(args)};
+    }
+    template <class ProblemShape>
+    static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
+        return 0;
+    }
+    template <class ProblemShape>
+    static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
+                                                cutlass::CudaHostAdapter* = nullptr) {
+        return cutlass::Status::kSuccess;
+    }
+    template <class ProblemShape>
+    static bool can_implement(ProblemShape const&, Arguments const&) {
+        return true;
+    }
+    template <class Tile>
+    CUTLASS_HOST_DEVICE static constexpr int get_load_pipe_increment(Tile) {
+        return 1;
+    }
+    template <class Tile>
+    CUTLASS_HOST_DEVICE static constexpr int get_store_pipe_increment(Tile) {
+        return 1;
+    }
+    CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
+        prefetch_tma_descriptor(params.store.get_tma_descriptor());
+    }
+
+    CUTLASS_HOST_DEVICE SiluMulEpilogue(Params const& params, TensorStorage&) : params_(params) {}
+
+    CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
+
+    template <class... Rest>
+    CUTLASS_DEVICE auto load(LoadPipeline, LoadPipelineState state, Rest&&...) {
+        return state;
+    }
+    CUTLASS_DEVICE auto load_tail(LoadPipeline, LoadPipelineState state) { return state; }
+
+    template <class Problem, class Tile, class TileCoord, class Engine, class Layout_, class TiledMma>
+    CUTLASS_DEVICE auto store(LoadPipeline, LoadPipelineState load_state, StorePipeline, StorePipelineState store_state, Problem const&,
+                              Tile const&, TileCoord const& tile_coord, Tensor<Engine, Layout_> const& sums, TiledMma const&,
+                              int thread, TensorStorage& shared, int = -1) {
+        static_assert(size(Layout_{}) == kRowBlocks * 4 * 2 * kGroups, "sums of a lane: 2 × 2 × groups, gates and ups, a row block");
+        const int warp_group = thread / kThreads, warp = thread / 32 % 4, lane = thread % 32;
+        const bool stores = thread % kThreads == 0;
+        const int first_row = static_cast<int>(get<0>(tile_coord)) * kTileRows;
+        const int first_column = static_cast<int>(get<1, 0>(tile_coord)) * kTileColumns;
+        auto& blocks = shared.blocks[warp_group];
+        // What the last tile's bulk copies read is written now.
+        if (stores) tma_store_wait<0>();
+        cutlass::arch::NamedBarrier::sync(kThreads, warp_group);
+        CUTLASS_PRAGMA_UNROLL
+        for (int m = 0; m < kRowBlocks; ++m) {
+            Bf16* const base = &blocks[m][0][0];
+            CUTLASS_PRAGMA_UNROLL
+            for (int group = 0; group < kGroups; group += 2) {
+                uint32_t pairs[4];  // of the four matrices, as `address` has them
+                CUTLASS_PRAGMA_UNROLL
+                for (int matrix = 0; matrix < 4; ++matrix) {
+                    const int half = matrix % 2, g = group + matrix / 2;
+                    const int at = m * 8 * kGroups;
+                    float product[2];
+                    CUTLASS_PRAGMA_UNROLL
+                    for (int i = 0; i < 2; ++i) {
+                        product[i] = silu_mul(sums(at + SiluMulLayout::sum(i, half, g)), sums(at + SiluMulLayout::sum(i, half, g + kGroups)));
+                    }
+                    pairs[matrix] = pack(product[0], product[1]);
+                }
+                auto& to = *reinterpret_cast<uint128_t*>(base + SiluMulLayout::address(warp, lane, group));
+                SM90_U32x4_STSM_N::copy(pairs[0], pairs[1], pairs[2], pairs[3], to);
+            }
+        }
+        tma_store_fence();
+        cutlass::arch::NamedBarrier::sync(kThreads, warp_group);
+        if (stores) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int m = 0; m < kRowBlocks; ++m) {
+                CUTLASS_PRAGMA_UNROLL
+                for (int n = 0; n < kColumnBlocks; ++n) {
+                    SM90_TMA_STORE_2D::copy(params_.store.get_tma_descriptor(), &blocks[m][n][0], first_column + n * SiluMulLayout::kColumns,
+                                            first_row + (m * kWarpGroups + warp_group) * SiluMulLayout::kRows);
+                }
+            }
+            tma_store_arrive();
+        }
+        return make_tuple(load_state, store_state);
+    }
+
+    // The next writer of the shared memory may be another warp group, and it must outlive the bulk copies.
+    CUTLASS_DEVICE auto store_tail(LoadPipeline, LoadPipelineState load_state, StorePipeline, StorePipelineState store_state) {
+        tma_store_wait<0>();
+        return make_tuple(load_state, store_state);
+    }
+
+   private:
+    CUTLASS_DEVICE static float silu_mul(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+
+    CUTLASS_DEVICE static uint32_t pack(float low, float high) {
+        uint32_t pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+        return pair;
+    }
+
+    Params const& params_;
+};
+
+}  // namespace cas

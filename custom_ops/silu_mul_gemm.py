@@ -1,0 +1,118 @@
+"""csrc/cuda's products that multiply gates and up-projections before they are stored: silu(x Wgᵀ) · (x Wuᵀ) in one kernel.
+
+Shape legend: T tokens, I input features, H hidden features, O = 2 H output features of the weight [Wg; Wu].
+
+For many tokens the product is bound by arithmetic, and what follows it by memory: stored as sums, [T, O] is written, read again, and
+written half as wide. Here only the half is written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from custom_ops import cublaslt
+from custom_ops.build_cuda import NvccLibrary, cutlass_library, load_or_build
+from custom_ops.choices import fastest
+from custom_ops.triton_elementwise import silu_mul_rows
+
+# Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
+KERNELS = ("128x256", "256x128", "128x128_pingpong")
+# Neighbouring tiles that run at a time read the same rows and weights: as a strip one tile wide, or a block of so many.
+SWIZZLES = (1, 4, 8)
+CONFIGS = tuple((kernel, swizzle) for kernel in KERNELS for swizzle in SWIZZLES)
+MIN_TOKENS = 257  # fewer are bound by the weight's bytes
+SEPARATE = "separate"  # in the place of a configuration: a product, then an elementwise kernel
+_ALIGNMENT = 16  # bytes
+
+
+class _Arguments(ctypes.Structure):
+    """`CasSiluMulGemm` of csrc/cuda/silu_mul_gemm.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "x", "weight")),
+        *((name, ctypes.c_int64) for name in ("tokens", "hidden", "inputs", "out_stride", "x_stride")),
+        ("swizzle", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+def silu_mul_library() -> NvccLibrary:
+    """What csrc/cuda/silu_mul_gemm.cu is built into. Raises `BuildError` without nvcc or CUTLASS' headers."""
+    return cutlass_library("silu_mul_gemm", len(KERNELS), headers=("silu_mul_epilogue.h",))
+
+
+@functools.cache
+def load_silu_mul_gemms(device: torch.device) -> ctypes.CDLL | None:
+    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    library = load_or_build(device, "CUTLASS' products with SiLU-mul", silu_mul_library)
+    if library is not None:
+        for kernel in KERNELS:
+            getattr(library, f"cas_silu_mul_gemm_{kernel}").restype = ctypes.c_char_p
+    return library
+
+
+def unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> str | None:
+    """None when `run_silu_mul_gemm` takes these operands, else one sentence why not."""
+    if x_TI.dtype != torch.bfloat16 or weight_OI.dtype != torch.bfloat16:
+        return f"both operands must be bfloat16, not {x_TI.dtype} and {weight_OI.dtype}"
+    if x_TI.numel() == 0 or weight_OI.numel() == 0:
+        return "there must be a token, an input and an output"
+    if not weight_OI.is_contiguous() or x_TI.stride(1) != 1:
+        return "the weight and each row of x must be contiguous"
+    hidden, inputs = weight_OI.shape[0] // 2, weight_OI.shape[1]
+    if weight_OI.shape[0] % 16 or inputs % 8:
+        return f"hidden and input features must be multiples of 8, not {hidden} and {inputs}"
+    if x_TI.stride(0) % 8 or any(t.data_ptr() % _ALIGNMENT for t in (x_TI, weight_OI)):
+        return f"rows must begin at multiples of {_ALIGNMENT} bytes"
+    return None
+
+
+def run_silu_mul_gemm(
+    library: ctypes.CDLL, kernel: str, swizzle: int, x_TI: torch.Tensor, weight_OI: torch.Tensor
+) -> torch.Tensor:
+    """silu(x Wgᵀ) · (x Wuᵀ) by one configuration, for what `unsupported_reason` allows; all in float32 until stored. → [T, H]"""
+    num_tokens, inputs = x_TI.shape
+    hidden = weight_OI.shape[0] // 2
+    out_TH = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=x_TI.device)
+    args = _Arguments(
+        out=out_TH.data_ptr(), x=x_TI.data_ptr(), weight=weight_OI.data_ptr(), tokens=num_tokens, hidden=hidden, inputs=inputs,
+        out_stride=hidden, x_stride=x_TI.stride(0), swizzle=swizzle, stream=torch.cuda.current_stream(x_TI.device).cuda_stream,
+    )  # fmt: skip
+    error = getattr(library, f"cas_silu_mul_gemm_{kernel}")(ctypes.byref(args))
+    if error is not None:
+        raise RuntimeError(
+            f"CUTLASS' {kernel} could not multiply {list(x_TI.shape)} by {list(weight_OI.shape)}: {error.decode()}"
+        )
+    return out_TH
+
+
+def silu_mul_gemm_reference(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """What `run_silu_mul_gemm` computes, in plain torch: sums, SiLU and product in float32, one rounding to bfloat16."""
+    gate_TH, up_TH = F.linear(x_TI.float(), weight_OI.float()).chunk(2, -1)
+    return (F.silu(gate_TH) * up_TH).to(torch.bfloat16)
+
+
+def silu_mul_gemm(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """silu(x Wgᵀ) · (x Wuᵀ) by the fastest configuration, measured once a shape and range of T. → [T, H]
+
+    x_TI, weight_OI: bfloat16 on CUDA. None: a product and `silu_mul_rows` are faster, or take what no kernel here does, or nothing is
+    built yet.
+    """
+    num_tokens, inputs = x_TI.shape
+    if num_tokens < MIN_TOKENS or not x_TI.is_cuda or unsupported_reason(x_TI, weight_OI) is not None:
+        return None
+    library = load_silu_mul_gemms(x_TI.device)
+    if library is None:
+        return None
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        SEPARATE: lambda weight_OI: silu_mul_rows(cublaslt.linear(x_TI, weight_OI))
+    }
+    for kernel, swizzle in CONFIGS:
+        runs[f"{kernel} swizzle={swizzle}"] = functools.partial(run_silu_mul_gemm, library, kernel, swizzle, x_TI)
+    choice = fastest(f"silu_mul_gemm O={weight_OI.shape[0]} I={inputs}", num_tokens, runs, weight_OI)
+    return None if choice == SEPARATE else runs[choice](weight_OI)
