@@ -2,7 +2,7 @@
 
 Shape legend: T tokens, I input features, O output features.
 
-- 1 token: a kernel that streams the weight (`triton_quantized_linear.gemv`);
+- 1 token: one kernel that streams the weight and rounds the activations by itself (`triton_quantized_linear.gemv`), or tiles as below;
 - up to MAX_TILE_TOKENS: tiles of the weight, with all that follows in the same kernel (`triton_quantized_linear.matmul`), or a library's
   matrix product (`scaled_gemm`) between elementwise kernels: each way is measured as a whole, once a shape and range of token counts
   (`choices`);
@@ -46,7 +46,7 @@ class QuantizedLinear:
         """The ways that take this call, the one to take without measuring first."""
         num_tokens, is_rounded = self.x_TI.shape[0], self.activations != "none"
         if num_tokens == 1 and self.scale.dim() == 1:
-            return (GEMV,)
+            return (GEMV, TILE) if self.weight_OI.shape[1] % 4 == 0 else (TILE,)
         gemms = gemm_names(num_tokens, self.weight_OI, self.scale, self.x_TI.dtype, is_rounded=is_rounded)
         if num_tokens > MAX_TILE_TOKENS and gemms:
             return gemms
@@ -68,6 +68,11 @@ class QuantizedLinear:
     def run(self, way: str, weight_OI: torch.Tensor | None = None) -> torch.Tensor:
         """The result by one of `ways`. weight_OI: in place of the weight (when measuring)."""
         weight_OI = self.weight_OI if weight_OI is None else weight_OI
+        if way == GEMV:
+            return gemv(
+                self.x_TI, weight_OI, self.scale, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul, self.residual_TO,
+                self.activations, self.input_scale,
+            )  # fmt: skip
         dtype, x_TI, x_scale = self.x_TI.dtype, self.x_TI, None
         if self.activations != "none":
             x_TI, x_scale = quantize_rows(
@@ -76,9 +81,8 @@ class QuantizedLinear:
             )  # fmt: skip
         elif self.norm_weight_I is not None:
             x_TI = rms_norm(x_TI, self.norm_weight_I, self.eps)
-        if way in (GEMV, TILE):
-            kernel = gemv if way == GEMV else matmul
-            return kernel(x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, dtype)
+        if way == TILE:
+            return matmul(x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, dtype)
         y_TO = scaled_gemm(way, x_TI, x_scale, weight_OI, self.scale, dtype)
         if self.bias_O is not None:
             y_TO = y_TO + self.bias_O

@@ -34,7 +34,7 @@ def let_next_start(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch_l2(ptr, num_elements, THREADS: tl.constexpr):
-    """Bring num_elements (a multiple of 8 · THREADS two-byte values, contiguous, 16-byte aligned) into L2, without waiting."""
+    """Bring num_elements (a multiple of 16 · THREADS bytes, contiguous, 16-byte aligned) into L2, without waiting."""
     bytes_each = (num_elements * (ptr.dtype.element_ty.primitive_bitwidth // 8) // THREADS).to(tl.int32)
     addresses = ptr.to(tl.int64) + tl.arange(0, THREADS).to(tl.int64) * bytes_each
     tl.inline_asm_elementwise(

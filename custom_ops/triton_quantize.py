@@ -18,11 +18,11 @@ _HALF_EVEN = tl.constexpr(
 
 
 @triton.jit
-def _to_dtype(values, out_ptr):
-    """Rounded to the pointer's dtype, to the nearest, ties to even; `values` are in its range."""
-    if out_ptr.dtype.element_ty == tl.int8:
+def round_to(values, DTYPE: tl.constexpr):
+    """Rounded to the dtype, to the nearest, ties to even; `values` are in its range."""
+    if tl.int8 == DTYPE:
         values = (values + _HALF_EVEN) - _HALF_EVEN
-    return values.to(out_ptr.dtype.element_ty)
+    return values.to(DTYPE)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _quantize_kernel(
     # Exact divisions, as the reference's: under a constant scale many values fall between two of float8's, to be rounded alike.
     values_GB = x_GB * tl.div_rn(1.0, scale_G)[:, None]
     values_GB = tl.minimum(tl.maximum(values_GB, -LARGEST_VALUE), LARGEST_VALUE)
-    out_I = _to_dtype(tl.reshape(values_GB, (BLOCK,)), out_ptr)
+    out_I = round_to(tl.reshape(values_GB, (BLOCK,)), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * num_features + cols_I, out_I, mask=ok_I)
     groups = tl.arange(0, BLOCK // GROUP)
     num_groups = tl.cdiv(num_features, GROUP)

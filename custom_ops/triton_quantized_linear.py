@@ -3,11 +3,12 @@
 Shape legend: T tokens, I input features, O output features (R: rows that are stored, O or O / 2 with silu_mul), G groups of 128
 inputs.
 
-- `gemv`, 1 token: each program multiplies a few rows of W with x in float32; bound by the weight's bytes;
-- `matmul`: tiles of W times xᵀ on the tensor cores, split over I where rows are few.
+- `gemv`, 1 token: each program multiplies blocks of rows of W with x in float32, and normalizes and rounds x by itself; bound by the
+  weight's bytes;
+- `matmul`: tiles of W times xᵀ on the tensor cores, split over I where rows are few; `triton_quantize` rounds x before.
 
-In the tile kernel both operands are widened to 16 bits, in which every value of 8 bits is exact: the sums are float32's, not the 22
-bits that the float8 tensor cores keep.
+In the tile kernel rounded activations meet the weight as they are, on the tensor cores of 8 bits; of float8, whose sums those cores keep
+with fewer bits than float32, every 128 inputs are added up in float32. Where x is not rounded, the weight is widened to x's dtype.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import torch
 import triton
 import triton.language as tl
 
-from custom_ops.quantization import BLOCK
+from custom_ops.quantization import BLOCK, LARGEST
 from custom_ops.triton_common import (
     launch_options,
     let_next_start,
     num_sms,
+    prefetch_l2,
+    prefetch_rows_l2,
     split_counters,
     supports_pdl,
     wait_for_previous,
 )
+from custom_ops.triton_quantize import round_to
 
 MAX_BLOCK_T = 64  # tokens of a tile; more are several tiles
+_THREAD_BYTES = 16  # of a row that a thread loads at once
 
 
 @triton.jit
@@ -35,53 +40,211 @@ def _silu(x):
 
 
 @triton.jit
-def _row_sums(
-    w_ptr, x_1I, rows_O, here_1I, in_features, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr
-):
-    """Σ w · x over the values that lie together in a thread: [O, I / LANES], in float32."""
-    ok_1I = here_1I < in_features
-    at_OI = w_ptr + rows_O.to(tl.int64)[:, None] * in_features + here_1I
-    w_OI = tl.load(at_OI, mask=ok_1I, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    return tl.sum(tl.reshape(w_OI * x_1I, (BLOCK_O, BLOCK_I // LANES, LANES)), 2)
+def _add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
 
 
 @triton.jit
-def _gemv_kernel(
-    x_ptr, w_ptr, out_ptr, scale_ptr, x_scale_ptr, bias_ptr, residual_ptr, num_rows, in_features,
-    HAS_X_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+def _weight_tile(w_ptr, block, start, num_rows, num_blocks, in_words, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Rows of one block, words [start, start + BLOCK_W), zeros beyond the last block and word."""
+    rows_O = block * BLOCK_O + tl.arange(0, BLOCK_O)
+    words_W = start + tl.arange(0, BLOCK_W)
+    safe_rows_O = tl.where(rows_O < num_rows, rows_O, 0).to(tl.int64)
+    ok_1W = words_W[None, :] < tl.where(block < num_blocks, in_words, 0)
+    at_OW = w_ptr + safe_rows_O[:, None] * in_words + words_W[None, :]
+    return tl.load(at_OW, mask=ok_1W, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _value(words, N: tl.constexpr, DTYPE: tl.constexpr):
+    """Value N of the four in each word, in float32."""
+    return (words >> (8 * N)).to(tl.uint8).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _values(words, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """The four values of each word, in float32. PTX: in the device's own instructions, which convert two neighbours at a time."""
+    if PTX and tl.float8e4nv == DTYPE:
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, $4;"
+            "cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd;"
+            "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d;}",
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return _value(words, 0, DTYPE), _value(words, 1, DTYPE), _value(words, 2, DTYPE), _value(words, 3, DTYPE)
+
+
+@triton.jit
+def _row_sums(
+    words_OW, x0, x1, x2, x3, DTYPE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr, PTX: tl.constexpr
+):
+    """Σ w · x over the values that lie together in a thread: [O, W / 4], in float32."""
+    w0, w1, w2, w3 = _values(words_OW, DTYPE, PTX)
+    sums = w0 * x0
+    sums += w1 * x1
+    sums += w2 * x2
+    sums += w3 * x3
+    return tl.sum(tl.reshape(sums, (BLOCK_O, BLOCK_W // 4, 4)), 2)
+
+
+@triton.jit
+def _normed(x, norm_weight, inverse_rms, x_ptr):
+    """x / rms · weight in float32, after one rounding to x's dtype."""
+    return (x * inverse_rms * norm_weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _activations(
+    x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale,
+    HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    ok_O = rows_O < num_rows
-    safe_O = tl.where(ok_O, rows_O, 0)
-    cols_1I = tl.arange(0, BLOCK_I)[None, :]
-    scale_O = tl.load(scale_ptr + safe_O)  # no earlier kernel writes weights and their scales
+    """What the words' first, second, third and fourth values are multiplied with, each [1, W] in float32.
+
+    x, normalized, rounded to the weight's dtype as `quantize_rows` does it.
+    """
+    ok_I = cols_I < in_features
+    x_I = tl.load(x_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        x_I = _normed(x_I, tl.load(norm_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32), inverse_rms, x_ptr)
+    if ROUNDS:
+        x_I = tl.minimum(tl.maximum(x_I * inverse_scale, -LARGEST_VALUE), LARGEST_VALUE)
+        x_I = round_to(x_I, DTYPE).to(tl.float32)
+    even, odd = tl.split(tl.reshape(x_I, (BLOCK_W, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0[None, :], x1[None, :], x2[None, :], x3[None, :]
+
+
+@triton.jit(do_not_specialize=["prefetch_blocks"])
+def _gemv_kernel(
+    x_ptr, w_ptr, out_ptr, scale_ptr, norm_ptr, input_scale_ptr, bias_ptr, residual_ptr, num_rows, in_features, in_words, eps,
+    prefetch_blocks, HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr, IS_STATIC: tl.constexpr, DTYPE: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # The weight comes as words of four values: as such it stays in as many registers, until it is multiplied.
+    # Every program walks over blocks of rows (pid, pid + programs, …) and in each over chunks of columns, as one loop, so that the
+    # next tile of weights is always on its way while the last one is multiplied.
+    first_block, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_blocks = tl.cdiv(num_rows, BLOCK_O)
+    num_chunks = tl.cdiv(in_features, BLOCK_I)
+    cols_I = tl.arange(0, BLOCK_I)
+    BLOCK_W: tl.constexpr = BLOCK_I // 4
+    up_ptr = w_ptr + num_rows.to(tl.int64) * in_words
+    # Weights do not depend on the previous kernel: the first tile is loaded, and more of them brought into L2, while it still runs.
+    next_w = _weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
     if SILU_MUL:
-        up_scale_O = tl.load(scale_ptr + num_rows + safe_O)
+        next_up = _weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
+    if HAS_NORM:
+        cols_W = tl.arange(0, WIDTH)
+        norm_W = tl.load(norm_ptr + cols_W, mask=cols_W < in_features, other=0.0).to(tl.float32)
     let_next_start(PDL)
+    if PDL:
+        block_words = BLOCK_O * in_words.to(tl.int64)
+        for i in range(0, prefetch_blocks):
+            block = first_block + i * num_programs
+            if (block + 1) * BLOCK_O <= num_rows:
+                prefetch_l2(w_ptr + block * block_words, block_words, THREADS)
+                if SILU_MUL:
+                    prefetch_l2(up_ptr + block * block_words, block_words, THREADS)
     wait_for_previous(PDL)
-    acc = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
-    acc_up = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
-    for start in range(0, in_features, BLOCK_I):
-        here_1I = start + cols_1I
-        x_1I = tl.load(x_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
-        acc += _row_sums(w_ptr, x_1I, safe_O, here_1I, in_features, BLOCK_O, BLOCK_I, LANES)
+
+    # Every program finds 1 / rms and the largest value by itself: x is small, and a kernel before this one would cost more.
+    inverse_rms, x_scale, inverse_scale = 1.0, 1.0, 1.0
+    if HAS_NORM:
+        x_W = tl.load(x_ptr + cols_W, mask=cols_W < in_features, other=0.0).to(tl.float32)
+        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_W * x_W) / in_features + eps)
+        if ROUNDS:
+            x_W = _normed(x_W, norm_W, inverse_rms, x_ptr)
+            largest, is_nan = tl.max(tl.abs(x_W)), tl.sum((x_W != x_W).to(tl.int32))
+    elif ROUNDS:
+        largest_I = tl.zeros((BLOCK_I,), dtype=tl.float32)
+        is_nan_I = tl.zeros((BLOCK_I,), dtype=tl.int32)
+        for start in range(0, in_features, BLOCK_I):
+            x_I = tl.load(x_ptr + start + cols_I, mask=start + cols_I < in_features, other=0.0).to(tl.float32)
+            largest_I = tl.maximum(largest_I, tl.abs(x_I))
+            is_nan_I |= (x_I != x_I).to(tl.int32)
+        largest, is_nan = tl.max(largest_I), tl.sum(is_nan_I)
+    if ROUNDS:
+        if IS_STATIC:
+            x_scale = tl.load(input_scale_ptr).to(tl.float32)
+        else:
+            x_scale = tl.maximum(tl.div_rn(largest, LARGEST_VALUE), 1e-12)
+        x_scale = tl.where(is_nan > 0, float("nan"), x_scale)  # maxima drop NaN, and so does the rounding
+        inverse_scale = tl.div_rn(1.0, x_scale)
+
+    x0, x1, x2, x3 = _activations(
+        x_ptr,
+        norm_ptr,
+        cols_I,
+        in_features,
+        inverse_rms,
+        inverse_scale,
+        HAS_NORM,
+        ROUNDS,
+        DTYPE,
+        LARGEST_VALUE,
+        BLOCK_W,
+    )
+    acc = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
+    acc_up = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
+    block, chunk = first_block, 0
+    for _ in range(0, tl.cdiv(num_blocks - first_block, num_programs) * num_chunks):
+        w = next_w
         if SILU_MUL:
-            acc_up += _row_sums(w_ptr, x_1I, num_rows + safe_O, here_1I, in_features, BLOCK_O, BLOCK_I, LANES)
-    x_scale = 1.0
-    if HAS_X_SCALE:
-        x_scale = tl.load(x_scale_ptr)
-    y_O = tl.sum(acc, 1) * (scale_O * x_scale)
-    if HAS_BIAS:
-        y_O += tl.load(bias_ptr + safe_O).to(tl.float32)
-    if SILU_MUL:
-        up_O = tl.sum(acc_up, 1) * (up_scale_O * x_scale)
-        if HAS_BIAS:
-            up_O += tl.load(bias_ptr + num_rows + safe_O).to(tl.float32)
-        y_O = _silu(y_O) * up_O
-    if HAS_RESIDUAL:
-        y_O += tl.load(residual_ptr + safe_O).to(tl.float32)
-    tl.store(out_ptr + rows_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+            up = next_up
+        here_block, here_I = block, chunk * BLOCK_I + cols_I
+        is_last = chunk + 1 == num_chunks
+        block = tl.where(is_last, block + num_programs, block)
+        chunk = tl.where(is_last, 0, chunk + 1)
+        next_w = _weight_tile(w_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
+        if SILU_MUL:
+            next_up = _weight_tile(up_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
+        if WIDTH > BLOCK_I:  # else x stays as it is
+            x0, x1, x2, x3 = _activations(
+                x_ptr,
+                norm_ptr,
+                here_I,
+                in_features,
+                inverse_rms,
+                inverse_scale,
+                HAS_NORM,
+                ROUNDS,
+                DTYPE,
+                LARGEST_VALUE,
+                BLOCK_W,
+            )
+        acc += _row_sums(w, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL)
+        if SILU_MUL:
+            acc_up += _row_sums(up, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL)
+        if is_last:
+            rows_O = here_block * BLOCK_O + tl.arange(0, BLOCK_O)
+            ok_O = rows_O < num_rows
+            if HAS_RESIDUAL:  # on its way while the sums are taken
+                residual_O = tl.load(residual_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+            scale_O = tl.load(scale_ptr + rows_O, mask=ok_O, other=0.0)
+            if SILU_MUL:
+                up_scale_O = tl.load(scale_ptr + num_rows + rows_O, mask=ok_O, other=0.0)
+                y_O, up_O = tl.reduce((acc, acc_up), 1, _add_pairs)
+            else:
+                y_O = tl.sum(acc, 1)
+            y_O *= scale_O * x_scale
+            if HAS_BIAS:
+                y_O += tl.load(bias_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+            if SILU_MUL:
+                up_O *= up_scale_O * x_scale
+                if HAS_BIAS:
+                    up_O += tl.load(bias_ptr + num_rows + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+                y_O = _silu(y_O) * up_O
+            if HAS_RESIDUAL:
+                y_O += residual_O
+            tl.store(out_ptr + rows_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+            acc = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
+            acc_up = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -90,7 +253,7 @@ def _matmul_kernel(
     num_tokens, num_rows, in_features, x_stride, residual_stride,
     HAS_X_SCALE: tl.constexpr, PER_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     SILU_MUL: tl.constexpr, DOT: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PREFETCH_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -102,14 +265,23 @@ def _matmul_kernel(
     safe_tokens_T = tl.where(token_ok_T, tokens_T, 0).to(tl.int64)
     cols_I = tl.arange(0, BLOCK_I)
     num_groups = tl.cdiv(in_features, GROUP)
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
-    acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
     per_split = tl.cdiv(tl.cdiv(in_features, BLOCK_I), SPLITS) * BLOCK_I
     begin = split * per_split
+    up_ptr = w_ptr + num_rows.to(tl.int64) * in_features
+    let_next_start(PDL)
+    if PDL:  # the first weights come into L2 while the previous kernel still runs
+        if (begin + PREFETCH_I <= in_features) & (in_features % 16 == 0):
+            prefetch_rows_l2(w_ptr + safe_rows_O * in_features + begin, PREFETCH_I)
+            if SILU_MUL:
+                prefetch_rows_l2(up_ptr + safe_rows_O * in_features + begin, PREFETCH_I)
+    wait_for_previous(PDL)
+    # Float8's tensor cores keep fewer bits of a sum than float32 has: every so many inputs, it is added to one in float32.
+    IMPRECISE: tl.constexpr = 128 if tl.float8e4nv == DOT else 0
+    SUMS: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
+    acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32 if PER_BLOCK else SUMS)
+    acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32 if PER_BLOCK else SUMS)
     w_OI = w_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
-    up_OI = w_OI + num_rows.to(tl.int64) * in_features
+    up_OI = up_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
     for start in tl.range(begin, tl.minimum(begin + per_split, in_features), BLOCK_I, num_stages=STAGES):
         here_I = start + cols_I
         ok_1I = here_I[None, :] < in_features
@@ -120,18 +292,27 @@ def _matmul_kernel(
             up = tl.load(up_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first").to(DOT)
         if PER_BLOCK:  # BLOCK_I = GROUP: a step is one group of inputs
             group = start // GROUP
-            step_OT = tl.dot(w, x_IT, input_precision="ieee")
+            zeros_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=SUMS)
+            step_OT = tl.dot(w, x_IT, zeros_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS)
             x_scale_1T = tl.full((1, BLOCK_T), 1.0, dtype=tl.float32)
             if HAS_X_SCALE:
                 x_scale_1T = tl.load(x_scale_ptr + safe_tokens_T * num_groups + group)[None, :]
-            acc_OT += step_OT * tl.load(scale_ptr + safe_rows_O // GROUP * num_groups + group)[:, None] * x_scale_1T
+            scale_O = tl.load(scale_ptr + safe_rows_O // GROUP * num_groups + group)
+            acc_OT += step_OT.to(tl.float32) * scale_O[:, None] * x_scale_1T
             if SILU_MUL:
                 up_scale_O = tl.load(scale_ptr + (num_rows + safe_rows_O) // GROUP * num_groups + group)
-                acc_up_OT += tl.dot(up, x_IT, input_precision="ieee") * up_scale_O[:, None] * x_scale_1T
+                step_OT = tl.dot(
+                    up, x_IT, zeros_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS
+                )
+                acc_up_OT += step_OT.to(tl.float32) * up_scale_O[:, None] * x_scale_1T
         else:
-            acc_OT = tl.dot(w, x_IT, acc_OT, input_precision="ieee")
+            acc_OT = tl.dot(w, x_IT, acc_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS)
             if SILU_MUL:
-                acc_up_OT = tl.dot(up, x_IT, acc_up_OT, input_precision="ieee")
+                acc_up_OT = tl.dot(
+                    up, x_IT, acc_up_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS
+                )
+    acc_OT = acc_OT.to(tl.float32)
+    acc_up_OT = acc_up_OT.to(tl.float32)
     last = True
     if SPLITS > 1:
         # Partial sums of each split, then the last program of the tile to arrive adds them in order: the same bits every run.
@@ -175,45 +356,70 @@ def _matmul_kernel(
         tl.store(out, acc_OT.to(out_ptr.dtype.element_ty), mask=ok_OT)
 
 
-def gemv_config(num_rows: int, in_features: int, silu_mul: bool) -> tuple[int, int]:
-    """(rows a program, warps) of the 1-token kernel."""
-    return (4, 4) if silu_mul or in_features < 4096 else (8, 8)
+def gemv_config(in_features: int, silu_mul: bool) -> tuple[int, int, int, int]:
+    """(rows a block, warps, programs a multiprocessor, MiB brought into L2 ahead) of the 1-token kernel.
+
+    As many programs as just fill a multiprocessor's registers: when they start beside the previous kernel's, no multiprocessor can
+    take more than its share of the rows. As many warps as let a chunk hold all of x where that is possible, to be rounded once.
+    """
+    warps = 8 if in_features > 2048 else 4
+    return (4 if silu_mul else 8), warps, 16 // warps, 16
 
 
 def matmul_config(
-    num_tokens: int, num_rows: int, in_features: int, per_block: bool, sms: int
+    num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, is_rounded: bool, per_block: bool, sms: int
 ) -> tuple[int, int, int, int, int]:
     """(BLOCK_O, BLOCK_I, splits, stages, warps) of the tile kernel."""
     tiles = triton.cdiv(num_rows, 64) * triton.cdiv(num_tokens, MAX_BLOCK_T)
     splits = 1
     while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
-    return 64, BLOCK if per_block or num_tokens > 32 else 2 * BLOCK, splits, 4, 4
+    if per_block:
+        return 64, BLOCK, splits, 6 if is_rounded else 4, 4
+    if not is_rounded:
+        return 64, BLOCK if num_tokens > 32 else 2 * BLOCK, splits, 4, 4
+    if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # wider tiles of x and two of W do not fit beside each other
+        return 64, 256, splits, 4, 4
+    return 64, 512, splits, 3, 4
 
 
 def gemv(
     x_1I: torch.Tensor,
-    x_scale: torch.Tensor | None,
     weight_OI: torch.Tensor,
     scale_O: torch.Tensor,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
     bias_O: torch.Tensor | None,
     silu_mul: bool,
     residual_1O: torch.Tensor | None,
-    dtype: torch.dtype,
+    activations: str,
+    input_scale: torch.Tensor | None,
+    config: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    """y = f((x · x_scale) (scale · W)ᵀ + bias) + residual for one token, scales per output; f: SiLU-mul or nothing. → `dtype` [1, R]
+    """`cas::quantized_linear` for one token, scales per output, all in one kernel. I: a multiple of 4. → x's dtype [1, R]
 
-    x_1I: rounded to 8 bits, with its scale [1, 1]; or as it is, without.
+    config: in place of `gemv_config`'s.
     """
     out_features, in_features = weight_OI.shape
+    device = x_1I.device
     num_rows = out_features // 2 if silu_mul else out_features
-    rows, warps = gemv_config(num_rows, in_features, silu_mul)
-    out = torch.empty(1, num_rows, dtype=dtype, device=x_1I.device)
-    pdl = supports_pdl(x_1I.device)
-    _gemv_kernel[(triton.cdiv(num_rows, rows),)](
-        x_1I, weight_OI, out, scale_O, x_scale, bias_O, residual_1O, num_rows, in_features,
-        HAS_X_SCALE=x_scale is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None,
-        SILU_MUL=silu_mul, BLOCK_O=rows, BLOCK_I=32 * warps * 16, LANES=16, PDL=pdl, num_warps=warps, **launch_options(pdl),
+    rows, warps, per_sm, prefetch_mib = config or gemv_config(in_features, silu_mul)
+    out = x_1I.new_empty(1, num_rows)
+    pdl = supports_pdl(device)
+    num_programs = min(triton.cdiv(num_rows, rows), per_sm * num_sms(device))
+    block_bytes = rows * in_features
+    round_bytes = num_programs * block_bytes * (2 if silu_mul else 1)
+    # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
+    prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
+    # What is left of a multiprocessor's 65,536 registers to a thread.
+    limit = {"maxnreg": 65536 // (per_sm * 32 * warps)} if device.type == "cuda" else {}
+    _gemv_kernel[(num_programs,)](
+        x_1I, weight_OI.view(torch.int32), out, scale_O, norm_weight_I, input_scale, bias_O, residual_1O, num_rows, in_features,
+        in_features // 4, eps, prefetch_blocks, HAS_NORM=norm_weight_I is not None, ROUNDS=activations != "none",
+        IS_STATIC=activations == "static", DTYPE=_TRITON_TYPES[weight_OI.dtype], LARGEST_VALUE=LARGEST[weight_OI.dtype],
+        HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None, SILU_MUL=silu_mul,
+        WIDTH=triton.next_power_of_2(in_features), BLOCK_O=rows, BLOCK_I=32 * warps * _THREAD_BYTES, THREADS=32 * warps, PDL=pdl,
+        num_warps=warps, **limit, **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -229,8 +435,9 @@ def matmul(
     dtype: torch.dtype,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    """As `gemv` for any number of tokens, with scales per output or per block. x_TI: rows may be strided. → `dtype` [T, R]
+    """y = f((x · x_scale) (scale · W)ᵀ + bias) + residual; f: SiLU-mul or nothing. → `dtype` [T, R]
 
+    x_TI: rounded to 8 bits, with its scales; or as it is, without; rows may be strided. scale: per output or per block.
     config: in place of `matmul_config`'s.
     """
     num_tokens, per_block = x_TI.shape[0], scale.dim() == 2
@@ -238,7 +445,7 @@ def matmul(
     num_rows = out_features // 2 if silu_mul else out_features
     device = x_TI.device
     block_o, block_i, splits, stages, warps = config or matmul_config(
-        num_tokens, num_rows, in_features, per_block, num_sms(device)
+        num_tokens, num_rows, in_features, silu_mul, x_scale is not None, per_block, num_sms(device)
     )
     block_t = min(MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
     tiles, token_tiles = triton.cdiv(num_rows, block_o), triton.cdiv(num_tokens, block_t)
@@ -249,17 +456,19 @@ def matmul(
     if splits > 1:
         size = tiles * token_tiles * splits * 2 * block_o * block_t
         partial, counters = torch.empty(size, dtype=torch.float32, device=device), split_counters(device)
-    # Values of 8 bits are exact in float16, and converting them to it is one instruction; other activations keep their type.
-    dot_dtype = x_TI.dtype if x_scale is None else torch.float16
     pdl = supports_pdl(device)
     _matmul_kernel[(tiles, splits, token_tiles)](
         x_TI, weight_OI, out, scale, x_scale, bias_O, residual_TO, partial, counters, num_tokens, num_rows, in_features,
         x_TI.stride(0), residual_TO.stride(0) if residual_TO is not None else 0,
         HAS_X_SCALE=x_scale is not None, PER_BLOCK=per_block, HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul, DOT=_TRITON_TYPES[dot_dtype], GROUP=BLOCK, BLOCK_T=block_t,
-        BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PDL=pdl, num_warps=warps, **launch_options(pdl),
+        HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul, DOT=_TRITON_TYPES[x_TI.dtype], GROUP=BLOCK, BLOCK_T=block_t,
+        BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PREFETCH_I=1024,
+        PDL=pdl, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
     return out
 
 
-_TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_TRITON_TYPES = {
+    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int8: tl.int8,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}  # fmt: skip

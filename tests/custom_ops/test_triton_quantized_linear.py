@@ -70,8 +70,8 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("activations", "scales"), KINDS)
 @pytest.mark.parametrize(("num_tokens", "out", "inner", "silu_mul", "extras"), [
-    (0, 24, 48, False, False), (1, 10, 96, False, False), (1, 30, 2080, True, True), (3, 300, 200, True, True),
-    (17, 20, 300, False, True), (70, 24, 40, True, True),
+    (0, 24, 48, False, False), (1, 10, 96, False, False), (1, 30, 2080, True, True), (1, 12, 4104, False, True), (1, 6, 33, False, True),
+    (3, 300, 200, True, True), (17, 20, 300, False, True), (70, 24, 40, True, True),
 ])  # fmt: skip
 def test_like_float64(num_tokens, out, inner, silu_mul, extras, scales, activations, weight_dtype, monkeypatch):
     torch.manual_seed(num_tokens + out)
@@ -83,6 +83,36 @@ def test_like_float64(num_tokens, out, inner, silu_mul, extras, scales, activati
     assert result.dtype == dtype
     if num_tokens:
         assert relative_error(result, reference(a)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("inner", [96, 4104])
+def test_one_token_is_rounded_as_by_the_kernel_for_many(inner: int, norm: bool, activations: str, weight_dtype) -> None:
+    """To the bit: what the kernel makes of x by itself is what the kernels before it would hand to it."""
+    torch.manual_seed(inner)
+    a = arguments(1, 20, inner, False, True, activations, row_scales, weight_dtype, torch.float16)
+    if not norm:
+        a["norm_weight_I"] = None
+    x, scale = a["x_TI"], a["scale"]
+    rounding = {"norm_weight_I": a["norm_weight_I"], "eps": a["eps"], "input_scale": a["input_scale"]}
+    if activations != "none":
+        x, x_scale = quantize_rows(x, weight_dtype, **rounding)  # type: ignore[arg-type]
+        x, scale = x.half(), scale * x_scale[0]  # type: ignore[operator]
+    elif norm:
+        x = rms_norm(x, a["norm_weight_I"], a["eps"])  # type: ignore[arg-type]
+    plain = {"x_TI": x, "scale": scale, "norm_weight_I": None, "activations": "none", "input_scale": None}
+    assert torch.equal(linear_of(a).run(GEMV), linear_of(a | plain).run(GEMV))
+
+
+@pytest.mark.parametrize("way", [GEMV, TILE])
+@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_is_not_a_number_stays_so(norm: bool, activations: str, way: str) -> None:
+    a = arguments(1, 20, 4104, False, True, activations, row_scales, torch.float8_e4m3fn, torch.float16)
+    a["x_TI"][0, 4100] = float("nan")  # type: ignore[index]
+    assert linear_of(a if norm else a | {"norm_weight_I": None}).run(way).isnan().all()
 
 
 @pytest.mark.parametrize("per_block", [False, True])
@@ -124,7 +154,7 @@ def test_ways_by_the_number_of_tokens() -> None:
             arguments(num_tokens, 64, 96, False, True, activations, scales, torch.float8_e4m3fn, torch.float16)
         ).ways()
 
-    assert ways(1) == ways(1, "none") == (GEMV,)
+    assert ways(1) == ways(1, "none") == (GEMV, TILE)
     assert ways(1, scales=block_scales) == (TILE,)
     assert ways(16) == (TILE, TORCH)
     assert ways(17) == ways(256) == (TORCH, TILE)

@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (Triton may be missing where there is no GPU)
-"""Linears over 8-bit weights on a GPU, through every way of running them, against the op's torch reference in float32."""
+"""Linears over 8-bit weights on a GPU, by every way to compute them, against the op's torch reference in float32."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
 from custom_ops.quantization import block_scales, quantize_weight, row_scales
 from custom_ops.quantized_linear import quantized_linear
+from custom_ops.quantized_linear_cuda import QuantizedLinear
 
 CUDA = torch.device("cuda")
 KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
@@ -41,5 +42,14 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
     )  # fmt: skip
     result = quantized_linear(*arguments)
     expected = torch.ops.cas.quantized_linear_reference(*arguments)
-    error = (result.double() - expected.double()).norm() / expected.double().norm()
-    assert error < 1e-2
+    assert relative_error(result, expected) < 1e-2
+    linear = QuantizedLinear(
+        x_TI=x[:, :inner], weight_OI=arguments[1], scale=scale, norm_weight_I=norm, eps=1e-5, bias_O=bias, silu_mul=silu_mul,
+        residual_TO=residual, activations=activations, input_scale=input_scale,
+    )  # fmt: skip
+    for way in linear.ways():
+        assert relative_error(linear.run(way), expected) < 1e-2, way
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
