@@ -208,7 +208,8 @@ def quantized_linear(
     [T, O / 2]); input_scale: float32, one value. → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
 
     q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int8
-    activations: in int32, but in float32 by the reference and for one token on CUDA), the scales multiply the sums in float32, and the output is rounded once to x's dtype (by a library's product on CUDA: before and after the residual or SiLU-mul).
+    activations: in int32, but in float32 by the reference and for one token on CUDA), the scales multiply the sums in float32, and
+    the output is rounded once to x's dtype (by a library's product on CUDA: before and after the residual or SiLU-mul).
     """
     return _quantized_linear_op(
         x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale
