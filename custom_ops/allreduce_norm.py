@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from custom_ops.allreduce_choice import ONE_SHOT, TWO_SHOT
 from custom_ops.collectives import REFERENCES, all_reduce, gather_parts, tensor_parallel_group
 from custom_ops.library import OpKind, define
 
@@ -35,15 +36,16 @@ def _allreduce_add_rms_norm(
 def _allreduce_add_rms_norm_cuda(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from custom_ops.triton_allreduce import (
-        one_shot_allreduce_add_rms_norm,
-        takes,
-    )  # Triton is imported where it is used
+    from custom_ops import triton_allreduce  # Triton is imported where it is used
     from custom_ops.triton_elementwise import add_rms_norm
 
-    peers = tensor_parallel_group().peers
-    if peers is not None and takes(x_TD):
-        return one_shot_allreduce_add_rms_norm(x_TD, residual_TD, norm_weight_D, eps, peers)
+    group = tensor_parallel_group()
+    if group.peers is not None and group.choice is not None and triton_allreduce.takes(x_TD, group.peers):
+        way = group.choice.way(x_TD.shape[0])
+        if way == ONE_SHOT:
+            return triton_allreduce.one_shot_allreduce_add_rms_norm(x_TD, residual_TD, norm_weight_D, eps, group.peers)
+        if way == TWO_SHOT:
+            return triton_allreduce.two_shot_allreduce_add_rms_norm(x_TD, residual_TD, norm_weight_D, eps, group.peers)
     normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, norm_weight_D, eps)
     return total_TD, normed_TD
 

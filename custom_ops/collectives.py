@@ -8,10 +8,9 @@ Shape legend: T rows, D features, N ranks.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +20,22 @@ import torch.distributed as dist
 from custom_ops.library import OpKind, define
 
 if TYPE_CHECKING:
-    from custom_ops.triton_allreduce import PeerMemory
-
-log = logging.getLogger(__name__)
+    from custom_ops.allreduce_choice import AllreduceChoice
+    from custom_ops.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallelGroup:
     """This process's place among the ranks that share a model's tensors.
 
-    peers: memory of all ranks for the one-shot kernel (`custom_ops.triton_allreduce`); None: messages of every size go over NCCL.
+    peers, choice: memory of all ranks, and how large a message goes which way (`custom_ops.allreduce_choice`); None: all go over NCCL.
     """
 
     rank: int
     size: int
     process_group: dist.ProcessGroup
     peers: PeerMemory | None = None
+    choice: AllreduceChoice | None = None
 
 
 # NVLink's multicast needs a fabric manager that lets us; where it does not, NCCL fails instead of doing without. A variable that
@@ -48,16 +47,13 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 def join_tensor_parallel_group(
-    *, rank: int, size: int, init_method: str, device: torch.device, timeout_seconds: float = 600.0,
-    one_shot: bool = False,
+    *, rank: int, size: int, init_method: str, device: torch.device, timeout_seconds: float = 600.0
 ) -> TensorParallelGroup:  # fmt: skip
     """Wait until all `size` ranks have called this, and be rank `rank` of them until `leave_tensor_parallel_group`.
 
     init_method: where the ranks meet, the same text for all, e.g. "file:///dev/shm/<fresh name>" or "tcp://127.0.0.1:29500".
     device: that this rank's tensors live on; CUDA ranks speak over NCCL, CPU ranks over gloo. timeout_seconds: for the meeting
-    and for each collective. one_shot: on CUDA, small all-reduces before a norm read the other ranks' memory instead of going over
-    NCCL (off by default: that kernel has run in Triton's interpreter alone). Raises `RuntimeError` (torch's) where not all come; a
-    collective raises it where a rank is gone.
+    and for each collective. Raises `RuntimeError` (torch's) where not all come; a collective raises it where a rank is gone.
     """
     global _group
     assert 0 <= rank < size, f"rank {rank} of {size}"
@@ -77,25 +73,14 @@ def join_tensor_parallel_group(
     )
     everyone = dist.group.WORLD
     assert everyone is not None
-    peers = _map_peers(rank, size, everyone, device) if one_shot and is_cuda else None
-    if is_cuda:
-        log.info("All-reduces over NCCL%s.", "" if peers is None else ", small ones in one shot over peer memory")
-    _group = TensorParallelGroup(rank=rank, size=size, process_group=everyone, peers=peers)
+    _group = TensorParallelGroup(rank=rank, size=size, process_group=everyone)
     return _group
 
 
-def _map_peers(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """Every rank's memory, or None on all ranks where one of them cannot map it."""
-    from custom_ops.triton_allreduce import map_peer_memory  # Triton is imported where it is used
-
-    peers = None
-    try:
-        peers = map_peer_memory(rank, size, group, device)
-    except RuntimeError as error:
-        log.warning("No one-shot all-reduce: %s", str(error).splitlines()[0])
-    has_mapped = torch.tensor([peers is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(has_mapped, op=dist.ReduceOp.MIN, group=group)
-    return peers if has_mapped.item() else None
+def use_peer_memory(peers: PeerMemory, choice: AllreduceChoice) -> None:
+    """All-reduces before a norm go as `choice` says from now on; every rank calls it, with the same choice."""
+    global _group
+    _group = replace(tensor_parallel_group(), peers=peers, choice=choice)
 
 
 def leave_tensor_parallel_group() -> None:

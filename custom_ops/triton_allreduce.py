@@ -1,151 +1,219 @@
-"""One-shot all-reduce over peer memory, with the residual and the norm: one kernel for what follows a rowwise linear.
+"""All-reduce over peer memory, with the residual and the norm: one kernel for what follows a rowwise linear.
 
     s = residual + Σ over ranks of x;  y = s / sqrt(mean(s²) + eps) · weight
 
-Every rank writes its row into its own buffer, tells the others, waits until they have, and reads all of them: one trip over the
-link, right for the small messages of a decode step (a two-shot or a ring moves less and waits more often). One program a row; each
-counts its own launches, so that it runs in a CUDA graph. A row has two places in the buffer, used in turn: a program that is at its
-launch e has seen all ranks at e - 1, so all of them have ended e - 2, whose place it takes; no second barrier is needed. NVLink's
-multicast is not used.
+One shot: every rank writes its rows into its own buffer, tells the others, waits until they have, and reads all of them: one trip over
+the link, but each row crosses it once for every pair of ranks. Two shots: each row is summed by one rank, which tells the others where
+the sum lies: a second trip, and each row crosses the link twice for every rank. Sums are in float32 in the order of ranks and rounded
+once in both, so every rank has the same bits.
+
+Program p of one rank waits for program p of the others alone. It counts its own launches, so that it runs in a CUDA graph, and has two
+places for each of its rows, used in turn: one that is at its launch e has seen all ranks at e - 1, so all of them have ended e - 2, whose
+place it takes; no barrier is needed at the end. NVLink's multicast is not used.
 
 Shape legend: T rows, D features, N ranks.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 
-MAX_ROWS = 128  # programs that wait for each other: all of them must be on the device at once
-MAX_ROW_BYTES = 1 << 15
-# Where torch puts the socket over which ranks hand each other their memory, and how long that path may be.
-_SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeerMemory:
-    """Buffers of all ranks as one of them sees them.
-
-    addresses_N: int64 [N], of the buffers in the order of ranks, each `buffer_bytes(N)` long and zero at first; on this rank's device.
-    launches: int32 [MAX_ROWS], zero at first. owned: what keeps the buffers mapped.
-    """
-
-    rank: int
-    addresses_N: torch.Tensor
-    launches: torch.Tensor
-    owned: object
-
-
-def buffer_bytes(size: int) -> int:
-    """Two places for each row, and a flag from each of `size` ranks for it."""
-    return 2 * MAX_ROWS * MAX_ROW_BYTES + MAX_ROWS * size * 4
-
-
-def map_peer_memory(rank: int, size: int, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    """A buffer on every rank of a group, mapped by all; every rank calls it. Raises `RuntimeError` where there is no peer access,
-    on all ranks where it can be known beforehand.
-    """
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    socket_folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
-    mine = (socket.gethostname(), _boot_id(), len(os.fsencode(socket_folder)) <= _MAX_SOCKET_FOLDER)
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, mine, group=group)
-    if (
-        len({(host, boot) for host, boot, _ in everyone}) > 1
-    ):  # the mapping would wait for ever for what another host cannot send
-        raise RuntimeError("the ranks are on several hosts")
-    if not all(fits for *_, fits in everyone):
-        raise RuntimeError("the path of TMPDIR is too long for the socket over which memory is shared")
-    buffer = symmetric_memory.empty(buffer_bytes(size), dtype=torch.uint8, device=device)
-    buffer.zero_()
-    torch.cuda.synchronize(device)  # nobody sees a buffer that is not zero: a flag may be set as soon as it is mapped
-    handle = symmetric_memory.rendezvous(buffer, group)
-    begin = buffer.data_ptr() - handle.buffer_ptrs[rank]  # 0, unless the tensor lies within a larger allocation
-    return peer_memory(rank, [address + begin for address in handle.buffer_ptrs], device, owned=(buffer, handle))
-
-
-def _boot_id() -> str:
-    """Differs between hosts whose names are equal."""
-    file = Path("/proc/sys/kernel/random/boot_id")
-    return file.read_text() if file.exists() else ""
-
-
-def peer_memory(rank: int, addresses: Sequence[int], device: torch.device, owned: object) -> PeerMemory:
-    """From the buffers' addresses in this process."""
-    return PeerMemory(
-        rank=rank,
-        addresses_N=torch.tensor(addresses, dtype=torch.int64, device=device),
-        launches=torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
-        owned=owned,
-    )
+from custom_ops.peer_memory import PeerMemory
+from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
 
 
 @triton.jit
+def _tell_others(addresses_ptr, flags, launch, RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+    """What this program has written before is there for the others: one flag on each of them."""
+    tl.debug_barrier()  # every thread's part is written before one thread says so
+    peer_N = tl.arange(0, PADDED_SIZE)
+    is_other_N = (peer_N < SIZE) & (peer_N != RANK)
+    theirs_N = tl.load(addresses_ptr + peer_N, mask=is_other_N, other=0)
+    flag_N = (theirs_N + flags + RANK * 4).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flag_N, tl.zeros_like(peer_N) + launch, mask=is_other_N, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait_for(peer, mine, flags, launch):
+    flag = (mine + flags + peer * 4).to(tl.pointer_type(tl.int32))
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - launch < 0:  # a difference: launches wrap around
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _row_of(address, ptr):
+    """A row in somebody's buffer, as what `ptr` points to."""
+    return tl.multiple_of(address.to(ptr.dtype), 16)
+
+
+@triton.jit
+def _sum_of_ranks(
+    addresses_ptr, place, x_row_ptr, residual_row_ptr, cols_D, ok_D, RANK: tl.constexpr, SIZE: tl.constexpr
+):
+    """residual + x of rank 0 + x of rank 1 + …, in float32. Each is read with one `place` in its buffer, our own as it came."""
+    total_D = tl.load(residual_row_ptr + cols_D, mask=ok_D, other=0.0).to(tl.float32)
+    for peer in tl.static_range(SIZE):
+        if peer == RANK:
+            x_D = tl.load(x_row_ptr + cols_D, mask=ok_D, other=0.0)
+        else:
+            theirs = _row_of(tl.load(addresses_ptr + peer) + place, x_row_ptr)
+            x_D = tl.load(theirs + cols_D, mask=ok_D, other=0.0, volatile=True)  # not from a cache of an earlier launch
+        total_D += x_D.to(tl.float32)
+    return total_D
+
+
+@triton.jit
+def _norm(rounded_D, weight_D, num_features, eps):
+    s_D = rounded_D.to(tl.float32)
+    return s_D * (1.0 / tl.sqrt_rn(tl.sum(s_D * s_D) / num_features + eps)) * weight_D
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all of them
 def _one_shot_kernel(
-    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, launches_ptr, num_features, x_stride,
-    residual_stride, eps, rank,
-    SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, MAX_ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, launches_ptr, num_rows, num_features, x_stride,
+    residual_stride, eps, row_bytes, program_bytes, flags_offset,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     cols_D = tl.arange(0, BLOCK)
     ok_D = cols_D < num_features
-    launch = tl.load(launches_ptr + row) + 1
-    place = ((launch & 1) * MAX_ROWS + row) * MAX_ROW_BYTES
-    flags = 2 * MAX_ROWS * MAX_ROW_BYTES + row * SIZE * 4
-
-    mine = tl.load(addresses_ptr + rank)
-    x_D = tl.load(x_ptr + row * x_stride + cols_D, mask=ok_D, other=0.0)
-    tl.store(tl.multiple_of((mine + place).to(x_ptr.dtype), 16) + cols_D, x_D, mask=ok_D)
-    tl.debug_barrier()  # every thread's part is written before one thread says so
-    for peer in tl.static_range(SIZE):
-        flag = (tl.load(addresses_ptr + peer) + flags + rank * 4).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flag, launch, sem="release", scope="sys")
     weight_D = tl.load(weight_ptr + cols_D, mask=ok_D, other=0.0).to(tl.float32)
-    total_D = tl.load(residual_ptr + row * residual_stride + cols_D, mask=ok_D, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    launch = tl.load(launches_ptr + program) + 1
+    mine = tl.load(addresses_ptr + RANK)
+    first_row = program.to(tl.int64)
+    first_place = ((launch & 1) * NUM_PROGRAMS + program).to(tl.int64) * program_bytes
+    flags = flags_offset + program.to(tl.int64) * SIZE * 4
+
+    row, place = first_row, first_place
+    for _ in range(program, num_rows, num_programs):
+        x_D = tl.load(x_ptr + row * x_stride + cols_D, mask=ok_D, other=0.0)
+        tl.store(_row_of(mine + place, x_ptr) + cols_D, x_D, mask=ok_D)
+        row += num_programs
+        place += row_bytes
+    _tell_others(addresses_ptr, flags, launch, RANK, SIZE, PADDED_SIZE)
     for peer in tl.static_range(SIZE):
-        flag = (mine + flags + peer * 4).to(tl.pointer_type(tl.int32))
-        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - launch < 0:  # a difference: launches wrap around
-            pass
-        tl.debug_barrier()
-        theirs = tl.multiple_of((tl.load(addresses_ptr + peer) + place).to(x_ptr.dtype), 16)
-        total_D += tl.load(theirs + cols_D, mask=ok_D, other=0.0, volatile=True).to(tl.float32)
-    rounded_D = total_D.to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
-    total_D = rounded_D.to(tl.float32)
-    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(total_D * total_D) / num_features + eps)
-    y_D = total_D * inverse_rms * weight_D
-    tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
-    tl.store(launches_ptr + row, launch)
+        if peer != RANK:
+            _wait_for(peer, mine, flags, launch)
+
+    row, place = first_row, first_place
+    for _ in range(program, num_rows, num_programs):
+        total_D = _sum_of_ranks(
+            addresses_ptr, place, x_ptr + row * x_stride, residual_ptr + row * residual_stride, cols_D, ok_D, RANK, SIZE
+        )
+        rounded_D = total_D.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
+        y_D = _norm(rounded_D, weight_D, num_features, eps)
+        tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
+        row += num_programs
+        place += row_bytes
+    tl.store(launches_ptr + program, launch)
 
 
-def takes(x_TD: torch.Tensor) -> bool:
-    """Whether a message is small enough."""
-    return x_TD.shape[0] <= MAX_ROWS and x_TD.shape[1] * x_TD.itemsize <= MAX_ROW_BYTES
+@triton.jit(do_not_specialize=["num_rows"])
+def _two_shot_kernel(
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, launches_ptr, num_rows, num_features, x_stride,
+    residual_stride, eps, row_bytes, program_bytes, flags_offset,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    cols_D = tl.arange(0, BLOCK)
+    ok_D = cols_D < num_features
+    weight_D = tl.load(weight_ptr + cols_D, mask=ok_D, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    launch = tl.load(launches_ptr + program) + 1
+    mine = tl.load(addresses_ptr + RANK)
+    first_row = program.to(tl.int64)
+    first_place = ((launch & 1) * NUM_PROGRAMS + program).to(tl.int64) * program_bytes
+    flags = flags_offset + program.to(tl.int64) * SIZE * 4
+    sum_flags = flags + NUM_PROGRAMS * SIZE * 4
+
+    # A program's rows are summed by the ranks in turn, beginning with another rank for each program.
+    row, place, owner = first_row, first_place, program % SIZE
+    for _ in range(program, num_rows, num_programs):
+        if owner != RANK:
+            x_D = tl.load(x_ptr + row * x_stride + cols_D, mask=ok_D, other=0.0)
+            tl.store(_row_of(mine + place, x_ptr) + cols_D, x_D, mask=ok_D)
+        row += num_programs
+        place += row_bytes
+        owner = (owner + 1) % SIZE
+    _tell_others(addresses_ptr, flags, launch, RANK, SIZE, PADDED_SIZE)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _wait_for(peer, mine, flags, launch)
+
+    # The sum of a row of ours goes where our own part of it would lie, which nobody else reads.
+    row, place, owner = first_row, first_place, program % SIZE
+    for _ in range(program, num_rows, num_programs):
+        if owner == RANK:
+            x_row, residual_row = x_ptr + row * x_stride, residual_ptr + row * residual_stride
+            total_D = _sum_of_ranks(addresses_ptr, place, x_row, residual_row, cols_D, ok_D, RANK, SIZE)
+            tl.store(_row_of(mine + place, x_ptr) + cols_D, total_D.to(sum_ptr.dtype.element_ty), mask=ok_D)
+        row += num_programs
+        place += row_bytes
+        owner = (owner + 1) % SIZE
+    _tell_others(addresses_ptr, sum_flags, launch, RANK, SIZE, PADDED_SIZE)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _wait_for(peer, mine, sum_flags, launch)
+
+    # Sums of ours are read back too: one and the same code gives all ranks the same bits of the norm.
+    row, place, owner = first_row, first_place, program % SIZE
+    for _ in range(program, num_rows, num_programs):
+        theirs = _row_of(tl.load(addresses_ptr + owner) + place, x_ptr)
+        rounded_D = tl.load(theirs + cols_D, mask=ok_D, other=0.0, volatile=True)
+        tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
+        y_D = _norm(rounded_D, weight_D, num_features, eps)
+        tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
+        row += num_programs
+        place += row_bytes
+        owner = (owner + 1) % SIZE
+    tl.store(launches_ptr + program, launch)
+
+
+def takes(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
+    """Whether there is room for a message."""
+    return x_TD.shape[0] <= peers.layout.max_rows and x_TD.shape[1] * x_TD.itemsize <= peers.layout.row_bytes
 
 
 def one_shot_allreduce_add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cas::allreduce_add_rms_norm`, for a message that `takes` takes. → s, y, each [T, D]; summed in float32, rank by rank."""
+    """As `cas::allreduce_add_rms_norm`, for a message that `takes` takes. → s, y, each [T, D]"""
+    return _run(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers)
+
+
+def two_shot_allreduce_add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, each row summed by one rank. → s, y, each [T, D], the same bits"""
+    return _run(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers)
+
+
+def _run(
+    kernel: triton.JITFunction, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
+    peers: PeerMemory,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_rows, num_features = x_TD.shape
-    assert takes(x_TD), f"{list(x_TD.shape)} is too large for one shot"
+    layout = peers.layout
+    assert takes(x_TD, peers), f"there is no room for {list(x_TD.shape)} in {layout}"
     assert x_TD.stride(1) == 1 and residual_TD.stride(1) == 1, "features must be contiguous"  # noqa: PT018
     total_TD, out_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
-    block = triton.next_power_of_2(num_features)
-    _one_shot_kernel[(num_rows,)](
-        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.launches, num_features,
-        x_TD.stride(0), residual_TD.stride(0), eps, peers.rank,
-        SIZE=len(peers.addresses_N), MAX_ROWS=MAX_ROWS, MAX_ROW_BYTES=MAX_ROW_BYTES, BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+    if not num_rows:
+        return total_TD, out_TD
+    block, pdl = triton.next_power_of_2(num_features), supports_pdl(x_TD.device)
+    kernel[(min(num_rows, layout.num_programs),)](
+        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.launches, num_rows, num_features,
+        x_TD.stride(0), residual_TD.stride(0), eps, layout.row_bytes, layout.rows_per_program * layout.row_bytes,
+        layout.flags_offset, RANK=peers.rank, SIZE=layout.size, PADDED_SIZE=triton.next_power_of_2(layout.size),
+        NUM_PROGRAMS=layout.num_programs, BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)),
+        **launch_options(pdl),
     )  # fmt: skip
     return total_TD, out_TD

@@ -89,11 +89,13 @@ class ParallelConfig:
     data_parallel_size: replicas, each with a scheduler and a KV cache of its own; data_parallel_rank: which of them this is.
     executor: who starts the ranks: "mp" child processes, "ray" a Ray cluster; None: "mp" where there is more than one rank,
     else the engine's own process is the rank.
+    disable_custom_all_reduce: leave all-reduces to NCCL, also where the ranks could read each other's memory.
     """
 
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
     executor: Literal["mp", "ray"] | None = None
+    disable_custom_all_reduce: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,7 @@ def make_engine_config(
     tensor_parallel_size: int = 1,
     data_parallel_size: int = 1,
     distributed_executor_backend: Literal["mp", "ray"] | None = None,
+    disable_custom_all_reduce: bool = False,
 ) -> EngineConfig:
     """Resolve `model` (folder, .gguf file, known name, Hub id) to local files and check every option.
 
@@ -167,6 +168,7 @@ def make_engine_config(
         parallel=ParallelConfig(
             data_parallel_size=data_parallel_size,
             executor=distributed_executor_backend,
+            disable_custom_all_reduce=disable_custom_all_reduce,
         ),
         device=device,
         attention_backend=attention_backend,

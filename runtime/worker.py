@@ -70,6 +70,9 @@ class Worker:
         backend = self._backend = backend_of_model(spec, config, device, dtype)
         architecture = (spec.config.get("architectures") or ["?"])[0]
         self._stage("read", start, f"{architecture}, {_dtype_name(dtype)} on {describe_device(device)}")
+        facts: dict[str, int | float | str] = {"attention_backend": backend.name}
+        if rank.size > 1 and device.type == "cuda":
+            facts["all_reduce"] = self._choose_allreduce(spec)
 
         model = self._model = compile_model(
             spec,
@@ -106,7 +109,7 @@ class Worker:
             dtype=_dtype_name(dtype),
             max_model_len=self._max_model_len,
             vocab_size=spec.vocab_size,
-            compile_report=_flat_report(model.report) | {"attention_backend": backend.name},
+            compile_report=_flat_report(model.report) | facts,
         )
 
     def start(self, num_blocks: int) -> None:
@@ -174,6 +177,27 @@ class Worker:
             sizes=options.capture_sizes,
             decode_tail=lambda logits, inputs: sample_rows(logits, inputs.sampling),
         )
+
+    def _choose_allreduce(self, spec: ModelSpec) -> str:
+        """How all-reduces before a norm go on the ranks' GPUs, as a sentence."""
+        if self._config.parallel.disable_custom_all_reduce:
+            return "over NCCL: --disable-custom-all-reduce"
+        if "fuse_allreduce_add_rms_norm" in self._config.compile.disabled_passes:
+            return "over NCCL: the pass fuse_allreduce_add_rms_norm is off"
+        hidden_size = (spec.config.get("text_config") or spec.config).get("hidden_size")
+        if hidden_size is None:
+            return "over NCCL: the model's config says no hidden_size"
+        from custom_ops.allreduce_choice import choose_allreduce
+
+        start = time.perf_counter()
+        how = choose_allreduce(
+            num_features=hidden_size,
+            dtype=self._dtype,
+            max_rows=self._config.scheduler.token_budget,
+            device=self.device,
+        )
+        self._stage("all-reduce", start, how)
+        return how
 
     def _new_runner(self, num_blocks: int) -> ModelRunner:
         model = self._model if self._graphs is None else self._graphs

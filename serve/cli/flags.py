@@ -258,6 +258,14 @@ def engine_flags(
             rich_help_panel=PARALLEL_PANEL,
         ),
     ] = None,
+    disable_custom_all_reduce: Annotated[
+        bool,
+        typer.Option(
+            "--disable-custom-all-reduce",
+            help="Leave all-reduces to NCCL, also where ranks can read each other's memory.",
+            rich_help_panel=PARALLEL_PANEL,
+        ),
+    ] = False,
     device: Annotated[
         Device,
         typer.Option(help="auto: CUDA where there is one.", rich_help_panel=DEVICE_PANEL),
@@ -311,6 +319,7 @@ def engine_flags(
         "tensor_parallel_size": tensor_parallel_size,
         "data_parallel_size": data_parallel_size,
         "distributed_executor_backend": distributed_executor_backend,
+        "disable_custom_all_reduce": disable_custom_all_reduce,
         "device": device,
         "attention_backend": attention_backend,
         "num_threads": num_threads,

@@ -1,4 +1,4 @@
-"""The one-shot all-reduce in Triton's interpreter: ranks are processes, their buffers shared memory, flags and waiting as on GPUs."""
+"""The all-reduces over peer memory in Triton's interpreter: ranks are processes, their buffers shared memory, waiting as on GPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,20 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops.triton_allreduce import MAX_ROWS, buffer_bytes, one_shot_allreduce_add_rms_norm, peer_memory, takes
+from custom_ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, PeerLayout, layout_for, peer_memory
+from custom_ops.triton_allreduce import one_shot_allreduce_add_rms_norm, takes, two_shot_allreduce_add_rms_norm
 
-SIZE = 2
-ROWS = (3, 1, 5, 2, 1, 4)  # rows count their launches each for itself: both places are used, in different order
+KERNELS = (one_shot_allreduce_add_rms_norm, two_shot_allreduce_add_rms_norm)
+# Launches by turns of both kernels, with more rows than programs and fewer: programs count each for itself, and both places are used.
+ROWS = (3, 1, 8, 2, 7, 0, 1, 4)
 FEATURES = (24, 33)
+NAN_STEP = 4
+# A count that is about to wrap around: it has to go on as if nothing had been.
+FIRST_LAUNCH = 2**31 - 3
+
+
+def kernel_of(step: int) -> int:
+    return step // 2 % 2
 
 
 def operands(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -32,30 +41,58 @@ def operands(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     residual = torch.randn(rows, features + 3, generator=shared)[:, :features]
     weight = torch.randn(features, generator=shared)
     x = torch.randn(rows, features + 5, generator=torch.Generator().manual_seed(100 * step + rank + 1))[:, :features]
+    if step == NAN_STEP and rank == 1:
+        x[2, 5], x[3, 6] = float("nan"), float("inf")
     return x.to(dtype), residual.to(dtype), weight.to(dtype)
 
 
+def layout(size: int) -> PeerLayout:
+    return PeerLayout(size=size, row_bytes=33 * 4 + 12, rows_per_program=3, num_programs=3)
+
+
 def run_rank(rank: int, names: list[str], results: Any) -> None:
+    try:
+        results.put((rank, outputs(rank, names)))
+    except Exception as error:
+        results.put((rank, f"{error!r} from {error.__cause__!r}"))
+
+
+def outputs(rank: int, names: list[str]) -> list[Any]:
     shared = [SharedMemory(name) for name in names]
     views = [np.frombuffer(memory.buf, dtype=np.uint8) for memory in shared]
-    peers = peer_memory(rank, [view.ctypes.data for view in views], torch.device("cpu"), owned=None)
-    outs = [one_shot_allreduce_add_rms_norm(*operands(rank, step), 1e-5, peers) for step in range(len(ROWS))]
-    results.put((rank, [(total.float().numpy(), normed.float().numpy()) for total, normed in outs]))
+    addresses = [view.ctypes.data for view in views]
+    peers = peer_memory(rank, layout(len(names)), addresses, torch.device("cpu"), owned=None)
+    peers.launches.fill_(FIRST_LAUNCH)
+    outs = []
+    for step in range(len(ROWS)):
+        for other in (0, 1):  # the same work with the other kernel too: the same bits
+            kernel = KERNELS[(kernel_of(step) + other) % 2]
+            outs.append([part.float().numpy() for part in kernel(*operands(rank, step), 1e-5, peers)])
     del views
     for memory in shared:
         memory.close()
+    return outs
 
 
-def test_ranks_sum_wait_and_normalize() -> None:
+def run_ranks(size: int) -> dict[int, list[Any]]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    shared = [SharedMemory(create=True, size=buffer_bytes(SIZE)) for _ in range(SIZE)]  # zero at first
+    shared = [SharedMemory(create=True, size=layout(size).num_bytes) for _ in range(size)]
+    for memory in shared:  # as if FIRST_LAUNCH launches had been
+        flags = np.frombuffer(memory.buf, dtype=np.int32, offset=layout(size).flags_offset)
+        flags[: 2 * layout(size).num_programs * size] = FIRST_LAUNCH
+        del flags
     names = [memory.name for memory in shared]
-    processes = [context.Process(target=run_rank, args=(rank, names, results), daemon=True) for rank in range(SIZE)]
+    processes = [context.Process(target=run_rank, args=(rank, names, results), daemon=True) for rank in range(size)]
     try:
         for process in processes:
             process.start()
-        by_rank = dict(results.get(timeout=240) for _ in range(SIZE))
+        by_rank = {}
+        for _ in range(size):
+            rank, outs = results.get(timeout=60)
+            assert not isinstance(outs, str), f"rank {rank}: {outs}"
+            by_rank[rank] = outs
+        return by_rank
     finally:
         for process in processes:
             process.kill()
@@ -63,20 +100,52 @@ def test_ranks_sum_wait_and_normalize() -> None:
         for memory in shared:
             memory.close()
             memory.unlink()
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def by_rank(request: pytest.FixtureRequest) -> dict[int, list[Any]]:
+    return run_ranks(request.param)
+
+
+def test_ranks_sum_wait_and_normalize(by_rank: dict[int, list[Any]]) -> None:
+    size = len(by_rank)
     for step in range(len(ROWS)):
-        parts = [operands(rank, step) for rank in range(SIZE)]
+        parts = [operands(rank, step) for rank in range(size)]
         total = torch.stack([x.double() for x, _, _ in parts]).sum(0) + parts[0][1].double()
         normed = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
         limit = 2**-7 if step % 2 else 1e-5
-        for rank in range(SIZE):
-            ours, ours_normed = by_rank[rank][step]
-            torch.testing.assert_close(torch.from_numpy(ours).double(), total, rtol=limit, atol=limit)
-            torch.testing.assert_close(torch.from_numpy(ours_normed).double(), normed, rtol=2 * limit, atol=2 * limit)
-            assert np.array_equal(ours, by_rank[0][step][0])
-            assert np.array_equal(ours_normed, by_rank[0][step][1])
+        assert total.isnan().any() == (step == NAN_STEP)
+        expected, first = {"total": total, "normed": normed}, by_rank[0][2 * step]
+        for rank in range(size):
+            for ours in by_rank[rank][2 * step : 2 * step + 2]:
+                for name, value, same in zip(("total", "normed"), ours, first, strict=True):
+                    assert np.array_equal(value, same, equal_nan=True), f"{name} of step {step} differs on rank {rank}"
+                    torch.testing.assert_close(
+                        torch.from_numpy(value).double(), expected[name], rtol=2 * limit, atol=2 * limit, equal_nan=True
+                    )
 
 
-def test_large_messages_are_left_to_the_library() -> None:
-    assert takes(torch.empty(MAX_ROWS, 8192, dtype=torch.bfloat16))
-    assert not takes(torch.empty(MAX_ROWS + 1, 8192, dtype=torch.bfloat16))
-    assert not takes(torch.empty(1, 16385, dtype=torch.bfloat16))
+def test_the_order_of_addition_is_that_of_ranks(by_rank: dict[int, list[Any]]) -> None:
+    """In float32 and from the residual on, so that all ranks and both kernels round alike."""
+    for step in range(0, len(ROWS), 2):  # float32: nothing hides the order
+        total = operands(0, step)[1]
+        for rank in range(len(by_rank)):
+            total = total + operands(rank, step)[0]
+        for rank in by_rank:
+            assert np.array_equal(by_rank[rank][2 * step][0], total.numpy(), equal_nan=True)
+
+
+def test_only_what_there_is_room_for_is_taken() -> None:
+    peers = peer_memory(0, layout_for(2, 8192, torch.bfloat16, 300), [0, 0], torch.device("cpu"), owned=None)
+    assert takes(torch.empty(3 * MAX_PROGRAMS, 8192, dtype=torch.bfloat16), peers)
+    assert not takes(torch.empty(3 * MAX_PROGRAMS + 1, 8192, dtype=torch.bfloat16), peers)
+    assert not takes(torch.empty(1, 8200, dtype=torch.bfloat16), peers)
+
+
+@pytest.mark.parametrize("features", [1, 33, 4096, 16384])
+def test_rows_begin_where_wide_loads_may_and_a_buffer_has_a_limit(features: int) -> None:
+    made = layout_for(8, features, torch.bfloat16, 1 << 20)
+    assert made.row_bytes % 16 == 0
+    assert made.row_bytes >= 2 * features
+    assert made.flags_offset <= MAX_BYTES
+    assert made.rows_per_program >= 1

@@ -7,13 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from custom_ops.allreduce_choice import AllreduceChoice, choose_allreduce
 from custom_ops.allreduce_norm import allreduce_add_rms_norm
-from custom_ops.collectives import all_gather, all_reduce, tensor_parallel_group
+from custom_ops.collectives import all_gather, all_reduce, tensor_parallel_group, use_peer_memory
+from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
-ROWS, FEATURES, REPLAYS = (1, 3, 128, 130), 4096, 5
+ROWS, FEATURES, REPLAYS = (1, 3, 128, 130, 515), 4096, 5
+EVERYTHING = 1 << 20
+CHOICES = {
+    "one shot": AllreduceChoice(one_shot_rows=EVERYTHING, two_shot_rows=EVERYTHING),
+    "two shots": AllreduceChoice(one_shot_rows=0, two_shot_rows=EVERYTHING),
+    "by turns": AllreduceChoice(one_shot_rows=3, two_shot_rows=128),
+}
 
 
 def operands(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,9 +31,15 @@ def operands(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return x.bfloat16(), residual.bfloat16(), weight.bfloat16()
 
 
-def run_rank(rank: int, size: int) -> list[dict[str, torch.Tensor]]:
+def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
     device = torch.device("cuda", rank)
     results = []
+    if way in CHOICES:
+        group = tensor_parallel_group()
+        layout = layout_for(size, FEATURES, torch.bfloat16, ROWS[-1])
+        peers = map_peer_memory(rank, layout, group.process_group, device)
+        assert isinstance(peers, PeerMemory), peers
+        use_peer_memory(peers, CHOICES[way])
     for rows in ROWS:
         x, residual, weight = (tensor.to(device) for tensor in operands(rank, rows))
 
@@ -56,12 +70,12 @@ def run_rank(rank: int, size: int) -> list[dict[str, torch.Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("one_shot", [False, True])
-def test_collectives_equal_their_definition(one_shot: bool, tmp_path: Path) -> None:
-    by_rank = run_ranks(2, run_rank, 2, folder=tmp_path, device="cuda", one_shot=one_shot)
+@pytest.mark.parametrize("way", ["nccl", *CHOICES])
+def test_collectives_equal_their_definition(way: str, tmp_path: Path) -> None:
+    by_rank = run_ranks(2, run_rank, 2, way, folder=tmp_path, device="cuda")
     for i, rows in enumerate(ROWS):
         parts = [operands(rank, rows) for rank in range(2)]
-        total = sum(x.double() for x, _, _ in parts)
+        total = torch.stack([x.double() for x, _, _ in parts]).sum(0)
         with_residual = total + parts[0][1].double()
         normed = with_residual / (with_residual.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
         expected = {"sum": total, "total": with_residual, "normed": normed}
@@ -73,3 +87,22 @@ def test_collectives_equal_their_definition(one_shot: bool, tmp_path: Path) -> N
                 torch.testing.assert_close(results[i][name].double(), value, rtol=2**-6, atol=2**-3)
                 assert torch.equal(results[i][name], by_rank[0][i][name]), f"{name} differs between ranks"
             assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : 2 * FEATURES - 3])
+
+
+def choose(rank: int, file: Path) -> tuple[list[str], AllreduceChoice | None]:
+    """Measured, and then as kept."""
+    device = torch.device("cuda", rank)
+    said = [
+        choose_allreduce(num_features=1024, dtype=torch.bfloat16, max_rows=300, device=device, file=file)
+        for _ in range(2)
+    ]
+    return said, tensor_parallel_group().choice
+
+
+def test_ranks_measure_together_and_keep_one_choice(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, choose, tmp_path / "choices.json", folder=tmp_path, device="cuda")
+    (measured, kept), choice = by_rank[0]
+    assert by_rank[1] == by_rank[0]
+    assert isinstance(choice, AllreduceChoice)
+    assert choice.sentence() == measured
+    assert kept == f"{measured}, as measured at an earlier start"

@@ -31,7 +31,7 @@ ENGINE_FLAGS = {
     "--pass", "--quantization", "-q", "--quantization-exclude",
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes",
     "--compile-sizes", "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp",
-    "--distributed-executor-backend", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
+    "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
 }  # fmt: skip
 
 # A flag that disappears or changes its name breaks somebody's script: this list is changed on purpose only.

@@ -17,21 +17,18 @@ from custom_ops.collectives import join_tensor_parallel_group, leave_tensor_para
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0, device: str = "cpu",
-    one_shot: bool = False,
+    size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0, device: str = "cpu"
 ) -> list[Any]:  # fmt: skip
     """`work(rank, *args)` in `size` new processes, one thread each, that have joined one group. → results in the order of ranks
 
-    work: a function of a module. folder: where the ranks meet, used once. device, one_shot: of the group. Raises with a rank's
-    traceback if one fails.
+    work: a function of a module. folder: where the ranks meet, used once. device: of the group. Raises with a
+    rank's traceback if one fails.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     meeting_place = f"file://{folder / 'meeting'}"
     processes = [
-        context.Process(
-            target=_run_rank, args=(rank, size, meeting_place, device, one_shot, work, args, results), daemon=True
-        )
+        context.Process(target=_run_rank, args=(rank, size, meeting_place, device, work, args, results), daemon=True)
         for rank in range(size)
     ]
     for process in processes:
@@ -54,8 +51,7 @@ def run_ranks(
 
 
 def _run_rank(
-    rank: int, size: int, meeting_place: str, kind: str, one_shot: bool, work: Callable[..., Any], args: tuple[Any, ...],
-    results: Any,
+    rank: int, size: int, meeting_place: str, kind: str, work: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:  # fmt: skip
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -63,9 +59,7 @@ def _run_rank(
     try:
         if kind == "cuda":
             torch.cuda.set_device(device)
-        join_tensor_parallel_group(
-            rank=rank, size=size, init_method=meeting_place, device=device, timeout_seconds=240, one_shot=one_shot
-        )
+        join_tensor_parallel_group(rank=rank, size=size, init_method=meeting_place, device=device, timeout_seconds=240)
         value = pickle.dumps(work(rank, *args))  # tensors as bytes: their memory ends with this process
         leave_tensor_parallel_group()
         results.put((rank, value, None))

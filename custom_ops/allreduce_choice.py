@@ -1,0 +1,244 @@
+"""Which way a fused all-reduce takes, by the size of its message: measured once by all ranks together, and kept in a file.
+
+Rank 0 says what is kept; where nothing is, every rank measures at the same time and a way is as slow as its slowest rank finds it. So all
+ranks always choose the same, as they must: they wait for each other in different ways.
+
+Shape legend: T rows, D features, N ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from custom_ops.build import cache_folder
+from custom_ops.collectives import TensorParallelGroup, all_reduce, tensor_parallel_group, use_peer_memory
+from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
+
+log = logging.getLogger(__name__)
+
+NCCL, ONE_SHOT, TWO_SHOT = "nccl", "one_shot", "two_shot"
+SIZES = (
+    1,
+    4,
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+)  # rows that are measured, as far as there is room for them
+EPS = 1e-6
+REPEATS, ROUNDS = 10, 5
+FIRST_RUN_SECONDS = 60.0  # for a kernel that another rank may still have to compile
+
+Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllreduceChoice:
+    """Messages of up to one_shot_rows go in one shot, then those of up to two_shot_rows in two, larger ones over NCCL."""
+
+    one_shot_rows: int
+    two_shot_rows: int
+
+    def way(self, num_rows: int) -> str:
+        """NCCL, ONE_SHOT or TWO_SHOT."""
+        return ONE_SHOT if num_rows <= self.one_shot_rows else TWO_SHOT if num_rows <= self.two_shot_rows else NCCL
+
+    def sentence(self) -> str:
+        """For people."""
+        parts = []
+        if self.one_shot_rows:
+            parts.append(f"in one shot up to {self.one_shot_rows} rows")
+        if self.two_shot_rows > self.one_shot_rows:
+            parts.append(f"in two shots up to {self.two_shot_rows}")
+        return ", ".join([*parts, "then over NCCL" if parts else "over NCCL"])
+
+
+def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) -> AllreduceChoice:
+    """The two bounds with which all sizes together take the least time, each size counted equally (by the product of its times).
+
+    seconds: by way, one a size; a way that cannot be taken is left out, NCCL is always there.
+    """
+
+    def cost(choice: AllreduceChoice) -> float:
+        ways = [choice.way(size) for size in sizes]
+        if any(way not in seconds for way in ways):
+            return math.inf
+        return sum(math.log(seconds[way][i]) for i, way in enumerate(ways))
+
+    bounds = (0, *sizes)
+    choices = [AllreduceChoice(one_shot_rows=a, two_shot_rows=b) for a in bounds for b in bounds if a <= b]
+    return min(choices, key=cost)
+
+
+def choose_allreduce(
+    *, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device, file: Path | None = None
+) -> str:
+    """Have the group's all-reduces before a norm go the fastest way from now on. Every rank calls it, outside of a capture.
+
+    num_features, dtype: D and the dtype of the messages. max_rows: of the largest one. file: where choices are kept; None: in the
+    user's cache. → a sentence that says how they go, and why where it is over NCCL alone. Raises `RuntimeError` where a kernel never
+    ends: the process has then to end too.
+    """
+    group = tensor_parallel_group()
+    layout = layout_for(group.size, num_features, dtype, max_rows)
+    peers = map_peer_memory(group.rank, layout, group.process_group, device)
+    if isinstance(peers, str):
+        log.warning("All-reduces go over NCCL alone: %s.", peers)
+        return f"over NCCL: {peers}"
+    file = _default_file() if file is None else file
+    problem = (
+        f"{torch.cuda.get_device_name(device)}, {group.size} ranks, {num_features} x {dtype}, {layout.max_rows} rows"
+    )
+    kept: list[dict[str, int] | None] = [_kept(file).get(problem) if group.rank == 0 else None]
+    dist.broadcast_object_list(kept, src=0, group=group.process_group, device=device)
+    if kept[0] is not None:
+        choice = AllreduceChoice(**kept[0])
+    else:
+        choice = _measured(group, peers, num_features, dtype, device)
+        if group.rank == 0:
+            _keep(file, problem, choice)
+    use_peer_memory(peers, choice)
+    sentence = choice.sentence() + (", as measured at an earlier start" if kept[0] is not None else "")
+    if group.rank == 0:
+        log.info("All-reduces before a norm go %s.", sentence)
+    return sentence
+
+
+def runs(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, peers: PeerMemory
+) -> dict[str, Run]:
+    """One call of each way, → (s, y)."""
+    from custom_ops.triton_allreduce import one_shot_allreduce_add_rms_norm, two_shot_allreduce_add_rms_norm
+    from custom_ops.triton_elementwise import add_rms_norm
+
+    def over_nccl() -> tuple[torch.Tensor, torch.Tensor]:
+        normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, weight_D, eps)
+        return total_TD, normed_TD
+
+    return {
+        NCCL: over_nccl,
+        ONE_SHOT: lambda: one_shot_allreduce_add_rms_norm(x_TD, residual_TD, weight_D, eps, peers),
+        TWO_SHOT: lambda: two_shot_allreduce_add_rms_norm(x_TD, residual_TD, weight_D, eps, peers),
+    }
+
+
+def graph_seconds(run: Run, *, repeats: int, rounds: int) -> tuple[list[float], tuple[torch.Tensor, torch.Tensor]]:
+    """Device time of one call in each round, as part of a CUDA graph of `repeats`, and what the last call gave. Every rank calls it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog looks at events of other collectives meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            result = run()
+    seconds = []
+    for i in range(rounds + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.barrier()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i:  # the first replay uploads the graph
+            seconds.append(start.elapsed_time(end) / 1e3 / repeats)
+    return seconds, (result[0].clone(), result[1].clone())
+
+
+def _measured(
+    group: TensorParallelGroup, peers: PeerMemory, num_features: int, dtype: torch.dtype, device: torch.device
+) -> AllreduceChoice:
+    sizes = [size for size in SIZES if size <= peers.layout.max_rows]
+    shared = torch.Generator(device).manual_seed(0)
+    own = torch.Generator(device).manual_seed(1 + group.rank)
+    residual_TD = torch.randn(sizes[-1], num_features, generator=shared, device=device).to(dtype)
+    weight_D = torch.randn(num_features, generator=shared, device=device).to(dtype)
+    x_TD = torch.randn(sizes[-1], num_features, generator=own, device=device).to(dtype)
+    seconds: dict[str, list[float]] = {NCCL: [], ONE_SHOT: [], TWO_SHOT: []}
+    for way, run in runs(x_TD[:1], residual_TD[:1], weight_D, EPS, peers).items():
+        _run_first(way, run)
+    for size in sizes:
+        expected = None
+        for way, run in runs(x_TD[:size], residual_TD[:size], weight_D, EPS, peers).items():
+            if way not in seconds:
+                continue
+            times, result = graph_seconds(run, repeats=REPEATS, rounds=ROUNDS)
+            expected = result if expected is None else expected  # NCCL's, which is the first
+            error = max(_relative_error(ours, theirs) for ours, theirs in zip(result, expected, strict=True))
+            told = torch.tensor([*times, error], dtype=torch.float64, device=device)
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group.process_group)
+            *slowest, error = told.tolist()
+            if not error < 4 * torch.finfo(dtype).eps:
+                log.warning("%s all-reduces are not used: at %d rows one is off by %.2g from NCCL's.", way, size, error)
+                del seconds[way]
+            else:
+                seconds[way].append(min(slowest))
+    torch.cuda.empty_cache()
+    if group.rank == 0:
+        table = {way: {n: round(s * 1e6, 1) for n, s in zip(sizes, of, strict=True)} for way, of in seconds.items()}
+        log.info("Microseconds of an all-reduce with addition and norm, by rows of %d: %s", num_features, table)
+    return best_choice(seconds, sizes)
+
+
+def _run_first(way: str, run: Run) -> None:
+    """Run once, and see that it ends: a kernel that waits for what never comes would wait for ever."""
+    run()
+    done = torch.cuda.Event()
+    done.record()
+    until = time.monotonic() + FIRST_RUN_SECONDS
+    while not done.query():
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"an all-reduce ({way}) did not end within {FIRST_RUN_SECONDS:g} seconds: do without, with "
+                "--disable-custom-all-reduce"
+            )
+        time.sleep(0.005)
+
+
+def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Infinite where ours is not a number."""
+    error = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def _default_file() -> Path:
+    """Named after the kernels' source, so that a choice does not outlive what was measured."""
+    sources = [Path(__file__).with_name(name).read_bytes() for name in ("triton_allreduce.py", "allreduce_choice.py")]
+    digest = hashlib.sha256(b"\0".join(sources)).hexdigest()[:12]
+    return cache_folder() / f"allreduce-{digest}-torch{torch.__version__}.json"
+
+
+def _kept(file: Path) -> dict[str, dict[str, int]]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep(file: Path, problem: str, choice: AllreduceChoice) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}.tmp")
+        new.write_text(json.dumps(_kept(file) | {problem: asdict(choice)}, indent=1))
+        os.replace(new, file)
+    except OSError as error:
+        log.info("How all-reduces go is not kept (%s); it is measured again at the next start.", error)

@@ -1,0 +1,126 @@
+"""Memory of all ranks of one host that each of them can read and write: what the all-reduces of `custom_ops.triton_allreduce` use.
+
+Shape legend: N ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MAX_PROGRAMS = 128  # of one kernel: they wait for other ranks', so all of them must be on the device at once
+MAX_BYTES = 1 << 28  # of one rank's buffer
+# Where torch puts the socket over which ranks hand each other their memory, and how long that path may be.
+_SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerLayout:
+    """What lies in a rank's buffer: two places for each row of each program, used in turn, then the programs' flags.
+
+    num_programs: that one kernel has at most; each has room for `rows_per_program` rows of `row_bytes` (a multiple of 16).
+    """
+
+    size: int
+    row_bytes: int
+    rows_per_program: int
+    num_programs: int = MAX_PROGRAMS
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one message."""
+        return self.num_programs * self.rows_per_program
+
+    @property
+    def flags_offset(self) -> int:
+        """int32 [2 rounds, programs, ranks] begin here."""
+        return 2 * self.max_rows * self.row_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer."""
+        return self.flags_offset + 2 * self.num_programs * self.size * 4
+
+
+def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int) -> PeerLayout:
+    """For messages of up to max_rows rows, or fewer where they would take more than MAX_BYTES."""
+    row_bytes = -(-num_features * dtype.itemsize // 16) * 16
+    rows = max(1, min(-(-max_rows // MAX_PROGRAMS), MAX_BYTES // (2 * MAX_PROGRAMS * row_bytes)))
+    return PeerLayout(size=size, row_bytes=row_bytes, rows_per_program=rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerMemory:
+    """Buffers of all ranks as one of them sees them.
+
+    addresses_N: int64 [N], of the buffers in the order of ranks, zero at first; on this rank's device.
+    launches: int32 [programs], zero at first. owned: what keeps the buffers mapped.
+    """
+
+    rank: int
+    layout: PeerLayout
+    addresses_N: torch.Tensor
+    launches: torch.Tensor
+    owned: object
+
+
+def peer_memory(
+    rank: int, layout: PeerLayout, addresses: Sequence[int], device: torch.device, owned: object
+) -> PeerMemory:
+    """From the buffers' addresses in this process."""
+    return PeerMemory(
+        rank=rank,
+        layout=layout,
+        addresses_N=torch.tensor(addresses, dtype=torch.int64, device=device),
+        launches=torch.zeros(layout.num_programs, dtype=torch.int32, device=device),
+        owned=owned,
+    )
+
+
+def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:
+    """A buffer on every rank of a group, mapped by all; every rank calls it. → or a sentence why not, on all ranks if on one"""
+    socket_folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
+    everyone = _gathered((socket.gethostname(), _boot_id(), len(os.fsencode(socket_folder))), group)
+    if (
+        len({(host, boot) for host, boot, _ in everyone}) > 1
+    ):  # the mapping would wait for ever for what another host cannot send
+        return "the ranks are on several hosts"
+    if max(length for *_, length in everyone) > _MAX_SOCKET_FOLDER:
+        return f"the path of TMPDIR is longer than {_MAX_SOCKET_FOLDER} bytes: no socket for sharing memory fits there"
+    try:
+        mapped, why_not = _map(rank, layout, group, device), ""
+    except RuntimeError as error:  # of CUDA: no access from one device to the other, mostly
+        mapped, why_not = None, str(error).splitlines()[0]
+    return next((f"rank {i}: {text}" for i, text in enumerate(_gathered(why_not, group)) if text), mapped)  # type: ignore[return-value]
+
+
+def _map(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    # torch compares device numbers to see that no two ranks share a device: ranks that see one device each all have number 0.
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    buffer = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    buffer.zero_()
+    torch.cuda.synchronize(device)  # nobody sees a buffer that is not zero: a flag may be set as soon as it is mapped
+    handle = symmetric_memory.rendezvous(buffer, group)
+    begin = buffer.data_ptr() - handle.buffer_ptrs[rank]  # 0, unless the tensor lies within a larger allocation
+    return peer_memory(rank, layout, [address + begin for address in handle.buffer_ptrs], device, (buffer, handle))
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def _boot_id() -> str:
+    """Differs between hosts whose names are equal."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text() if file.exists() else ""
