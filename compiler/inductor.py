@@ -110,16 +110,17 @@ def prepared(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None
         yield threads.submit(find).result
 
 
-def load_pieces(sources: Mapping[str, str], work_dir: Path) -> dict[str, CompiledPiece]:
+def load_pieces(sources: Mapping[str, str], device: torch.device, work_dir: Path) -> dict[str, CompiledPiece]:
     """Load pieces from their generated modules' text; kernels are taken from `work_dir` where they are there, else built again.
 
-    sources: by fingerprint, as the result.
+    sources: by fingerprint, as the result. device: what they were compiled for.
     """
     from torch._inductor import config
 
     loaded = {}
     with _cache_dir(work_dir), config.patch({**OPTIONS, "compile_threads": 1}):
-        _try_one_instruction_set()
+        if device.type == "cpu":
+            _try_one_instruction_set()
         for piece, source in sources.items():
             module = types.ModuleType(f"compiled_piece_{piece}")
             module.__file__ = str(work_dir / f"{piece}.py")

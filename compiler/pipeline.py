@@ -185,7 +185,7 @@ class _Compilation:
             entries[plan.piece_at(piece, tokens)] = piece_entry
         self.report |= {"passes": stored["passes"], "artifact": "hit", "artifact_key": entry.key}
         threads = ThreadPoolExecutor(1, thread_name_prefix="load-pieces")
-        loading = threads.submit(_load_timed, entries, work_dir)
+        loading = threads.submit(_load_timed, entries, self.device, work_dir)
         threads.shutdown(wait=False)
 
         def join() -> dict[str, PieceCallable]:
@@ -212,7 +212,7 @@ class _Compilation:
             key_fields = piece_fields(piece, ops[piece], self.device, tokens)
             entry = self._get("piece", key_fields)
             if entry is not None:
-                made = _load_entries({name: entry}, work_dir)[name]
+                made = _load_entries({name: entry}, self.device, work_dir)[name]
             else:
                 lengths = None if tokens is None else {symbol: tokens}
                 made = self._compile(gm, lengths, key_fields, work_dir / f"compile-{name}", work_dir / TRIALS)
@@ -347,11 +347,12 @@ def _stores(config: CompileConfig) -> list[ArtifactStore]:
     return [*stores, ArtifactStore(config.cache_dir or default_root())]
 
 
-def _load_entries(entries: Mapping[str, Entry], work_dir: Path) -> dict[str, CompiledPiece]:
+def _load_entries(entries: Mapping[str, Entry], device: torch.device, work_dir: Path) -> dict[str, CompiledPiece]:
     for entry in entries.values():
         if (entry.path / KERNELS).is_dir():
             shutil.copytree(entry.path / KERNELS, work_dir / "loaded", copy_function=_copy_new, dirs_exist_ok=True)
-    return load_pieces({piece: (e.path / SOURCE).read_text() for piece, e in entries.items()}, work_dir / "loaded")
+    sources = {piece: (entry.path / SOURCE).read_text() for piece, entry in entries.items()}
+    return load_pieces(sources, device, work_dir / "loaded")
 
 
 def _copy_new(source: str, target: str) -> None:
@@ -360,9 +361,11 @@ def _copy_new(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _load_timed(entries: Mapping[str, Entry], work_dir: Path) -> tuple[dict[str, CompiledPiece], float]:
+def _load_timed(
+    entries: Mapping[str, Entry], device: torch.device, work_dir: Path
+) -> tuple[dict[str, CompiledPiece], float]:
     start = time.perf_counter()
-    return _load_entries(entries, work_dir), time.perf_counter() - start
+    return _load_entries(entries, device, work_dir), time.perf_counter() - start
 
 
 def pass_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _SOURCES = ("triton_quantized_linear.py", "triton_quantize.py", "triton_elementw
 _MAX_COPIES = 16
 _MAX_COLD_TOKENS = 256  # beyond, a weight is read so often that where it lies at first does not matter
 _MIN_CALLS = 4
+_LONG_CALLS = 2
 _CAPTURED_SECONDS = 1e-3  # a call of fewer is timed as a graph replays it: launching it may take longer than it runs
 
 
@@ -173,7 +174,7 @@ class _Timer:
         run(self._weight)  # kernels are built at the first call
         torch.cuda.synchronize(self._weight.device)
         if _elapsed(lambda: run(self._weight)) > _CAPTURED_SECONDS:
-            return min(_elapsed(work) for _ in range(3)) / len(self._calls)
+            return min(_elapsed(lambda: run(self._weight)) for _ in range(_LONG_CALLS))
         with torch.cuda.stream(_capture_stream(self._weight.device)):
             run(self._weight)  # a library's buffers are made once a stream, and shall not belong to the graph
             graph = _captured(work)
