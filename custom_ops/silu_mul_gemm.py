@@ -21,11 +21,10 @@ from custom_ops.choices import fastest
 from custom_ops.triton_elementwise import silu_mul_rows
 
 # Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
-KERNELS = ("128x256", "256x128", "128x128_pingpong")
+KERNELS = ("128x256", "256x128", "128x128_pingpong", "128x128_pingpong_1x2")
 # Neighbouring tiles that run at a time read the same rows and weights: as a strip one tile wide, or a block of so many.
 SWIZZLES = (1, 4, 8)
 CONFIGS = tuple((kernel, swizzle) for kernel in KERNELS for swizzle in SWIZZLES)
-MIN_TOKENS = 257  # fewer are bound by the weight's bytes
 SEPARATE = "separate"  # in the place of a configuration: a product, then an elementwise kernel
 _ALIGNMENT = 16  # bytes
 
@@ -43,7 +42,7 @@ class _Arguments(ctypes.Structure):
 
 def silu_mul_library() -> NvccLibrary:
     """What csrc/cuda/silu_mul_gemm.cu is built into. Raises `BuildError` without nvcc or CUTLASS' headers."""
-    return cutlass_library("silu_mul_gemm", len(KERNELS), headers=("silu_mul_epilogue.h",))
+    return cutlass_library("silu_mul_gemm", len(KERNELS), headers=("silu_mul_epilogue.h", "silu_mul_layout.h"))
 
 
 @functools.cache
@@ -104,7 +103,7 @@ def silu_mul_gemm(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor |
     built yet.
     """
     num_tokens, inputs = x_TI.shape
-    if num_tokens < MIN_TOKENS or not x_TI.is_cuda or unsupported_reason(x_TI, weight_OI) is not None:
+    if not x_TI.is_cuda or unsupported_reason(x_TI, weight_OI) is not None:
         return None
     library = load_silu_mul_gemms(x_TI.device)
     if library is None:

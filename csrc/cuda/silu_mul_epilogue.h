@@ -1,9 +1,7 @@
 // An epilogue for CUTLASS' sm90 kernels: the left half of a tile's columns are gates, the right half the up-projections of the same
 // outputs, and silu(gate) · up is stored, half as wide as the tile.
-//
-// Why no data moves between threads: a wgmma leaves column 8j + 2(lane % 4) + i of a row in element (i, j) of a lane, so that a column
-// and the column half a tile further belong to one lane. Products go through shared memory, from where bulk copies store them while
-// the next tile is multiplied; those also clip what lies beyond the last row and column.
+// Products go through shared memory, from where bulk copies store them while the next tile is multiplied; those also clip what lies
+// beyond the last row and column.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -11,29 +9,13 @@
 #include "cutlass/bfloat16.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/dispatch_policy.hpp"
+#include "cutlass/gemm/dispatch_policy.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
+#include "silu_mul_layout.h"
 
 namespace cas {
 
 using namespace cute;
-
-// Where things lie, for host and device alike (tests/csrc/silu_mul_layout.cu compares it with CuTe's).
-struct SiluMulLayout {
-    static constexpr int kRows = 64, kColumns = 64;  // of one bulk copy: 128 bytes a row, the widest swizzle
-    static constexpr int kBlock = kRows * kColumns;  // elements of it
-
-    // Element of a lane's sums of one 64-row wgmma at (8 · half + lane / 4 + 16 · warp, 8 · group + 2 · (lane % 4) + i).
-    CUTE_HOST_DEVICE static constexpr int sum(int i, int half, int group) { return i + 2 * half + 4 * group; }
-
-    // Of the four 8 × 8 matrices that one stmatrix stores (two halves of rows times two groups of columns from `group` on), lane's
-    // address: row lane % 8 of matrix lane / 8. In elements from the beginning of a warp group's 64 rows of all columns.
-    CUTE_HOST_DEVICE static constexpr int address(int warp, int lane, int group) {
-        const int row = 16 * warp + 8 * (lane / 8 % 2) + lane % 8;
-        const int column_group = group + lane / 16;
-        const int swizzled = (column_group % 8) ^ (row % 8);  // as CU_TENSOR_MAP_SWIZZLE_128B
-        return column_group / 8 * kBlock + row * kColumns + swizzled * 8;
-    }
-};
 
 template <class TileShape_, int kWarpGroups_>  // kWarpGroups: how many share a tile, each 64 rows at a time
 class SiluMulEpilogue {

@@ -1,7 +1,8 @@
 // A gated MLP's first half in one kernel on Hopper's tensor cores (CUTLASS, sm_90a): silu(x Wgᵀ) · (x Wuᵀ) from W = [Wg; Wu] as it is.
 //
 // To CUTLASS, W's rows are one mode (hidden, 2) of strides (inputs, hidden · inputs), and a tile takes (columns / 2, 2) of it: gates left,
-// the same outputs' up-projections right, which silu_mul_epilogue.h multiplies in registers.
+// the same outputs' up-projections right, which silu_mul_epilogue.h multiplies in registers. A tile's index beyond the last column of
+// tiles (their number is rounded up to whole clusters and swizzles) wraps to the first ones: those are stored twice, with the same bits.
 // Compiled once for each configuration, all at a time (CAS_CONFIG, see configurations below).
 #include "silu_mul_gemm.h"
 
@@ -40,6 +41,9 @@ using Chosen = Config<256, 128, Shape<_2, _1, _1>, Cooperative>;
 #elif CAS_CONFIG == 2  // one warp group multiplies while the other one stores
 #define CAS_NAME 128x128_pingpong
 using Chosen = Config<128, 128, Shape<_2, _1, _1>, Pingpong>;
+#elif CAS_CONFIG == 3  // few tokens: the cluster shares them, not the weights
+#define CAS_NAME 128x128_pingpong_1x2
+using Chosen = Config<128, 128, Shape<_1, _2, _1>, Pingpong>;
 #else
 #error "CAS_CONFIG must be the number of a configuration"
 #endif

@@ -21,7 +21,6 @@ from custom_ops.choices import Choices
 from custom_ops.silu_mul_gemm import (
     CONFIGS,
     KERNELS,
-    MIN_TOKENS,
     load_silu_mul_gemms,
     run_silu_mul_gemm,
     silu_mul_gemm,
@@ -124,8 +123,6 @@ def test_the_choice(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.Mo
     kept = Choices(tmp_path / "choices.json")
     for module in (cublaslt, choices_module):
         monkeypatch.setattr(module, "choices_of", lambda device: kept)
-    x, weight = operands(MIN_TOKENS - 1, 1024, 256)
-    assert silu_mul_gemm(x, weight) is None
     for num_tokens in (512, 300):  # one range
         x, weight = operands(num_tokens, 1024, 256)
         result = silu_mul_gemm(x, weight)
