@@ -68,7 +68,7 @@ class StepInputs:
         )
 
 
-DecodeInputs = Callable[[int], StepInputs]
+InputsOf = Callable[[int], StepInputs]
 DecodeTail = Callable[[torch.Tensor, StepInputs], tuple[torch.Tensor, ...]]
 
 
@@ -133,7 +133,8 @@ class CudaGraphRunner:
         self.tail: tuple[torch.Tensor, ...] | None = None  # what decode_tail returned in the step just replayed
         self._device = device
         self._decode_tail = decode_tail
-        self._decode_inputs: DecodeInputs | None = None
+        self._decode_inputs: InputsOf | None = None
+        self._prompt_inputs: InputsOf | None = None
         self._full: dict[int, _FullGraph] = {}
         self._asked: dict[int, int] = {}
         self.sizes: tuple[int, ...] = ()
@@ -172,9 +173,13 @@ class CudaGraphRunner:
             return self._piecewise.sizes[bisect.bisect_left(self._piecewise.sizes, num_tokens)]
         return None
 
-    def bind(self, decode_inputs: DecodeInputs) -> None:
-        """Say where steps of decodes lie: decode_inputs(size) fills the persistent buffers with `size` padding sequences."""
+    def bind(self, decode_inputs: InputsOf, prompt_inputs: InputsOf | None = None) -> None:
+        """Say where steps of decodes lie: decode_inputs(size) fills the persistent buffers with `size` padding sequences.
+
+        prompt_inputs(size): a made-up step of that many tokens of a prompt, for estimates.
+        """
         self._decode_inputs = decode_inputs
+        self._prompt_inputs = prompt_inputs
 
     def capture(self, count: int | None = None) -> int:
         """Capture up to `count` full graphs (None: all); → how many. The largest comes first, then 1, then the rest downwards."""
@@ -212,18 +217,28 @@ class CudaGraphRunner:
         """The piecewise size to capture next, largest first; None when all are. The next step of that size captures it."""
         return None if self._piecewise is None else self._piecewise.want_next()
 
-    def estimate_bytes(self) -> int:
-        """Device memory that the full graphs will take, from one plain run of the largest size."""
-        if self._decode_inputs is None or not self.sizes:
-            return 0
-        inputs = self._decode_inputs(self.sizes[-1])
-
-        def run() -> None:
-            with attention_metadata(inputs.metadata):
-                self.model(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
-
-        self.stats.estimated_bytes = self._device.peak_bytes(run) + len(self.sizes) * self._device.bytes_per_graph
+    def estimate_bytes(self, max_tokens: int) -> int:
+        """Device memory that the graphs of steps of up to max_tokens tokens will take, from plain runs of the largest sizes."""
+        peaks, kept_by_graphs = [0], 0
+        if self._decode_inputs is not None and self.sizes:
+            inputs = self._decode_inputs(self.sizes[-1])
+            peaks.append(self._device.peak_bytes(lambda: self._run_plain(inputs)))
+            kept_by_graphs += len(self.sizes) * self._device.bytes_per_graph
+        piecewise = self._piecewise
+        if piecewise is not None and self._prompt_inputs is not None:
+            sizes = [size for size in piecewise.sizes if size <= max_tokens]
+            if sizes:
+                prompt = self._prompt_inputs(sizes[-1])
+                peaks.append(self._device.peak_bytes(lambda: self._run_plain(prompt)))
+                with attention_metadata(prompt.metadata):
+                    kept = piecewise.kept_bytes(prompt.input_ids, prompt.positions, prompt.kv_caches)
+                kept_by_graphs += sum(kept * size // sizes[-1] + self._device.bytes_per_graph for size in sizes)
+        self.stats.estimated_bytes = max(peaks) + kept_by_graphs  # what a step frees, the others' graphs use again
         return self.stats.estimated_bytes
+
+    def _run_plain(self, inputs: StepInputs) -> None:
+        with attention_metadata(inputs.metadata):
+            self.model(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
 
     def __call__(
         self,

@@ -36,7 +36,7 @@ class GraphDevice(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """Device memory in use by this process's allocator."""
+        """Device memory in use, that of graphs themselves included."""
         ...
 
     def peak_bytes(self, fn: Callable[[], None]) -> int:
@@ -91,7 +91,10 @@ class CudaGraphs:
 
     def used_bytes(self) -> int:
         """See `GraphDevice.used_bytes`."""
-        return torch.cuda.memory_reserved(self._device)
+        free, total = torch.cuda.mem_get_info(
+            self._device
+        )  # what the driver keeps of a graph no allocator of ours knows
+        return total - free
 
     def peak_bytes(self, fn: Callable[[], None]) -> int:
         """See `GraphDevice.peak_bytes`."""

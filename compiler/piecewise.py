@@ -96,6 +96,42 @@ class PiecewiseGraphs:
                 return size
         return None
 
+    def kept_bytes(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Sequence[torch.Tensor]) -> int:
+        """What the graphs of a step of this size keep for themselves, by one run without graphs: the static inputs, the outputs of ops
+        and the values that the uncaptured rest reads. Everything else lies in memory that all sizes share.
+        """
+        plan, pieces = self._model.plan, self._model.pieces_at(input_ids.shape[0])
+        values = self._inputs(input_ids, positions, kv_caches)
+        kept = input_ids.nbytes + positions.nbytes
+        shared: set[tuple[torch.Size, torch.dtype]] = set()
+        last_use = {name: index for index, step in enumerate(plan.steps) for name in _reads(step)}
+        for index, step in enumerate(self._covered()):
+            _run_step(step, values, pieces)
+            if isinstance(step, OpStep):
+                output = values[step.output]
+                key = (output.shape, output.dtype)
+                if last_use.get(step.output) != index + 1 or key not in shared:
+                    kept += output.nbytes
+                if last_use.get(step.output) == index + 1:
+                    shared.add(key)
+            for name in _reads(step):
+                if last_use[name] == index and name.startswith("v"):
+                    values.pop(name, None)
+        ops = {step.output for step in self._covered() if isinstance(step, OpStep)}
+        return kept + sum(value.nbytes for name, value in values.items() if name.startswith("v") and name not in ops)
+
+    def _inputs(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Sequence[torch.Tensor]
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {"input_ids": input_ids, "positions": positions}
+        values |= {f"kv_cache.{i}": cache for i, cache in enumerate(kv_caches)}
+        return values | {f"weight.{name}": weight for name, weight in self._model.weights.items()}
+
+    def _covered(self) -> list[PieceStep | OpStep]:
+        """The steps that run as graphs, and the ops between them."""
+        steps = self._model.plan.steps
+        return list(steps[: len(steps) - len(self._rest())])
+
     def _rest(self) -> list[PieceStep | OpStep]:
         """The steps from the first that reads logits_indices on."""
         steps = self._model.plan.steps
@@ -107,13 +143,11 @@ class PiecewiseGraphs:
     ) -> _Captured:
         plan, pieces = self._model.plan, self._model.pieces_at(input_ids.shape[0])
         static_ids, static_positions = input_ids.clone(), positions.clone()
-        values: dict[str, Any] = {"input_ids": static_ids, "positions": static_positions}
-        values |= {f"kv_cache.{i}": cache for i, cache in enumerate(kv_caches)}
-        values |= {f"weight.{name}": weight for name, weight in self._model.weights.items()}
+        values = self._inputs(static_ids, static_positions, kv_caches)
         actions: list[Callable[[], None]] = []
         buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
         last_use = {name: index for index, step in enumerate(plan.steps) for name in _reads(step)}
-        for index, step in enumerate(plan.steps[: len(plan.steps) - len(self._rest())]):
+        for index, step in enumerate(self._covered()):
             if isinstance(step, PieceStep):
                 piece, inputs = pieces[step.piece], [values[name] for name in step.inputs]
                 graph, outputs, _ = self._device.capture(_call(piece, inputs), keep_outputs=True)

@@ -45,7 +45,7 @@ def plan_num_blocks(
 ) -> int:
     """Number of blocks N: the forced number, else what fits the forced bytes, else from `free_bytes`.
 
-    free_bytes: on CUDA what the cache may take (utilization and the model's own need already applied); on the CPU the
+    free_bytes: on CUDA what the cache may take (`MemoryPlan.free_for_cache`); on the CPU the
     memory that is free, of which the default takes at most 4 GiB or a quarter (up to a half, where one request would
     not fit otherwise). Never more than max_num_seqs sequences of max_model_len can use. Raises `KVCacheTooSmallError`
     when not even one fits.
@@ -63,11 +63,16 @@ def plan_num_blocks(
             free_bytes = max(limit, min(one_request, free_bytes // 2))
         num_blocks = min(free_bytes // block_bytes, blocks_per_request * max_num_seqs)
     if num_blocks < blocks_per_request:
+        advice = "lower --max-model-len or raise --kv-cache-memory"
+        if not is_cpu and config.num_blocks is None and config.memory_bytes is None:
+            advice = (
+                "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
+            )
         held = max(num_blocks, 0) * config.block_size
         raise KVCacheTooSmallError(
             f"The KV cache has room for {held} tokens ({max(num_blocks, 0)} blocks of {config.block_size}, "
             f"{max(num_blocks, 0) * block_bytes / GIB:.2f} GiB), but one request of max_model_len={max_model_len} needs "
-            f"{blocks_per_request * block_bytes / GIB:.2f} GiB: lower --max-model-len or raise --kv-cache-memory."
+            f"{blocks_per_request * block_bytes / GIB:.2f} GiB: {advice}."
         )
     return num_blocks
 

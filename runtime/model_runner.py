@@ -233,8 +233,16 @@ class ModelRunner:
         )
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
-        """Run the model on a made-up step of `num_tokens` over `num_seqs` sequences, or as many more as no sequence is longer
-        than the model allows, that writes no cache, and sample nothing.
+        """Run the model on `made_up_step(num_tokens, num_seqs)` and sample nothing."""
+        step = self.made_up_step(num_tokens, num_seqs)
+        with attention_metadata(step.metadata):
+            self.compiled(step.input_ids, step.positions, self.kv_caches, step.logits_indices)
+        if not self._is_cpu:
+            torch.cuda.synchronize(self.device)
+
+    def made_up_step(self, num_tokens: int, num_seqs: int) -> StepInputs:
+        """A step of `num_tokens` over `num_seqs` sequences, or as many more as no sequence is longer than the model allows, that writes
+        no cache; planned already.
         """
         assert num_seqs <= num_tokens <= self.max_num_tokens
         num_seqs = max(num_seqs, -(-num_tokens // self.max_model_len))  # a row of the block table has no more columns
@@ -258,10 +266,9 @@ class ModelRunner:
         zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         indices_S = torch.from_numpy(starts[1:].astype(np.int64) - 1).to(device)
         self.backend.plan(metadata)
-        with attention_metadata(metadata):
-            self.compiled(zeros_T, zeros_T, self.kv_caches, indices_S)
-        if not self._is_cpu:
-            torch.cuda.synchronize(device)
+        return StepInputs(
+            input_ids=zeros_T, positions=zeros_T, kv_caches=self.kv_caches, logits_indices=indices_S, metadata=metadata
+        )
 
     def warm_up_sampler(self, dtype: torch.dtype) -> None:
         """Build the GPU's sampling kernels before a request waits for them (on the CPU there are none). dtype: of the

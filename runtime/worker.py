@@ -7,9 +7,10 @@ calls of the model in the same order: a sharded model waits in each for the othe
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from custom_ops.choices import unmeasured_token_counts
 from custom_ops.collectives import join_tensor_parallel_group
 from models.registry import build_model
 from models.spec import ModelSpec
+from runtime import memory
 from runtime.attention_backends import backend_of_model
 from runtime.config import EngineConfig, Rank
 from runtime.device import (
@@ -31,11 +33,14 @@ from runtime.device import (
     resolve_kv_cache_dtype,
     use_threads,
 )
-from runtime.kv_cache import GIB, bytes_per_block, free_cpu_bytes, plan_num_blocks
+from runtime.kv_cache import GIB, KVCacheTooSmallError, bytes_per_block, free_cpu_bytes, plan_num_blocks
+from runtime.memory import MemoryPlan, measured_memory, memory_for
 from runtime.model_runner import ModelRunner, PendingStep
 from runtime.sampling_ops import sample_rows
 from runtime.schedule import SchedulerOutput, WorkerInfo, WorkerStats
 from runtime.weights import load_weights, read_config
+
+logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
 
@@ -74,34 +79,38 @@ class Worker:
         if rank.size > 1 and device.type == "cuda":
             facts["all_reduce"] = self._choose_allreduce(spec)
 
-        model = self._model = compile_model(
-            spec,
-            config.compile,
-            device=device,
-            dtype=dtype,
-            kernels=available_kernels(device=device, dtype=dtype, attention_backend=backend),
-            attention_backend=backend,
-            kv_cache_dtype=self._cache_dtype,
-            on_stage=on_stage,
-        )
+        with memory_for("compiling the model", device, memory.LOADING):
+            model = self._model = compile_model(
+                spec,
+                config.compile,
+                device=device,
+                dtype=dtype,
+                kernels=available_kernels(device=device, dtype=dtype, attention_backend=backend),
+                attention_backend=backend,
+                kv_cache_dtype=self._cache_dtype,
+                on_stage=on_stage,
+            )
         # From here on the rank's part: its share of the heads.
         self._spec = replace(spec, kv_cache_specs=tuple(kept.of_rank(rank.size) for kept in spec.kv_cache_specs))
 
         start = time.perf_counter()
-        self._loaded = load_weights(
-            model,
-            spec,
-            config.model.path,
-            load_format=config.model.load_format,
-            device=device,
-            dtype=dtype,
-            seed=config.model.seed,
-            rank=rank.index,
-        )
+        with memory_for("loading the weights", device, memory.LOADING):
+            self._loaded = load_weights(
+                model,
+                spec,
+                config.model.path,
+                load_format=config.model.load_format,
+                device=device,
+                dtype=dtype,
+                seed=config.model.seed,
+                rank=rank.index,
+            )
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
 
         self._start_of_cache = time.perf_counter()
         self._graphs = self._graph_runner()
+        self._said_all_captured = False
+        self._memory_plan = self._measure_memory() if device.type == "cuda" else None
         self.info = WorkerInfo(
             num_blocks=self._num_blocks(),
             device_type=device.type,
@@ -115,14 +124,17 @@ class Worker:
     def start(self, num_blocks: int) -> None:
         """Allocate the cache of `num_blocks` blocks and run every kind of step once."""
         cache = self._config.cache
-        self.runner = self._new_runner(num_blocks)
         cache_bytes = num_blocks * bytes_per_block(self._spec.kv_cache_specs, cache.block_size, self._cache_dtype)
+        with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
+            self.runner = self._new_runner(num_blocks)
         tokens = num_blocks * cache.block_size
         rounded = "" if self._cache_dtype == self._dtype else f" in {_dtype_name(self._cache_dtype)}"
         self._stage("kv cache", self._start_of_cache, f"{tokens} tokens, {cache_bytes / GIB:.2f} GiB" + rounded)
 
+        self._say_memory(cache_bytes, tokens)
         start = time.perf_counter()
-        self._stage("warm up", start, self._warm_up())
+        with memory_for("warming up and capturing CUDA graphs", self.device, memory.WARMING_UP):
+            self._stage("warm up", start, self._warm_up())
 
         if self._config.compile.dump_dir is not None:
             facts = {
@@ -132,6 +144,7 @@ class Worker:
                 "kv_cache_dtype": _dtype_name(self._cache_dtype),
                 "block_size": cache.block_size,
                 "loaded_bytes": self._loaded.num_bytes,
+                "memory": {} if self._memory_plan is None else asdict(self._memory_plan),
             }
             graphs = {} if self._graphs is None else {"sizes": self._graphs.sizes, **self._graphs.report()}
             add_to_report(self._config.compile.dump_dir, "engine", facts | {"cudagraphs": graphs})
@@ -152,6 +165,9 @@ class Worker:
             if size <= self.runner.max_num_tokens:  # no step is longer
                 self.runner.warm_up(size, 1)
                 return True
+        if not self._said_all_captured and self.rank.index == 0:
+            self._said_all_captured = True
+            logger.info("CUDA graphs of all sizes are captured: %s.", self._graph_memory())
         return False
 
     def stats(self) -> WorkerStats:
@@ -212,43 +228,61 @@ class Worker:
             max_model_len=self._max_model_len,
         )
         if self._graphs is not None:
-            self._graphs.bind(runner.decode_inputs)
+            self._graphs.bind(runner.decode_inputs, lambda size: runner.made_up_step(size, 1))
         return runner
 
     def _num_blocks(self) -> int:
         cache = self._config.cache
         if self.device.type == "cpu":
             free = free_cpu_bytes() // self._config.num_processes
-        elif cache.num_blocks is None and cache.memory_bytes is None:
-            free = self._free_cuda_bytes()
         else:
-            free = 0
-        return plan_num_blocks(
-            cache,
-            self._spec.kv_cache_specs,
-            dtype=self._cache_dtype,
-            max_model_len=self._max_model_len,
-            max_num_seqs=self._config.scheduler.max_num_seqs,
-            free_bytes=free,
-            is_cpu=self.device.type == "cpu",
-        )
+            assert self._memory_plan is not None
+            free = self._memory_plan.free_for_cache
+        try:
+            return plan_num_blocks(
+                cache,
+                self._spec.kv_cache_specs,
+                dtype=self._cache_dtype,
+                max_model_len=self._max_model_len,
+                max_num_seqs=self._config.scheduler.max_num_seqs,
+                free_bytes=free,
+                is_cpu=self.device.type == "cpu",
+            )
+        except KVCacheTooSmallError:
+            self._say_memory(0, 0)
+            raise
 
-    def _free_cuda_bytes(self) -> int:
-        """What the device has left for the cache when the largest step runs: measured by running one."""
-        max_num_seqs = self._config.scheduler.max_num_seqs
-        torch.cuda.reset_peak_memory_stats(self.device)
+    def _say_memory(self, cache_bytes: int, cache_tokens: int) -> None:
+        if self._memory_plan is not None and self.rank.index == 0:
+            logger.info("%s", self._memory_plan.table(describe_device(self.device), cache_bytes, cache_tokens))
+
+    def _measure_memory(self) -> MemoryPlan:
+        """Run the largest step that there can be, on a cache of one block, and look at what it takes."""
+        device, scheduler = self.device, self._config.scheduler
+        weights = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         probe = self._new_runner(1)
-        probe.warm_up(probe.max_num_tokens, min(max_num_seqs, probe.max_num_tokens))
-        graphs = 0 if self._graphs is None else self._graphs.estimate_bytes()
+        tokens, seqs = probe.max_num_tokens, min(scheduler.max_num_seqs, probe.max_num_tokens)
+        with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
+            probe.warm_up(tokens, seqs)
+            largest_step = torch.cuda.max_memory_allocated(device) - weights
+            graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens)
         del probe
-        peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        others = total - free - torch.cuda.memory_reserved(self.device)  # of other processes, and of the driver
-        # The sampler works on float32 copies of the logits.
-        sampler = 3 * max_num_seqs * self._spec.vocab_size * 4
-        budget = int(total * self._config.cache.gpu_memory_utilization)
-        return budget - peak - graphs - others - sampler
+        free, total, reserved = measured_memory(device)
+        return MemoryPlan(
+            total=total,
+            utilization=self._config.cache.gpu_memory_utilization,
+            others=max(0, total - free - reserved),
+            weights=weights,
+            largest_step=largest_step,
+            step_tokens=tokens,
+            sampling=3
+            * scheduler.max_num_seqs
+            * self._spec.vocab_size
+            * 4,  # the sampler's float32 copies of the logits
+            graphs=graphs,
+        )
 
     def _warm_up(self) -> str:
         runner = self.runner
@@ -269,7 +303,12 @@ class Worker:
         else:  # as many on each rank, whatever the time
             self._graphs.capture(2)
         report = self._graphs.report()
-        return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come"
+        return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {self._graph_memory()}"
+
+    def _graph_memory(self) -> str:
+        assert self._graphs is not None
+        stats = self._graphs.stats
+        return f"estimated {stats.estimated_bytes / GIB:.2f} GiB for all, took {stats.used_bytes / GIB:.2f} GiB"
 
     def _stage(self, stage: str, start: float, detail: str) -> None:
         self._on_stage(stage, time.perf_counter() - start, detail)

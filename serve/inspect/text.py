@@ -17,6 +17,7 @@ from serve.inspect.data import collapsed_text, near_misses, shorten, target_coun
 _RIGHT = frozenset({"matched", "expected", "seconds", "count", "calls", "max error", "relative", "tolerance", "ms", "GB/s",
                     "GFLOP/s", "bandwidth", "compute", "tokens", "×", "before", "after"})  # fmt: skip
 
+_MEMORY = ("total", "others", "weights", "largest_step", "sampling", "graphs")  # of `runtime.memory.MemoryPlan`
 _PATHS = frozenset({"dump_dir", "cache_dir", "artifact_dir"})  # options that say where, not what
 
 
@@ -39,6 +40,9 @@ def print_dump(report: Mapping[str, Any], console: Console) -> None:
     if engine := report.get("engine"):
         size = f"{engine['kv_cache_tokens']} tokens, {engine['kv_cache_bytes'] / 2**20:.1f} MiB"
         console.print(f"KV cache {size}, attention by {engine['attention_backend']}")
+        if memory := engine.get("memory"):  # measured on CUDA
+            rows = [(k.replace("_", " "), f"{memory[k] / 2**30:.2f}") for k in _MEMORY]
+            console.print(_table("Memory before the KV cache", ("", "GiB"), rows))
         if engine["cudagraphs"]:
             console.print(_table("CUDA graphs", ("", ""), [(k, str(v)) for k, v in engine["cudagraphs"].items()]))
     console.print(f"weights {report['weight_bytes'] / 2**20:.1f} MiB, {len(report['weights'])} tensors")

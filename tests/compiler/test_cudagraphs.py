@@ -220,7 +220,47 @@ def test_backend_that_cannot_be_captured_gets_no_full_graph(caplog: pytest.LogCa
 
 def test_estimate() -> None:
     runner, *_ = make()
-    assert runner.estimate_bytes() == 777 + 10 * len(runner.sizes)
+    assert runner.estimate_bytes(64) == 777 + 10 * len(runner.sizes)
+    assert runner.report()["estimated_bytes"] == runner.estimate_bytes(64)
+
+
+def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
+    """What the graphs of a size keep is what its capture holds; the others' share is by their length."""
+    spec = tiny_spec()
+    model = compile_model(
+        spec, CompileConfig(cache_dir=tmp_path), device=torch.device("cpu"), dtype=torch.float32,
+        kernels=frozenset({"rope_attention"}),
+    )  # fmt: skip
+    fill(model)
+    kv_caches = caches(spec, torch.float32)
+
+    def prompt(size: int) -> StepInputs:
+        zeros, starts = torch.zeros(size, dtype=torch.int64), torch.tensor([0, size], dtype=torch.int32)
+        metadata = AttentionMetadata(
+            backend=TorchAttention(), query_start_loc=starts, seq_lens=starts[1:], block_table=torch.zeros(1, 8, dtype=torch.int32),
+            slot_mapping=torch.full((size,), -1), num_seqs=1, num_tokens=size, max_query_len=size, max_seq_len=size,
+        )  # fmt: skip
+        return StepInputs(
+            input_ids=zeros, positions=zeros, kv_caches=kv_caches, logits_indices=zeros[:1], metadata=metadata
+        )
+
+    runner = CudaGraphRunner(
+        model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice(), sizes=(8, 16, 32, 64)
+    )
+    runner.bind(Buffers(Backend()).inputs, prompt)
+    estimate = runner.estimate_bytes(40)
+    piecewise = runner._piecewise
+    assert piecewise is not None
+    step_of_16 = prompt(16)
+    with attention_metadata(step_of_16.metadata):
+        kept = piecewise.kept_bytes(step_of_16.input_ids, step_of_16.positions, kv_caches)
+        held = piecewise._capture(step_of_16.input_ids, step_of_16.positions, kv_caches, runner.stats)
+    alive = [value for name, value in held.values.items() if name.startswith("v")]
+    assert (
+        len({value.data_ptr() for value in alive}) == len(alive) == 2
+    )  # what the last attention gave, and the residual
+    assert kept == held.input_ids.nbytes + held.positions.nbytes + sum(value.nbytes for value in alive)
+    assert estimate == 777 + sum(kept * size // 16 + 10 for size in (8, 16, 32))
 
 
 def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:

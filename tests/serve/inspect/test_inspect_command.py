@@ -35,6 +35,7 @@ def test_text_says_what_the_page_says(dump: Path) -> None:
     assert result.output.count("right") == len(default_passes())
     assert "Measured pieces (" in result.output
     assert "KV cache 512 tokens, 1.0 MiB, attention by torch" in result.output
+    assert re.search(r"largest step\W+2\.00\b", result.output)
     assert "Whole steps, 512 tokens of context" in result.output
 
 
