@@ -392,26 +392,33 @@ def flashinfer_times(
 
 
 def section_sampling(shape: Shape, sweep: bool) -> None:
-    for batch in (1, 64, 256):
-        logits = torch.randn(batch, shape.vocab, device="cuda").to(DTYPE)
-        right = bool((logits.gather(1, greedy_tokens(logits)[0][:, None])[:, 0] == logits.max(1).values).all())
-        us = time_ms(lambda: greedy_tokens(logits)) * 1e3
-        torch_us = time_ms(lambda: logits.argmax(-1)) * 1e3
-        full = [torch.full((batch,), x, device="cuda") for x in (0.8, 0.9, 0.0)]
-        k, seeds, positions = (torch.full((batch,), x, device="cuda") for x in (50, 7, 3))
-        k = k.to(torch.int32)
-        filtered_us = time_ms(lambda: sample_tokens(logits, full[0], k, full[1], full[2], seeds, positions)) * 1e3
-        plain = [torch.full((batch,), x, device="cuda") for x in (0.8, 1.0, 0.0)]
-        plain_us = (
-            time_ms(lambda: sample_tokens(logits, plain[0], torch.zeros_like(k), plain[1], plain[2], seeds, positions))
-            * 1e3
-        )
-        top_p_us = (
-            time_ms(lambda: sample_tokens(logits, full[0], torch.zeros_like(k), full[1], full[2], seeds, positions))
-            * 1e3
-        )
-        emit(work="sampling", model=shape.name, batch=batch, ok=right, greedy_us=round(us, 1), torch_argmax_us=round(torch_us, 1),
-             top_k_top_p_us=round(filtered_us, 1), top_p_us=round(top_p_us, 1), temperature_us=round(plain_us, 1))  # fmt: skip
+    """The kernels that end a decode step, over the model's vocabulary and SmolLM2's: greedy alone, and what a step of any requests runs."""
+    kinds = {  # temperature, top-k, top-p
+        "step_greedy": (0.0, 0, 1.0),
+        "top_k_top_p": (0.8, 40, 0.9),
+        "top_p": (0.8, 0, 0.9),
+        "temperature": (0.8, 0, 1.0),
+    }
+    for vocab, batch in itertools.product(sorted({49152, shape.vocab}), (1, 64, 256)):
+        logits = torch.randn(batch, vocab, device="cuda").to(DTYPE)
+        first = (logits == logits.max(1, keepdim=True).values).int().argmax(1)
+        row = {
+            "greedy_us": time_ms(lambda: greedy_tokens(logits)),
+            "torch_argmax_us": time_ms(lambda: logits.argmax(-1)),
+        }
+        right = torch.equal(greedy_tokens(logits)[0], first)
+        for name, (temperature, top_k, top_p) in kinds.items():
+            arguments = [
+                torch.full((batch,), value, device="cuda", dtype=dtype)
+                for value, dtype in (
+                    (temperature, torch.float32), (top_k, torch.int32), (top_p, torch.float32), (0.0, torch.float32),
+                    (7, torch.int64), (3, torch.int64),
+                )
+            ]  # fmt: skip
+            row[f"{name}_us"] = time_ms(lambda: sample_tokens(logits, *arguments))
+            if temperature == 0.0:
+                right &= torch.equal(sample_tokens(logits, *arguments)[0], first)
+        emit(work="sampling", vocab=vocab, batch=batch, ok=right, **{k: round(ms * 1e3, 1) for k, ms in row.items()})
 
 
 def hand_step(shape: Shape, batch: int, length: int = 192) -> Callable[[], None]:

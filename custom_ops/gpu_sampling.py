@@ -73,56 +73,77 @@ def _mass(x, largest, temperature):
 
 
 @triton.jit
+def _take_in(x, start, best, best_start):
+    """Lane by lane the largest value so far and in which step it came, the first of equals; NaN is larger than all and stays."""
+    best_start = tl.where(x > best, start, best_start)
+    return tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL), best_start
+
+
+@triton.jit
+def _rank(x, ids):
+    """uint64: larger for a larger value, then for a lower id (below 2³¹); NaN above all."""
+    key = _ordered_key(tl.where(x == 0.0, 0.0, x))  # 0 and -0 are equal
+    key = tl.where(x == x, key, tl.full(x.shape, 0xFFFFFFFF, dtype=tl.uint32))
+    return (key.to(tl.uint64) << 32) | (0x7FFFFFFF - ids).to(tl.uint64)
+
+
+@triton.jit
 def _draw_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, seed_ptr, position_ptr, best_ptr, best_id_ptr, block_max_ptr, counter_ptr, out_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, seed_ptr, position_ptr, rank_ptr, block_max_ptr, counter_ptr, out_ptr,
     out_best_ptr, vocab, row_stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
     GREEDY: tl.constexpr, GATHERED_K: tl.constexpr,
 ):  # fmt: skip
-    """The winner of every row over the whole vocabulary; of a row whose candidates will be gathered, the maxima of its blocks."""
+    """The winner of every row over the whole vocabulary; of a row whose candidates will be gathered, the maxima of its blocks.
+
+    A program keeps a maximum a lane and reduces once; the row's last program reduces those of all.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    best, best_id, num_nan = float("-inf"), 0x7FFFFFFF, 0
-    for start in range(0, CHUNK, STEP):  # in steps for the sake of the compiler: the noise is a lot of code an element
-        ids = chunk * CHUNK + start + tl.arange(0, STEP)
-        ok = ids < vocab
-        x = tl.load(logits_ptr + row * row_stride + ids, mask=ok, other=float("-inf")).to(tl.float32)
-        num_nan += tl.sum((x != x).to(tl.int32), 0)
+    base = logits_ptr + row * row_stride
+    cols = tl.arange(0, STEP)
+    best = tl.full((STEP,), float("-inf"), dtype=tl.float32)
+    best_start = tl.full((STEP,), 0x40000000, dtype=tl.int32)  # beyond any vocabulary
+    is_drawn = False
+    if not GREEDY:
+        temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+        is_gathered = (temperature > 0.0) & (top_k > 0) & (top_k <= GATHERED_K)
+        is_drawn = (temperature > 0.0) & (is_gathered == 0)
+    if is_drawn:
         if not GREEDY:
-            temperature = tl.load(temperature_ptr + row)
-            if temperature > 0.0:
-                top_k = tl.load(top_k_ptr + row)
-                if (top_k > 0) & (top_k <= GATHERED_K):
-                    max_B = tl.max(tl.reshape(x, (STEP // BLOCK, BLOCK)), 1)
-                    first_block = ((row * CHUNKS + chunk) * CHUNK + start) // BLOCK
-                    tl.store(block_max_ptr + first_block + tl.arange(0, STEP // BLOCK), max_B)
-                else:
-                    noisy = _noisy(x, ids, temperature, tl.load(seed_ptr + row), tl.load(position_ptr + row))
-                    x = tl.where(ok, noisy, float("-inf"))
-        step_best, step_id = _first_of_largest(x, ids)
-        best_id = tl.where(step_best > best, step_id, best_id)
-        best = tl.maximum(best, step_best)
-    # A row with a NaN anywhere says so in its largest value; its token means nothing.
-    if num_nan > 0:
-        best = float("nan")
-    if CHUNKS == 1:
-        tl.store(out_ptr + row, tl.where(best_id < vocab, best_id, 0).to(tl.int64))
-        tl.store(out_best_ptr + row, best)
+            seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
+            for start in range(
+                chunk * CHUNK, (chunk + 1) * CHUNK, STEP
+            ):  # a loop: the noise is a lot of code an element
+                ids = start + cols
+                x = tl.load(base + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+                noisy = tl.where(ids < vocab, _noisy(x, ids, temperature, seed, position), float("-inf"))
+                best, best_start = _take_in(noisy, start, best, best_start)
     else:
-        tl.store(best_ptr + row * CHUNKS + chunk, best)
-        tl.store(best_id_ptr + row * CHUNKS + chunk, best_id)
+        for step in tl.static_range(CHUNK // STEP):  # unrolled: all loads are on their way at once
+            start = chunk * CHUNK + step * STEP
+            x = tl.load(base + start + cols, mask=start + cols < vocab, other=float("-inf")).to(tl.float32)
+            if not GREEDY:  # noqa: SIM102 (known when it is compiled, the other when it runs)
+                if is_gathered:
+                    max_B = tl.max(tl.reshape(x, (STEP // BLOCK, BLOCK)), 1)
+                    first_block = ((row * CHUNKS + chunk) * CHUNK + step * STEP) // BLOCK
+                    tl.store(block_max_ptr + first_block + tl.arange(0, STEP // BLOCK), max_B)
+            best, best_start = _take_in(x, start, best, best_start)
+    rank = tl.max(_rank(best, best_start + cols), 0)
+    is_last = True
+    if CHUNKS > 1:
+        tl.store(rank_ptr + row * CHUNKS + chunk, rank)
         tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:
+        is_last = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1
+        if is_last:
             chunks_J = tl.arange(0, BLOCK_J)
-            ok_J = chunks_J < CHUNKS
-            best_J = tl.load(best_ptr + row * CHUNKS + chunks_J, mask=ok_J, other=float("-inf"), cache_modifier=".cg")
-            id_J = tl.load(best_id_ptr + row * CHUNKS + chunks_J, mask=ok_J, other=0x7FFFFFFF, cache_modifier=".cg")
-            largest, winner = _first_of_largest(best_J, id_J)
-            if tl.max((best_J != best_J).to(tl.int32), 0) > 0:
-                largest = float("nan")
-            # Without a largest logit, token 0 keeps the step of the other rows going.
-            tl.store(out_best_ptr + row, largest)
-            tl.store(out_ptr + row, tl.where(winner < vocab, winner, 0).to(tl.int64))
+            rank_J = tl.load(rank_ptr + row * CHUNKS + chunks_J, mask=chunks_J < CHUNKS, other=0, cache_modifier=".cg")
+            rank = tl.max(rank_J, 0)
             tl.store(counter_ptr + row, 0)
+    if is_last:
+        winner = 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int64)
+        # A row with a NaN anywhere says so in its largest value; without a largest logit, token 0 keeps the other rows' step going.
+        tl.store(out_best_ptr + row, _from_ordered_key((rank >> 32).to(tl.uint32)))
+        tl.store(out_ptr + row, tl.where(winner < vocab, winner, 0))
 
 
 @triton.jit
@@ -322,10 +343,9 @@ def _draw(
     if num_seqs == 0:
         return out_S, out_best_S
     chunk, chunks = _chunks(vocab)
-    best = torch.empty(num_seqs * chunks, dtype=torch.float32, device=device)
-    best_id = torch.empty(num_seqs * chunks, dtype=torch.int32, device=device)
+    ranks = torch.empty(num_seqs * chunks, dtype=torch.uint64, device=device)
     _draw_kernel[(num_seqs, chunks)](
-        logits_SV, temperature_S, top_k_S, seed_S, position_S, best, best_id, block_max, split_counters(device), out_S, out_best_S,
+        logits_SV, temperature_S, top_k_S, seed_S, position_S, ranks, block_max, split_counters(device), out_S, out_best_S,
         vocab, logits_SV.stride(0), CHUNK=chunk, CHUNKS=chunks, STEP=min(chunk, _STEP), BLOCK=_BLOCK,
         BLOCK_J=triton.next_power_of_2(chunks), GREEDY=temperature_S is None, GATHERED_K=_MAX_GATHERED_K, num_warps=8,
     )  # fmt: skip

@@ -110,6 +110,54 @@ def test_rows_do_not_know_each_other() -> None:
     assert greedy_tokens(logits_SV)[0].tolist() == logits_SV.argmax(1).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 128, 129, 1111])
+def test_greedy_rows_take_the_lowest_id_among_equals(
+    vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal logits in one lane, in several steps and in several programs; zeros of both signs; rows without a number."""
+    monkeypatch.setattr(gpu_sampling, "_CHUNK", 512)
+    monkeypatch.setattr(gpu_sampling, "_STEP", 128)
+    generator = torch.Generator().manual_seed(vocab)
+    levels = torch.tensor([-1.0, -0.0, 0.0, 1.0, 2.5, torch.inf, -torch.inf])
+    logits_SV = torch.stack(
+        [
+            torch.randn(vocab, generator=generator),
+            *(levels[torch.randint(high, (vocab,), generator=generator)] for high in (2, 3, 4, 5, 6)),
+            -levels[torch.randint(1, 3, (vocab,), generator=generator)],
+            torch.full((vocab,), -torch.inf),
+            torch.full((vocab,), -3e38),
+        ]
+    ).to(dtype)
+    wide_SV = torch.zeros(len(logits_SV), vocab + 3, dtype=dtype)
+    wide_SV[:, vocab:] = 1e4  # not part of the rows
+    wide_SV[:, :vocab] = logits_SV
+    expected = (logits_SV == logits_SV.max(1, keepdim=True).values).int().argmax(1)
+    rows = [(0.0, 5, 0.5, 0.1)] * len(logits_SV)
+    assert sample(wide_SV[:, :vocab], rows, [0] * len(rows), [0] * len(rows)) == expected.tolist()
+    tokens, best = greedy_tokens(wide_SV[:, :vocab])
+    assert torch.equal(tokens, expected)
+    assert torch.equal(best, logits_SV.float().max(1).values)
+
+
+@pytest.mark.parametrize("at", [0, 127, 300, 1110])
+def test_nan_anywhere_is_seen(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after larger values of its lane, of either sign, in rows of every kind."""
+    monkeypatch.setattr(gpu_sampling, "_CHUNK", 512)
+    monkeypatch.setattr(gpu_sampling, "_STEP", 128)
+    logits_SV = torch.randn(4, 1111, generator=torch.Generator().manual_seed(at))
+    for row, sign in enumerate((1.0, -1.0, 1.0)):
+        logits_SV[row, at] = torch.copysign(torch.tensor(torch.nan), torch.tensor(sign))
+    logits_SV[:, 200] = torch.inf
+    for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 5)):
+        columns = [torch.full((4,), value) for value in (temperature, top_k, 1.0, 0.0, 7, 3)]
+        columns[1] = columns[1].int()
+        tokens, best = sample_tokens(logits_SV, *columns)
+        assert best.isnan().tolist() == [True, True, True, False]
+        assert tokens[3] == 200
+        assert 0 <= int(tokens.min()) <= int(tokens.max()) < 1111
+
+
 def test_noise_is_gumbels_and_differs_by_seed_and_position() -> None:
     """Then the argmax of logit / temperature + noise is a draw from the softmax."""
     streams = [noise(4096, seed, position).double() for seed, position in ((1, 0), (1, 1), (2**61 + 1, 0))]
