@@ -35,6 +35,21 @@ main()
 """
 
 
+def one_device(index: int) -> tuple[dict[str, str], int]:
+    """What the environment of a child must have so that it sees one CUDA device alone, and the device's number there.
+
+    index: among the devices that we see. All processes then call theirs device 0, and what one has compiled is the others' too. Where
+    CUDA_VISIBLE_DEVICES names fewer devices, the child sees what we see, and says what is wrong where it has CUDA at all.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return {"CUDA_VISIBLE_DEVICES": str(index)}, 0
+    names = [
+        name.strip() for name in visible.split(",") if name.strip()
+    ]  # numbers, or UUIDs of GPUs or of their MIG instances
+    return ({"CUDA_VISIBLE_DEVICES": names[index]}, 0) if index < len(names) else ({}, index)
+
+
 def boot_input(bootstrap: object) -> bytes:
     """What the child reads first: our import path, and what it needs to begin."""
     return pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps(bootstrap)

@@ -87,6 +87,7 @@ class ParallelConfig:
     """Replicas, and where ranks run. (How many ranks share the model's tensors is `CompileConfig.tensor_parallel_size`.)
 
     data_parallel_size: replicas, each with a scheduler and a KV cache of its own; data_parallel_rank: which of them this is.
+    device_index: CUDA device of a replica that is one rank, as its process numbers them; None: the current one.
     executor: who starts the ranks: "mp" child processes, "ray" a Ray cluster; None: "mp" where there is more than one rank,
     else the engine's own process is the rank.
     disable_custom_all_reduce: leave all-reduces to NCCL, also where the ranks could read each other's memory.
@@ -94,6 +95,7 @@ class ParallelConfig:
 
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
+    device_index: int | None = None
     executor: Literal["mp", "ray"] | None = None
     disable_custom_all_reduce: bool = False
 
@@ -124,8 +126,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Which rank of how many. device_index: of its host's CUDA devices, None: the current one. meeting_place: where the ranks
-    meet, as torch.distributed's init_method; None for one alone.
+    """Which rank of how many. device_index: of the CUDA devices that its process sees, None: the current one. meeting_place: where
+    the ranks meet, as torch.distributed's init_method; None for one alone.
     """
 
     index: int = 0

@@ -12,6 +12,7 @@ import torch
 
 from runtime.config import KVCacheDtype
 
+_DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last on Windows' Linux
 _CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86, arm
 
 
@@ -20,6 +21,11 @@ def resolve_device(name: Literal["auto", "cpu", "cuda"], index: int | None = Non
 
     Raises `ValueError` when CUDA is asked for and not there, or has no such device.
     """
+    if name != "cpu" and index is not None and not torch.cuda.is_available() and _has_cuda():
+        raise ValueError(
+            f"CUDA device {os.environ.get('CUDA_VISIBLE_DEVICES', index)} is wanted, but torch finds no such device here: ranks "
+            "and replicas have a device each; lower --tensor-parallel-size or --data-parallel-size, or check the driver."
+        )
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device is 'cuda', but torch finds no CUDA device here: use --device cpu, or check the driver."
@@ -67,6 +73,11 @@ def use_threads(num_threads: int | None, num_processes: int = 1) -> int:
 def describe_device(device: torch.device) -> str:
     """For messages and reports: "cpu", or the GPU's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _has_cuda() -> bool:
+    """Whether torch and this machine are made for CUDA, whatever devices a process sees."""
+    return torch.version.cuda is not None and any(Path(file).exists() for file in _DRIVER_FILES)
 
 
 def _cpu_flags() -> set[str]:

@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol, TypeVar
 import msgspec
 import zmq
 
-from runtime.child_process import LINGER_MS, boot_input, describe_exit, private_folder
+from runtime.child_process import LINGER_MS, boot_input, describe_exit, one_device, private_folder
 from runtime.config import EngineConfig, Rank
 from runtime.executor import RankFailedError, StageCallback, StepHandle, stages_of_another
 from runtime.rank_messages import (
@@ -63,7 +63,7 @@ class RankHost(Protocol):
         ...
 
     def device_index(self, rank: int) -> int:
-        """Which of its host's CUDA devices a rank gets."""
+        """Number of a rank's CUDA device, among those that its process sees."""
         ...
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
@@ -252,8 +252,8 @@ class LocalRanks:
         return f"ipc://{self._folder}/{name}"
 
     def device_index(self, rank: int) -> int:
-        """One device a rank."""
-        return self._first_device + rank
+        """One device a rank, the only one that it sees."""
+        return one_device(self._first_device + rank)[1]
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
         """One Python process a rank; its standard input stays open as long as we live."""
@@ -263,7 +263,8 @@ class LocalRanks:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
             environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
         for bootstrap in bootstraps:
-            process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env=environment)
+            own = environment | one_device(self._first_device + bootstrap.rank.index)[0]
+            process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env=own)
             self._processes.append(process)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` will tell

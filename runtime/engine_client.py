@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from runtime.child_process import LINGER_MS, boot_input, describe_exit, private_folder
+from runtime.child_process import LINGER_MS, boot_input, describe_exit, one_device, private_folder
 from runtime.config import EngineConfig
 from runtime.engine_process import BOOT_CODE, Bootstrap
 from runtime.messages import (
@@ -162,12 +164,13 @@ class AsyncEngineClient:
             socket.setsockopt(zmq.LINGER, LINGER_MS)
             socket.set_hwm(0)
             socket.bind(address)
+        config, environment = self._with_device()
         # A session of its own: a signal to our group is for us, and we say when the engine stops.
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", BOOT_CODE, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            sys.executable, "-c", BOOT_CODE, stdin=asyncio.subprocess.PIPE, start_new_session=True, env=environment
         )
         bootstrap = Bootstrap(
-            config=self.config,
+            config=config,
             input_address=addresses[0],
             output_address=addresses[1],
             folder=self._folder,
@@ -248,6 +251,15 @@ class AsyncEngineClient:
             raise EngineDeadError("The engine is shutting down.")
         assert self._context is not None, "the engine has not started"
         await self._input.send(self._encoder.encode(message))
+
+    def _with_device(self) -> tuple[EngineConfig, dict[str, str]]:
+        """Our options and the engine's environment: a replica that is one rank sees its own device alone."""
+        config, environment = self.config, dict(os.environ)
+        parallel = config.parallel
+        if parallel.data_parallel_size > 1 and parallel.executor is None and config.num_ranks == 1:
+            named, index = one_device(parallel.data_parallel_rank)
+            config, environment = replace(config, parallel=replace(parallel, device_index=index)), environment | named
+        return config, environment
 
     async def _read(self, ready: asyncio.Future[EngineInfo]) -> None:
         while True:

@@ -88,9 +88,7 @@ class InProcessExecutor:
     def __init__(self, config: EngineConfig, on_stage: StageCallback) -> None:
         from runtime.worker import Worker
 
-        parallel = config.parallel
-        device_index = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
-        worker = Worker(config, Rank(device_index=device_index), on_stage)
+        worker = Worker(config, Rank(device_index=config.parallel.device_index), on_stage)
         worker.start(worker.info.num_blocks)
         self.info = worker.info
         self._worker: Worker | None = worker

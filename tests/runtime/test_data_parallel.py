@@ -76,9 +76,13 @@ def prompt(seed: int) -> list[int]:
     return [(seed * 31 + position * position) % 300 for position in range(20)]
 
 
-async def test_requests_spread_and_equal_prompts_meet(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch, model_dir, pause=0.002)
+async def test_requests_spread_and_equal_prompts_meet(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    use_fake_workers(monkeypatch, model_dir, pause=0.002, devices=str(tmp_path))
     async with started(model_dir) as (client, reader):
+        assert [(tmp_path / f"{replica}-0").read_text() for replica in range(2)] == ["3 0", "5 0"]  # one device each
         assert client.is_alive
         assert client.info.num_kv_blocks == 100
         names = [f"r{i}" for i in range(12)]
@@ -168,15 +172,27 @@ async def test_a_rank_of_a_replica_is_named(model_dir: Path, monkeypatch: pytest
         assert reader.outputs["a"][-1].error == "Replica 0 of 2: Rank 1 of 2 was ended by signal 9."
 
 
-async def test_a_replica_that_cannot_start_ends_all(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_workers(monkeypatch, model_dir, load={"0": "mistake"})
-    stages: list[str] = []
-    client = make_client(tiny_config(model_dir, data_parallel_size=3), lambda stage, *rest: stages.append(stage))
+async def test_a_replica_that_cannot_start_ends_all(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    use_fake_workers(monkeypatch, model_dir, load={"1/0": "mistake"}, until=str(told))
+    stages: list[tuple[str, str]] = []
+
+    def on_stage(stage: str, seconds: float, detail: str) -> None:
+        stages.append((stage, detail))
+        if stage == "load":  # not before is the mistake made
+            told.touch()
+
+    client = make_client(tiny_config(model_dir, data_parallel_size=3), on_stage)
     assert isinstance(client, DataParallelClient)
-    with pytest.raises(EngineStartError, match=r"^Replica \d of 3: the checkpoint is wrong: take another.$"):
+    with pytest.raises(EngineStartError, match=r"^Replica 1 of 3: the checkpoint is wrong: take another.$"):
         await asyncio.wait_for(client.start(), PATIENCE)
-    assert stages.count("load") <= 1  # of the first replica alone
-    assert set(stages) <= {"compile", "load"}
+    assert [stage for stage in stages if stage[0] == "load"] == [("load", "by rank 0")]  # of the first replica alone
+    assert ("compile", "a piece") in stages
+    assert {detail for stage, detail in stages if stage == "compile"} <= {
+        "a piece", "a piece (replica 1)", "a piece (replica 2)"
+    }  # fmt: skip
     for replica in client.replicas:
         pid = replica.pid
         assert pid is None or not is_running(pid)

@@ -100,6 +100,18 @@ def test_every_rank_gets_every_step_and_the_first_answers(
     assert all((record / str(rank)).read_text() == lines for rank in range(size))
 
 
+@pytest.mark.parametrize(("visible", "expected"), [(None, ["0 0", "1 0"]), ("6, MIG-5", ["6 0", "MIG-5 0"])])
+def test_every_rank_sees_its_own_device_alone(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    use_fake_workers(monkeypatch, model_dir, devices=str(tmp_path))
+    start(model_dir, Ranks()).shutdown()
+    assert [(tmp_path / f"0-{rank}").read_text() for rank in range(2)] == expected
+
+
 @pytest.mark.parametrize(
     ("orders", "error", "message"),
     [

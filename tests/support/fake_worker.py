@@ -1,8 +1,9 @@
 """A worker without a model, for tests of what is around it; a rank process takes it for `runtime.worker` (see `use_fake_workers`).
 
 What it does beyond answering steps is in a file of the model's folder, as JSON: "device" ("cpu" or "cuda"), "record" (a folder
-where each rank writes down its steps), and "load", "step" and "result": {rank: what}, where what is "mistake", "error", "kill", or
-"hang". Steps and results do it at step 3. "pause": seconds that every step takes.
+where each rank writes down its steps), "devices" (one where each writes what CUDA devices it sees, and which is its own), and "load",
+"step" and "result": {rank: what} ("replica/rank" for that replica's alone), where what is "mistake", "error", "kill", or "hang".
+Steps and results do it at step 3; "until": a file that has to be there first. "pause": seconds that every step takes.
 """
 
 from __future__ import annotations
@@ -67,12 +68,16 @@ class Worker:
 
     def __init__(self, config: EngineConfig, rank: Rank, on_stage: Callable[[str, float, str], None]) -> None:
         self._orders = json.loads((config.model.path / ORDERS).read_text())
-        self._rank = rank.index
+        self._rank, self._replica = rank.index, config.parallel.data_parallel_rank
         self.runner = None
         self._idle_work = 2
         kind = self._orders.get("device", "cpu")
         self.device = torch.device("cpu" if kind == "cpu" else "meta")  # not a CPU: results are waited for in a thread
         on_stage("compile", 0.25, "a piece")
+        if folder := self._orders.get("devices"):
+            (Path(folder) / f"{self._replica}-{rank.index}").write_text(
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {rank.device_index}"
+            )
         on_stage("load", 0.5, f"by rank {rank.index}")
         self._obey("load")
         self.info = WorkerInfo(
@@ -103,7 +108,10 @@ class Worker:
         return WorkerStats(padded_tokens=self._num_blocks)
 
     def _obey(self, moment: str) -> None:
-        what = self._orders.get(moment, {}).get(str(self._rank))
+        orders = self._orders.get(moment, {})
+        what = orders.get(f"{self._replica}/{self._rank}", orders.get(str(self._rank)))
+        while what is not None and (file := self._orders.get("until")) and not Path(file).exists():
+            time.sleep(0.01)
         if what == "mistake":
             raise ValueError("the checkpoint is wrong: take another.")
         if what == "error":
