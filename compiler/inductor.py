@@ -69,7 +69,7 @@ def compile_piece(
     _allow_fallback_of_our_ops()
     mode, arguments = fake_arguments(gm, device, lengths)
     tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
-    with _cache_dir(work_dir), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS):
+    with _cache_dir(work_dir, device), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS):
         try:
             with mode:
                 aten = make_fx(gm, decomposition_table=select_decomp_table())(*arguments)
@@ -103,7 +103,7 @@ def prepared(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None
         return
 
     def find() -> None:
-        with _cache_dir(work_dir):
+        with _cache_dir(work_dir, device):
             _try_one_instruction_set()
 
     with ThreadPoolExecutor(1, thread_name_prefix="instruction-set") as threads:
@@ -118,7 +118,7 @@ def load_pieces(sources: Mapping[str, str], device: torch.device, work_dir: Path
     from torch._inductor import config
 
     loaded = {}
-    with _cache_dir(work_dir), config.patch({**OPTIONS, "compile_threads": 1}):
+    with _cache_dir(work_dir, device), config.patch({**OPTIONS, "compile_threads": 1}):
         if device.type == "cpu":
             _try_one_instruction_set()
         for piece, source in sources.items():
@@ -177,15 +177,23 @@ def _try_one_instruction_set() -> None:
 
 
 @contextmanager
-def _cache_dir(path: Path) -> Iterator[None]:
+def _cache_dir(path: Path, device: torch.device) -> Iterator[None]:
+    """Inductor keeps its files in `path`, kernels of Triton included, while the block runs."""
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     path.mkdir(parents=True, exist_ok=True)
-    triton_dir = os.environ.get("TRITON_CACHE_DIR")
-    with temporary_cache_dir(str(path)):
-        try:
+    if device.type != "cuda":
+        with temporary_cache_dir(str(path)):
             yield
-        finally:
-            # Inductor points Triton at the folder for good; our own kernels must go on finding the user's.
-            if triton_dir is None:
-                os.environ.pop("TRITON_CACHE_DIR", None)
+        return
+    import triton
+
+    # Inductor sets the variable where it is not set, in this process and in those that compile for it, and leaves it so: kernels of a
+    # later piece, and our own, would go to a folder that is gone at the next start. So it is always set.
+    outside = os.environ.get("TRITON_CACHE_DIR") or triton.knobs.cache.dir
+    os.environ["TRITON_CACHE_DIR"] = str(path / "triton")
+    try:
+        with temporary_cache_dir(str(path)):
+            yield
+    finally:
+        os.environ["TRITON_CACHE_DIR"] = outside

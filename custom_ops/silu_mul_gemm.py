@@ -22,8 +22,8 @@ from custom_ops.triton_elementwise import silu_mul_rows
 
 # Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
 KERNELS = ("128x256", "256x128", "128x128_pingpong", "128x128_pingpong_1x2")
-# Neighbouring tiles that run at a time read the same rows and weights: as a strip one tile wide, or a block of so many.
-SWIZZLES = (1, 4, 8)
+# Tiles of the narrower side of a block that runs at a time. Strips of one tile were the fastest wherever blocks were no disaster.
+SWIZZLES = (1,)
 CONFIGS = tuple((kernel, swizzle) for kernel in KERNELS for swizzle in SWIZZLES)
 SEPARATE = "separate"  # in the place of a configuration: a product, then an elementwise kernel
 _ALIGNMENT = 16  # bytes
