@@ -16,11 +16,15 @@ from benchmarks.gpu_timing import emit, relative_error, time_ms
 from benchmarks.ops_gpu import DTYPE, Shape
 from custom_ops.choices import fastest
 from custom_ops.cutlass_gemm import gemm_library
-from custom_ops.quantization import block_scales, quantize_weight, row_scales
+from custom_ops.quantization import Activations, block_scales, quantize_weight, row_scales
+from custom_ops.quantized_linear import quantized_linear
 from custom_ops.quantized_linear_cuda import QuantizedLinear
+from custom_ops.quantized_mlp import quantized_mlp
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
-SCHEMES: dict[str, tuple[torch.dtype, bool, str]] = {  # dtype of the weights, whether scales are per block, activations
+SCHEMES: dict[
+    str, tuple[torch.dtype, bool, Activations]
+] = {  # dtype of the weights, whether scales are per block, activations
     "fp8": (torch.float8_e4m3fn, False, "dynamic"),
     "fp8-block": (torch.float8_e4m3fn, True, "dynamic"),
     "fp8-weight-only": (torch.float8_e4m3fn, False, "none"),
@@ -103,6 +107,40 @@ def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | No
     return min(us.values(), default=None)
 
 
+def measure_mlp(shape: Shape, num_tokens: int, scheme: str) -> None:
+    """The MLP as one op, and as two linears with SiLU-mul written between them."""
+    gate_up, down = (linear_of(shape, site, num_tokens, scheme) for site in ("gate_up", "down"))
+    gate_ups, downs = copies_of(gate_up.weight_OI, num_tokens), copies_of(down.weight_OI, num_tokens)
+    pairs = [(gate_ups[i % len(gate_ups)], downs[i % len(downs)]) for i in range(max(len(gate_ups), len(downs)))]
+
+    def one_op(gate_up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:
+        return quantized_mlp(
+            gate_up.x_TI, gate_up_weight, gate_up.scale, shape.inner, gate_up.norm_weight_I, shape.eps, None, None,
+            down_weight, down.scale, shape.hidden, None, down.residual_TO, None, gate_up.activations,
+        )  # fmt: skip
+
+    def two_ops(gate_up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:
+        inner = quantized_linear(
+            gate_up.x_TI, gate_up_weight, gate_up.scale, 2 * shape.inner, gate_up.norm_weight_I, shape.eps, None, True, None,
+            gate_up.activations,
+        )  # fmt: skip
+        return quantized_linear(
+            inner, down_weight, down.scale, shape.hidden, residual_TO=down.residual_TO, activations=down.activations
+        )
+
+    one_op(*pairs[0])  # measures the ways
+    us = {}
+    for name, run in (("one_op", one_op), ("two_ops", two_ops)):
+        us[name] = time_ms(lambda run=run: [run(*pair) for pair in pairs] and None, 15.0) * 1e3 / len(pairs)  # type: ignore[misc]
+    emit(
+        work="quantized_mlp",
+        model=shape.name,
+        scheme=scheme,
+        tokens=num_tokens,
+        **{k: round(v, 2) for k, v in us.items()},
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama-8b")
@@ -120,6 +158,8 @@ def main() -> None:
             layers_ms = sum(filter(None, us)) * shape.layers / 1e3
             emit(work="quantized_linears_of_all_layers", model=name, scheme=args.quantization, tokens=num_tokens,
                  ms=round(layers_ms, 3))  # fmt: skip
+            if SCHEMES[args.quantization][2] != "none":
+                measure_mlp(shape, num_tokens, args.quantization)
             torch.cuda.empty_cache()
     emit(work="total", seconds=round(time.perf_counter() - started, 1))
 

@@ -24,7 +24,7 @@ def available_kernels(
     if linear_reason is None:
         kernels.add("fused_linear")
         if device.type == "cuda":  # Triton's
-            kernels.add("allreduce_add_rms_norm")
+            kernels |= {"allreduce_add_rms_norm", "quantized_mlp"}
     if (device.type == "cuda" and linear_reason is None) or elementwise_unsupported_reason(
         device=device, dtype=dtype
     ) is None:

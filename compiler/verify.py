@@ -33,6 +33,7 @@ from custom_ops.collectives import REFERENCES
 from custom_ops.library import OPS, OpKind
 from custom_ops.quantization import LARGEST
 from custom_ops.quantized_linear import exact_quantized_linear
+from custom_ops.quantized_mlp import exact_quantized_mlp
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,10 @@ LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
 MAX_TOKEN_ID = 32  # every vocabulary is larger
 
 # Ops that round their input by design, and what they compute without that.
-EXACT: Mapping[Any, Callable[..., torch.Tensor]] = {torch.ops.cas.quantized_linear.default: exact_quantized_linear}
+EXACT: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.cas.quantized_linear.default: exact_quantized_linear,
+    torch.ops.cas.quantized_mlp.default: exact_quantized_mlp,
+}
 
 _WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})
 

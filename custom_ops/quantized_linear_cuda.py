@@ -1,4 +1,4 @@
-"""`cas::quantized_linear` on CUDA: the ways to compute it, and the choice among them.
+"""`cas::quantized_linear` and `cas::quantized_mlp` on CUDA: the ways to compute them, and the choice among them.
 
 Shape legend: T tokens, I input features, O output features.
 
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import overload
 
 import torch
 
 from custom_ops.choices import fastest
+from custom_ops.quantization import Activations
 from custom_ops.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
@@ -39,7 +41,7 @@ class QuantizedLinear:
     bias_O: torch.Tensor | None = None
     silu_mul: bool = False
     residual_TO: torch.Tensor | None = None
-    activations: str = "none"
+    activations: Activations = "none"
     input_scale: torch.Tensor | None = None
 
     def ways(self) -> tuple[str, ...]:
@@ -65,30 +67,59 @@ class QuantizedLinear:
         )
         return " ".join(parts)
 
-    def run(self, way: str, weight_OI: torch.Tensor | None = None) -> torch.Tensor:
-        """The result by one of `ways`. weight_OI: in place of the weight (when measuring)."""
+    def fastest_way(self) -> str:
+        """The way to take: measured, where it may be."""
+        runs = {way: partial(self.run, way) for way in self.ways()}
+        return fastest(self.family(), self.x_TI.shape[0], runs, self.weight_OI)
+
+    def run(
+        self,
+        way: str,
+        weight_OI: torch.Tensor | None = None,
+        rounded: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The result by one of `ways`.
+
+        weight_OI: in place of the weight (when measuring). rounded: x, normalized and rounded, and its scales, where they are known.
+        """
         weight_OI = self.weight_OI if weight_OI is None else weight_OI
         if way == GEMV:
             return gemv(
                 self.x_TI, weight_OI, self.scale, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul, self.residual_TO,
                 self.activations, self.input_scale,
             )  # fmt: skip
-        dtype, x_TI, x_scale = self.x_TI.dtype, self.x_TI, None
-        if self.activations != "none":
-            x_TI, x_scale = quantize_rows(
-                x_TI, weight_OI.dtype, norm_weight_I=self.norm_weight_I, eps=self.eps,
-                per_group=self.scale.dim() == 2, input_scale=self.input_scale,
-            )  # fmt: skip
-        elif self.norm_weight_I is not None:
-            x_TI = rms_norm(x_TI, self.norm_weight_I, self.eps)
+        x_TI, x_scale = self._operand() if rounded is None else rounded
         if way == TILE:
-            return matmul(x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, dtype)
-        y_TO = scaled_gemm(way, x_TI, x_scale, weight_OI, self.scale, dtype)
-        if self.bias_O is not None:
-            y_TO = y_TO + self.bias_O
+            return matmul(
+                x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype
+            )
+        y_TO = self._product(way, x_TI, x_scale, weight_OI)
         if self.silu_mul:
             y_TO = silu_mul_rows(y_TO)
         return y_TO if self.residual_TO is None else y_TO + self.residual_TO
+
+    def gate_and_up(self, way: str) -> torch.Tensor:
+        """What SiLU-mul is taken of, by a library's product. → [T, O]"""
+        assert self.silu_mul
+        assert self.residual_TO is None
+        return self._product(way, *self._operand(), self.weight_OI)
+
+    def _operand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x, normalized, rounded where it is to be, and then its scales."""
+        if self.activations != "none":
+            return quantize_rows(
+                self.x_TI, self.weight_OI.dtype, norm_weight_I=self.norm_weight_I, eps=self.eps,
+                per_group=self.scale.dim() == 2, input_scale=self.input_scale,
+            )  # fmt: skip
+        if self.norm_weight_I is not None:
+            return rms_norm(self.x_TI, self.norm_weight_I, self.eps), None
+        return self.x_TI, None
+
+    def _product(
+        self, way: str, x_TI: torch.Tensor, x_scale: torch.Tensor | None, weight_OI: torch.Tensor
+    ) -> torch.Tensor:
+        y_TO = scaled_gemm(way, x_TI, x_scale, weight_OI, self.scale, self.x_TI.dtype)
+        return y_TO if self.bias_O is None else y_TO + self.bias_O
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -105,19 +136,66 @@ def quantized_linear(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
-    activations: str = "none",
+    activations: Activations = "none",
     input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `custom_ops.quantized_linear.quantized_linear` over the plain weight [O, I], by the fastest way."""
-    if x_TI.stride(1) != 1:
-        x_TI = x_TI.contiguous()
-    if residual_TO is not None and residual_TO.stride(1) != 1:
-        residual_TO = residual_TO.contiguous()
     linear = QuantizedLinear(
-        x_TI=x_TI, weight_OI=weight_OI, scale=scale, norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul,
-        residual_TO=residual_TO, activations=activations, input_scale=input_scale,
+        x_TI=_rows(x_TI), weight_OI=weight_OI, scale=scale, norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul,
+        residual_TO=_rows(residual_TO), activations=activations, input_scale=input_scale,
     )  # fmt: skip
     if x_TI.shape[0] == 0:
         return x_TI.new_empty(0, out_features // 2 if silu_mul else out_features)
-    runs = {way: partial(linear.run, way) for way in linear.ways()}
-    return linear.run(fastest(linear.family(), x_TI.shape[0], runs, weight_OI))
+    return linear.run(linear.fastest_way())
+
+
+def quantized_mlp(
+    x_TI: torch.Tensor,
+    gate_up_OI: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    inner_features: int,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
+    gate_up_bias_O: torch.Tensor | None,
+    gate_up_input_scale: torch.Tensor | None,
+    down_OI: torch.Tensor,
+    down_scale: torch.Tensor,
+    out_features: int,
+    down_bias_O: torch.Tensor | None,
+    residual_TO: torch.Tensor | None,
+    down_input_scale: torch.Tensor | None,
+    activations: Activations,
+) -> torch.Tensor:
+    """As `custom_ops.quantized_mlp.quantized_mlp` over plain weights [O, I], each linear by its fastest way.
+
+    Where the first is a library's product, one kernel takes SiLU-mul of it and rounds that for the second.
+    """
+    num_tokens = x_TI.shape[0]
+    if num_tokens == 0:
+        return x_TI.new_empty(0, out_features)
+    gate_up = QuantizedLinear(
+        x_TI=_rows(x_TI), weight_OI=gate_up_OI, scale=gate_up_scale, norm_weight_I=norm_weight_I, eps=eps,
+        bias_O=gate_up_bias_O, silu_mul=True, activations=activations, input_scale=gate_up_input_scale,
+    )  # fmt: skip
+    way, rounded = gate_up.fastest_way(), None
+    if way in (GEMV, TILE) or num_tokens == 1 or activations == "none":
+        inner_TI = gate_up.run(way)
+    else:
+        both_TO = gate_up.gate_and_up(way)
+        inner_TI = both_TO[:, :inner_features]  # stands for what is never written: it has its shape
+        rounded = quantize_rows(
+            both_TO, down_OI.dtype, silu_mul=True, per_group=down_scale.dim() == 2, input_scale=down_input_scale
+        )
+    down = QuantizedLinear(
+        x_TI=inner_TI, weight_OI=down_OI, scale=down_scale, bias_O=down_bias_O, residual_TO=_rows(residual_TO),
+        activations=activations, input_scale=down_input_scale,
+    )  # fmt: skip
+    return down.run(down.fastest_way(), rounded=rounded)
+
+
+@overload
+def _rows(x_TI: torch.Tensor) -> torch.Tensor: ...
+@overload
+def _rows(x_TI: None) -> None: ...
+def _rows(x_TI: torch.Tensor | None) -> torch.Tensor | None:
+    return x_TI if x_TI is None or x_TI.stride(1) == 1 else x_TI.contiguous()

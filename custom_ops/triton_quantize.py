@@ -1,4 +1,4 @@
-"""Row-wise kernels around a scaled GEMM: RMSNorm and rounding to 8 bits before it, the scales of its sums after it.
+"""Row-wise kernels around a scaled GEMM: RMSNorm or SiLU-mul and rounding to 8 bits before it, the scales of its sums after it.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 """
@@ -28,8 +28,8 @@ def round_to(values, DTYPE: tl.constexpr):
 @triton.jit
 def _quantize_kernel(
     x_ptr, norm_ptr, input_scale_ptr, out_ptr, scale_ptr, num_features, x_stride, eps,
-    HAS_NORM: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, SILU_MUL: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols_I = tl.arange(0, BLOCK)
@@ -39,6 +39,9 @@ def _quantize_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     x_I = tl.load(x_ptr + row * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    if SILU_MUL:
+        up_I = tl.load(x_ptr + row * x_stride + num_features + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+        x_I = (x_I / (1.0 + tl.exp(-x_I)) * up_I).to(x_ptr.dtype.element_ty).to(tl.float32)
     if HAS_NORM:
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
         x_I = (x_I * inverse_rms * norm_I).to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -66,15 +69,17 @@ def quantize_rows(
     *,
     norm_weight_I: torch.Tensor | None = None,
     eps: float = 1e-6,
+    silu_mul: bool = False,
     per_group: bool = False,
     input_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`custom_ops.quantization.quantize_activations` of rms_norm(x) (of x, without a norm weight), on the device.
+    """`custom_ops.quantization.quantize_activations` of rms_norm(x), of silu(first half) · second half, or of x, on the device.
 
-    x_TI: [T, I], rows may be strided. → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
+    x_TI: [T, I] (with silu_mul [T, 2 * I]), rows may be strided. What is rounded to 8 bits is rounded to x's dtype before.
+    → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
     """
     assert input_scale is None or not per_group, "a static scale is per tensor"
-    num_tokens, num_features = x_TI.shape
+    num_tokens, num_features = x_TI.shape[0], x_TI.shape[1] // (2 if silu_mul else 1)
     width = max(BLOCK, triton.next_power_of_2(num_features))
     num_groups = triton.cdiv(num_features, BLOCK) if per_group else 1
     out_TI = torch.empty(num_tokens, num_features, dtype=dtype, device=x_TI.device)
@@ -83,7 +88,7 @@ def quantize_rows(
         pdl = supports_pdl(x_TI.device)
         _quantize_kernel[(num_tokens,)](
             x_TI, norm_weight_I, input_scale, out_TI, scale, num_features, x_TI.stride(0), eps,
-            HAS_NORM=norm_weight_I is not None, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
+            HAS_NORM=norm_weight_I is not None, SILU_MUL=silu_mul, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
             GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=max(1, min(16, width // 512)),
             **launch_options(pdl),
         )  # fmt: skip

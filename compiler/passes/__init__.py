@@ -11,8 +11,9 @@
 9. fuse_allreduce_add_rms_norm   the ranks' sum, the residual and the next norm become one op
 10. quantize_linears             linears over weights of 8 bits, where that is asked for
 11. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-12. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
-13. fuse_add_rms_norm            residual add + RMSNorm likewise
+12. fuse_quantized_mlp           quantized linears with SiLU-mul between them become one op that hands rounded activations over
+13. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
+14. fuse_add_rms_norm            residual add + RMSNorm likewise
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from compiler.passes.eliminate_noops import EliminateNoops
 from compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compiler.passes.fuse_linears import FuseLinears
+from compiler.passes.fuse_quantized_mlp import FuseQuantizedMlp
 from compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compiler.passes.fuse_silu_mul import FuseSiluMul
 from compiler.passes.lift_norms import LiftNorms
@@ -45,5 +47,5 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
         Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude), FuseLinears(),
-        FuseSiluMul(), FuseAddRmsNorm(),
+        FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from compiler.environment import plan_fields
 from compiler.graph_pass import NearMiss, PassContext, PassResult, SkipReason
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
+from compiler.passes.fuse_quantized_mlp import QUANTIZED_MLP, FuseQuantizedMlp
 from compiler.passes.quantize_linears import QUANTIZED_LINEAR, SCHEMES, QuantizeLinears
 from compiler.verify import PassVerifier
 from tests.support.tiny_models import caches, fill, step, tiny_spec
@@ -40,6 +41,7 @@ def run(
     passes=None,
     verify=False,
     ranks=1,
+    kernels=KERNELS,
     **options,
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
     spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **(model or {}))
@@ -47,7 +49,7 @@ def run(
     heads, size = spec.kv_cache_specs[0].num_kv_heads, spec.kv_cache_specs[0].head_dim
     captured = capture(spec.module, example_inputs([(8, 2, heads, 16, size)] * LAYERS, torch.bfloat16))
     ctx = PassContext(
-        device=CPU, dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=KERNELS,
+        device=CPU, dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=kernels,
         tensor_parallel_size=ranks, tp_plan=spec.tp_plan,
     )  # fmt: skip
     passes = passes or default_passes(CompileConfig(tensor_parallel_size=ranks, **options))
@@ -85,6 +87,45 @@ def test_every_linear_but_the_head_is_matched(scheme: str, architecture: str) ->
     for record in run_passes(captured.gm, default_passes(CompileConfig(quantization=scheme)), ctx):
         assert isinstance(record.result, SkipReason) or record.result == PassResult(matched=0), record.name
     assert str(captured.gm.graph) == before
+
+
+@pytest.mark.parametrize(("scheme", "matched"), [("fp8", LAYERS), ("fp8-block", LAYERS), ("int8-weight-only", 0)])
+def test_an_mlp_hands_rounded_activations_over(scheme: Quantization, matched: int) -> None:
+    captured, ctx, records = run(quantization=scheme, model=WIDE, kernels=KERNELS | {"quantized_mlp"}, verify=True)
+    assert records["fuse_quantized_mlp"].result == PassResult(matched=matched)
+    for record in records.values():
+        assert record.verification is None or record.verification.passed, record.name
+    mlps = captured.gm.graph.find_nodes(op="call_function", target=QUANTIZED_MLP)
+    assert len(mlps) == matched
+    for node in mlps:
+        x, gate_up, *_, activations = node.args
+        assert (node.args[3], node.args[10], activations) == (256, 128, "dynamic")
+        assert node.args[4] is not None  # the norm
+        assert node.args[12] is not None  # the residual
+        assert node.meta["example_value"].shape == x.meta["example_value"].shape
+        assert "gate_proj+up_proj" in gate_up.meta["weight"]
+    again = run_passes(captured.gm, (FuseQuantizedMlp(),), ctx)[0].result
+    assert again == PassResult(matched=0)
+
+
+def test_an_mlp_that_is_not_one() -> None:
+    captured, ctx, _ = run(
+        quantization="fp8", model=WIDE, kernels=KERNELS | {"quantized_mlp"}, disabled=frozenset({"fuse_quantized_mlp"})
+    )
+    downs = [
+        n
+        for n in captured.gm.graph.find_nodes(op="call_function", target=QUANTIZED_LINEAR)
+        if n.args[0].args[7:8] == (True,)
+    ]
+    assert len(downs) == LAYERS
+    downs[0].update_arg(9, "static")
+    with captured.gm.graph.inserting_after(downs[1].args[0]):
+        captured.gm.graph.call_function(torch.neg, (downs[1].args[0],))
+    result = FuseQuantizedMlp().run(captured.gm, ctx)
+    assert result.matched == 0
+    assert ["differently" in result.near_misses[0].reason, "elsewhere" in result.near_misses[1].reason] == [True, True]
+    _, _, records = run(quantization="fp8", model=WIDE)
+    assert records["fuse_quantized_mlp"].result == PassResult(matched=0)  # without a kernel
 
 
 def test_nothing_happens_unasked() -> None:

@@ -16,7 +16,7 @@ if torch.cuda.is_available():
 
 from custom_ops import quantized_linear_cuda, triton_quantized_linear
 from custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
-from custom_ops.quantized_linear_cuda import GEMV, TILE, QuantizedLinear, quantized_linear
+from custom_ops.quantized_linear_cuda import GEMV, TILE, QuantizedLinear, quantized_linear, quantized_mlp
 from custom_ops.scaled_gemm import EXPANDED, TORCH, gemm_names
 from custom_ops.triton_elementwise import rms_norm
 from custom_ops.triton_quantize import quantize_rows
@@ -180,3 +180,22 @@ def test_a_family_is_all_but_the_number_of_tokens() -> None:
 
     assert family(3) == family(4) == "int8 64x96 by_row float16 dynamic norm_weight bias residual silu_mul"
     assert len({family(3), family(3, False), family(3, True, False), family(3, True, True, "none")}) == 4
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 80, 300])
+def test_an_mlp_is_its_two_linears(num_tokens: int, activations: str, weight_dtype: torch.dtype) -> None:
+    """To the bit, whether SiLU-mul is a kernel of its own (few tokens) or rounds as well."""
+    torch.manual_seed(num_tokens)
+    a = arguments(num_tokens, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float16)
+    b = arguments(num_tokens, 48, 32, False, True, activations, row_scales, weight_dtype, torch.float16)
+    a["residual_TO"] = None
+    b["norm_weight_I"] = None
+    expected = quantized_linear(**b | {"x_TI": quantized_linear(**a)})
+    out = quantized_mlp(
+        a["x_TI"], a["weight_OI"], a["scale"], 32, a["norm_weight_I"], a["eps"], a["bias_O"], a["input_scale"],
+        b["weight_OI"], b["scale"], 48, b["bias_O"], b["residual_TO"], b["input_scale"], activations,
+    )  # fmt: skip
+    assert out.shape == (num_tokens, 48)
+    assert torch.equal(out, expected)

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 from custom_ops.quantization import block_scales, quantize_weight, row_scales
 from custom_ops.quantized_linear import quantized_linear
 from custom_ops.quantized_linear_cuda import QuantizedLinear
+from custom_ops.quantized_mlp import quantized_mlp
 
 CUDA = torch.device("cuda")
 KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
@@ -53,3 +54,25 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 33, 100, 300])
+@pytest.mark.parametrize(("activations", "scales"), KINDS)
+@pytest.mark.parametrize("weight_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_an_mlp_is_its_two_linears(weight_dtype, scales, activations, num_tokens) -> None:
+    features, inner, out = 576, 1536, 576
+    weights = [torch.randn(size, device=CUDA) * size[1] ** -0.5 for size in ((2 * inner, features), (out, inner))]
+    scale, down_scale = (scales(weight, weight_dtype) for weight in weights)
+    gate_up, down = (quantize_weight(w, s, weight_dtype) for w, s in zip(weights, (scale, down_scale), strict=True))
+    x, norm, residual = (
+        torch.randn(size, device=CUDA).bfloat16() for size in ((num_tokens, features), (features,), (num_tokens, out))
+    )
+    input_scale = torch.tensor([0.03], device=CUDA) if activations == "static" else None
+    result = quantized_mlp(
+        x, gate_up, scale, inner, norm, 1e-5, None, input_scale, down, down_scale, out, None, residual, input_scale, activations
+    )  # fmt: skip
+    middle = quantized_linear(x, gate_up, scale, 2 * inner, norm, 1e-5, None, True, None, activations, input_scale)
+    expected = quantized_linear(
+        middle, down, down_scale, out, None, 1e-5, None, False, residual, activations, input_scale
+    )
+    assert relative_error(result, expected) < 1e-2
