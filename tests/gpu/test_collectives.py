@@ -32,7 +32,7 @@ def operands(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     results = []
     if way in CHOICES:
         group = tensor_parallel_group()
@@ -70,9 +70,12 @@ def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("way", ["nccl", *CHOICES])
-def test_collectives_equal_their_definition(way: str, tmp_path: Path) -> None:
-    by_rank = run_ranks(2, run_rank, 2, way, folder=tmp_path, device="cuda")
+@pytest.mark.parametrize(
+    ("way", "sees_all"), [*((way, True) for way in ["nccl", *CHOICES]), ("nccl", False), ("by turns", False)]
+)
+def test_collectives_equal_their_definition(way: str, sees_all: bool, tmp_path: Path) -> None:
+    """sees_all False: each rank sees its own device alone, as in the engine."""
+    by_rank = run_ranks(2, run_rank, 2, way, folder=tmp_path, device="cuda", sees_all=sees_all)
     for i, rows in enumerate(ROWS):
         parts = [operands(rank, rows) for rank in range(2)]
         total = torch.stack([x.double() for x, _, _ in parts]).sum(0)

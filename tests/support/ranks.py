@@ -14,21 +14,25 @@ from typing import Any
 import torch
 
 from custom_ops.collectives import join_tensor_parallel_group, leave_tensor_parallel_group
+from runtime.child_process import one_device
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0, device: str = "cpu"
+    size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0, device: str = "cpu",
+    sees_all: bool = True,
 ) -> list[Any]:  # fmt: skip
     """`work(rank, *args)` in `size` new processes, one thread each, that have joined one group. → results in the order of ranks
 
-    work: a function of a module. folder: where the ranks meet, used once. device: of the group. Raises with a
-    rank's traceback if one fails.
+    work: a function of a module. folder: where the ranks meet, used once. device: of the group. sees_all: whether a
+    rank sees the other ranks' GPUs too. Raises with a rank's traceback if one fails.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     meeting_place = f"file://{folder / 'meeting'}"
     processes = [
-        context.Process(target=_run_rank, args=(rank, size, meeting_place, device, work, args, results), daemon=True)
+        context.Process(
+            target=_run_rank, args=(rank, size, meeting_place, device, sees_all, work, args, results), daemon=True
+        )
         for rank in range(size)
     ]
     for process in processes:
@@ -51,14 +55,14 @@ def run_ranks(
 
 
 def _run_rank(
-    rank: int, size: int, meeting_place: str, kind: str, work: Callable[..., Any], args: tuple[Any, ...], results: Any
+    rank: int, size: int, meeting_place: str, kind: str, sees_all: bool, work: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:  # fmt: skip
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    environment, index = ({}, rank) if sees_all else one_device(rank)
+    os.environ.update(environment)  # CUDA looks at it when it is first used
+    device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     try:
-        if kind == "cuda":
-            torch.cuda.set_device(device)
         join_tensor_parallel_group(rank=rank, size=size, init_method=meeting_place, device=device, timeout_seconds=240)
         value = pickle.dumps(work(rank, *args))  # tensors as bytes: their memory ends with this process
         leave_tensor_parallel_group()
