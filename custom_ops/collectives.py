@@ -43,6 +43,7 @@ class TensorParallelGroup:
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 _group: TensorParallelGroup | None = None
+_num_entered = 0
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
@@ -97,8 +98,15 @@ def tensor_parallel_group() -> TensorParallelGroup:
     return _group
 
 
+def collectives_entered() -> int:
+    """How many collectives this process has begun on the CPU: two looks at it tell whether it moves."""
+    return _num_entered
+
+
 def gather_parts(x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
     """Every rank's x, in the order of ranks. [...] → [N, ...]"""
+    global _num_entered
+    _num_entered += 1
     x = x.contiguous()
     all_N = x.new_empty(group.size, *x.shape)
     _gather(all_N.flatten(0, 1), x, group=group.process_group)

@@ -29,6 +29,7 @@ from runtime.executor import RankFailedError, StageCallback, StepHandle, stages_
 from runtime.rank_messages import (
     FromRank,
     IdleDone,
+    RankBusy,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -47,6 +48,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _STOP_SECONDS = 5.0
+# Ranks that wait for each other in a step, none of which moves, are given up after so long; each says how far it is more often.
+STUCK_SECONDS = 120.0
+_REPORTS = 6
 # How long the true cause of a failure may take to show up: a rank that is gone makes the others fail in their collectives.
 _CAUSE_SECONDS = 0.5
 
@@ -84,6 +88,14 @@ class _Launched:
     step: int
 
 
+@dataclass(slots=True)
+class _HowFar:
+    """What a rank has said of itself: steps that are over, steps begun, collectives entered; and when it last said so."""
+
+    progress: tuple[int, int, int] = (0, 0, 0)
+    heard: float = 0.0
+
+
 class DistributedExecutor:
     """Ranks on a `RankHost`. Construction raises `ValueError` or `RankFailedError` with a sentence that names the rank."""
 
@@ -98,6 +110,9 @@ class DistributedExecutor:
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._stats = WorkerStats()
         self._has_failed = False
+        self._how_far = [_HowFar() for _ in range(self.num_ranks)]
+        self._num_launched = 0
+        self._moved = 0.0  # when a rank last was further than before
         self._commands: list[zmq.Socket[bytes]] = []
         try:
             host.launch(self._bootstraps(config))
@@ -116,6 +131,7 @@ class DistributedExecutor:
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Send the step to every rank."""
+        self._num_launched += 1
         self._broadcast(RunStep(scheduled))
         return _Launched(scheduled.step)
 
@@ -170,7 +186,16 @@ class DistributedExecutor:
                 meeting_place=host.meeting_place,
             )
             own = config if index == 0 else without_dump
-            bootstraps.append(RankBootstrap(config=own, rank=rank, commands=commands, answers=answers, log_level=level))
+            bootstraps.append(
+                RankBootstrap(
+                    config=own,
+                    rank=rank,
+                    commands=commands,
+                    answers=answers,
+                    log_level=level,
+                    busy_seconds=STUCK_SECONDS / _REPORTS,
+                )
+            )
         return bootstraps
 
     def _bind(self, kind: int, name: str) -> tuple[zmq.Socket[bytes], str]:
@@ -191,11 +216,17 @@ class DistributedExecutor:
                     self._look_for_ended()
 
     def _receive(self, kind: type[Message]) -> Message:
+        self._moved = time.monotonic()
         while True:
             try:
                 message = self._decoder.decode(self._answers.recv())
             except zmq.Again:
                 self._look_for_ended()
+                if kind is StepDone and time.monotonic() > self._moved + STUCK_SECONDS:
+                    self._give_up()
+                continue
+            if isinstance(message, RankBusy):
+                self._hear(message)
                 continue
             if isinstance(message, RankStage):
                 self._on_stage[message.rank](message.stage, message.seconds, message.detail)
@@ -204,6 +235,28 @@ class DistributedExecutor:
             else:
                 assert isinstance(message, kind), message
                 return message
+
+    def _hear(self, message: RankBusy) -> None:
+        rank, now = self._how_far[message.rank], time.monotonic()
+        progress = (message.over, message.begun, message.collectives)
+        if progress > rank.progress:
+            self._moved = now
+        rank.progress, rank.heard = progress, now
+
+    def _give_up(self) -> NoReturn:
+        """Name the rank that the others wait for: one that says nothing at all, else the one that is least far."""
+        self._has_failed = True
+        now, many = time.monotonic(), self.num_ranks
+        busy = [i for i, rank in enumerate(self._how_far) if rank.progress[0] < self._num_launched]
+        silent = [i for i in busy if now > self._how_far[i].heard + STUCK_SECONDS / 2]
+        least = min(rank.progress for rank in self._how_far)
+        behind = [i for i, rank in enumerate(self._how_far) if rank.progress == least]
+        how_long = f"for {STUCK_SECONDS:g} seconds"
+        if 0 < len(silent) < many:
+            raise RankFailedError(f"{_ranks(silent)} of {many} said nothing {how_long}, in which the others waited.")
+        if len(behind) < many:
+            raise RankFailedError(f"{_ranks(behind)} of {many} did not move {how_long}, and the others waited.")
+        raise RankFailedError(f"No rank of {many} moved {how_long} in the middle of a step.")
 
     def _look_for_ended(self) -> None:
         if self._host.ended():
@@ -233,6 +286,10 @@ class DistributedExecutor:
         if first.is_mistake:
             raise ValueError(f"Rank {first.rank} of {self.num_ranks}: {first.reason}")
         raise RankFailedError(f"Rank {first.rank} of {self.num_ranks} {first.reason}")
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"Rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class LocalRanks:

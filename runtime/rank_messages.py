@@ -60,6 +60,17 @@ class IdleDone(msgspec.Struct, tag="idle"):
     stats: WorkerStats
 
 
+class RankBusy(msgspec.Struct, tag="busy"):
+    """From time to time, while there are steps: how many of them the rank has begun and how many are over, and how many collectives
+    it has entered (on the CPU).
+    """
+
+    rank: int
+    begun: int
+    over: int
+    collectives: int
+
+
 class RankFailed(msgspec.Struct, tag="failed"):
     """Last words. reason: one sentence, no stack. is_mistake: it is the user's, about options or files."""
 
@@ -68,4 +79,4 @@ class RankFailed(msgspec.Struct, tag="failed"):
     is_mistake: bool
 
 
-FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleDone | RankFailed
+FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleDone | RankBusy | RankFailed

@@ -30,6 +30,7 @@ from runtime.config import EngineConfig, Rank
 from runtime.rank_messages import (
     FromRank,
     IdleDone,
+    RankBusy,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -56,7 +57,9 @@ _POLL_MS = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBootstrap:
-    """What a rank needs to begin. folder: of the sockets on this host, None where they are elsewhere."""
+    """What a rank needs to begin. folder: of the sockets on this host, None where they are elsewhere.
+    busy_seconds: how often it says how far it is while there are steps.
+    """
 
     config: EngineConfig
     rank: Rank
@@ -64,6 +67,7 @@ class RankBootstrap:
     answers: str
     log_level: int
     folder: str | None = None
+    busy_seconds: float = 10.0
 
 
 class RankProcess:
@@ -83,6 +87,8 @@ class RankProcess:
         self._decoder = msgspec.msgpack.Decoder(ToRank)
         self._encoder = msgspec.msgpack.Encoder()
         self._sending = threading.Lock()
+        self._begun = self._over = 0  # steps
+        self._closing = threading.Event()
 
     def run(self) -> int:
         """Build the worker, take steps until told to stop; the process's exit status."""
@@ -100,6 +106,7 @@ class RankProcess:
     def close(self) -> None:
         """Send what is queued, for LINGER_MS at most."""
         self._commands.close()
+        self._closing.set()
         with self._sending:  # the thread of results may be sending one
             self._answers.close()
         self._context.term()
@@ -121,9 +128,11 @@ class RankProcess:
 
     def _serve(self) -> None:
         worker, results = self._worker, self._results
+        threading.Thread(target=self._tell_how_far, name="how-far", daemon=True).start()
         while not isinstance(command := self._receive(), StopRank):
             if isinstance(command, RunStep):
                 results.wait_for_room()
+                self._begun += 1
                 results.put(worker.launch(command.scheduled), worker.stats())
             else:
                 results.wait_for_all()  # while a graph is captured no other thread may wait for the device
@@ -140,8 +149,23 @@ class RankProcess:
 
     def _report_step(self, step: PendingStep, stats: WorkerStats) -> None:
         output = step.result()
+        self._over += 1
         if self._rank == 0:
             self._send(StepDone(output, stats))
+
+    def _tell_how_far(self) -> None:
+        """So that the engine can tell a long step from one that never ends, and which rank the others wait for."""
+        from custom_ops.collectives import collectives_entered
+
+        said = None
+        while not self._closing.wait(self._bootstrap.busy_seconds):
+            message = RankBusy(self._rank, self._begun, self._over, collectives_entered())
+            if message == said and self._begun == self._over:
+                continue  # nothing runs
+            said = message
+            with self._sending:
+                if not self._closing.is_set():
+                    self._answers.send(self._encoder.encode(message))
 
     def _report_stage(self, stage: str, seconds: float, detail: str) -> None:
         self._send(RankStage(self._rank, stage, seconds, detail))

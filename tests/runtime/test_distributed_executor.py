@@ -174,6 +174,45 @@ def test_a_rank_that_fails_in_a_step_ends_all(
     assert not any(map(is_running, ranks.pids))
 
 
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ({"step": {"0": "hang", "1": "stop", "2": "hang"}}, "Rank 1 of 3 said nothing for 1.8 seconds, in which the others waited."),
+        (
+            {"device": "cuda", "result": {"0": "hang", "2": "hang"}},
+            "Ranks 0, 2 of 3 did not move for 1.8 seconds, and the others waited.",
+        ),
+        ({"step": {"0": "hang", "1": "hang", "2": "hang"}}, "No rank of 3 moved for 1.8 seconds in the middle of a step."),
+    ],
+)  # fmt: skip
+def test_ranks_that_wait_for_ever_are_given_up(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], message: str
+) -> None:
+    monkeypatch.setattr("runtime.distributed_executor.STUCK_SECONDS", 1.8)
+    use_fake_workers(monkeypatch, model_dir, **orders)
+    ranks = Ranks()
+    executor = start(model_dir, ranks, 3)
+    run(executor, range(3))
+    began = time.monotonic()
+    with pytest.raises(RankFailedError) as error:
+        run(executor, range(3, 5))
+    assert str(error.value) == message
+    assert time.monotonic() - began > 1.7
+    executor.shutdown()
+    assert time.monotonic() - began < SECONDS
+    assert not any(map(is_running, ranks.pids))
+
+
+def test_a_long_step_is_not_given_up_while_ranks_move(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.distributed_executor.STUCK_SECONDS", 1.2)
+    use_fake_workers(monkeypatch, model_dir, pause=0.4, collectives=5)
+    executor = start(model_dir, Ranks())
+    assert run(executor, range(2)) == [{"a": 0}, {"a": 1}]
+    time.sleep(1.3)  # idle, and silent
+    assert run(executor, range(2, 3)) == [{"a": 2}]
+    executor.shutdown()
+
+
 @pytest.mark.parametrize("next_call", ["idle", "launch", "shutdown"])
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: str

@@ -2,8 +2,9 @@
 
 What it does beyond answering steps is in a file of the model's folder, as JSON: "device" ("cpu" or "cuda"), "record" (a folder
 where each rank writes down its steps), "devices" (one where each writes what CUDA devices it sees, and which is its own), and "load",
-"step" and "result": {rank: what} ("replica/rank" for that replica's alone), where what is "mistake", "error", "kill", or "hang".
-Steps and results do it at step 3; "until": a file that has to be there first. "pause": seconds that every step takes.
+"step" and "result": {rank: what} ("replica/rank" for that replica's alone), where what is "mistake", "error", "kill", "stop" or
+"hang". Steps and results do it at step 3; "until": a file that has to be there first. "pause": seconds that every
+step takes for each of its "collectives" (1).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from custom_ops import collectives
 from runtime.config import EngineConfig, Rank
 from runtime.engine_process import BOOT_CODE as ENGINE_CODE
 from runtime.rank_process import BOOT_CODE
@@ -92,7 +94,9 @@ class Worker:
         if folder := self._orders.get("record"):
             with (Path(folder) / str(self._rank)).open("a") as file:
                 file.write(f"{scheduled.step} {sorted(scheduled.num_scheduled_tokens)}\n")
-        time.sleep(self._orders.get("pause", 0))
+        for _ in range(self._orders.get("collectives", 1)):
+            time.sleep(self._orders.get("pause", 0))
+            collectives._num_entered += 1
         is_third = scheduled.step == 3
         if is_third:
             self._obey("step")
@@ -118,5 +122,7 @@ class Worker:
             raise RuntimeError("connection closed by peer")
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "hang":
             time.sleep(600)
