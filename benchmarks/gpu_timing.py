@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import commit
+
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Device, versions and commit of this run (of a tree without history: what its file COMMIT says)."""
+    """Device, versions and commit of this run."""
     import triton
 
-    root = Path(__file__).resolve().parent.parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
-    ).stdout.strip()
-    commit_file = root / "COMMIT"  # of a tree that was copied without its history
-    if not commit and commit_file.exists():
-        commit = commit_file.read_text().strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": commit or "unknown"}
+    return {"device": device, "torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
 
 
 def emit(**row: Any) -> None:
