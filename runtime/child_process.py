@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ EXIT_FAILURE = 1
 EXIT_ORPHANED = 3
 LINGER_MS = 2000  # for messages that are on their way when a process ends
 _MAX_FOLDER_BYTES = 100
+_held_open: list[int] = []
 
 
 def boot_code(module: str) -> str:
@@ -97,6 +99,19 @@ def private_folder(parent: Path | None = None) -> str:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="cas-", dir="/tmp")
     return folder
+
+
+def remove_after_us(folder: str) -> None:
+    """Have a folder removed once this process has ended, however it ends, where no parent of ours is there to do it.
+
+    By a shell that waits for the end of a pipe which nobody but us holds open. It is nobody's child any more: whoever ends this process
+    with its children does not end that one.
+    """
+    ours_is_open, ours = os.pipe()
+    wait_and_remove = 'exec 3<&0; (cat <&3 >&-; rm -rf -- "$1") >/dev/null 2>&1 &'
+    subprocess.run(["sh", "-c", wait_and_remove, "sh", folder], stdin=ours_is_open, start_new_session=True, check=False)
+    os.close(ours_is_open)
+    _held_open.append(ours)
 
 
 def _exit_with_parent(folder: str | None) -> None:

@@ -127,10 +127,12 @@ class EngineConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
     """Which rank of how many. device_index: of the CUDA devices that its process sees, None: the current one. meeting_place: where
-    the ranks meet, as torch.distributed's init_method; None for one alone.
+    the ranks meet, as torch.distributed's init_method; None for one alone. num_sharing: how many ranks, of all replicas, share its
+    host's cores and memory; None: all of them.
     """
 
     index: int = 0
     size: int = 1
     device_index: int | None = None
     meeting_place: str | None = None
+    num_sharing: int | None = None

@@ -70,6 +70,10 @@ class RankHost(Protocol):
         """Number of a rank's CUDA device, among those that its process sees."""
         ...
 
+    def num_sharing(self, rank: int, config: EngineConfig) -> int:
+        """How many ranks, of all replicas, share its host's cores and memory."""
+        ...
+
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
         """Start the ranks, without waiting for them."""
         ...
@@ -184,6 +188,7 @@ class DistributedExecutor:
                 size=self.num_ranks,
                 device_index=host.device_index(index),
                 meeting_place=host.meeting_place,
+                num_sharing=host.num_sharing(index, config),
             )
             own = config if index == 0 else without_dump
             bootstraps.append(
@@ -311,6 +316,10 @@ class LocalRanks:
     def device_index(self, rank: int) -> int:
         """One device a rank, the only one that it sees."""
         return one_device(self._first_device + rank)[1]
+
+    def num_sharing(self, rank: int, config: EngineConfig) -> int:
+        """All of them."""
+        return config.num_processes
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
         """One Python process a rank; its standard input stays open as long as we live."""

@@ -7,6 +7,7 @@ authenticated: as Ray itself, it is for a network that only you can reach.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
@@ -16,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runtime.child_process import describe_exit, private_folder
+from runtime.child_process import describe_exit, private_folder, remove_after_us
 from runtime.config import EngineConfig
 from runtime.rank_process import RankBootstrap, RankProcess
 
@@ -61,6 +62,7 @@ class RayRanks:
                 )
             self._actors = [self._actor(index, wanted) for index in range(config.num_ranks)]
             self.meeting_place = ray.get(self._actors[0].meeting_place.remote())
+            self._hosts = ray.get([actor.host.remote() for actor in self._actors])
         except BaseException:
             self.stop(0.0)
             raise
@@ -73,6 +75,11 @@ class RayRanks:
     def device_index(self, rank: int) -> int:
         """Ray shows each actor the GPU that it was given, and no other."""
         return 0
+
+    def num_sharing(self, rank: int, config: EngineConfig) -> int:
+        """Ranks of ours on its host; those of other replicas are counted as if they lay evenly on the cluster's hosts."""
+        num_hosts = sum(node["Alive"] for node in self._ray.nodes())
+        return max(self._hosts.count(self._hosts[rank]), math.ceil(config.num_processes / num_hosts))
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
         """Begin to run the ranks."""
@@ -134,9 +141,16 @@ class _RankActor:
             probe.bind((address, 0))
             return f"tcp://{address}:{probe.getsockname()[1]}"
 
+    def host(self) -> str:
+        """Which of the cluster's hosts this is."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
     def run(self, bootstrap: RankBootstrap) -> int:
         """Until the rank is told to stop, or fails; its exit status."""
         folder = private_folder()
+        remove_after_us(folder)  # Ray may end us at any moment
         config = bootstrap.config
         config = replace(config, compile=replace(config.compile, work_dir=Path(folder)))
         process = RankProcess(replace(bootstrap, config=config))

@@ -59,7 +59,8 @@ class Worker:
         self._on_stage = on_stage
         device = self.device = resolve_device(config.device, rank.device_index)
         config = self._config = replace(config, scheduler=config.scheduler.for_device(device.type))
-        use_threads(config.num_threads, config.num_processes)
+        self._num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
+        use_threads(config.num_threads, self._num_sharing)
         dtype = self._dtype = resolve_dtype(config.model.dtype, device)
         self._cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
 
@@ -234,7 +235,7 @@ class Worker:
     def _num_blocks(self) -> int:
         cache = self._config.cache
         if self.device.type == "cpu":
-            free = free_cpu_bytes() // self._config.num_processes
+            free = free_cpu_bytes() // self._num_sharing
         else:
             assert self._memory_plan is not None
             free = self._memory_plan.free_for_cache

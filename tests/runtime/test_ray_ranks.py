@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,23 +15,26 @@ from runtime.ray_ranks import RayRanks
 from runtime.schedule import SchedulerOutput
 from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.fake_worker import give_orders
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Fake workers, in a cluster of two places."""
+    """Fake workers, in a cluster of two places. Nothing is left in the folder of the ranks, however they end."""
+    folder = tmp_path_factory.mktemp("of-ranks")
     ray = pytest.importorskip("ray", reason="Ray is not installed (the extra [ray])")
     ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False,
         runtime_env={
-            "env_vars": {"PYTHONPATH": str(ROOT)},
+            "env_vars": {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
             "worker_process_setup_hook": "tests.support.fake_worker.install",
         },
     )  # fmt: skip
     yield write_tiny_model(tmp_path_factory.mktemp("ray") / "tiny")
     ray.shutdown()
+    wait_until(lambda: not list(folder.glob("cas-*")))
 
 
 def start(model_dir: Path, **options: object) -> DistributedExecutor:
@@ -81,3 +85,26 @@ def test_without_ray_the_sentence_says_what_to_install(monkeypatch: pytest.Monke
     config = tiny_config(write_tiny_model(tmp_path / "tiny"), distributed_executor_backend="ray")
     with pytest.raises(ValueError, match=r"pip install 'compile-and-serve\[ray\]'"):
         RayRanks(config)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_hosts", "replicas", "expected"),
+    [
+        ("aa", 1, 1, [2, 2]),
+        ("ab", 2, 1, [1, 1]),
+        ("aab", 2, 1, [2, 2, 2]),  # of the second host it might be one, if it were known where other engines' ranks are
+        ("aab", 3, 2, [2, 2, 2]),
+        ("aa", 4, 1, [2, 2]),
+        ("ab", 2, 3, [3, 3]),
+    ],
+)
+def test_a_host_is_shared_by_its_own_ranks(
+    tmp_path: Path, hosts: str, num_hosts: int, replicas: int, expected: list[int]
+) -> None:
+    config = tiny_config(
+        write_tiny_model(tmp_path / "tiny"), tensor_parallel_size=len(hosts), data_parallel_size=replicas
+    )
+    ranks = RayRanks.__new__(RayRanks)
+    ranks._hosts = list(hosts)
+    ranks._ray = SimpleNamespace(nodes=lambda: [{"Alive": True}] * num_hosts + [{"Alive": False}])
+    assert [ranks.num_sharing(rank, config) for rank in range(len(hosts))] == expected

@@ -1,0 +1,43 @@
+"""What outlives a process of ours, and what does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import is_running, wait_until
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, sys, time
+from runtime.child_process import private_folder, remove_after_us
+folder = private_folder()
+remove_after_us(folder)
+open(folder + "/file", "w").close()
+child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")  # which outlives it
+print(folder, child, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["by itself", "by a signal"])
+def test_a_folder_does_not_outlive_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    name, child = process.stdout.readline().split()
+    folder = Path(name)
+    try:
+        assert (folder / "file").exists()
+        process.kill() if how == "by a signal" else process.stdin.close()
+        process.wait()
+        wait_until(lambda: not folder.exists())
+        assert is_running(int(child))
+    finally:
+        subprocess.run(["kill", child], check=True)
