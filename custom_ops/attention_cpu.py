@@ -15,7 +15,10 @@ _MAX_GROUP = 96
 
 
 class CpuAttention:
-    """KV write and paged attention, with head norms and RoPE when asked, in one kernel call; float32 and bfloat16."""
+    """KV write and paged attention, with head norms and RoPE when asked, in one kernel call.
+
+    float32 and bfloat16; the cache in the same or in float8_e4m3fn.
+    """
 
     name = "cpu"
 
@@ -35,8 +38,8 @@ class CpuAttention:
             return f"the cpu attention backend runs on the CPU only, not on {device.type}"
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the cpu attention backend takes float32 and bfloat16, not {dtype}"
-        if kv_cache_dtype != dtype:
-            return f"the cpu attention backend keeps keys and values in the model's {dtype}, not in {kv_cache_dtype}"
+        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
         if head_dim % 16 or head_dim > _MAX_HEAD_DIM:
             return f"the cpu attention backend takes head sizes that are multiples of 16 up to {_MAX_HEAD_DIM}, not {head_dim}"
         if num_heads % num_kv_heads:

@@ -9,9 +9,10 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <array>
+#include <type_traits>
 #include <vector>
 
+#include "attention_keys.h"
 #include "kernels.h"
 #include "multiply.h"
 #include "simd.h"
@@ -19,11 +20,7 @@
 namespace cas {
 namespace {
 
-constexpr int kKeys = 64;          // keys of one step of the online softmax
-constexpr int kTileRows = 96;      // rows that share one repacked block of keys
-constexpr int kSubtile = kMaxRows;
 constexpr int kMinSplitKeys = 256;  // a shorter range of keys is not worth a second item
-constexpr int kMaxHeadDim = 512;
 constexpr float kLowest = -1e30f;  // maximum over no keys; finite, so that differences stay numbers
 
 struct Item {
@@ -148,151 +145,30 @@ void prepare_head(const CasAttention& a, const T* x, const T* norm_weight, const
     }
 }
 
-template <class T>
+// T: the model's elements, C: the cache's.
+template <class T, class C>
 void write_cache(const CasAttention& a, int64_t token, const Rotation& rotation) {
     const int64_t slot = a.slot_mapping[token];
     if (slot < 0) return;
     const int64_t E = a.head_dim, P = a.block_size, K = a.num_kv_heads;
-    T* block = static_cast<T*>(a.kv_cache) + (slot / P) * 2 * K * P * E + (slot % P) * E;
+    C* block = static_cast<C*>(a.kv_cache) + (slot / P) * 2 * K * P * E + (slot % P) * E;
     const T* k = static_cast<const T*>(a.k) + token * a.k_stride;
     const T* v = static_cast<const T*>(a.v) + token * a.v_stride;
     for (int64_t head = 0; head < K; ++head) {
-        prepare_head(a, k + head * a.k_head_stride, static_cast<const T*>(a.k_norm_weight), rotation, block + head * P * E);
-        std::memcpy(block + (K + head) * P * E, v + head * a.v_head_stride, E * sizeof(T));
-    }
-}
-
-// to[lane][key] = rows[key][lane] for 16 keys, in units of 32 bits.
-inline void transpose16(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
-    u32x16 v[16], t[16];
-    for (int i = 0; i < 16; ++i) v[i] = load_raw<u32x16>(rows[i] + offset);
-    // Four rounds of butterflies: in the round of distance d, elements whose row and column differ in bit d change places.
-#pragma GCC unroll 4
-    for (int d = 8; d >= 1; d /= 2) {
-        u32x16 first{}, second{};
-        for (uint32_t lane = 0; lane < 16; ++lane) {
-            first[lane] = (lane & d) ? (lane - d) + 16 : lane;
-            second[lane] = (lane & d) ? lane + 16 : lane + d;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) {
-            if (i & d) continue;
-            t[i] = __builtin_shuffle(v[i], v[i + d], first);
-            t[i + d] = __builtin_shuffle(v[i], v[i + d], second);
-        }
-        for (int i = 0; i < 16; ++i) v[i] = t[i];
-    }
-    for (int i = 0; i < 16; ++i) std::memcpy(to + i * 16, &v[i], sizeof(v[i]));
-}
-
-// The scratch of one thread.
-template <class T>
-struct Scratch {
-    T *queries, *keys, *values, *probabilities;
-    float *scores, *sums, *maxima, *denominators;
-
-    static size_t bytes(int64_t head_dim) {
-        const size_t elements = kTileRows * head_dim + 2 * kKeys * head_dim + kSubtile * kKeys;
-        const size_t floats = kSubtile * kKeys + kTileRows * head_dim + kTileRows + kLanes + kTileRows * kLanes;
-        return (elements * sizeof(T) + floats * sizeof(float) + 4095) / 4096 * 4096;
-    }
-
-    Scratch(void* memory, int64_t head_dim) {
-        queries = static_cast<T*>(memory);
-        keys = queries + kTileRows * head_dim;
-        values = keys + kKeys * head_dim;
-        probabilities = values + kKeys * head_dim;
-        scores = reinterpret_cast<float*>(probabilities + kSubtile * kKeys);
-        sums = scores + kSubtile * kKeys;
-        maxima = sums + kTileRows * head_dim;
-        denominators = maxima + kTileRows + kLanes;
-    }
-};
-
-// Where the keys of one step lie; their values are K * P * E elements further. Filled up to whole vectors with the last key.
-template <class T>
-struct KeyRows {
-    const T* rows[kKeys];
-    int count = 0, padded = 0;
-
-    void locate(const CasAttention& a, const int32_t* blocks, int64_t head, int64_t begin, int64_t end) {
-        const int64_t E = a.head_dim, P = a.block_size;
-        const T* cache = static_cast<const T*>(a.kv_cache) + head * P * E;
-        const int64_t block_elements = 2 * a.num_kv_heads * P * E;
-        count = int(std::clamp<int64_t>(end - begin, 0, kKeys));
-        padded = (count + kLanes - 1) / kLanes * kLanes;
-        const int32_t* block = blocks + begin / P;
-        int64_t offset = begin % P;
-        for (int c = 0; c < count; ++block, offset = 0) {
-            const T* row = cache + *block * block_elements + offset * E;
-            for (; offset < P && c < count; ++offset, row += E) rows[c++] = row;
-        }
-        for (int c = count; c < padded; ++c) rows[c] = rows[count - 1];
-    }
-};
-
-// values[e][pair] for 16 (key c, key c + 1) pairs of elements: what a lane of the product over keys takes.
-inline void interleave(const bf16* first, const bf16* second, int64_t width, bf16* to, int64_t to_stride) {
-    int64_t e = 0;
-#if defined(__AVX512BW__)
-    alignas(64) static constexpr auto kOrder = [] {
-        std::array<uint16_t, 64> order{};
-        for (int i = 0; i < 64; ++i) order[i] = uint16_t((i % 2) * 32 + i / 2);
-        return order;
-    }();
-    const __m512i low = _mm512_load_si512(kOrder.data()), high = _mm512_load_si512(kOrder.data() + 32);
-    for (; e + 2 * kLanes <= width; e += 2 * kLanes) {
-        const __m512i x = _mm512_loadu_si512(first + e), y = _mm512_loadu_si512(second + e);
-        _mm512_storeu_si512(to + (e / kLanes) * to_stride, _mm512_permutex2var_epi16(x, low, y));
-        _mm512_storeu_si512(to + (e / kLanes + 1) * to_stride, _mm512_permutex2var_epi16(x, high, y));
-    }
-#endif
-    for (; e < width; e += kLanes) {
-        const u32x16 x = __builtin_convertvector(load_raw<u16x16>(first + e), u32x16);
-        const u32x16 y = __builtin_convertvector(load_raw<u16x16>(second + e), u32x16);
-        const u32x16 pair = x | (y << 16);
-        std::memcpy(to + (e / kLanes) * to_stride, &pair, sizeof(pair));
-    }
-}
-
-inline void spread(const float* row, int64_t width, float* to, int64_t to_stride) {
-    for (int64_t e = 0; e < width; e += kLanes) store16(to + (e / kLanes) * to_stride, load16(row + e));
-}
-
-// The keys and values of one step into scratch, in the layout of multiply.h: [keys / 16][E / lanes][16][lanes] and
-// [E / 16][keys / lanes][16][lanes]. Values past `count` are zero. `next`: rows to ask the memory for meanwhile; cache blocks lie
-// anywhere, where no hardware prefetcher follows.
-template <class T>
-void pack_keys_values(const CasAttention& a, const KeyRows<T>& now, const KeyRows<T>& next, Scratch<T>& s) {
-    constexpr int kInputs = Dot<T>::kInputs;
-    constexpr int kVector = kInputs * kLanes;
-    const int64_t E = a.head_dim, values_offset = a.num_kv_heads * a.block_size * E;
-    const int64_t value_stride = int64_t(now.padded) * kLanes;
-    const T zeros[kMaxHeadDim] = {};
-    const auto prefetch_rows = [&](int first, int64_t offset) {
-        for (int c = first; c < std::min(next.count, first + kLanes); ++c)
-            for (int64_t e = 0; e < E; e += 64 / sizeof(T)) prefetch(next.rows[c] + offset + e);
-    };
-    for (int c = 0; c < now.padded; c += kLanes) {
-        prefetch_rows(c, 0);
-        for (int64_t e = 0; e < E; e += kVector) {
-            uint32_t* to = reinterpret_cast<uint32_t*>(s.keys + c * E + e * kLanes);
-            if (e + kVector <= E) {
-                transpose16(reinterpret_cast<const uint32_t* const*>(now.rows + c), e / kInputs, to);
-            } else {
-                for (int lane = 0; lane < int(E - e) / kInputs; ++lane)
-                    for (int key = 0; key < kLanes; ++key)
-                        std::memcpy(to + lane * 16 + key, now.rows[c + key] + e + lane * kInputs, 4);
+        const T* key = k + head * a.k_head_stride;
+        const T* value = v + head * a.v_head_stride;
+        const T* norm_weight = static_cast<const T*>(a.k_norm_weight);
+        C *key_to = block + head * P * E, *value_to = block + (K + head) * P * E;
+        if constexpr (std::is_same_v<T, C>) {
+            prepare_head(a, key, norm_weight, rotation, key_to);
+            std::memcpy(value_to, value, E * sizeof(T));
+        } else {
+            alignas(64) T prepared[kMaxHeadDim];
+            prepare_head(a, key, norm_weight, rotation, prepared);
+            for (int64_t e = 0; e < E; e += kLanes) {
+                store16(key_to + e, load16(prepared + e));
+                store16(value_to + e, load16(value + e));
             }
-        }
-        prefetch_rows(c, values_offset);
-        for (int key = c; key < c + kLanes; key += kInputs) {
-            const T* first = key < now.count ? now.rows[key] + values_offset : zeros;
-            T* to = s.values + key * kLanes;
-            if constexpr (kInputs == 2)
-                interleave(first, key + 1 < now.count ? now.rows[key + 1] + values_offset : zeros, E, to, value_stride);
-            else
-                spread(first, E, to, value_stride);
         }
     }
 }
@@ -348,19 +224,42 @@ void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int p
     }
 }
 
+// All rows of a tile over the keys in scratch, of which the first token of the tile sees `first` + 1.
 template <class T>
-KeyRows<T> key_rows(const CasAttention& a, const Item& item, int64_t kv_head, int64_t key) {
-    KeyRows<T> rows;
+void attend(
+    const CasAttention& a, Scratch<T>& s, int rows, int64_t E, int64_t G, int64_t first, int count, int padded
+) {
+    constexpr int kInputs = Dot<T>::kInputs;
+    const T* key_blocks[kKeys / kLanes];
+    for (int b = 0; b < padded / kLanes; ++b) key_blocks[b] = s.keys + b * kLanes * E;
+    const T* value_blocks[kMaxHeadDim / kLanes];
+    for (int b = 0; b < E / kLanes; ++b) value_blocks[b] = s.values + b * padded * kLanes;
+    for (int row = 0; row < rows; row += kSubtile) {
+        const int n = std::min(kSubtile, rows - row);
+        int32_t visible[kSubtile];
+        for (int r = 0; r < n; ++r) visible[r] = int32_t(std::clamp<int64_t>(first + (row + r) / G + 1, 0, count));
+        if (visible[n - 1] == 0) continue;
+        multiply_tile<T, kPlain>(
+            s.queries + row * E, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
+        alignas(64) float factors[kLanes];
+        softmax_step(a, s, row, n, padded, visible, factors);
+        multiply_tile<T, kAccumulate>(
+            s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, s.sums + row * E, E, factors);
+    }
+}
+
+template <class C>
+KeyRows<C> key_rows(const CasAttention& a, const Item& item, int64_t kv_head, int64_t key) {
+    KeyRows<C> rows;
     rows.locate(a, a.block_table + item.seq * a.block_table_stride, kv_head, key, item.key_end);
     return rows;
 }
 
 // `after`: the first keys of the item that this thread will probably run next.
-template <class T>
+template <class T, class C>
 void run_item(
-    const CasAttention& a, const Item& item, int64_t kv_head, const KeyRows<T>& after, Scratch<T>& s, const Partials& partials
+    const CasAttention& a, const Item& item, int64_t kv_head, const KeyRows<C>& after, Scratch<T>& s, const Partials& partials
 ) {
-    constexpr int kInputs = Dot<T>::kInputs;
     const int64_t E = a.head_dim, G = a.num_heads / a.num_kv_heads;
     const int rows = int((item.token_end - item.token_begin) * G);
     const T* q = static_cast<const T*>(a.q);
@@ -379,28 +278,14 @@ void run_item(
 
     // Position of the tile's first token within its sequence.
     const int64_t first_position = a.seq_lens[item.seq] - (a.query_start_loc[item.seq + 1] - item.token_begin);
-    KeyRows<T> now, next = key_rows<T>(a, item, kv_head, item.key_begin);
+    KeyRows<C> now, next = key_rows<C>(a, item, kv_head, item.key_begin);
     for (int64_t key = item.key_begin; key < item.key_end; key += kKeys) {
         now = next;
-        next = key + kKeys < item.key_end ? key_rows<T>(a, item, kv_head, key + kKeys) : after;
+        next = key + kKeys < item.key_end ? key_rows<C>(a, item, kv_head, key + kKeys) : after;
         const int count = now.count, padded = now.padded;
-        pack_keys_values(a, now, next, s);
-        const T* key_blocks[kKeys / kLanes];
-        for (int b = 0; b < padded / kLanes; ++b) key_blocks[b] = s.keys + b * kLanes * E;
-        const T* value_blocks[kMaxHeadDim / kLanes];
-        for (int b = 0; b < E / kLanes; ++b) value_blocks[b] = s.values + b * padded * kLanes;
-        for (int row = 0; row < rows; row += kSubtile) {
-            const int n = std::min(kSubtile, rows - row);
-            int32_t visible[kSubtile];
-            for (int r = 0; r < n; ++r) visible[r] = int32_t(std::clamp<int64_t>(first_position + (row + r) / G + 1 - key, 0, count));
-            if (visible[n - 1] == 0) continue;
-            multiply_tile<T, kPlain>(
-                s.queries + row * E, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
-            alignas(64) float factors[kLanes];
-            softmax_step(a, s, row, n, padded, visible, factors);
-            multiply_tile<T, kAccumulate>(
-                s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, s.sums + row * E, E, factors);
-        }
+        if constexpr (std::is_same_v<T, C>) pack_keys_values(a, now, next, s);
+        else pack_keys_values(a, now.template widened<T>(E, s.widened), next, s);
+        attend(a, s, rows, E, G, first_position - key, count, padded);
     }
 
     if (item.partial >= 0) {
@@ -438,7 +323,7 @@ void merge_splits(const CasAttention& a, const Item& item, int64_t kv_head, cons
     }
 }
 
-template <class T>
+template <class T, class C>
 void attention(const CasAttention& a) {
     const Plan plan = make_plan(a);
     const int64_t units = int64_t(plan.items.size()) * a.num_kv_heads;
@@ -463,16 +348,16 @@ void attention(const CasAttention& a) {
                 std::memset(out, 0, a.num_heads * a.head_dim * sizeof(T));
             }
             if (a.cos) rotation.load(a, token);
-            write_cache<T>(a, token, rotation);
+            write_cache<T, C>(a, token, rotation);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t unit = 0; unit < units; ++unit) {
-            KeyRows<T> after;
+            KeyRows<C> after;
             if (const int64_t following = unit + a.num_threads; following < units) {
                 const Item& item = plan.items[following / a.num_kv_heads];
-                after = key_rows<T>(a, item, following % a.num_kv_heads, item.key_begin);
+                after = key_rows<C>(a, item, following % a.num_kv_heads, item.key_begin);
             }
-            run_item(a, plan.items[unit / a.num_kv_heads], unit % a.num_kv_heads, after, s, partials);
+            run_item<T, C>(a, plan.items[unit / a.num_kv_heads], unit % a.num_kv_heads, after, s, partials);
         }
         if (plan.num_partials > 0) {
 #pragma omp for schedule(static)
@@ -489,6 +374,11 @@ void attention(const CasAttention& a) {
 
 extern "C" void cas_attention(const CasAttention* args) {
     if (args->num_tokens == 0) return;
-    if (args->dtype == CAS_BFLOAT16) cas::attention<cas::bf16>(*args);
-    else cas::attention<float>(*args);
+    if (args->cache_is_float8) {
+        if (args->dtype == CAS_BFLOAT16) cas::attention<cas::bf16, cas::float8>(*args);
+        else cas::attention<float, cas::float8>(*args);
+    } else {
+        if (args->dtype == CAS_BFLOAT16) cas::attention<cas::bf16, cas::bf16>(*args);
+        else cas::attention<float, float>(*args);
+    }
 }

@@ -3,20 +3,13 @@
 #include <array>
 
 #include "activations.h"
+#include "float8.h"
 
 namespace cas {
 
 // Float8 weights times activations of type T.
 template <class T>
 struct Float8 {};
-
-// One byte of each lane as floats. The exponent's bias is 127 - 7 too small until the product, which also makes subnormals exact.
-inline f32x16 float8_to_float(u32x16 bytes) {
-    const u32x16 magnitude = bytes & 0x7f, sign = (bytes & 0x80) << 24;
-    const u32x16 is_nan = (u32x16)(magnitude == 0x7f);
-    const f32x16 value = (f32x16)(magnitude << 20) * 0x1p120f;
-    return (f32x16)((u32x16)value | sign | (is_nan & 0x7fc00000u));
-}
 
 template <class T>
 struct Float8Dot {
@@ -48,26 +41,6 @@ struct Dot<Float8<float>> : Float8Dot<float> {};
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 
-// The bytes of all positive float8 as bfloat16.
-struct Float8Table {
-    alignas(64) uint8_t low[128], high[128];
-};
-constexpr Float8Table kFloat8Table = [] {
-    Float8Table table{};
-    for (int i = 0; i < 128; ++i) {
-        int exponent = i >> 3, mantissa = i & 7;
-        uint32_t bits = 0;
-        if (i == 0x7f) bits = 0x7fc0;
-        else if (exponent) bits = uint32_t(exponent + 120) << 7 | uint32_t(mantissa) << 4;
-        else if (mantissa) {
-            for (exponent = 1; !(mantissa & 8); --exponent) mantissa <<= 1;
-            bits = uint32_t(exponent + 120) << 7 | uint32_t(mantissa & 7) << 4;
-        }
-        table.low[i] = uint8_t(bits), table.high[i] = uint8_t(bits >> 8);
-    }
-    return table;
-}();
-
 // Of each lane's 4 bytes, where the low and high (+ 64) bytes of inputs 0 and 1 are, or of 2 and 3.
 template <int kPair>
 constexpr std::array<uint8_t, 64> kPairBytes = [] {
@@ -91,14 +64,11 @@ struct Dot<Float8<bf16>> {
         __m512i pairs[2];
     };
     CAS_INLINE static Weights load(const uint8_t* address) {
-        const auto bytes_at = [](const uint8_t* p) { return _mm512_loadu_si512(p); };
-        const __m512i bytes = bytes_at(address);  // bit 7 of an index into a table of 128 counts for nothing
-        const __m512i low = _mm512_permutex2var_epi8(bytes_at(kFloat8Table.low), bytes, bytes_at(kFloat8Table.low + 64));
-        __m512i high = _mm512_permutex2var_epi8(bytes_at(kFloat8Table.high), bytes, bytes_at(kFloat8Table.high + 64));
-        high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8);  // high | (bytes & sign)
+        const SplitBf16 split = split_bf16(_mm512_loadu_si512(address));
+        const auto order = [](const uint8_t* p) { return _mm512_loadu_si512(p); };
         return {
-            {_mm512_permutex2var_epi8(low, bytes_at(kPairBytes<0>.data()), high),
-             _mm512_permutex2var_epi8(low, bytes_at(kPairBytes<1>.data()), high)}};
+            {_mm512_permutex2var_epi8(split.low, order(kPairBytes<0>.data()), split.high),
+             _mm512_permutex2var_epi8(split.low, order(kPairBytes<1>.data()), split.high)}};
     }
     CAS_INLINE static f32x16 add(f32x16 sum, const Weights& w, const Lane& x) {
         sum = (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w.pairs[0], (__m512bh)_mm512_set1_epi32(x.pairs[0]));
@@ -114,16 +84,6 @@ struct Dot<Float8<bf16>> : Float8Dot<bf16> {};
 #endif
 
 namespace {
-
-constexpr float kLargest = 448.0f;
-
-// To the nearest float8 value, ties to even; for |x| <= 448.
-inline f32x16 rounded_to_float8(f32x16 x) {
-    const u32x16 bits = (u32x16)x;
-    const f32x16 normal = (f32x16)((bits + 0x7ffff + ((bits >> 20) & 1)) & 0xfff00000u);
-    const f32x16 subnormal = (x + 24576.0f) - 24576.0f;  // 1.5 * 2^14: what is left are multiples of 2^-9
-    return (bits & 0x7fffffff) < 0x3c800000u ? subnormal : normal;  // 2^-6
-}
 
 template <class T>
 struct Float8Linear {
@@ -148,12 +108,12 @@ struct Float8Linear {
     void prepare(void* memory, int64_t token) const {
         const Row<T> x(a, token);
         T* to = prepared(memory) + token * padded_width;
-        const float scale = !rounds ? 1.0f : input_scale ? *input_scale : x.scale(kLargest);
+        const float scale = !rounds ? 1.0f : input_scale ? *input_scale : x.scale(kFloat8Largest);
         row_scales(memory)[token] = scale;
         const float inverse = 1.0f / scale;
         for (int64_t i = 0; i < padded_width; i += kLanes) {
             f32x16 v = x.load(i);
-            if (rounds) v = rounded_to_float8(clamped(v * inverse, kLargest));
+            if (rounds) v = rounded_to_float8(clamped(v * inverse, kFloat8Largest));
             if (i + kLanes <= padded_width) store16(to + i, v);
             else store_part(to + i, v, int(padded_width - i));
         }

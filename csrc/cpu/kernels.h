@@ -77,11 +77,11 @@ void cas_silu_mul(const CasSiluMul* args);
 
 // Writes k and v to the paged cache, then out = softmax(scale * q kᵀ + causal mask) v for each sequence; see custom_ops/attention.py.
 // q [T, H, E], k and v [T, K, E], out [T, H * E]; heads and tokens lie their strides apart.
-// kv_cache [N, 2, K, P, E], contiguous. query_start_loc [S + 1], seq_lens [S], block_table [S, M] with its row stride, slot_mapping [T].
+// kv_cache [N, 2, K, P, E], contiguous, in q's dtype or (cache_is_float8) float8_e4m3fn. query_start_loc [S + 1], seq_lens [S], block_table [S, M] with its row stride, slot_mapping [T].
 // cos and sin [T, E] (rope_dtype) or null: rotate q and k first; before that RMSNorm with q_norm_weight and k_norm_weight [E] or null.
 // Rows of out past query_start_loc[S] become zero.
 struct CasAttention {
-    int32_t dtype, rope_dtype;
+    int32_t dtype, rope_dtype, cache_is_float8;
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     const void *q, *k, *v;
     int64_t q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride;

@@ -196,10 +196,11 @@ void fill_step(
     CasAttention& args, const at::Tensor& kv_cache, double scale, const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
     const at::Tensor& block_table, const at::Tensor& slot_mapping, int64_t num_seqs, at::Tensor& out
 ) {
+    args.cache_is_float8 = kv_cache.scalar_type() == at::kFloat8_e4m3fn;
     TORCH_CHECK_VALUE(
         kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.size(2) == args.num_kv_heads && kv_cache.size(4) == args.head_dim &&
-            kv_cache.is_contiguous() && dtype_code(kv_cache) == args.dtype,
-        "kv_cache must be a contiguous [N, 2, ", args.num_kv_heads, ", P, ", args.head_dim, "] in the dtype of q, not ",
+            kv_cache.is_contiguous() && (args.cache_is_float8 || dtype_code(kv_cache) == args.dtype),
+        "kv_cache must be a contiguous [N, 2, ", args.num_kv_heads, ", P, ", args.head_dim, "] in the dtype of q or float8_e4m3fn, not ",
         kv_cache.sizes(), " in ", kv_cache.scalar_type());
     TORCH_CHECK_VALUE(
         args.head_dim % 16 == 0 && args.head_dim <= 512 && args.num_heads % args.num_kv_heads == 0 &&

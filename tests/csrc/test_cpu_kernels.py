@@ -136,3 +136,52 @@ def test_quantized_linear_on_older_cpus(architecture: str, weight_dtype: torch.d
     library = ctypes.CDLL(str(path))
     for dtype in (torch.float32, torch.bfloat16):
         check_quantized_linear(library, weight_dtype, dtype, num_threads=2)
+
+
+FLOAT8 = """
+#include "float8.h"
+extern "C" void to_float8(const float* from, unsigned char* to, long count) {
+    for (long i = 0; i < count; i += 16) store16(reinterpret_cast<cas::float8*>(to + i), cas::load16(from + i));
+}
+extern "C" void widen_float(const void* from, float* to, long count) {
+    cas::widen(static_cast<const cas::float8*>(from), count, to);
+}
+extern "C" void widen_bf16(const void* from, cas::bf16* to, long count) {
+    cas::widen(static_cast<const cas::float8*>(from), count, to);
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
+@pytest.mark.parametrize("architecture", ["native", "x86-64", "x86-64-v3"])
+def test_float8_is_rounded_and_widened_as_torch_does(architecture: str, tmp_path: Path) -> None:
+    try:
+        compiler = find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
+    path, source = tmp_path / "float8.so", tmp_path / "float8.cpp"
+    source.write_text(FLOAT8)
+    flags = ["-std=c++20", "-O2", f"-march={architecture}", "-fPIC", "-shared", "-w", f"-I{CSRC / 'cpu'}"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for entry, dtype in ((library.widen_float, torch.float32), (library.widen_bf16, torch.bfloat16)):
+        for count in (256, 240):  # not only whole vectors of 64
+            wide = torch.zeros(256, dtype=dtype)
+            entry(ctypes.c_void_p(every.data_ptr()), ctypes.c_void_p(wide.data_ptr()), ctypes.c_long(count))
+            assert torch.equal(wide[:count].nan_to_num(7e3), every[:count].to(dtype).nan_to_num(7e3))
+            assert not wide[count:].any()
+
+    values = every.float()[every.float().isfinite()].sort().values
+    random = torch.randn(2000) * torch.randn(2000).mul(4).exp()
+    edges = torch.tensor([449, 463.9, 464, 465, 1e9, -1e9, torch.inf, -torch.inf, torch.nan, -torch.nan, 1e-45, -1e-30])
+    x = torch.cat([values, (values[1:] + values[:-1]) / 2, random, edges])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 16))
+    rounded = torch.zeros(len(x), dtype=torch.float8_e4m3fn)
+    library.to_float8(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(rounded.data_ptr()), ctypes.c_long(len(x)))
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(rounded.float().nan_to_num(7e3), expected.float().nan_to_num(7e3))
+    assert torch.equal(rounded.float().signbit()[~x.isnan()], expected.float().signbit()[~x.isnan()])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from custom_ops.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from runtime import LLM, SamplingParams
 from tests.end_to_end.test_greedy_parity import PROMPTS
 
@@ -45,15 +46,17 @@ def logits_over_rounded_cache(model: Any, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids]), past_key_values=RoundingCache(), use_cache=True).logits[0]
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_greedy_tokens_over_a_float8_cache(smollm2_dir: Path, reference: Any, backend: str) -> None:
     from transformers import AutoTokenizer
 
+    if backend == "cpu" and not load_cpu_kernels():
+        pytest.skip(str(cpu_kernels_status()))
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS[::5]]
     llm = LLM(
         str(smollm2_dir), dtype="float32", kv_cache_dtype="fp8", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=48,
-        enforce_eager=True, attention_backend=backend,
+        enforce_eager=True, attention_backend=backend, num_threads=1,
     )  # fmt: skip
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
     llm.shutdown()

@@ -9,6 +9,7 @@ import torch
 
 from custom_ops.attention import AttentionMetadata, attention_metadata
 from custom_ops.attention_torch import TorchAttention
+from custom_ops.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from runtime.engine_core import EngineCore
 from runtime.kv_cache import allocate_kv_cache
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, write_tiny_model
@@ -47,8 +48,13 @@ def plain_logprobs(core: EngineCore, tokens: list[int], dtype: torch.dtype) -> t
     [{}, {"max_num_batched_tokens": 8}, {"num_kv_blocks": 30, "max_model_len": 100, "enable_prefix_caching": False}],
     ids=["whole", "chunked", "preempting"],
 )
-def test_logprobs_are_those_of_rounded_keys_and_values(model_dir: Path, options: dict[str, object]) -> None:
-    core = EngineCore(tiny_config(model_dir, kv_cache_dtype="fp8", attention_backend="torch", **options))
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_logprobs_are_those_of_rounded_keys_and_values(
+    model_dir: Path, options: dict[str, object], backend: str
+) -> None:
+    if backend == "cpu" and not load_cpu_kernels():
+        pytest.skip(str(cpu_kernels_status()))
+    core = EngineCore(tiny_config(model_dir, kv_cache_dtype="fp8", attention_backend=backend, **options))
     assert {cache.dtype for cache in core._executor.runner.kv_caches} == {FP8}  # type: ignore[attr-defined]
     prompts = {f"r{i}": prompt_of(i, 5 + 13 * i) for i in range(4)}
     for _ in range(2):  # again, from cached blocks where they are kept

@@ -1,0 +1,110 @@
+// float8_e4m3fn: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, 0x7f is NaN, the largest value is 448.
+#pragma once
+
+#include <array>
+
+#include "simd.h"
+
+namespace cas {
+
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+struct float8 {
+    uint8_t bits;
+};
+
+constexpr float kFloat8Largest = 448.0f;
+
+// One byte of each lane as floats. The exponent's bias is 127 - 7 too small until the product, which also makes subnormals exact.
+inline f32x16 float8_to_float(u32x16 bytes) {
+    const u32x16 magnitude = bytes & 0x7f, sign = (bytes & 0x80) << 24;
+    const u32x16 is_nan = (u32x16)(magnitude == 0x7f);
+    const f32x16 value = (f32x16)(magnitude << 20) * 0x1p120f;
+    return (f32x16)((u32x16)value | sign | (is_nan & 0x7fc00000u));
+}
+
+// To the nearest float8 value, ties to even; for |x| <= 448.
+inline f32x16 rounded_to_float8(f32x16 x) {
+    const u32x16 bits = (u32x16)x;
+    const f32x16 normal = (f32x16)((bits + 0x7ffff + ((bits >> 20) & 1)) & 0xfff00000u);
+    const f32x16 subnormal = (x + 24576.0f) - 24576.0f;  // 1.5 * 2^14: what is left are multiples of 2^-9
+    return (bits & 0x7fffffff) < 0x3c800000u ? subnormal : normal;  // 2^-6
+}
+
+inline f32x16 load16(const float8* address) {
+    return float8_to_float(__builtin_convertvector(load_raw<u8x16>(address), u32x16));
+}
+
+// Rounded to the nearest, ties to even; beyond the largest to the largest, NaN stays NaN.
+inline void store16(float8* address, f32x16 x) {
+    const u32x16 is_nan = (u32x16)(x != x), sign = ((u32x16)x >> 24) & 0x80;
+    const f32x16 size = (f32x16)((u32x16)x & 0x7fffffff);
+    const f32x16 rounded = rounded_to_float8(size > splat(kFloat8Largest) ? splat(kFloat8Largest) : size);
+    const u32x16 normal = ((u32x16)rounded >> 20) - (120 << 3);
+    const u32x16 subnormal = (u32x16)__builtin_convertvector(rounded * 512.0f, i32x16);
+    const u32x16 magnitude = rounded < splat(0x1p-6f) ? subnormal : normal;
+    const u8x16 result = __builtin_convertvector((magnitude & ~is_nan) | (is_nan & 0x7f) | sign, u8x16);
+    std::memcpy(address, &result, sizeof(result));
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+
+// The bytes of all positive float8 as bfloat16.
+struct Float8Table {
+    alignas(64) uint8_t low[128], high[128];
+};
+constexpr Float8Table kFloat8Table = [] {
+    Float8Table table{};
+    for (int i = 0; i < 128; ++i) {
+        int exponent = i >> 3, mantissa = i & 7;
+        uint32_t bits = 0;
+        if (i == 0x7f) bits = 0x7fc0;
+        else if (exponent) bits = uint32_t(exponent + 120) << 7 | uint32_t(mantissa) << 4;
+        else if (mantissa) {
+            for (exponent = 1; !(mantissa & 8); --exponent) mantissa <<= 1;
+            bits = uint32_t(exponent + 120) << 7 | uint32_t(mantissa & 7) << 4;
+        }
+        table.low[i] = uint8_t(bits), table.high[i] = uint8_t(bits >> 8);
+    }
+    return table;
+}();
+
+// 64 float8 as bfloat16: the low bytes of all, and the high ones.
+struct SplitBf16 {
+    __m512i low, high;
+};
+inline SplitBf16 split_bf16(__m512i bytes) {  // bit 7 of an index into a table of 128 counts for nothing
+    const auto at = [](const uint8_t* p) { return _mm512_loadu_si512(p); };
+    const __m512i low = _mm512_permutex2var_epi8(at(kFloat8Table.low), bytes, at(kFloat8Table.low + 64));
+    const __m512i high = _mm512_permutex2var_epi8(at(kFloat8Table.high), bytes, at(kFloat8Table.high + 64));
+    return {low, _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8)};  // high | (bytes & sign)
+}
+
+// Of bytes split as `SplitBf16`, where those of 32 values in turn are (the high ones + 64).
+template <int kHalf>
+constexpr std::array<uint8_t, 64> kHalfBytes = [] {
+    std::array<uint8_t, 64> order{};
+    for (int i = 0; i < 64; ++i) order[i] = uint8_t(32 * kHalf + i / 2 + 64 * (i % 2));
+    return order;
+}();
+
+#endif
+
+// `count` (a multiple of 16) float8 values in another type, exactly.
+template <class T>
+inline void widen(const float8* from, int64_t count, T* to) {
+    int64_t i = 0;
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    if constexpr (sizeof(T) == 2) {
+        const __m512i first = _mm512_loadu_si512(kHalfBytes<0>.data()), second = _mm512_loadu_si512(kHalfBytes<1>.data());
+        for (; i + 64 <= count; i += 64) {
+            const SplitBf16 split = split_bf16(_mm512_loadu_si512(from + i));
+            _mm512_storeu_si512(to + i, _mm512_permutex2var_epi8(split.low, first, split.high));
+            _mm512_storeu_si512(to + i + 32, _mm512_permutex2var_epi8(split.low, second, split.high));
+        }
+    }
+#endif
+    for (; i < count; i += kLanes) store16(to + i, load16(from + i));
+}
+
+}  // namespace cas
