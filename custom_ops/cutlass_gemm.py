@@ -21,8 +21,8 @@ class _Arguments(ctypes.Structure):
     """`CasScaledGemm` of csrc/cuda/scaled_gemm.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "a", "b", "a_scale", "b_scale")),
-        *((name, ctypes.c_int64) for name in ("m", "n", "k", "out_stride", "a_stride", "b_stride")),
+        *((name, ctypes.c_void_p) for name in ("out", "a", "b", "a_scale", "b_scale", "residual")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k", "out_stride", "a_stride", "b_stride", "residual_stride")),
         *((name, ctypes.c_int32) for name in ("a_per_row", "b_per_row")),
         *((name, ctypes.c_void_p) for name in ("workspace", "stream")),
     )
@@ -51,6 +51,12 @@ def unsupported_reason(a_TI: torch.Tensor, b_OI: torch.Tensor) -> str | None:
     return None
 
 
+def takes_residual(residual_TO: torch.Tensor) -> bool:
+    """Whether `run_gemm` can add it."""
+    rows_aligned = residual_TO.data_ptr() % 16 == 0 and residual_TO.stride(0) % 8 == 0
+    return residual_TO.dtype == torch.bfloat16 and residual_TO.stride(1) == 1 and rows_aligned
+
+
 def run_gemm(
     library: ctypes.CDLL,
     config: str,
@@ -58,9 +64,11 @@ def run_gemm(
     b_OI: torch.Tensor,
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
+    residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """bf16(a_scale · b_scale · a bᵀ) by one configuration, for what `unsupported_reason` allows. → [T, O]
+    """bf16(a_scale · b_scale · a bᵀ + residual) by one configuration, for what `unsupported_reason` allows. → [T, O]
 
+    residual_TO: that `takes_residual`.
     a_scale: float32, one value, [T] or [T, 1], or (BLOCKS) [T, G]; b_scale: float32, one value, [O], or (BLOCKS) [ceil(O / 128), G].
     """
     num_tokens, out_features = a_TI.shape[0], b_OI.shape[0]
@@ -69,6 +77,8 @@ def run_gemm(
     args = _Arguments(
         out=out_TO.data_ptr(), a=a_TI.data_ptr(), b=b_OI.data_ptr(), a_scale=a_scale.data_ptr(), b_scale=b_scale.data_ptr(),
         m=num_tokens, n=out_features, k=a_TI.shape[1], out_stride=out_features, a_stride=a_TI.stride(0), b_stride=b_OI.stride(0),
+        residual=None if residual_TO is None else residual_TO.data_ptr(),
+        residual_stride=0 if residual_TO is None else residual_TO.stride(0),
         a_per_row=a_scale.numel() > 1, b_per_row=b_scale.numel() > 1, stream=torch.cuda.current_stream(a_TI.device).cuda_stream,
     )  # fmt: skip
     workspace_bytes = getattr(library, f"cas_scaled_gemm_workspace_{config}")
@@ -86,12 +96,17 @@ def run_gemm(
 
 
 def scaled_gemm_reference(
-    a_TI: torch.Tensor, b_OI: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
+    a_TI: torch.Tensor,
+    b_OI: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `run_gemm` computes, in plain torch: sums in float32 and one rounding to bfloat16."""
     a, b = a_TI.float(), b_OI.float()
+    residual = 0.0 if residual_TO is None else residual_TO.float()
     if b_scale.dim() == 2:
         a = a * a_scale.repeat_interleave(128, 1)[:, : a.shape[1]]
         b = b * b_scale.repeat_interleave(128, 0)[: b.shape[0]].repeat_interleave(128, 1)[:, : b.shape[1]]
-        return (a @ b.T).to(torch.bfloat16)
-    return (a_scale.reshape(-1, 1) * (b_scale.reshape(1, -1) * (a @ b.T))).to(torch.bfloat16)
+        return (a @ b.T + residual).to(torch.bfloat16)
+    return (a_scale.reshape(-1, 1) * (b_scale.reshape(1, -1) * (a @ b.T)) + residual).to(torch.bfloat16)

@@ -181,7 +181,7 @@ define(
 _quantized_linear_op = define(
     f"quantized_linear{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=2,
+    version=3,
     fake=_quantized_linear_fake,
     CompositeExplicitAutograd=_quantized_linear_slowly,
     CUDA=_quantized_linear_cuda,
@@ -209,7 +209,8 @@ def quantized_linear(
 
     q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int8
     activations: in int32, but in float32 by the reference and for one token on CUDA), the scales multiply the sums in float32, and
-    the output is rounded once to x's dtype (by a library's product on CUDA: before and after the residual or SiLU-mul).
+    the output is rounded once to x's dtype (by a library's product on CUDA also before bias, SiLU-mul, and a residual that CUTLASS
+    does not add by itself).
     """
     return _quantized_linear_op(
         x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale

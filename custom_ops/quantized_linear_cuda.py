@@ -93,6 +93,8 @@ class QuantizedLinear:
             return matmul(
                 x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype
             )
+        if self.bias_O is None and not self.silu_mul:
+            return scaled_gemm(way, x_TI, x_scale, weight_OI, self.scale, self.x_TI.dtype, self.residual_TO)
         y_TO = self._product(way, x_TI, x_scale, weight_OI)
         if self.silu_mul:
             y_TO = silu_mul_rows(y_TO)

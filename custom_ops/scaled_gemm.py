@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from custom_ops.cutlass_gemm import BLOCKS, ROWS, load_gemms, run_gemm, unsupported_reason
+from custom_ops.cutlass_gemm import BLOCKS, ROWS, load_gemms, run_gemm, takes_residual, unsupported_reason
 from custom_ops.quantization import dequantize_weight
 from custom_ops.triton_quantize import scale_sums
 
@@ -44,17 +44,31 @@ def scaled_gemm(
     weight_OI: torch.Tensor,
     scale: torch.Tensor,
     dtype: torch.dtype,
+    residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = (x · x_scale) (scale · W)ᵀ, by one of `gemm_names`. → `dtype` [T, O]
+    """y = (x · x_scale) (scale · W)ᵀ + residual, by one of `gemm_names`. → `dtype` [T, O]
 
-    x_TI: rounded to the weight's dtype, with its scales [T, 1] or [T, G]; or, without them, as it is.
+    x_TI: rounded to the weight's dtype, with its scales [T, 1] or [T, G]; or, without them, as it is. CUTLASS' products take the
+    residual in, before the one rounding; others round before it is added, too.
     """
+    if name in ROWS + BLOCKS and residual_TO is not None and takes_residual(residual_TO):
+        return _by_cutlass(name, x_TI, x_scale, weight_OI, scale, residual_TO)
+    y_TO = _product(name, x_TI, x_scale, weight_OI, scale, dtype)
+    return y_TO if residual_TO is None else y_TO + residual_TO
+
+
+def _product(
+    name: str,
+    x_TI: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight_OI: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     if x_scale is None:
         return F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype))
     if name != TORCH:
-        library = load_gemms(x_TI.device)
-        assert library is not None, "gemm_names named what is not built"
-        return run_gemm(library, name, x_TI, weight_OI, x_scale, scale)
+        return _by_cutlass(name, x_TI, x_scale, weight_OI, scale)
     if weight_OI.dtype == torch.int8:
         return scale_sums(torch._int_mm(x_TI, weight_OI.t()), x_scale, scale, dtype)
     if dtype == torch.bfloat16:
@@ -62,3 +76,17 @@ def scaled_gemm(
     one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
     sums_TO = torch._scaled_mm(x_TI, weight_OI.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     return scale_sums(sums_TO, x_scale, scale, dtype)
+
+
+def _by_cutlass(
+    name: str,
+    x_TI: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight_OI: torch.Tensor,
+    scale: torch.Tensor,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    library = load_gemms(x_TI.device)
+    assert library is not None, "gemm_names named what is not built"
+    assert x_scale is not None
+    return run_gemm(library, name, x_TI, weight_OI, x_scale, scale, residual_TO)

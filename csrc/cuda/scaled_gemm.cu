@@ -1,8 +1,8 @@
 // Matrix products of float8 inputs with their scales, on Hopper's tensor cores (CUTLASS, sm_90a).
 //
 // Compiled once for each configuration, all at a time (CAS_CONFIG, see configurations below): one takes half a minute.
-// Scales by row and column are multiplied into the finished sums: out = bf16(a_scale[m] · (b_scale[n] · Σ)). Scales by blocks of 128
-// inputs are multiplied into the sum of each block.
+// Scales by row and column are multiplied into the finished sums: out = bf16(a_scale[m] · (b_scale[n] · Σ) + residual). Scales by
+// blocks of 128 inputs are multiplied into the sum of each block.
 #include "scaled_gemm.h"
 
 #include <cuda_runtime.h>
@@ -72,13 +72,18 @@ using Chosen = Config<Shape<_128, _128, _128>, Shape<_1, _2, _1>, BlockCooperati
 #error "CAS_CONFIG must be the number of a configuration"
 #endif
 
-// bf16(a_scale[m] · (b_scale[n] · sum)), each scale a vector or (stride 0) one number.
+// bf16(beta · residual + a_scale[m] · (b_scale[n] · sum)), each scale a vector or (stride 0) one number; the residual is read where
+// beta is not 0.
 using AScale = fusion::Sm90ColBroadcast<0, Chosen::Tile, float, float, Stride<bool, _0, int64_t>>;
 using BScale = fusion::Sm90RowBroadcast<0, Chosen::Tile, float, float, Stride<_0, bool, int64_t>>;
 template <class Out>
 using Multiply = fusion::Sm90Compute<cutlass::multiplies, Out, float, cutlass::FloatRoundStyle::round_to_nearest>;
-using ScaleByRows = fusion::Sm90EVT<Multiply<Bf16>, AScale, fusion::Sm90EVT<Multiply<float>, BScale, fusion::Sm90AccFetch>>;
-using Unscaled = fusion::LinearCombination<Bf16, float, void, float>;
+using ScaleByRows = fusion::Sm90EVT<Multiply<float>, AScale, fusion::Sm90EVT<Multiply<float>, BScale, fusion::Sm90AccFetch>>;
+using Beta = fusion::Sm90ScalarBroadcast<float, Stride<_0, _0, int64_t>>;
+using AddResidual =
+    fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Bf16, float, cutlass::FloatRoundStyle::round_to_nearest>;
+using ScaleByRowsAndAdd = fusion::Sm90EVT<AddResidual, Beta, fusion::Sm90SrcFetch<Bf16>, ScaleByRows>;
+using Add = fusion::LinearCombination<Bf16, float, Bf16, float>;
 
 using BlockScales = cutlass::detail::Sm90BlockwiseScaleConfig<1, 128, 128, GMMA::Major::K, GMMA::Major::K>;
 
@@ -87,8 +92,8 @@ using Operand = std::conditional_t<Chosen::by_block, cute::tuple<Layout, ScaleLa
 
 using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Chosen::Tile, Chosen::Cluster,
-    cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor, kAlignBf16, Bf16, RowMajor, kAlignBf16,
-    Chosen::Epilogue, std::conditional_t<Chosen::by_block, Unscaled, ScaleByRows>>::CollectiveOp;
+    cutlass::epilogue::collective::EpilogueTileAuto, float, float, Bf16, RowMajor, kAlignBf16, Bf16, RowMajor, kAlignBf16,
+    Chosen::Epilogue, std::conditional_t<Chosen::by_block, Add, ScaleByRowsAndAdd>>::CollectiveOp;
 
 using Mainloop = typename schedule::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Fp8,
@@ -114,6 +119,7 @@ Arguments make_arguments(const CasScaledGemm& args) {
     const auto* b = static_cast<const Fp8*>(args.b);
     const auto a_stride = row_stride<typename Kernel::StrideA>(args.a_stride);
     const auto b_stride = row_stride<typename Kernel::StrideB>(args.b_stride);
+    const float beta = args.residual ? 1.0f : 0.0f;
     Arguments all{};
     all.mode = schedule::GemmUniversalMode::kGemm;
     all.problem_shape = problem;
@@ -121,14 +127,22 @@ Arguments make_arguments(const CasScaledGemm& args) {
         all.mainloop = {a, a_stride, b, b_stride, args.a_scale, BlockScales::tile_atom_to_shape_SFA(problem),
                         args.b_scale, BlockScales::tile_atom_to_shape_SFB(problem)};
         all.epilogue.thread.alpha = 1.0f;
+        all.epilogue.thread.beta = beta;
     } else {
         all.mainloop = {a, a_stride, b, b_stride};
         all.epilogue.thread = {
-            {args.a_scale, 0.0f, {args.a_per_row != 0, _0{}, 0}},
-            {{args.b_scale, 0.0f, {_0{}, args.b_per_row != 0, 0}}, {}, {}},
+            {{beta}},
+            {},
+            {
+                {args.a_scale, 0.0f, {args.a_per_row != 0, _0{}, 0}},
+                {{args.b_scale, 0.0f, {_0{}, args.b_per_row != 0, 0}}, {}, {}},
+                {},
+            },
             {},
         };
     }
+    all.epilogue.ptr_C = static_cast<const Bf16*>(args.residual ? args.residual : args.out);  // described to the hardware in any case
+    all.epilogue.dC = row_stride<typename Kernel::StrideC>(args.residual ? args.residual_stride : args.out_stride);
     all.epilogue.ptr_D = static_cast<Bf16*>(args.out);
     all.epilogue.dD = row_stride<typename Kernel::StrideD>(args.out_stride);
     return all;

@@ -39,6 +39,11 @@ def test_the_reference_dequantizes(tokens: int, inputs: int, outputs: int, per_b
     a_wide = a_scale.repeat_interleave(128, 1)[:, :inputs] if per_block else a_scale
     exact = (a.double() * a_wide) @ (quantized.double() * expand_scale(scale, quantized.shape)).T
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-5 * float(exact.abs().max()))
+    residual = torch.randn(tokens, outputs).bfloat16()
+    torch.testing.assert_close(
+        scaled_gemm_reference(a, quantized, a_scale, scale, residual).double(), exact + residual,
+        rtol=2**-8, atol=1e-5 * float(exact.abs().max()),
+    )  # fmt: skip
     if not per_block:  # one value for all
         one = torch.tensor([0.5])
         expected = 0.25 * (a.double() @ quantized.double().T)
@@ -53,6 +58,16 @@ def test_operands_that_no_kernel_takes() -> None:
     assert "float8_e4m3fn" in str(cutlass_gemm.unsupported_reason(a.float(), b))
     assert "multiple of 16" in str(cutlass_gemm.unsupported_reason(a[:, :40], b[:, :40]))
     assert "contiguous" in str(cutlass_gemm.unsupported_reason(torch.zeros(64, 4).to(FP8).t(), b))
+
+
+def test_residuals_that_it_takes() -> None:
+    residual = torch.zeros(4, 72, dtype=torch.bfloat16)
+    assert cutlass_gemm.takes_residual(residual)
+    assert cutlass_gemm.takes_residual(residual[:, 8:40])
+    assert not cutlass_gemm.takes_residual(residual[:, 1:33])  # rows begin between multiples of 16 bytes
+    assert not cutlass_gemm.takes_residual(residual[:, :36].contiguous())
+    assert not cutlass_gemm.takes_residual(residual.t())
+    assert not cutlass_gemm.takes_residual(residual.float())
 
 
 def test_without_nvcc_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

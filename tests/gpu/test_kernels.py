@@ -239,6 +239,10 @@ def test_cutlass_scaled_gemm(config: str, tokens: int, inputs: int, outputs: int
     expected = scaled_gemm_reference(a, quantized, a_scale, scale).float()
     y = run_gemm(library, config, a, quantized, a_scale, scale).float()
     assert (y - expected).norm() / expected.norm() < 4e-3
+    residual = (random(tokens, outputs + 8) * float(expected.std()))[:, :outputs]
+    expected = scaled_gemm_reference(a, quantized, a_scale, scale, residual).float()
+    y = run_gemm(library, config, a, quantized, a_scale, scale, residual).float()
+    assert (y - expected).norm() / expected.norm() < 4e-3
     if not per_block:
         one = torch.tensor([0.25], device="cuda")
         for scales in ((one, scale), (a_scale, one), (one, one)):

@@ -25,7 +25,7 @@ KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), 
     ("out", "inner", "silu_mul"),
     [(576, 576, False), (3072, 576, True), (130, 1536, False), (4096, 4096, False), (37, 72, False)],
 )
-@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("extras", ["none", "residual", "all"])
 @pytest.mark.parametrize(("activations", "scales"), KINDS)
 @pytest.mark.parametrize("weight_dtype", [torch.float8_e4m3fn, torch.int8])
 def test_like_the_reference(weight_dtype, scales, activations, extras, out, inner, silu_mul, num_tokens) -> None:
@@ -35,7 +35,11 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
     x, *others = (
         torch.randn(size, device=CUDA).bfloat16() for size in [(num_tokens, inner + 8), inner, out, (num_tokens, rows)]
     )
-    norm, bias, residual = others if extras else (None,) * 3
+    norm, bias, residual = others
+    if extras != "all":
+        norm = bias = None
+    if extras == "none":
+        residual = None
     input_scale = torch.tensor([0.03], device=CUDA) if activations == "static" else None
     arguments = (
         x[:, :inner], quantize_weight(weight, scale, weight_dtype), scale, out, norm, 1e-5, bias, silu_mul, residual,
