@@ -21,7 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
-from custom_ops.triton_common import split_counters
+from custom_ops.triton_common import (
+    launch_options,
+    let_next_start,
+    num_sms,
+    split_counters,
+    supports_pdl,
+    wait_for_previous,
+)
 
 _CHUNK, _STEP, _BLOCK = 8192, 2048, 128
 _CANDIDATES = 1024
@@ -92,7 +99,7 @@ def _draw_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, seed_ptr, position_ptr, rank_ptr, block_max_ptr, counter_ptr, out_ptr,
     out_best_ptr, vocab, row_stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
-    GREEDY: tl.constexpr, GATHERED_K: tl.constexpr,
+    GREEDY: tl.constexpr, GATHERED_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The winner of every row over the whole vocabulary; of a row whose candidates will be gathered, the maxima of its blocks.
 
@@ -104,6 +111,8 @@ def _draw_kernel(
     best = tl.full((STEP,), float("-inf"), dtype=tl.float32)
     best_start = tl.full((STEP,), 0x40000000, dtype=tl.int32)  # beyond any vocabulary
     is_drawn = False
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     if not GREEDY:
         temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
         is_gathered = (temperature > 0.0) & (top_k > 0) & (top_k <= GATHERED_K)
@@ -230,10 +239,12 @@ def _filter_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, block_max_ptr, gathered_ptr,
     gathered_id_ptr, counter_ptr, out_ptr, out_best_ptr, vocab, row_stride, num_seqs,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    CANDIDATES: tl.constexpr, KEY_BITS: tl.constexpr, GATHERED_K: tl.constexpr,
+    CANDIDATES: tl.constexpr, KEY_BITS: tl.constexpr, GATHERED_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Puts rows with filters right; the others are left as `_draw_kernel` left them."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
     top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     best = tl.load(out_best_ptr + row)
@@ -243,7 +254,7 @@ def _filter_kernel(
     base = logits_ptr + row * row_stride
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
     start_token = tl.load(out_ptr + row).to(tl.int32)
-    is_checked = chunk == 0
+    is_checked = program == 0
     if (top_k > 0) & (top_k <= GATHERED_K):
         blocks_B = tl.arange(0, BLOCKS)
         max_B = tl.load(
@@ -251,17 +262,18 @@ def _filter_kernel(
             other=float("-inf"),
         )  # fmt: skip
         bound = _kth_largest(max_B, top_k, KEY_BITS)
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(base + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-        reaches = (x >= bound) & (x > float("-inf"))
-        wanted = reaches.to(tl.int32)
-        at = tl.cumsum(wanted, 0) - wanted + tl.atomic_add(counter_ptr + num_seqs + row, tl.sum(wanted, 0))
-        place = row * CANDIDATES + at
-        tl.store(gathered_ptr + place, x, mask=reaches & (at < CANDIDATES))
-        tl.store(gathered_id_ptr + place, ids, mask=reaches & (at < CANDIDATES))
+        for chunk in range(program, CHUNKS, programs):
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = tl.load(base + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+            reaches = (x >= bound) & (x > float("-inf"))
+            wanted = reaches.to(tl.int32)
+            at = tl.cumsum(wanted, 0) - wanted + tl.atomic_add(counter_ptr + num_seqs + row, tl.sum(wanted, 0))
+            place = row * CANDIDATES + at
+            tl.store(gathered_ptr + place, x, mask=reaches & (at < CANDIDATES))
+            tl.store(gathered_id_ptr + place, ids, mask=reaches & (at < CANDIDATES))
         tl.debug_barrier()
-        is_last = tl.atomic_add(counter_ptr + 2 * num_seqs + row, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1
-        is_checked = chunk < 0
+        is_last = tl.atomic_add(counter_ptr + 2 * num_seqs + row, 1, sem="acq_rel", scope="gpu") == programs - 1
+        is_checked = program < 0
         if is_last:
             count = tl.atomic_add(counter_ptr + num_seqs + row, 0)
             tl.store(counter_ptr + num_seqs + row, 0)
@@ -311,13 +323,17 @@ def sample_tokens(
     block_max = torch.empty(num_seqs * chunks * (chunk // _BLOCK), dtype=torch.float32, device=device)
     tokens_S, best_S = _draw(logits_SV, temperature_S, top_k_S, seed_S, position_S, block_max)
     if num_seqs:
-        _filter_kernel[(num_seqs, chunks)](
+        # One program fills a multiprocessor's registers, also one whose row has no filters: with many rows each gets few.
+        programs = max(1, min(chunks, num_sms(device) // num_seqs))
+        pdl = supports_pdl(device)
+        _filter_kernel[(num_seqs, programs)](
             logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, position_S, block_max,
             torch.empty(num_seqs * _CANDIDATES, dtype=torch.float32, device=device),
             torch.empty(num_seqs * _CANDIDATES, dtype=torch.int32, device=device), split_counters(device), tokens_S, best_S,
             vocab, logits_SV.stride(0), num_seqs, CHUNK=chunk, CHUNKS=chunks, STEP=min(chunk, _STEP), BLOCK=_BLOCK,
             BLOCKS=triton.next_power_of_2(chunks * (chunk // _BLOCK)), CANDIDATES=_CANDIDATES,
-            KEY_BITS=16 if logits_SV.dtype == torch.bfloat16 else 32, GATHERED_K=_MAX_GATHERED_K, num_warps=8,
+            KEY_BITS=16 if logits_SV.dtype == torch.bfloat16 else 32, GATHERED_K=_MAX_GATHERED_K,
+            PDL=pdl, num_warps=8, **launch_options(pdl),
         )  # fmt: skip
     return tokens_S, best_S
 
@@ -344,9 +360,11 @@ def _draw(
         return out_S, out_best_S
     chunk, chunks = _chunks(vocab)
     ranks = torch.empty(num_seqs * chunks, dtype=torch.uint64, device=device)
+    pdl = supports_pdl(device)
     _draw_kernel[(num_seqs, chunks)](
         logits_SV, temperature_S, top_k_S, seed_S, position_S, ranks, block_max, split_counters(device), out_S, out_best_S,
         vocab, logits_SV.stride(0), CHUNK=chunk, CHUNKS=chunks, STEP=min(chunk, _STEP), BLOCK=_BLOCK,
-        BLOCK_J=triton.next_power_of_2(chunks), GREEDY=temperature_S is None, GATHERED_K=_MAX_GATHERED_K, num_warps=8,
+        BLOCK_J=triton.next_power_of_2(chunks), GREEDY=temperature_S is None, GATHERED_K=_MAX_GATHERED_K, PDL=pdl,
+        num_warps=8, **launch_options(pdl),
     )  # fmt: skip
     return out_S, out_best_S

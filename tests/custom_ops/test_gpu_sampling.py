@@ -82,6 +82,20 @@ def test_the_draw_is_the_argmax_over_what_the_filters_keep(
         assert token == torch.where(mask, noisy, float("-inf")).argmax(), (rows[row], int(mask.sum()))
 
 
+@pytest.mark.parametrize("sms", [1, 100])
+def test_few_or_many_programs_a_row_gather_the_same(sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sampling, "_CHUNK", 128)
+    monkeypatch.setattr(gpu_sampling, "_STEP", 128)
+    monkeypatch.setattr(gpu_sampling, "num_sms", lambda device: sms)
+    logits_SV = torch.randn(3, 1000, generator=torch.Generator().manual_seed(9))
+    rows = [(0.8, 40, 0.9, 0.0), (0.0, *OFF), (1.1, 200, 0.99, 0.01)]
+    for row, token in enumerate(sample(logits_SV, rows, [1, 2, 3], [4, 5, 6])):
+        temperature = rows[row][0] or 1.0
+        mask = allowed(logits_SV[row], *rows[row]) if rows[row][0] else torch.ones(1000, dtype=torch.bool)
+        noisy = logits_SV[row] / temperature + (noise(1000, row + 1, row + 4) if rows[row][0] else 0.0)
+        assert token == torch.where(mask, noisy, float("-inf")).argmax()
+
+
 def test_many_equal_logits_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """More logits reach the k-th than are gathered: the row takes the other way, and says the same."""
     monkeypatch.setattr(gpu_sampling, "_CHUNK", 1024)
