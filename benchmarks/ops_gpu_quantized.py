@@ -1,13 +1,15 @@
 """Times every way to compute linears over 8-bit weights on a GPU, at a model's shapes. Prints JSON lines.
 
-usage: python -m benchmarks.ops_gpu_quantized [--models llama-8b] [--tokens 1,16,64] [--sites qkv,down] [--quantization fp8]
+usage: python -m benchmarks.ops_gpu_quantized [--models llama-8b] [--tokens 1,16,64] [--sites qkv,down] [--quantization fp8] [--sweep]
 Builds CUTLASS' products first where they are not built (a minute). Weights come from memory, as in a step over many layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from custom_ops.quantization import Activations, block_scales, quantize_weight, 
 from custom_ops.quantized_linear import quantized_linear
 from custom_ops.quantized_linear_cuda import QuantizedLinear
 from custom_ops.quantized_mlp import quantized_mlp
+from custom_ops.triton_quantized_linear import gemv, matmul
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
 SCHEMES: dict[
@@ -107,6 +110,48 @@ def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | No
     return min(us.values(), default=None)
 
 
+def sweep(shape: Shape, site: str, num_tokens: int, scheme: str) -> None:
+    """Every configuration of the kernel for one token, or of the tiles; activations are rounded in the time of both."""
+    linear = linear_of(shape, site, num_tokens, scheme)
+    copies = copies_of(linear.weight_OI, num_tokens)
+    is_gemv = num_tokens == 1 and linear.scale.dim() == 1
+    configs: list[Any] = [None]
+    if is_gemv:
+        configs += itertools.product((2, 4, 8, 16), (4, 8), (1, 2, 3, 4), (0, 8, 16, 32))
+    else:
+        configs += itertools.product((64, 128), (128, 256, 512), (1, 2, 4, 8), (3, 4, 5), (4, 8))
+
+    def run(config: Any, weight: torch.Tensor) -> None:
+        if is_gemv:
+            gemv(linear.x_TI, weight, linear.scale, linear.norm_weight_I, linear.eps, None, linear.silu_mul, linear.residual_TO,
+                 linear.activations, None, config)  # fmt: skip
+        else:
+            matmul(*linear.operand(), weight, linear.scale, None, linear.silu_mul, linear.residual_TO, DTYPE, config)
+
+    def compiles(config: Any) -> bool:
+        try:
+            run(config, copies[0])
+            torch.cuda.synchronize()
+        except Exception as error:  # of Triton: too much shared memory, say
+            emit(work="sweep_failed", site=site, tokens=num_tokens, config=config, error=repr(error)[:200])
+            return False
+        return True
+
+    with ThreadPoolExecutor(16) as pool:
+        fitting = [c for c, fits in zip(configs, pool.map(compiles, configs), strict=True) if fits]
+    results = []
+    for config in fitting:
+
+        def all_copies(config: Any = config) -> None:
+            for weight in copies:
+                run(config, weight)
+
+        ms = time_ms(all_copies, 10.0)
+        results.append((round(ms * 1e3 / len(copies), 2), config))
+    emit(work="quantized_sweep", model=shape.name, scheme=scheme, site=site, tokens=num_tokens, floor_us=round(floor_us(linear), 2),
+         as_chosen=results[0][0], best=sorted(results, key=lambda r: r[0])[:8])  # fmt: skip
+
+
 def measure_mlp(shape: Shape, num_tokens: int, scheme: str) -> None:
     """The MLP as one op, and as two linears with SiLU-mul written between them."""
     gate_up, down = (linear_of(shape, site, num_tokens, scheme) for site in ("gate_up", "down"))
@@ -147,6 +192,9 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--sites", default="qkv,o,gate_up,down")
     parser.add_argument("--quantization", default="fp8", choices=SCHEMES)
+    parser.add_argument(
+        "--sweep", action="store_true", help="every configuration of the Triton kernels instead; takes minutes"
+    )
     args = parser.parse_args()
     started = time.perf_counter()
     gemm_library().build()
@@ -154,6 +202,10 @@ def main() -> None:
     for name in args.models.split(","):
         shape = Shape(name)
         for num_tokens in map(int, args.tokens.split(",")):
+            if args.sweep:
+                for site in args.sites.split(","):
+                    sweep(shape, site, num_tokens, args.quantization)
+                continue
             us = [measure(shape, site, num_tokens, args.quantization) for site in args.sites.split(",")]
             layers_ms = sum(filter(None, us)) * shape.layers / 1e3
             emit(work="quantized_linears_of_all_layers", model=name, scheme=args.quantization, tokens=num_tokens,

@@ -119,9 +119,14 @@ def _problem(family: str, end: int) -> str:
     return f"{family} T<={end}"
 
 
-@functools.cache
 def choices_of(device: torch.device) -> Choices:
     """The choices for a CUDA device, under the kernels as they are now."""
+    return _choices_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _choices_of(index: int) -> Choices:
+    device = torch.device("cuda", index)
     digest = hashlib.sha256()
     folder = Path(__file__).parent
     for file in (*(folder / name for name in _SOURCES), *sorted((CSRC / "cuda").iterdir())):

@@ -88,7 +88,7 @@ class QuantizedLinear:
                 self.x_TI, weight_OI, self.scale, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul, self.residual_TO,
                 self.activations, self.input_scale,
             )  # fmt: skip
-        x_TI, x_scale = self._operand() if rounded is None else rounded
+        x_TI, x_scale = self.operand() if rounded is None else rounded
         if way == TILE:
             return matmul(
                 x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype
@@ -104,9 +104,9 @@ class QuantizedLinear:
         """What SiLU-mul is taken of, by a library's product. → [T, O]"""
         assert self.silu_mul
         assert self.residual_TO is None
-        return self._product(way, *self._operand(), self.weight_OI)
+        return self._product(way, *self.operand(), self.weight_OI)
 
-    def _operand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def operand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x, normalized, rounded where it is to be, and then its scales."""
         if self.activations != "none":
             return quantize_rows(

@@ -86,11 +86,13 @@ def quantize_rows(
     scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x_TI.device)
     if num_tokens:
         pdl = supports_pdl(x_TI.device)
+        warps = max(1, min(16 if width <= 16384 else 32, width // 512))
+        # Of 65,536 registers so many that one program loads while another looks for its largest value.
+        limit = {"maxnreg": min(255, max(64, 1024 // warps))} if silu_mul and x_TI.device.type == "cuda" else {}
         _quantize_kernel[(num_tokens,)](
             x_TI, norm_weight_I, input_scale, out_TI, scale, num_features, x_TI.stride(0), eps,
             HAS_NORM=norm_weight_I is not None, SILU_MUL=silu_mul, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
-            GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=max(1, min(16, width // 512)),
-            **launch_options(pdl),
+            GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=warps, **limit, **launch_options(pdl),
         )  # fmt: skip
     return out_TI, scale
 

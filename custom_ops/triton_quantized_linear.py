@@ -412,7 +412,7 @@ def gemv(
     # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
     prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
     # What is left of a multiprocessor's 65,536 registers to a thread.
-    limit = {"maxnreg": 65536 // (per_sm * 32 * warps)} if device.type == "cuda" else {}
+    limit = {"maxnreg": min(255, 65536 // (per_sm * 32 * warps))} if device.type == "cuda" else {}
     _gemv_kernel[(num_programs,)](
         x_1I, weight_OI.view(torch.int32), out, scale_O, norm_weight_I, input_scale, bias_O, residual_1O, num_rows, in_features,
         in_features // 4, eps, prefetch_blocks, HAS_NORM=norm_weight_I is not None, ROUNDS=activations != "none",
