@@ -1,6 +1,7 @@
 """Decode, prefill, mixed load and start-up on one GPU or several, with random weights. Prints one JSON line a workload.
 
-    python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--tp N] [--work startup,decode,prefill,mixed] [--quick] [--out FILE]
+    python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
+                             [--work startup,decode,prefill,mixed]
 
 MODEL_DIR needs a config.json only. Prompts are random token ids; every request is greedy and runs to its full length.
 decode: (time of 129 new tokens - time of 1 new token) / 128 at prompt 128, the better of two runs of each, after runs in which whatever
@@ -65,6 +66,7 @@ class Bench:
             cudagraph_mode=args.cudagraph_mode,
             attention_backend=args.attention_backend,
             quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
             tensor_parallel_size=args.tp,
             num_kv_blocks=args.num_kv_blocks,
             on_stage=on_stage,
@@ -83,7 +85,7 @@ class Bench:
 
         row = {
             "engine": "compile-and-serve", "model": self.args.model.name, "quant": self.args.quantization,
-            "eager": self.args.eager, "tp": self.args.tp,
+            "kv_cache_dtype": self.args.kv_cache_dtype, "eager": self.args.eager, "tp": self.args.tp,
             "label": self.args.label, **row, **environment(),
         }  # fmt: skip
         self.rows.append(row)
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--work", type=lambda text: text.split(","), default=list(WORKS))
     parser.add_argument("--quantization", help="as the server's flag: fp8, int8, …")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag: auto or fp8")
     parser.add_argument("--tp", type=int, default=1, help="GPUs, one rank each")
     parser.add_argument(
         "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256]

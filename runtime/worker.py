@@ -119,7 +119,7 @@ class Worker:
             dtype=_dtype_name(dtype),
             max_model_len=self._max_model_len,
             vocab_size=spec.vocab_size,
-            compile_report=_flat_report(model.report) | facts,
+            compile_report=_flat_report(model.report) | facts | self._memory_facts(),
         )
 
     def start(self, num_blocks: int) -> None:
@@ -252,6 +252,10 @@ class Worker:
         except KVCacheTooSmallError:
             self._say_memory(0, 0)
             raise
+
+    def _memory_facts(self) -> dict[str, int | float | str]:
+        plan = {} if self._memory_plan is None else asdict(self._memory_plan)
+        return {"kv_cache_dtype": _dtype_name(self._cache_dtype)} | {f"memory.{name}": n for name, n in plan.items()}
 
     def _say_memory(self, cache_bytes: int, cache_tokens: int) -> None:
         if self._memory_plan is not None and self.rank.index == 0:

@@ -89,6 +89,7 @@ class Metrics:
         """Publish what start-up found: compilation, cache and limits."""
         facts = {name: str(getattr(info, name)) for name in ("dtype", "device", "block_size", "num_kv_blocks")}
         facts["max_model_len"] = str(info.max_model_len)
+        facts |= {name: str(info.compile_report.get(name, "")) for name in ("attention_backend", "kv_cache_dtype")}
         gauge = Gauge(PREFIX + "engine_info", "Facts of the engine.", [_LABEL, *facts], registry=self.registry)
         gauge.labels(self._model, *facts.values()).set(1)
         report = info.compile_report
@@ -102,6 +103,12 @@ class Metrics:
         self._gauge("artifact_hits", "1 when start-up found the compiled artifact in the store.").set(
             report.get("artifact") == "hit"
         )
+        memory = Gauge(
+            PREFIX + "device_memory_bytes", "Who takes device memory.", [_LABEL, "part"], registry=self.registry
+        )
+        for part in ("others", "weights", "largest_step", "sampling", "graphs"):
+            if isinstance(count := report.get(f"memory.{part}"), int):  # measured on CUDA
+                memory.labels(self._model, part).set(count)
         self._describe_passes(report)
 
     def _describe_passes(self, report: Mapping[str, int | float | str]) -> None:

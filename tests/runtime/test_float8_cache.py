@@ -78,6 +78,7 @@ def test_logprobs_are_those_of_rounded_keys_and_values(
 def test_the_same_memory_holds_more(model_dir: Path, kv_cache_dtype: str, itemsize: int) -> None:
     config = tiny_config(model_dir, kv_cache_dtype=kv_cache_dtype, num_kv_blocks=None, kv_cache_memory_bytes=1 << 20)
     core = EngineCore(config)
+    assert core.info.compile_report["kv_cache_dtype"] == ("float32" if kv_cache_dtype == "auto" else "float8_e4m3fn")
     assert core.info.num_kv_blocks == (1 << 20) // (2 * 2 * 2 * 16 * 4 * itemsize)
 
 

@@ -84,12 +84,16 @@ async def test_metrics_count_the_sites_of_passes(server: Server) -> None:
         "pass_sites.merge_linears.matched": 10,
         "pass_sites.merge_linears.expected": 12,
         "failed_passes.fuse_linears": "wrong",
+        "kv_cache_dtype": "float8_e4m3fn",
+        "memory.weights": 3 << 30,
     }
     metrics = Metrics("m")
     metrics.describe_engine(info)
     text = metrics.render().decode()
     assert 'cas:pass_sites_matched{graph_pass="merge_linears",model_name="m"} 10.0' in text
     assert 'cas:pass_sites_expected{graph_pass="merge_linears",model_name="m"} 12.0' in text
+    assert 'kv_cache_dtype="float8_e4m3fn"' in text
+    assert 'cas:device_memory_bytes{model_name="m",part="weights"} 3.221225472e+09' in text
     assert 'cas:pass_failed{graph_pass="fuse_linears",model_name="m"} 1.0' in text
 
 
