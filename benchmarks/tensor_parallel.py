@@ -4,9 +4,9 @@ usage: python -m benchmarks.tensor_parallel [--size 2] [--hidden 4096] [--tokens
 One process a rank: on CUDA devices where there are as many as ranks (a time is the replay of a CUDA graph), else on the CPU over gloo,
 where figures say little about a GPU. Every rank does the same work; rank 0 prints the median of its rounds.
 
-variants: "steps" all_reduce, then addition and norm in one kernel (CUDA) or as torch has them (CPU); "fused" the op as the compiler places
-it, all-reduced over NCCL or gloo; on CUDA also "one_shot" and "two_shot", the op over peer memory, and "chosen", the op as it goes by the
-choice that the engine makes at its start, here measured anew ("way" names it).
+variants: "steps" all_reduce, then addition and norm in one kernel (CUDA) or as torch has them (CPU); "fused" the op as the compiler
+places it, all-reduced over NCCL or gloo; on CUDA also "pushed", "one_shot" and "two_shot", the op over peer memory, and "chosen", the op
+as it goes by the choice that the engine makes at its start, here measured anew ("way" names it).
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 
 from benchmarks.common import environment
-from custom_ops.allreduce_choice import NCCL, ONE_SHOT, TWO_SHOT, AllreduceChoice, choose_allreduce, graph_seconds
+from custom_ops.allreduce_choice import (
+    NCCL,
+    ONE_SHOT,
+    PUSHED,
+    TWO_SHOT,
+    AllreduceChoice,
+    choose_allreduce,
+    graph_seconds,
+)
 from custom_ops.allreduce_norm import allreduce_add_rms_norm
 from custom_ops.collectives import (
     all_reduce,
@@ -43,6 +51,7 @@ ROUNDS, REPEATS = 9, 20
 EVERYTHING = 1 << 30
 FORCED = {
     NCCL: AllreduceChoice(one_shot_rows=0, two_shot_rows=0),
+    PUSHED: AllreduceChoice(pushed_rows=EVERYTHING),
     ONE_SHOT: AllreduceChoice(one_shot_rows=EVERYTHING, two_shot_rows=EVERYTHING),
     TWO_SHOT: AllreduceChoice(one_shot_rows=0, two_shot_rows=EVERYTHING),
 }
@@ -118,8 +127,10 @@ def _over_peers(tokens: int, chosen: AllreduceChoice | None) -> dict[str, Allred
     peers = tensor_parallel_group().peers
     if peers is None or chosen is None:
         return {}
-    ways = {way: FORCED[way] for way in (ONE_SHOT, TWO_SHOT)} if tokens <= peers.layout.max_rows else {}
-    return ways | {"chosen": chosen}
+    ways = [PUSHED] if tokens <= peers.layout.num_programs else []
+    if tokens <= peers.layout.max_rows:
+        ways += [ONE_SHOT, TWO_SHOT]
+    return {way: FORCED[way] for way in ways} | {"chosen": chosen}
 
 
 def make_operands(rank: int, tokens: int, hidden: int, device: torch.device) -> Operands:

@@ -9,6 +9,7 @@ Shape legend: T rows, D features, N ranks.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -27,7 +28,7 @@ from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
 
 log = logging.getLogger(__name__)
 
-NCCL, ONE_SHOT, TWO_SHOT = "nccl", "one_shot", "two_shot"
+NCCL, PUSHED, ONE_SHOT, TWO_SHOT = "nccl", "pushed", "one_shot", "two_shot"
 SIZES = (
     1,
     4,
@@ -51,29 +52,35 @@ Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllreduceChoice:
-    """Messages of up to one_shot_rows go in one shot, then those of up to two_shot_rows in two, larger ones over NCCL."""
+    """Messages of up to pushed_rows are pushed, then those of up to one_shot_rows go in one shot, of up to two_shot_rows in two, larger
+    ones over NCCL.
+    """
 
-    one_shot_rows: int
-    two_shot_rows: int
+    pushed_rows: int = 0
+    one_shot_rows: int = 0
+    two_shot_rows: int = 0
 
     def way(self, num_rows: int) -> str:
-        """NCCL, ONE_SHOT or TWO_SHOT."""
-        return ONE_SHOT if num_rows <= self.one_shot_rows else TWO_SHOT if num_rows <= self.two_shot_rows else NCCL
+        """NCCL, PUSHED, ONE_SHOT or TWO_SHOT."""
+        for way, rows in ((PUSHED, self.pushed_rows), (ONE_SHOT, self.one_shot_rows), (TWO_SHOT, self.two_shot_rows)):
+            if num_rows <= rows:
+                return way
+        return NCCL
 
     def sentence(self) -> str:
         """For people."""
-        parts = []
-        if self.one_shot_rows:
+        parts = [f"pushed up to {self.pushed_rows} rows"] if self.pushed_rows else []
+        if self.one_shot_rows > self.pushed_rows:
             parts.append(f"in one shot up to {self.one_shot_rows} rows")
-        if self.two_shot_rows > self.one_shot_rows:
-            parts.append(f"in two shots up to {self.two_shot_rows}")
+        if self.two_shot_rows > max(self.one_shot_rows, self.pushed_rows):
+            parts.append(f"in two shots up to {self.two_shot_rows} rows")
         return ", ".join([*parts, "then over NCCL" if parts else "over NCCL"])
 
 
 def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) -> AllreduceChoice:
-    """The two bounds with which all sizes together take the least time, each size counted equally (by the product of its times).
+    """The bounds with which all sizes together take the least time, each size counted equally (by the product of its times).
 
-    seconds: by way, one a size; a way that cannot be taken is left out, NCCL is always there.
+    seconds: by way, one a size, infinite where it cannot be taken; NCCL is always there.
     """
 
     def cost(choice: AllreduceChoice) -> float:
@@ -83,7 +90,10 @@ def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) ->
         return sum(math.log(seconds[way][i]) for i, way in enumerate(ways))
 
     bounds = (0, *sizes)
-    choices = [AllreduceChoice(one_shot_rows=a, two_shot_rows=b) for a in bounds for b in bounds if a <= b]
+    choices = [
+        AllreduceChoice(pushed_rows=a, one_shot_rows=b, two_shot_rows=c)
+        for a, b, c in itertools.combinations_with_replacement(bounds, 3)
+    ]
     return min(choices, key=cost)
 
 
@@ -124,19 +134,23 @@ def choose_allreduce(
 def runs(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, peers: PeerMemory
 ) -> dict[str, Run]:
-    """One call of each way, → (s, y)."""
-    from custom_ops.triton_allreduce import one_shot_allreduce_add_rms_norm, two_shot_allreduce_add_rms_norm
+    """One call of each way that takes the message, → (s, y)."""
+    from custom_ops import triton_allreduce as over_peers
     from custom_ops.triton_elementwise import add_rms_norm
+
+    args = (x_TD, residual_TD, weight_D, eps, peers)
 
     def over_nccl() -> tuple[torch.Tensor, torch.Tensor]:
         normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, weight_D, eps)
         return total_TD, normed_TD
 
-    return {
-        NCCL: over_nccl,
-        ONE_SHOT: lambda: one_shot_allreduce_add_rms_norm(x_TD, residual_TD, weight_D, eps, peers),
-        TWO_SHOT: lambda: two_shot_allreduce_add_rms_norm(x_TD, residual_TD, weight_D, eps, peers),
-    }
+    all_runs: dict[str, Run] = {NCCL: over_nccl}
+    if over_peers.takes_pushed(x_TD, peers):
+        all_runs[PUSHED] = lambda: over_peers.pushed_allreduce_add_rms_norm(*args)
+    if over_peers.takes(x_TD, peers):
+        all_runs[ONE_SHOT] = lambda: over_peers.one_shot_allreduce_add_rms_norm(*args)
+        all_runs[TWO_SHOT] = lambda: over_peers.two_shot_allreduce_add_rms_norm(*args)
+    return all_runs
 
 
 def graph_seconds(run: Run, *, repeats: int, rounds: int) -> tuple[list[float], tuple[torch.Tensor, torch.Tensor]]:
@@ -173,14 +187,17 @@ def _measured(
     residual_TD = torch.randn(sizes[-1], num_features, generator=shared, device=device).to(dtype)
     weight_D = torch.randn(num_features, generator=shared, device=device).to(dtype)
     x_TD = torch.randn(sizes[-1], num_features, generator=own, device=device).to(dtype)
-    seconds: dict[str, list[float]] = {NCCL: [], ONE_SHOT: [], TWO_SHOT: []}
+    seconds: dict[str, list[float]] = {way: [] for way in (NCCL, PUSHED, ONE_SHOT, TWO_SHOT)}
     for way, run in runs(x_TD[:1], residual_TD[:1], weight_D, EPS, peers).items():
         _run_first(way, run)
     for size in sizes:
         expected = None
-        for way, run in runs(x_TD[:size], residual_TD[:size], weight_D, EPS, peers).items():
-            if way not in seconds:
+        ways = runs(x_TD[:size], residual_TD[:size], weight_D, EPS, peers)
+        for way in list(seconds):
+            if way not in ways:
+                seconds[way].append(math.inf)
                 continue
+            run = ways[way]
             times, result = graph_seconds(run, repeats=REPEATS, rounds=ROUNDS)
             expected = result if expected is None else expected  # NCCL's, which is the first
             error = max(_relative_error(ours, theirs) for ours, theirs in zip(result, expected, strict=True))
@@ -194,7 +211,10 @@ def _measured(
                 seconds[way].append(min(slowest))
     torch.cuda.empty_cache()
     if group.rank == 0:
-        table = {way: {n: round(s * 1e6, 1) for n, s in zip(sizes, of, strict=True)} for way, of in seconds.items()}
+        table = {
+            way: {n: round(s * 1e6, 1) for n, s in zip(sizes, of, strict=True) if math.isfinite(s)}
+            for way, of in seconds.items()
+        }
         log.info("Microseconds of an all-reduce with addition and norm, by rows of %d: %s", num_features, table)
     return best_choice(seconds, sizes)
 

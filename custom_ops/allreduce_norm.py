@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from custom_ops.allreduce_choice import ONE_SHOT, TWO_SHOT
+from custom_ops.allreduce_choice import ONE_SHOT, PUSHED, TWO_SHOT
 from custom_ops.collectives import REFERENCES, all_reduce, gather_parts, tensor_parallel_group
 from custom_ops.library import OpKind, define
 
@@ -42,6 +42,8 @@ def _allreduce_add_rms_norm_cuda(
     group = tensor_parallel_group()
     if group.peers is not None and group.choice is not None and triton_allreduce.takes(x_TD, group.peers):
         way = group.choice.way(x_TD.shape[0])
+        if way == PUSHED and triton_allreduce.takes_pushed(x_TD, group.peers):
+            return triton_allreduce.pushed_allreduce_add_rms_norm(x_TD, residual_TD, norm_weight_D, eps, group.peers)
         if way == ONE_SHOT:
             return triton_allreduce.one_shot_allreduce_add_rms_norm(x_TD, residual_TD, norm_weight_D, eps, group.peers)
         if way == TWO_SHOT:

@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 
 MAX_PROGRAMS = 128  # of one kernel: they wait for other ranks', so all of them must be on the device at once
-MAX_BYTES = 1 << 28  # of one rank's buffer
+MAX_BYTES = 1 << 28  # of the two places in one rank's buffer
+EMPTY = -(1 << 15)  # in 16 bits: -0.0, which no rank sends
 # Where torch puts the socket over which ranks hand each other their memory, and how long that path may be.
 _SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerLayout:
-    """What lies in a rank's buffer: two places for each row of each program, used in turn, then the programs' flags.
+    """What lies in a rank's buffer: two places for each row of each program, used in turn, then the programs' flags, then three places
+    for one row of each program from each rank.
 
     num_programs: that one kernel has at most; each has room for `rows_per_program` rows of `row_bytes` (a multiple of 16).
     """
@@ -44,9 +46,14 @@ class PeerLayout:
         return 2 * self.max_rows * self.row_bytes
 
     @property
+    def pushed_offset(self) -> int:
+        """[3 places, programs, ranks] rows begin here, at first of values that are EMPTY."""
+        return -(-(self.flags_offset + 2 * self.num_programs * self.size * 4) // 16) * 16
+
+    @property
     def num_bytes(self) -> int:
         """Of the buffer."""
-        return self.flags_offset + 2 * self.num_programs * self.size * 4
+        return self.pushed_offset + 3 * self.num_programs * self.size * self.row_bytes
 
 
 def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int) -> PeerLayout:
@@ -60,14 +67,15 @@ def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int) 
 class PeerMemory:
     """Buffers of all ranks as one of them sees them.
 
-    addresses_N: int64 [N], of the buffers in the order of ranks, zero at first; on this rank's device.
-    launches: int32 [programs], zero at first. owned: what keeps the buffers mapped.
+    addresses_N: int64 [N], of the buffers in the order of ranks, as `clear` leaves them; on this rank's device.
+    launches, turns: int32 [programs], zero at first. owned: what keeps the buffers mapped.
     """
 
     rank: int
     layout: PeerLayout
     addresses_N: torch.Tensor
     launches: torch.Tensor
+    turns: torch.Tensor
     owned: object
 
 
@@ -80,8 +88,15 @@ def peer_memory(
         layout=layout,
         addresses_N=torch.tensor(addresses, dtype=torch.int64, device=device),
         launches=torch.zeros(layout.num_programs, dtype=torch.int32, device=device),
+        turns=torch.zeros(layout.num_programs, dtype=torch.int32, device=device),
         owned=owned,
     )
+
+
+def clear(buffer: torch.Tensor, layout: PeerLayout) -> None:
+    """uint8 [num_bytes], as it is before the first launch."""
+    buffer.zero_()
+    buffer[layout.pushed_offset :].view(torch.int16).fill_(EMPTY)
 
 
 def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:
@@ -107,8 +122,8 @@ def _map(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.
     # torch compares device numbers to see that no two ranks share a device: ranks that see one device each all have number 0.
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     buffer = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-    buffer.zero_()
-    torch.cuda.synchronize(device)  # nobody sees a buffer that is not zero: a flag may be set as soon as it is mapped
+    clear(buffer, layout)
+    torch.cuda.synchronize(device)  # nobody sees a buffer before: a flag may be set as soon as it is mapped
     handle = symmetric_memory.rendezvous(buffer, group)
     begin = buffer.data_ptr() - handle.buffer_ptrs[rank]  # 0, unless the tensor lies within a larger allocation
     return peer_memory(rank, layout, [address + begin for address in handle.buffer_ptrs], device, (buffer, handle))

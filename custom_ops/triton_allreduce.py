@@ -2,14 +2,19 @@
 
     s = residual + Σ over ranks of x;  y = s / sqrt(mean(s²) + eps) · weight
 
-One shot: every rank writes its rows into its own buffer, tells the others, waits until they have, and reads all of them: one trip over
-the link, but each row crosses it once for every pair of ranks. Two shots: each row is summed by one rank, which tells the others where
-the sum lies: a second trip, and each row crosses the link twice for every rank. Sums are in float32 in the order of ranks and rounded
-once in both, so every rank has the same bits.
+Pushed: every rank writes its row into the buffers of all others, which wait until no value in it is empty (-0.0, sent as 0.0). No flags,
+and nothing to wait for but the data itself (Lamport's way), for one row a program. There are three places for each row: the one that was
+used at the launch before is emptied, for others to write to at the next but one, when they have had our row of the next.
 
-Program p of one rank waits for program p of the others alone. It counts its own launches, so that it runs in a CUDA graph, and has two
-places for each of its rows, used in turn: one that is at its launch e has seen all ranks at e - 1, so all of them have ended e - 2, whose
-place it takes; no barrier is needed at the end. NVLink's multicast is not used.
+One shot: every rank writes its rows into its own buffer, tells the others, waits until they have, and reads all of them: a trip over the
+link for the flag and one for the rows. Each row crosses it once for every pair of ranks. Two shots: each row is summed by one rank, which
+tells the others where the sum lies: two trips more, and each row crosses the link twice for every rank.
+
+Sums are in float32 in the order of ranks and rounded once in all three: every rank has the same bits.
+
+Program p of one rank waits for program p of the others alone. It counts its own launches, so that it runs in a CUDA graph, and with
+one and two shots has two places for each of its rows, used in turn: one that is at its launch e has seen all ranks at e - 1, so all of
+them have ended e - 2, whose place it takes; no barrier is needed at the end. NVLink's multicast is not used.
 
 Shape legend: T rows, D features, N ranks.
 """
@@ -20,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from custom_ops.peer_memory import PeerMemory
+from custom_ops.peer_memory import EMPTY, PeerMemory
 from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
 
 
@@ -69,6 +74,55 @@ def _sum_of_ranks(
 def _norm(rounded_D, weight_D, num_features, eps):
     s_D = rounded_D.to(tl.float32)
     return s_D * (1.0 / tl.sqrt_rn(tl.sum(s_D * s_D) / num_features + eps)) * weight_D
+
+
+@triton.jit
+def _pushed_kernel(
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, turns_ptr, num_features, x_stride, residual_stride, eps,
+    pushed_offset,
+    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    ROW_VALUES: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols_D = tl.arange(0, BLOCK)
+    ok_D = cols_D < num_features
+    weight_D = tl.load(weight_ptr + cols_D, mask=ok_D, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    bits_ptr = x_ptr.to(tl.pointer_type(tl.int16))
+    row_bytes: tl.constexpr = ROW_VALUES * 2
+    turn = tl.load(turns_ptr + row)
+    mine = tl.load(addresses_ptr + RANK)
+    place = pushed_offset + (turn * NUM_PROGRAMS + row) * SIZE * row_bytes
+    x_D = tl.load(bits_ptr + row * x_stride + cols_D, mask=ok_D, other=0)
+    x_D = tl.where(x_D == NOTHING, 0, x_D).to(tl.int16)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            theirs = _row_of(tl.load(addresses_ptr + peer) + place + RANK * row_bytes, bits_ptr)
+            tl.store(theirs + cols_D, x_D, mask=ok_D)
+    # What was there at the launch before; whole rows, which may have had more features then.
+    col_R = tl.arange(0, ROW_BLOCK)
+    before = pushed_offset + (((turn + 2) % 3) * NUM_PROGRAMS + row) * SIZE * row_bytes
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            theirs = _row_of(mine + before + peer * row_bytes, bits_ptr)
+            tl.store(theirs + col_R, tl.full((ROW_BLOCK,), NOTHING, tl.int16), mask=col_R < ROW_VALUES)
+
+    total_D = tl.load(residual_ptr + row * residual_stride + cols_D, mask=ok_D, other=0.0).to(tl.float32)
+    for peer in tl.static_range(SIZE):
+        if peer == RANK:
+            part_D = x_D
+        else:
+            theirs = _row_of(mine + place + peer * row_bytes, bits_ptr)
+            part_D = tl.load(theirs + cols_D, mask=ok_D, other=0, volatile=True)
+            while tl.max((part_D == NOTHING).to(tl.int32)) > 0:
+                part_D = tl.load(theirs + cols_D, mask=ok_D, other=0, volatile=True)
+        total_D += part_D.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    rounded_D = total_D.to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
+    y_D = _norm(rounded_D, weight_D, num_features, eps)
+    tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
+    tl.store(turns_ptr + row, (turn + 1) % 3)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all of them
@@ -181,6 +235,33 @@ def _two_shot_kernel(
 def takes(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
     """Whether there is room for a message."""
     return x_TD.shape[0] <= peers.layout.max_rows and x_TD.shape[1] * x_TD.itemsize <= peers.layout.row_bytes
+
+
+def takes_pushed(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
+    """Whether a message can be pushed: a row a program, of values of 16 bits."""
+    return takes(x_TD, peers) and x_TD.shape[0] <= peers.layout.num_programs and x_TD.itemsize == 2
+
+
+def pushed_allreduce_add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `cas::allreduce_add_rms_norm`, for a message that `takes_pushed` takes. → s, y, each [T, D]"""
+    num_rows, num_features = x_TD.shape
+    layout = peers.layout
+    assert takes_pushed(x_TD, peers), f"{list(x_TD.shape)} of {x_TD.dtype} cannot be pushed in {layout}"
+    assert x_TD.stride(1) == 1 and residual_TD.stride(1) == 1, "features must be contiguous"  # noqa: PT018
+    total_TD, out_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
+    if not num_rows:
+        return total_TD, out_TD
+    block, pdl = triton.next_power_of_2(num_features), supports_pdl(x_TD.device)
+    row_values = layout.row_bytes // 2
+    _pushed_kernel[(num_rows,)](
+        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.turns, num_features, x_TD.stride(0),
+        residual_TD.stride(0), eps, layout.pushed_offset, RANK=peers.rank, SIZE=layout.size, NUM_PROGRAMS=layout.num_programs,
+        BLOCK=block, ROW_BLOCK=triton.next_power_of_2(row_values), ROW_VALUES=row_values, NOTHING=EMPTY, PDL=pdl,
+        num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
+    )  # fmt: skip
+    return total_TD, out_TD
 
 
 def one_shot_allreduce_add_rms_norm(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from custom_ops import allreduce_choice
-from custom_ops.allreduce_choice import NCCL, ONE_SHOT, TWO_SHOT, AllreduceChoice, best_choice, choose_allreduce
+from custom_ops.allreduce_choice import NCCL, ONE_SHOT, PUSHED, TWO_SHOT, AllreduceChoice, best_choice, choose_allreduce
 from custom_ops.collectives import tensor_parallel_group
 from custom_ops.peer_memory import PeerLayout, PeerMemory, map_peer_memory, peer_memory
 from tests.support.ranks import run_ranks
@@ -36,14 +36,29 @@ def test_bounds_take_the_least_time_over_all_sizes(
 ) -> None:
     seconds = {NCCL: [5.0] * 4} | {w: s for w, s in ((ONE_SHOT, one_shot), (TWO_SHOT, two_shot)) if s is not None}
     choice = best_choice(seconds, SIZES)
-    assert (choice.one_shot_rows, choice.two_shot_rows) == bounds
+    assert choice.pushed_rows == 0
+    assert [choice.way(n) for n in SIZES] == [
+        ONE_SHOT if n <= bounds[0] else TWO_SHOT if n <= bounds[1] else NCCL for n in SIZES
+    ]
+
+
+def test_a_way_is_not_chosen_for_what_it_does_not_take() -> None:
+    inf = float("inf")
+    seconds = {NCCL: [5.0] * 4, PUSHED: [1, 1, inf, inf], ONE_SHOT: [2, 2, 2, 9.0], TWO_SHOT: [3, 3, 3, 3.0]}
+    choice = best_choice(seconds, SIZES)
+    assert choice == AllreduceChoice(pushed_rows=16, one_shot_rows=64, two_shot_rows=256)
+    assert choice.sentence() == (
+        "pushed up to 16 rows, in one shot up to 64 rows, in two shots up to 256 rows, then over NCCL"
+    )
+    del seconds[PUSHED]
+    assert [best_choice(seconds, SIZES).way(n) for n in SIZES] == [ONE_SHOT, ONE_SHOT, ONE_SHOT, TWO_SHOT]
 
 
 def test_sizes_between_the_measured_ones_go_by_the_bounds() -> None:
     choice = AllreduceChoice(one_shot_rows=16, two_shot_rows=64)
     assert [choice.way(n) for n in (1, 16, 17, 64, 65)] == [ONE_SHOT, ONE_SHOT, TWO_SHOT, TWO_SHOT, NCCL]
-    assert choice.sentence() == "in one shot up to 16 rows, in two shots up to 64, then over NCCL"
-    assert AllreduceChoice(one_shot_rows=0, two_shot_rows=8).sentence() == "in two shots up to 8, then over NCCL"
+    assert choice.sentence() == "in one shot up to 16 rows, in two shots up to 64 rows, then over NCCL"
+    assert AllreduceChoice(one_shot_rows=0, two_shot_rows=8).sentence() == "in two shots up to 8 rows, then over NCCL"
     assert AllreduceChoice(one_shot_rows=0, two_shot_rows=0).sentence() == "over NCCL"
 
 
@@ -79,12 +94,12 @@ def test_what_rank_0_kept_holds_for_all(tmp_path: Path) -> None:
     by_rank = run_ranks(2, choose, tmp_path, folder=tmp_path)
     said, choice, asked = by_rank[0]
     assert by_rank[1] == by_rank[0]
-    assert said[0] == said[2] == "in one shot up to 384 rows, in two shots up to 1048576, then over NCCL"
+    assert said[0] == said[2] == "in one shot up to 384 rows, in two shots up to 1048576 rows, then over NCCL"
     assert said[1] == f"{said[0]}, as measured at an earlier start"
     assert asked == 2
     assert choice == AllreduceChoice(one_shot_rows=384, two_shot_rows=1 << 20)
     kept = json.loads((tmp_path / "choices-of-rank-0.json").read_text())
-    assert list(kept.values()) == 2 * [{"one_shot_rows": 384, "two_shot_rows": 1 << 20}]
+    assert list(kept.values()) == 2 * [{"pushed_rows": 0, "one_shot_rows": 384, "two_shot_rows": 1 << 20}]
     assert not (tmp_path / "choices-of-rank-1.json").exists()
 
 

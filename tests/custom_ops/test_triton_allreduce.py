@@ -17,14 +17,21 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, PeerLayout, layout_for, peer_memory
-from custom_ops.triton_allreduce import one_shot_allreduce_add_rms_norm, takes, two_shot_allreduce_add_rms_norm
+from custom_ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, PeerLayout, clear, layout_for, peer_memory
+from custom_ops.triton_allreduce import (
+    one_shot_allreduce_add_rms_norm,
+    pushed_allreduce_add_rms_norm,
+    takes,
+    takes_pushed,
+    two_shot_allreduce_add_rms_norm,
+)
 
 KERNELS = (one_shot_allreduce_add_rms_norm, two_shot_allreduce_add_rms_norm)
-# Launches by turns of both kernels, with more rows than programs and fewer: programs count each for itself, and both places are used.
-ROWS = (3, 1, 8, 2, 7, 0, 1, 4)
-FEATURES = (24, 33)
-NAN_STEP = 4
+# Launches by turns of all kernels, with more rows than programs and fewer: programs count each for itself, and all places are used.
+ROWS = (3, 1, 8, 2, 7, 3, 0, 2)
+FEATURES = (24, 24, 33, 33, 33, 33, 24, 24)
+PUSHES = 4  # of each message that can be pushed: those of 16 bits, at odd steps
+NAN_STEPS = (4, 5)
 # A count that is about to wrap around: it has to go on as if nothing had been.
 FIRST_LAUNCH = 2**31 - 3
 
@@ -36,18 +43,25 @@ def kernel_of(step: int) -> int:
 def operands(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x differs from rank to rank, residual and weight do not; rows are strided."""
     dtype = torch.bfloat16 if step % 2 else torch.float32
-    rows, features = ROWS[step], FEATURES[step % 2]
+    rows, features = ROWS[step], FEATURES[step]
     shared = torch.Generator().manual_seed(step)
     residual = torch.randn(rows, features + 3, generator=shared)[:, :features]
     weight = torch.randn(features, generator=shared)
     x = torch.randn(rows, features + 5, generator=torch.Generator().manual_seed(100 * step + rank + 1))[:, :features]
-    if step == NAN_STEP and rank == 1:
-        x[2, 5], x[3, 6] = float("nan"), float("inf")
+    if step in NAN_STEPS and rank == 1:
+        x[2, 5], x[1, 6] = float("nan"), float("inf")
+    residual[:1, :3] = -0.0
+    if rank == 0:
+        x[:1, :7] = -0.0  # which is sent as 0.0
     return x.to(dtype), residual.to(dtype), weight.to(dtype)
 
 
 def layout(size: int) -> PeerLayout:
     return PeerLayout(size=size, row_bytes=33 * 4 + 12, rows_per_program=3, num_programs=3)
+
+
+def as_arrays(result: tuple[torch.Tensor, torch.Tensor]) -> list[Any]:
+    return [part.float().numpy() for part in result]
 
 
 def run_rank(rank: int, names: list[str], results: Any) -> None:
@@ -63,15 +77,21 @@ def outputs(rank: int, names: list[str]) -> list[Any]:
     addresses = [view.ctypes.data for view in views]
     peers = peer_memory(rank, layout(len(names)), addresses, torch.device("cpu"), owned=None)
     peers.launches.fill_(FIRST_LAUNCH)
-    outs = []
+    by_step = []
     for step in range(len(ROWS)):
+        outs = []
         for other in (0, 1):  # the same work with the other kernel too: the same bits
             kernel = KERNELS[(kernel_of(step) + other) % 2]
-            outs.append([part.float().numpy() for part in kernel(*operands(rank, step), 1e-5, peers)])
+            outs.append(as_arrays(kernel(*operands(rank, step), 1e-5, peers)))
+        if step % 2:
+            assert takes_pushed(operands(rank, step)[0], peers)
+            pushed = [pushed_allreduce_add_rms_norm(*operands(rank, step), 1e-5, peers) for _ in range(PUSHES)]
+            outs += [as_arrays(result) for result in pushed]
+        by_step.append(outs)
     del views
     for memory in shared:
         memory.close()
-    return outs
+    return by_step
 
 
 def run_ranks(size: int) -> dict[int, list[Any]]:
@@ -79,6 +99,7 @@ def run_ranks(size: int) -> dict[int, list[Any]]:
     results = context.Queue()
     shared = [SharedMemory(create=True, size=layout(size).num_bytes) for _ in range(size)]
     for memory in shared:  # as if FIRST_LAUNCH launches had been
+        clear(torch.frombuffer(memory.buf, dtype=torch.uint8)[: layout(size).num_bytes], layout(size))
         flags = np.frombuffer(memory.buf, dtype=np.int32, offset=layout(size).flags_offset)
         flags[: 2 * layout(size).num_programs * size] = FIRST_LAUNCH
         del flags
@@ -114,12 +135,14 @@ def test_ranks_sum_wait_and_normalize(by_rank: dict[int, list[Any]]) -> None:
         total = torch.stack([x.double() for x, _, _ in parts]).sum(0) + parts[0][1].double()
         normed = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
         limit = 2**-7 if step % 2 else 1e-5
-        assert total.isnan().any() == (step == NAN_STEP)
-        expected, first = {"total": total, "normed": normed}, by_rank[0][2 * step]
+        assert total.isnan().any() == (step in NAN_STEPS)
+        expected, first = {"total": total, "normed": normed}, by_rank[0][step]
+        assert len(first) == 2 + (step % 2) * PUSHES
         for rank in range(size):
-            for ours in by_rank[rank][2 * step : 2 * step + 2]:
-                for name, value, same in zip(("total", "normed"), ours, first, strict=True):
-                    assert np.array_equal(value, same, equal_nan=True), f"{name} of step {step} differs on rank {rank}"
+            for ours, of_rank_0 in zip(by_rank[rank][step], first, strict=True):
+                for name, value, theirs, same in zip(("total", "normed"), ours, of_rank_0, first[0], strict=True):
+                    assert value.tobytes() == theirs.tobytes(), f"{name} of step {step} differs on rank {rank}"
+                    assert np.array_equal(value, same, equal_nan=True), f"{name} of step {step} differs by kernel"
                     torch.testing.assert_close(
                         torch.from_numpy(value).double(), expected[name], rtol=2 * limit, atol=2 * limit, equal_nan=True
                     )
@@ -132,7 +155,7 @@ def test_the_order_of_addition_is_that_of_ranks(by_rank: dict[int, list[Any]]) -
         for rank in range(len(by_rank)):
             total = total + operands(rank, step)[0]
         for rank in by_rank:
-            assert np.array_equal(by_rank[rank][2 * step][0], total.numpy(), equal_nan=True)
+            assert np.array_equal(by_rank[rank][step][0][0], total.numpy(), equal_nan=True)
 
 
 def test_only_what_there_is_room_for_is_taken() -> None:
@@ -140,6 +163,9 @@ def test_only_what_there_is_room_for_is_taken() -> None:
     assert takes(torch.empty(3 * MAX_PROGRAMS, 8192, dtype=torch.bfloat16), peers)
     assert not takes(torch.empty(3 * MAX_PROGRAMS + 1, 8192, dtype=torch.bfloat16), peers)
     assert not takes(torch.empty(1, 8200, dtype=torch.bfloat16), peers)
+    assert takes_pushed(torch.empty(MAX_PROGRAMS, 8192, dtype=torch.float16), peers)
+    assert not takes_pushed(torch.empty(MAX_PROGRAMS + 1, 8192, dtype=torch.float16), peers)
+    assert not takes_pushed(torch.empty(1, 64), peers)
 
 
 @pytest.mark.parametrize("features", [1, 33, 4096, 16384])
