@@ -23,6 +23,7 @@ from custom_ops.attention import AttentionMetadata, attention_metadata, current_
 
 logger = logging.getLogger(__name__)
 
+ESTIMATED_TOKENS = 8  # of the prompt that an estimate runs: kernels for long ones are not asked for during start-up
 MAX_PIECEWISE_TOKENS = 2048  # beyond, a step keeps the device busy longer than the host needs to launch it
 
 
@@ -217,8 +218,11 @@ class CudaGraphRunner:
         """The piecewise size to capture next, largest first; None when all are. The next step of that size captures it."""
         return None if self._piecewise is None else self._piecewise.want_next()
 
-    def estimate_bytes(self, max_tokens: int) -> int:
-        """Device memory that the graphs of steps of up to max_tokens tokens will take, from plain runs of the largest sizes."""
+    def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
+        """Device memory that the graphs of steps of up to max_tokens tokens will take; largest_step: bytes that one of so many takes.
+
+        From a plain run of the largest decode step, and, for piecewise graphs, from one of a few tokens: everything is proportional.
+        """
         peaks, kept_by_graphs = [0], 0
         if self._decode_inputs is not None and self.sizes:
             inputs = self._decode_inputs(self.sizes[-1])
@@ -228,11 +232,12 @@ class CudaGraphRunner:
         if piecewise is not None and self._prompt_inputs is not None:
             sizes = [size for size in piecewise.sizes if size <= max_tokens]
             if sizes:
-                prompt = self._prompt_inputs(sizes[-1])
-                peaks.append(self._device.peak_bytes(lambda: self._run_plain(prompt)))
+                peaks.append(largest_step * sizes[-1] // max_tokens)
+                few = min(sizes, key=lambda size: abs(size - ESTIMATED_TOKENS))
+                prompt = self._prompt_inputs(few)
                 with attention_metadata(prompt.metadata):
                     kept = piecewise.kept_bytes(prompt.input_ids, prompt.positions, prompt.kv_caches)
-                kept_by_graphs += sum(kept * size // sizes[-1] + self._device.bytes_per_graph for size in sizes)
+                kept_by_graphs += sum(kept * size // few + self._device.bytes_per_graph for size in sizes)
         self.stats.estimated_bytes = max(peaks) + kept_by_graphs  # what a step frees, the others' graphs use again
         return self.stats.estimated_bytes
 

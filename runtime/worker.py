@@ -271,7 +271,7 @@ class Worker:
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
             probe.warm_up(tokens, seqs)
             largest_step = torch.cuda.max_memory_allocated(device) - weights
-            graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens)
+            graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
         del probe
         torch.cuda.empty_cache()
         free, total, reserved = measured_memory(device)

@@ -220,8 +220,8 @@ def test_backend_that_cannot_be_captured_gets_no_full_graph(caplog: pytest.LogCa
 
 def test_estimate() -> None:
     runner, *_ = make()
-    assert runner.estimate_bytes(64) == 777 + 10 * len(runner.sizes)
-    assert runner.report()["estimated_bytes"] == runner.estimate_bytes(64)
+    assert runner.estimate_bytes(64, 10**6) == 777 + 10 * len(runner.sizes)
+    assert runner.report()["estimated_bytes"] == runner.estimate_bytes(64, 10**6)
 
 
 def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
         model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice(), sizes=(8, 16, 32, 64)
     )
     runner.bind(Buffers(Backend()).inputs, prompt)
-    estimate = runner.estimate_bytes(40)
+    estimate = runner.estimate_bytes(40, 4000)
     piecewise = runner._piecewise
     assert piecewise is not None
     step_of_16 = prompt(16)
@@ -260,7 +260,7 @@ def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
         len({value.data_ptr() for value in alive}) == len(alive) == 2
     )  # what the last attention gave, and the residual
     assert kept == held.input_ids.nbytes + held.positions.nbytes + sum(value.nbytes for value in alive)
-    assert estimate == 777 + sum(kept * size // 16 + 10 for size in (8, 16, 32))
+    assert estimate == 3200 + sum(kept * size // 16 + 10 for size in (8, 16, 32))
 
 
 def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:

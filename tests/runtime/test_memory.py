@@ -130,8 +130,8 @@ def test_what_the_largest_step_takes_is_measured_before_graphs_are_estimated(
     class Graphs:
         def bind(self, *inputs: object) -> None: ...
 
-        def estimate_bytes(self, max_tokens: int) -> int:
-            assert max_tokens == 64
+        def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
+            assert (max_tokens, largest_step) == (64, 2 * GIB)
             peak["bytes"] = 1
             return GIB
 
