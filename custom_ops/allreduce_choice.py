@@ -44,7 +44,7 @@ SIZES = (
     8192,
 )  # rows that are measured, as far as there is room for them
 EPS = 1e-6
-REPEATS, ROUNDS = 10, 5
+REPEATS, ROUNDS = 20, 5
 FIRST_RUN_SECONDS = 60.0  # for a kernel that another rank may still have to compile
 
 Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from compiler.store import ArtifactStore
 from runtime.engine_core import EngineCore
 from runtime.executor import RankFailedError
 from runtime.messages import RequestOutput
+from runtime.worker import Worker
 from tests.support.engines import (
     mixed_requests,
     prompt_of,
@@ -112,6 +118,37 @@ def test_four_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str,
     core.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        ({"hidden_size": 96}, {}, "96 x torch.float32, up to 8192 rows"),
+        ({"text_config": {"hidden_size": 32}}, {"max_num_batched_tokens": 512}, "32 x torch.float32, up to 512 rows"),
+        ({}, {}, "over NCCL: the model's config says no hidden_size"),
+        ({"hidden_size": 96}, {"disable_custom_all_reduce": True}, "over NCCL: --disable-custom-all-reduce"),
+        (
+            {"hidden_size": 96},
+            {"disabled_passes": ["fuse_allreduce_add_rms_norm"]},
+            "over NCCL: the pass fuse_allreduce_add_rms_norm is off",
+        ),
+    ],
+)
+def test_how_all_reduces_go_is_asked_only_where_there_is_a_choice(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(
+        "custom_ops.allreduce_choice.choose_allreduce",
+        lambda *, num_features, dtype, max_rows, device: f"{num_features} x {dtype}, up to {max_rows} rows",
+    )
+    stages: list[str] = []
+    worker = Worker.__new__(Worker)
+    engine = tiny_config(model_dir, **options)
+    worker._config = replace(engine, scheduler=engine.scheduler.for_device("cuda"))
+    worker._dtype, worker.device = torch.float32, torch.device("cpu")
+    worker._on_stage = lambda stage, seconds, detail: stages.append(f"{stage}: {detail}")
+    assert worker._choose_allreduce(SimpleNamespace(config=config)) == said  # type: ignore[arg-type]
+    assert stages == ([] if said.startswith("over NCCL") else [f"all-reduce: {said}"])
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize(
     "options",
@@ -135,6 +172,9 @@ def test_two_gpus(model_dir: Path, tmp_path: Path, options: dict[str, object]) -
         assert tokens_of(run_requests(two, mixed_requests())) == expected
         while two.idle():
             pass
+    assert [entry.kind for entry in ArtifactStore(tmp_path).entries()].count(
+        "plan"
+    ) == 1  # both ranks' (one GPU ran eager)
     two.shutdown()
 
 
