@@ -188,8 +188,10 @@ def _cache_dir(path: Path, device: torch.device) -> Iterator[None]:
         return
     import triton
 
-    # Inductor sets the variable where it is not set, in this process and in those that compile for it, and leaves it so: kernels of a
-    # later piece, and our own, would go to a folder that is gone at the next start. So it is always set.
+    # Inductor sets these variables where they are not set, in this process or in those that compile for it, and leaves them so: kernels
+    # of a later piece, and our own, would go to a folder that is gone at the next start, or be assembled by another ptxas than this time
+    # and so be built again. So they are always set.
+    os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
     outside = os.environ.get("TRITON_CACHE_DIR") or triton.knobs.cache.dir
     os.environ["TRITON_CACHE_DIR"] = str(path / "triton")
     try:
