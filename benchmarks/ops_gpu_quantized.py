@@ -98,8 +98,8 @@ def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | No
                 error = relative_error(linear.run(way), expected)
                 check = {"error": float(f"{error:.2e}"), "ok": error < 1e-2}
             emit(work="quantized_linear", **row, way=way, us=us[way], **check)
-        except RuntimeError as error:  # a product that does not take these sizes
-            emit(work="quantized_linear", **row, way=way, failed=str(error).splitlines()[0][:200])
+        except Exception as error:  # a product that does not take these sizes
+            emit(work="quantized_linear", **row, way=way, failed=repr(error)[:200])
     runs = {way: lambda weight, way=way: linear.run(way, weight) for way in linear.ways()}
     started = time.perf_counter()
     chosen = fastest(linear.family(), num_tokens, runs, linear.weight_OI)

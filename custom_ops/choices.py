@@ -48,7 +48,7 @@ class Choices:
     def get(self, family: str, num_tokens: int, names: Sequence[str], seconds: Callable[[str], float] | None) -> str:
         """The choice among names (the first: the one preferred without measuring), measured where none is known.
 
-        seconds: how long a candidate takes; one that raises RuntimeError is left out. None: nothing may be measured now.
+        seconds: how long a candidate takes; one that raises is left out. None: nothing may be measured now.
         """
         self._families.add(family)
         problem = _problem(family, token_range(num_tokens))
@@ -89,8 +89,8 @@ class Choices:
         for name in names:
             try:
                 times[name] = seconds(name)
-            except RuntimeError as error:
-                log.info("%s is no choice for %s: %s", name, problem, str(error).splitlines()[0])
+            except Exception as error:  # of torch, Triton or CUTLASS: another candidate may do
+                log.info("%s is no choice for %s: %s: %s", name, problem, type(error).__name__, error)
         if not times:
             return None
         choice = min(times, key=times.__getitem__)

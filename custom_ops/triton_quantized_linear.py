@@ -367,16 +367,18 @@ def gemv_config(in_features: int, silu_mul: bool) -> tuple[int, int, int, int]:
 
 
 def matmul_config(
-    num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, is_rounded: bool, per_block: bool, sms: int
+    num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, x_bytes: int, per_block: bool, sms: int
 ) -> tuple[int, int, int, int, int]:
-    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the tile kernel."""
+    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the tile kernel. x_bytes: of a value of x, 1 if it is rounded."""
     tiles = triton.cdiv(num_rows, 64) * triton.cdiv(num_tokens, MAX_BLOCK_T)
     splits = 1
     while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
     if per_block:
-        return 64, BLOCK, splits, 6 if is_rounded else 4, 4
-    if not is_rounded:
+        return 64, BLOCK, splits, 6 if x_bytes == 1 else 4, 4
+    if x_bytes == 4:
+        return 64, 64, splits, 3, 4
+    if x_bytes == 2:
         return 64, BLOCK if num_tokens > 32 else 2 * BLOCK, splits, 4, 4
     if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # wider tiles of x and two of W do not fit beside each other
         return 64, 256, splits, 4, 4
@@ -445,7 +447,7 @@ def matmul(
     num_rows = out_features // 2 if silu_mul else out_features
     device = x_TI.device
     block_o, block_i, splits, stages, warps = config or matmul_config(
-        num_tokens, num_rows, in_features, silu_mul, x_scale is not None, per_block, num_sms(device)
+        num_tokens, num_rows, in_features, silu_mul, x_TI.element_size(), per_block, num_sms(device)
     )
     block_t = min(MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
     tiles, token_tiles = triton.cdiv(num_rows, block_o), triton.cdiv(num_tokens, block_t)
