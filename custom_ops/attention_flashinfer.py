@@ -246,7 +246,8 @@ class FlashInferAttention:
         if shape.kv_cache_dtype != shape.dtype and not (wanted == "fa3" and step.is_fresh):
             if not self._announced_float8:
                 self._announced_float8 = True
-                logger.info("prompts with a cached prefix use Triton: FlashInfer %s does not read float8 pages", wanted)
+                which = "long prompts with a cached prefix" if wanted == "fa3" else "prompts"
+                logger.info("%s use Triton: FlashInfer %s does not read float8 pages here", which, wanted)
             return None
         is_built = modules.is_built(wanted)
         if not is_built and self._build:

@@ -127,7 +127,7 @@ def test_attention(
     count = metadata.num_tokens
     # FlashInfer attends a fresh prompt with the keys and values of the step, which no float8 has rounded yet.
     unrounded = cache_dtype == torch.float8_e4m3fn and backend.name == "flashinfer" and "prefill" in case
-    assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (5e-2 if unrounded else LIMIT)
+    assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
     # A key whose last bit of bfloat16 differs may be rounded to the next float8, an eighth away.
     assert cases.relative_error(caches[0].float(), caches[1].double()) < (
         1e-3 if cache_dtype == torch.bfloat16 else 5e-3
@@ -142,7 +142,6 @@ def test_float8_cache_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
     values = values[values.isfinite()].sort().values
     values = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor([465.0, -1e6, torch.inf, torch.nan])])
     values = F.pad(values, (0, 512 - len(values))).to(CUDA)
-    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn)
     for lengths in ((1, 1), (2,)):
         batch = cases.Batch(query_lens=lengths, seq_lens=lengths)
         metadata, num_blocks = cases.make_metadata(batch, TritonAttention())
@@ -151,9 +150,10 @@ def test_float8_cache_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
         k, v = (half.view(2, 4, 64).to(dtype) for half in (values, values.flip(0)))
         TritonAttention().forward(torch.zeros(2, 8, 64, device=CUDA, dtype=dtype), k, v, cache, 0.125, metadata)
         for t, slot in enumerate(metadata.slot_mapping.tolist()):
-            for part, rounded in enumerate((expected, expected.flip(0))):
+            for part, x in enumerate((values, values.flip(0))):
+                expected = x.clamp(-448, 448).to(torch.float8_e4m3fn).float().view(2, 4, 64)[t]
                 kept = cache[slot // 16, part, :, slot % 16].float()
-                assert torch.equal(kept.nan_to_num(1000.0), rounded.view(2, 4, 64)[t].float().nan_to_num(1000.0))
+                assert torch.equal(kept.nan_to_num(1000.0), expected.nan_to_num(1000.0))
 
 
 @pytest.mark.parametrize("vocab", [50, 8192, 128256])

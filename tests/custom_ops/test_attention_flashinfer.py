@@ -1,0 +1,62 @@
+"""Who takes which step where FlashInfer is in use, without FlashInfer: its modules are fakes."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from custom_ops.attention_flashinfer import FA3_MIN_QUERY_LEN, FlashInferAttention, _Shape, _StepPlan
+from tests.support import attention_cases as cases
+
+CPU = torch.device("cpu")
+
+
+class FakeModules:
+    def __init__(self, variants: tuple[str, ...]) -> None:
+        self.variants = variants
+
+    def is_built(self, variant: str) -> bool:
+        return True
+
+    def status(self) -> dict[str, str]:
+        return {}
+
+
+def choices(variants: tuple[str, ...], kv_cache_dtype: torch.dtype) -> dict[str, str | None]:
+    """Kind of step → the variant of FlashInfer that takes it, None: Triton."""
+    backend = FlashInferAttention(build=False)
+    backend.modules = lambda *_: FakeModules(variants)  # type: ignore[assignment, method-assign, return-value]
+    shape = _Shape(8, 2, 64, 16, torch.bfloat16, kv_cache_dtype, 0.125)
+    metadata, _ = cases.make_metadata(cases.BATCHES["prefill"], backend)
+    result: dict[str, str | None] = {}
+    for length in (FA3_MIN_QUERY_LEN - 1, FA3_MIN_QUERY_LEN):
+        for is_fresh in (True, False):
+            step = _StepPlan(
+                metadata=metadata, num_single=0, max_query_len=length, query_start_loc=np.array([0, length]),
+                seq_lens=np.array([length]), is_fresh=is_fresh, wrappers={},
+            )  # fmt: skip
+            kind = ("long" if length >= FA3_MIN_QUERY_LEN else "short") + (" fresh" if is_fresh else " continued")
+            result[kind] = backend._choose(shape, CPU, step)
+    return result
+
+
+def test_on_hopper_float8_pages_are_left_to_triton(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="custom_ops"):
+        assert choices(("fa2", "fa3"), torch.bfloat16) == {
+            "short fresh": None, "short continued": None, "long fresh": "fa3", "long continued": "fa3",
+        }  # fmt: skip
+        assert "float8" not in caplog.text
+        assert choices(("fa2", "fa3"), torch.float8_e4m3fn) == {
+            "short fresh": None, "short continued": None, "long fresh": "fa3", "long continued": None,
+        }  # fmt: skip
+    assert caplog.text.count("long prompts with a cached prefix use Triton: FlashInfer fa3 does not read float8") == 1
+
+
+def test_elsewhere_all_float8_prompts_are(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="custom_ops"):
+        assert set(choices(("fa2",), torch.bfloat16).values()) == {"fa2"}
+        assert set(choices(("fa2",), torch.float8_e4m3fn).values()) == {None}
+    assert caplog.text.count("prompts use Triton: FlashInfer fa2 does not read float8") == 1
