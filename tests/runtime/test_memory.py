@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from compiler.cudagraphs import GraphStats
 from runtime import memory, worker
 from runtime.engine_core import EngineCore
+from runtime.kv_cache import KVCacheTooSmallError
 from runtime.memory import DeviceMemoryError, MemoryPlan, memory_for
 from serve.cli.main import app
 from serve.cli.output import USER_ERROR
@@ -149,3 +152,43 @@ def test_what_the_largest_step_takes_is_measured_before_graphs_are_estimated(
     with caplog.at_level(logging.INFO, logger="runtime"):
         rank._say_memory(4 * GIB, 1000)
     assert "  KV cache            4.00 GiB  1000 tokens" in caplog.text
+
+
+def test_a_device_without_room_for_a_cache_shows_who_took_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = EngineCore(tiny_config(model_dir))
+    rank = core._executor.worker  # type: ignore[attr-defined]
+    rank.device = torch.device("cuda")
+    rank._config = replace(rank._config, cache=replace(rank._config.cache, num_blocks=None))
+    rank._memory_plan = MemoryPlan(
+        total=80 * GIB, utilization=0.5, others=0, weights=39 * GIB, largest_step=2 * GIB, step_tokens=8192, sampling=0, graphs=0
+    )  # fmt: skip
+    monkeypatch.setattr(worker, "describe_device", lambda device: "a GPU")
+    with (
+        caplog.at_level(logging.INFO, logger="runtime"),
+        pytest.raises(KVCacheTooSmallError, match="or raise --gpu-memory-utilization"),
+    ):
+        rank._num_blocks()
+    assert "Memory of a GPU: 80.00 GiB, of which 50% may be used" in caplog.text
+    assert "  left               -1.00 GiB" in caplog.text
+
+
+def test_what_graphs_took_is_said_once_all_are_captured(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rank = EngineCore(tiny_config(model_dir))._executor.worker  # type: ignore[attr-defined]
+
+    class Graphs:
+        stats = GraphStats(estimated_bytes=GIB, used_bytes=GIB // 2)
+        left = 2
+
+        def capture_next(self) -> bool:
+            self.left -= 1
+            return self.left >= 0
+
+        def next_piecewise_size(self) -> int | None:
+            return None
+
+    rank._graphs = Graphs()
+    with caplog.at_level(logging.INFO, logger="runtime"):
+        assert [rank.idle() for _ in range(4)] == [True, True, False, False]
+    assert caplog.text.count("all sizes are captured: estimated 1.00 GiB for all, took 0.50 GiB.") == 1
