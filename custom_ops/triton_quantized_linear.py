@@ -144,8 +144,9 @@ def _gemv_kernel(
         norm_W = tl.load(norm_ptr + cols_W, mask=cols_W < in_features, other=0.0).to(tl.float32)
     let_next_start(PDL)
     if PDL:
+        FIRST: tl.constexpr = 0 if WIDTH > BLOCK_I else 1  # a block of one chunk is on its way already
         block_words = BLOCK_O * in_words.to(tl.int64)
-        for i in range(0, prefetch_blocks):
+        for i in range(FIRST, FIRST + prefetch_blocks):
             block = first_block + i * num_programs
             if (block + 1) * BLOCK_O <= num_rows:
                 prefetch_l2(w_ptr + block * block_words, block_words, THREADS)

@@ -1,0 +1,36 @@
+"""What a worker does before the first request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.executor import InProcessExecutor
+from runtime.model_runner import ModelRunner
+from tests.support.engines import tiny_config, write_tiny_model
+
+
+def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[torch.device, bool]] = []
+    ran: list[int] = []
+    warm_up = ModelRunner.warm_up
+
+    def counts(device: torch.device, max_tokens: int, *, all_ranges: bool) -> tuple[int, ...]:
+        asked.append((device, all_ranges))
+        assert ran, "what has not run yet has asked for nothing"
+        return (5, max_tokens)
+
+    def recorded(self: ModelRunner, num_tokens: int, num_seqs: int) -> None:
+        ran.append(num_tokens)
+        warm_up(self, num_tokens, num_seqs)
+
+    monkeypatch.setattr("runtime.worker.unmeasured_token_counts", counts)
+    monkeypatch.setattr(ModelRunner, "warm_up", recorded)
+    config = tiny_config(write_tiny_model(tmp_path))
+    InProcessExecutor(config, lambda *_: None)
+    assert asked == [(torch.device("cpu"), False)]
+    assert ran[-2:] == [5, max(config.scheduler.token_budget, config.scheduler.max_num_seqs)]
