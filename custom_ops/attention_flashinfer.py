@@ -103,6 +103,11 @@ class FlashInferAttention:
             block_size=block_size,
         )
 
+    @property
+    def workspace_to_come(self) -> int:
+        """Bytes of device memory that the first long prompt will take and keep."""
+        return WORKSPACE_BYTES if self._workspace is None else 0
+
     def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FlashInferModules:
         """The compiled modules that a model of this dtype and head size uses."""
         key = (dtype, head_dim)

@@ -271,6 +271,7 @@ class Worker:
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
             probe.warm_up(tokens, seqs)
             largest_step = torch.cuda.max_memory_allocated(device) - weights
+            largest_step += getattr(self._backend, "workspace_to_come", 0)
             graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
         del probe
         torch.cuda.empty_cache()

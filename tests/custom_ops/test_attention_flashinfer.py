@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from custom_ops.attention_flashinfer import FA3_MIN_QUERY_LEN, FlashInferAttention, _Shape, _StepPlan
+from custom_ops.attention_flashinfer import FA3_MIN_QUERY_LEN, WORKSPACE_BYTES, FlashInferAttention, _Shape, _StepPlan
 from tests.support import attention_cases as cases
 
 CPU = torch.device("cpu")
@@ -53,6 +53,13 @@ def test_on_hopper_float8_pages_are_left_to_triton(caplog: pytest.LogCaptureFixt
             "short fresh": None, "short continued": None, "long fresh": "fa3", "long continued": None,
         }  # fmt: skip
     assert caplog.text.count("long prompts with a cached prefix use Triton: FlashInfer fa3 does not read float8") == 1
+
+
+def test_its_workspace_is_known_before_it_is_there() -> None:
+    backend = FlashInferAttention(build=False)
+    assert backend.workspace_to_come == WORKSPACE_BYTES
+    backend._workspace = torch.empty(1)
+    assert backend.workspace_to_come == 0
 
 
 def test_elsewhere_all_float8_prompts_are(caplog: pytest.LogCaptureFixture) -> None:
