@@ -50,6 +50,11 @@ def core(model_dir: Path, shared_cache_dir: Path) -> Iterator[EngineCore]:
     core.shutdown()
 
 
+@pytest.fixture(scope="module")
+def gpu_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu-artifacts")
+
+
 def start(model_dir: Path, cache_dir: Path, num_ranks: int) -> EngineCore:
     options = {"enforce_eager": False, "cache_dir": cache_dir, "tensor_parallel_size": num_ranks}
     return EngineCore(tiny_config(model_dir, **SMALL, **WEIGHTS, **options))
@@ -155,14 +160,14 @@ def test_how_all_reduces_go_is_asked_only_where_there_is_a_choice(
     [{"cudagraph_mode": "none"}, {}, {"cudagraph_mode": "piecewise"}, {"async_scheduling": False}],
     ids=["no graphs", "graphs", "piecewise", "sync"],
 )
-def test_two_gpus(model_dir: Path, tmp_path: Path, options: dict[str, object]) -> None:
+def test_two_gpus(model_dir: Path, gpu_cache_dir: Path, options: dict[str, object]) -> None:
     """Against one GPU; graphs are captured in idle moments, on both ranks the same."""
     given = {
         "device": "cuda",
         "block_size": 16,
         "num_kv_blocks": 256,
         "attention_backend": "triton",
-        "cache_dir": tmp_path,
+        "cache_dir": gpu_cache_dir,
     }
     one = EngineCore(tiny_config(model_dir, **given))
     expected = tokens_of(run_requests(one, mixed_requests()))
@@ -172,16 +177,17 @@ def test_two_gpus(model_dir: Path, tmp_path: Path, options: dict[str, object]) -
         assert tokens_of(run_requests(two, mixed_requests())) == expected
         while two.idle():
             pass
-    assert [entry.kind for entry in ArtifactStore(tmp_path).entries()].count(
-        "plan"
-    ) == 1  # both ranks' (one GPU ran eager)
+    plans = [entry for entry in ArtifactStore(gpu_cache_dir).entries() if entry.kind == "plan"]
+    assert len(plans) == 1  # of both ranks; one GPU ran eager
     two.shutdown()
 
 
 @pytest.mark.multigpu
-def test_a_gpu_rank_that_is_killed_ends_the_other(model_dir: Path, tmp_path: Path) -> None:
+def test_a_gpu_rank_that_is_killed_ends_the_other(model_dir: Path, gpu_cache_dir: Path) -> None:
     """The other waits on its device for ever: nothing but the engine can end it."""
-    core = EngineCore(tiny_config(model_dir, device="cuda", block_size=16, tensor_parallel_size=2, cache_dir=tmp_path))
+    core = EngineCore(
+        tiny_config(model_dir, device="cuda", block_size=16, tensor_parallel_size=2, cache_dir=gpu_cache_dir)
+    )
     ranks = [pid for pid in children(os.getpid()) if "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()]
     for one in mixed_requests():
         core.add_request(one)
