@@ -1,0 +1,105 @@
+"""Attention over a float8 cache, and sampling, compile for a Hopper GPU (none is needed) to the instructions that they rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# In a process of its own: where other tests run kernels in Triton's interpreter, there is nothing to compile.
+SCRIPT = """
+import json
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from custom_ops.gpu_sampling import _draw_kernel, _filter_kernel
+from custom_ops.triton_decode import _decode_kernel, decode_config
+from custom_ops.triton_prefill import _prefill_kernel
+from custom_ops.triton_rope import _rope_kv_kernel
+
+INT32 = {"start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "counter_ptr", "top_k_ptr", "gathered_id_ptr"}
+INT64 = {"slot_ptr", "seed_ptr", "position_ptr", "out_ptr"}
+FLOAT = {"scale_log2", "eps"}
+FLOATS = {"cos_ptr", "sin_ptr", "partial_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "block_max_ptr", "gathered_ptr",
+          "out_best_ptr"}
+ATTENTION = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_R": 64, "BLOCK_E": 128, "BLOCK_G": 16,
+             "BLOCK_H": 32, "BLOCK_K": 8, "WRITE_Q": True, "WRITE_K": False, "HAS_Q_NORM": False, "HAS_K_NORM": False,
+             "HAS_ROPE": True, "PDL": True, "q_norm_ptr": None, "k_norm_ptr": None, "k_out_ptr": None}
+SAMPLING = {"CHUNK": 8192, "CHUNKS": 16, "STEP": 2048, "BLOCK": 128, "BLOCK_J": 16, "BLOCKS": 1024, "CANDIDATES": 1024, "KEY_BITS": 16,
+            "GATHERED_K": 256, "PDL": True}
+
+def ptx(kernel, constants, num_warps, special):
+    names = kernel.arg_names
+    def type_of(name):
+        if name in constants:
+            return "constexpr"
+        if name in special:
+            return special[name]
+        if name in FLOAT:
+            return "fp32"
+        if not name.endswith("_ptr"):
+            return "i32"
+        return "*i32" if name in INT32 else "*fp32" if name in FLOATS else "*i64" if name in INT64 else "*bf16"
+    types = {name: type_of(name) for name in names}
+    by_16 = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n] not in ("constexpr", "fp32") and n != "num_seqs"}
+    constants = {(names.index(n),): v for n, v in constants.items() if n in names}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=by_16)
+    options = {"num_warps": num_warps} | ({"launch_pdl": True} if "PDL" in names else {})
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+cache = {"kv_ptr": "*fp8e4nv", "out_ptr": "*bf16"}
+found = {"write": ptx(_rope_kv_kernel, ATTENTION, 4, cache)}
+for num_seqs in (1, 64, 256):
+    tile, splits, stages, warps, min_split = decode_config(num_seqs, 8, 132, itemsize=1)
+    constants = {"BLOCK_C": tile, "SPLITS": splits, "MIN_SPLIT": min_split, "STAGES": stages}
+    constants |= {} if splits > 1 else {"partial_ptr": None, "counter_ptr": None}
+    found[f"decode {num_seqs}"] = ptx(_decode_kernel, ATTENTION | constants, warps, cache)
+constants = {"BLOCK_Q": 64, "BLOCK_C": 64, "STAGES": 3, "SKIP_SINGLE": False}
+found["prefill"] = ptx(_prefill_kernel, ATTENTION | constants, 4, cache)
+nothing = {n: None for n in ("temperature_ptr", "top_k_ptr", "seed_ptr", "position_ptr", "block_max_ptr")}
+found["greedy"] = ptx(_draw_kernel, SAMPLING | nothing | {"GREEDY": True}, 8, {"rank_ptr": "*u64"})
+found["draw"] = ptx(_draw_kernel, SAMPLING | {"GREEDY": False}, 8, {"rank_ptr": "*u64"})
+found["filter"] = ptx(_filter_kernel, SAMPLING, 8, {})
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ["write", "decode 1", "decode 64", "decode 256"])
+def test_new_keys_and_values_are_rounded_by_one_instruction(ptx: dict[str, str], name: str) -> None:
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx[name]
+    assert "griddepcontrol.wait" in ptx[name]
+
+
+@pytest.mark.parametrize("name", ["decode 1", "decode 64", "decode 256", "prefill"])
+def test_pages_come_as_bytes_and_are_widened_two_at_a_time(ptx: dict[str, str], name: str) -> None:
+    products = [line for line in ptx[name].splitlines() if "mma" in line and "sync" in line and ".f16" in line]
+    assert products
+    assert not [line for line in ptx[name].splitlines() if "mma" in line and "bf16" in line]
+    assert "cvt.rn.f16x2.e4m3x2" in ptx[name]
+    if name != "decode 1":  # which keeps nothing on its way but what a tile needs
+        assert "cp.async" in ptx[name]
+
+
+def test_the_greedy_choice_reduces_once(ptx: dict[str, str]) -> None:
+    """Within a warp, between its program's eight warps, and between the row's 16 programs; 64 bits are two exchanges each."""
+    assert ptx["greedy"].count("shfl.sync") <= 2 * (5 + 3 + 4)
+    assert ptx["greedy"].count("bar.sync") <= 4
+    assert ptx["greedy"].count("ld.global.v4.b32") == 8192 // 2048
+    for name in ("greedy", "draw", "filter"):
+        assert "griddepcontrol.wait" in ptx[name]
