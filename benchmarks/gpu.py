@@ -68,6 +68,7 @@ class Bench:
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
             tensor_parallel_size=args.tp,
+            disable_custom_all_reduce=args.disable_custom_all_reduce,
             num_kv_blocks=args.num_kv_blocks,
             on_stage=on_stage,
         )
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--quantization", help="as the server's flag: fp8, int8, …")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag: auto or fp8")
     parser.add_argument("--tp", type=int, default=1, help="GPUs, one rank each")
+    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="NCCL alone (give it a --label)")
     parser.add_argument(
         "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256]
     )
