@@ -251,6 +251,19 @@ def test_a_compiled_model_computes_with_the_rounded_weights(tmp_path: Path, sche
     assert "not per block" in slow if scheme == "fp8-block" else slow is None
 
 
+def test_a_compiled_model_with_mlps_as_one_op(tmp_path: Path) -> None:
+    """Compiled, and once more from the store; on the CPU it is the two linears, to the bit."""
+    spec = tiny_spec(layers=LAYERS)
+    logits = []
+    for kernels in (KERNELS, KERNELS | {"quantized_mlp"}, KERNELS | {"quantized_mlp"}):
+        config = CompileConfig(cache_dir=tmp_path, quantization="fp8")
+        model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=kernels)
+        fill(model)
+        logits.append(step(model, [5, 6, 7, 8], 0, caches(spec, torch.float32)))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
 def test_the_artifact_is_another_one() -> None:
     configs = [
         CompileConfig(),

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from custom_ops import quantized_linear_cuda
 from custom_ops.quantization import block_scales, quantize_weight, row_scales
 from custom_ops.quantized_linear import quantized_linear
 from custom_ops.quantized_linear_cuda import QuantizedLinear
@@ -20,12 +21,18 @@ KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), 
          ("dynamic", block_scales)]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops take the first way (choosing has tests of its own)."""
+    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, num_tokens, runs, weight: next(iter(runs)))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 33, 64, 100, 300])
 @pytest.mark.parametrize(
     ("out", "inner", "silu_mul"),
     [(576, 576, False), (3072, 576, True), (130, 1536, False), (4096, 4096, False), (37, 72, False)],
 )
-@pytest.mark.parametrize("extras", ["none", "residual", "all"])
+@pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(("activations", "scales"), KINDS)
 @pytest.mark.parametrize("weight_dtype", [torch.float8_e4m3fn, torch.int8])
 def test_like_the_reference(weight_dtype, scales, activations, extras, out, inner, silu_mul, num_tokens) -> None:
@@ -35,11 +42,7 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
     x, *others = (
         torch.randn(size, device=CUDA).bfloat16() for size in [(num_tokens, inner + 8), inner, out, (num_tokens, rows)]
     )
-    norm, bias, residual = others
-    if extras != "all":
-        norm = bias = None
-    if extras == "none":
-        residual = None
+    norm, bias, residual = others if extras else (None,) * 3
     input_scale = torch.tensor([0.03], device=CUDA) if activations == "static" else None
     arguments = (
         x[:, :inner], quantize_weight(weight, scale, weight_dtype), scale, out, norm, 1e-5, bias, silu_mul, residual,
@@ -52,6 +55,25 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
         x_TI=x[:, :inner], weight_OI=arguments[1], scale=scale, norm_weight_I=norm, eps=1e-5, bias_O=bias, silu_mul=silu_mul,
         residual_TO=residual, activations=activations, input_scale=input_scale,
     )  # fmt: skip
+    for way in linear.ways():
+        assert relative_error(linear.run(way), expected) < 1e-2, way
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33, 300])
+@pytest.mark.parametrize("scales", [row_scales, block_scales])
+@pytest.mark.parametrize("padding", [8, 3])  # rows of the residual begin at multiples of 16 bytes, or between
+def test_a_residual_alone(padding, scales, num_tokens) -> None:
+    """CUTLASS' products add it by themselves."""
+    out, inner = 1088, 512
+    weight = torch.randn(out, inner, device=CUDA) * inner**-0.5
+    scale = scales(weight, torch.float8_e4m3fn)
+    linear = QuantizedLinear(
+        x_TI=torch.randn(num_tokens, inner, device=CUDA).bfloat16(), weight_OI=quantize_weight(weight, scale, torch.float8_e4m3fn),
+        scale=scale, residual_TO=torch.randn(num_tokens, out + padding, device=CUDA).bfloat16()[:, :out], activations="dynamic",
+    )  # fmt: skip
+    expected = torch.ops.cas.quantized_linear_reference(
+        linear.x_TI, linear.weight_OI, scale, out, residual=linear.residual_TO, activations="dynamic"
+    )
     for way in linear.ways():
         assert relative_error(linear.run(way), expected) < 1e-2, way
 
