@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_timing import capture, emit, replay_ms
 from custom_ops.cublaslt import linear
-from custom_ops.silu_mul_gemm import CONFIGS, load_silu_mul_gemms, run_silu_mul_gemm, silu_mul_library
+from custom_ops.silu_mul_gemm import KERNELS, load_silu_mul_gemms, run_silu_mul_gemm, silu_mul_library
 from custom_ops.triton_elementwise import silu_mul_rows
 
 ROUNDS = 3
@@ -36,8 +36,8 @@ def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
         "torch, silu_mul_rows": lambda: silu_mul_rows(F.linear(x, weight)),
         "cublaslt, silu_mul_rows": lambda: silu_mul_rows(linear(x, weight)),
     }
-    for kernel, swizzle in CONFIGS:
-        ways[f"{kernel} swizzle={swizzle}"] = functools.partial(run_silu_mul_gemm, library, kernel, swizzle, x, weight)
+    for kernel in KERNELS:
+        ways[kernel] = functools.partial(run_silu_mul_gemm, library, kernel, x, weight)
     rows = torch.unique(torch.cat([torch.randint(num_tokens, (64,)), torch.tensor([0, num_tokens - 1])]))
     gate, up = (x[rows].double() @ weight.double().T).chunk(2, -1)
     expected = F.silu(gate) * up

@@ -43,14 +43,17 @@ class Choices:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._chosen = self._kept()
-        self._families: set[str] = set()
+        self._families: dict[str, int] = {}  # with the fewest tokens that each was asked for with
 
-    def get(self, family: str, num_tokens: int, names: Sequence[str], seconds: Callable[[str], float] | None) -> str:
+    def get(
+        self, family: str, num_tokens: int, names: Sequence[str], seconds: Callable[[str], float] | None, first: int = 1
+    ) -> str:
         """The choice among names (the first: the one preferred without measuring), measured where none is known.
 
-        seconds: how long a candidate takes; one that raises is left out. None: nothing may be measured now.
+        seconds: how long a candidate takes; one that raises is left out. None: nothing may be measured now. first: the fewest tokens that
+            anyone asks for with.
         """
-        self._families.add(family)
+        self._families[family] = first
         problem = _problem(family, token_range(num_tokens))
         known = self._chosen.get(problem)
         if known is not None and known in names:
@@ -64,9 +67,9 @@ class Choices:
         self._keep()
         return choice
 
-    def known(self, family: str, num_tokens: int) -> str | None:
-        """The choice made before, whatever its name; None where there is none."""
-        self._families.add(family)
+    def known(self, family: str, num_tokens: int, first: int = 1) -> str | None:
+        """The choice made before, whatever its name; None where there is none. first: as for `get`."""
+        self._families[family] = first
         return self._chosen.get(_problem(family, token_range(num_tokens)))
 
     def unmeasured(self, max_tokens: int, *, all_ranges: bool = False) -> tuple[int, ...]:
@@ -81,7 +84,10 @@ class Choices:
         return tuple(
             count
             for count in counts
-            if any(all_ranges or _problem(family, token_range(count)) not in self._chosen for family in self._families)
+            if any(
+                count >= first and (all_ranges or _problem(family, token_range(count)) not in self._chosen)
+                for family, first in self._families.items()
+            )
         )
 
     def _measured(self, problem: str, names: Sequence[str], seconds: Callable[[str], float]) -> str | None:
@@ -137,21 +143,22 @@ def _choices_of(index: int) -> Choices:
 
 
 def fastest(
-    family: str, num_tokens: int, runs: Mapping[str, Callable[[torch.Tensor], object]], weight: torch.Tensor
-) -> str:
+    family: str, num_tokens: int, runs: Mapping[str, Callable[[torch.Tensor], object]], weight: torch.Tensor,
+    first: int = 1,
+) -> str:  # fmt: skip
     """The name of the fastest of several functions of a weight, measured once a family and range of token counts.
 
-    Measuring waits for the device, which nothing may do inside a graph's capture: there, and on other devices, what was not measured
-    is the first of them.
+    first: the fewest tokens that anyone asks for with. Measuring waits for the device, which nothing may do inside a graph's capture:
+    there, and on other devices, what was not measured is the first of them.
     """
     names = tuple(runs)
     if weight.device.type != "cuda":
         return names[0]
     choices = choices_of(weight.device)
     if torch.cuda.is_current_stream_capturing():
-        return choices.get(family, num_tokens, names, None)
+        return choices.get(family, num_tokens, names, None, first)
     timer = _Timer(weight, is_cold=num_tokens <= _MAX_COLD_TOKENS)
-    choice = choices.get(family, num_tokens, names, lambda name: timer.seconds(runs[name]))
+    choice = choices.get(family, num_tokens, names, lambda name: timer.seconds(runs[name]), first)
     timer.clear()
     return choice
 

@@ -22,7 +22,7 @@ from custom_ops.choices import choices_of, fastest
 log = logging.getLogger(__name__)
 
 TORCH = "torch"  # in the place of an algorithm: F.linear
-_CANDIDATES = 8  # of the heuristic's list: more have never been faster
+_CANDIDATES = 5  # of the heuristic's list: each costs start-up some milliseconds a shape and range
 _WORKSPACE_BYTES = 64 << 20
 _CUDA_R_32F, _CUDA_R_16BF, _COMPUTE_32F = 0, 14, 68
 _DESC_TRANSA, _PREF_MAX_WORKSPACE_BYTES = 3, 1
@@ -181,12 +181,14 @@ def _set(function: Callable[..., int], descriptor: ctypes.c_void_p, attribute: i
     _check(function(descriptor, attribute, ctypes.byref(value), size), "attribute")  # type: ignore[arg-type]
 
 
-def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tensor | None = None, first: int = 1
+) -> torch.Tensor:
     """y = x Wᵀ (+ residual), summed in float32, by the fastest of torch's way and cuBLASLt's algorithms, measured once a range of T.
 
     x_TI, weight_OI, residual_TO: rows may be strided. → [T, O] in x's dtype. Other dtypes than bfloat16, and rows that do not begin at
-    multiples of 16 bytes, are torch's. Measuring waits for the device, which nothing may do inside a graph's capture: there, what
-    was not measured is torch's.
+    multiples of 16 bytes, are torch's. first: the fewest tokens that a caller comes with. Measuring waits for the device, which nothing
+    may do inside a graph's capture: there, what was not measured is torch's.
     """
 
     def by_torch(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -202,11 +204,11 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, residual_TO: torch.Tenso
         residual_TO.stride(0) if residual_TO is not None else 0,
     )  # fmt: skip
     family = f"linear O={weight_OI.shape[0]} I={in_features}{'' if residual_TO is None else ' + residual'}"
-    choice = choices_of(x_TI.device).known(family, num_tokens)
+    choice = choices_of(x_TI.device).known(family, num_tokens, first)
     if choice is None:
         runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {TORCH: by_torch}
         runs |= {name: functools.partial(product.run, name, x_TI, residual_TO) for name in product.algorithms()}
-        choice = fastest(family, num_tokens, runs, weight_OI)
+        choice = fastest(family, num_tokens, runs, weight_OI, first)
     if choice == TORCH or not product.takes(choice):
         return by_torch(weight_OI)
     return product.run(choice, x_TI, residual_TO, weight_OI)

@@ -21,10 +21,7 @@ from custom_ops.choices import fastest
 from custom_ops.triton_elementwise import silu_mul_rows
 
 # Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
-KERNELS = ("128x256", "256x128", "128x128_pingpong", "128x128_pingpong_1x2")
-# Tiles of the narrower side of a block that runs at a time. Strips of one tile were the fastest wherever blocks were no disaster.
-SWIZZLES = (1,)
-CONFIGS = tuple((kernel, swizzle) for kernel in KERNELS for swizzle in SWIZZLES)
+KERNELS = ("128x256", "128x128_pingpong")
 SEPARATE = "separate"  # in the place of a configuration: a product, then an elementwise kernel
 _ALIGNMENT = 16  # bytes
 
@@ -35,7 +32,6 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "x", "weight")),
         *((name, ctypes.c_int64) for name in ("tokens", "hidden", "inputs", "out_stride", "x_stride")),
-        ("swizzle", ctypes.c_int32),
         ("stream", ctypes.c_void_p),
     )
 
@@ -71,16 +67,14 @@ def unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> str | Non
     return None
 
 
-def run_silu_mul_gemm(
-    library: ctypes.CDLL, kernel: str, swizzle: int, x_TI: torch.Tensor, weight_OI: torch.Tensor
-) -> torch.Tensor:
+def run_silu_mul_gemm(library: ctypes.CDLL, kernel: str, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """silu(x Wgᵀ) · (x Wuᵀ) by one configuration, for what `unsupported_reason` allows; all in float32 until stored. → [T, H]"""
     num_tokens, inputs = x_TI.shape
     hidden = weight_OI.shape[0] // 2
     out_TH = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=x_TI.device)
     args = _Arguments(
         out=out_TH.data_ptr(), x=x_TI.data_ptr(), weight=weight_OI.data_ptr(), tokens=num_tokens, hidden=hidden, inputs=inputs,
-        out_stride=hidden, x_stride=x_TI.stride(0), swizzle=swizzle, stream=torch.cuda.current_stream(x_TI.device).cuda_stream,
+        out_stride=hidden, x_stride=x_TI.stride(0), stream=torch.cuda.current_stream(x_TI.device).cuda_stream,
     )  # fmt: skip
     error = getattr(library, f"cas_silu_mul_gemm_{kernel}")(ctypes.byref(args))
     if error is not None:
@@ -96,11 +90,11 @@ def silu_mul_gemm_reference(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torc
     return (F.silu(gate_TH) * up_TH).to(torch.bfloat16)
 
 
-def silu_mul_gemm(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor | None:
+def silu_mul_gemm(x_TI: torch.Tensor, weight_OI: torch.Tensor, first: int = 1) -> torch.Tensor | None:
     """silu(x Wgᵀ) · (x Wuᵀ) by the fastest configuration, measured once a shape and range of T. → [T, H]
 
-    x_TI, weight_OI: bfloat16 on CUDA. None: a product and `silu_mul_rows` are faster, or take what no kernel here does, or nothing is
-    built yet.
+    x_TI, weight_OI: bfloat16 on CUDA; first: the fewest tokens that a caller comes with. None: a product and `silu_mul_rows` are faster,
+    or take what no kernel here does, or nothing is built yet.
     """
     num_tokens, inputs = x_TI.shape
     if not x_TI.is_cuda or unsupported_reason(x_TI, weight_OI) is not None:
@@ -109,9 +103,8 @@ def silu_mul_gemm(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor |
     if library is None:
         return None
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        SEPARATE: lambda weight_OI: silu_mul_rows(cublaslt.linear(x_TI, weight_OI))
+        SEPARATE: lambda weight_OI: silu_mul_rows(cublaslt.linear(x_TI, weight_OI, first=first))
     }
-    for kernel, swizzle in CONFIGS:
-        runs[f"{kernel} swizzle={swizzle}"] = functools.partial(run_silu_mul_gemm, library, kernel, swizzle, x_TI)
-    choice = fastest(f"silu_mul_gemm O={weight_OI.shape[0]} I={inputs}", num_tokens, runs, weight_OI)
+    runs |= {kernel: functools.partial(run_silu_mul_gemm, library, kernel, x_TI) for kernel in KERNELS}
+    choice = fastest(f"silu_mul_gemm O={weight_OI.shape[0]} I={inputs}", num_tokens, runs, weight_OI, first)
     return None if choice == SEPARATE else runs[choice](weight_OI)

@@ -180,9 +180,10 @@ def _decode_kernel(
 def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
     """(tile of keys, splits, stages, warps, fewest tokens a split) by the number of sequences, and the bytes of a cached value.
 
-    Few sequences are split finely; more of them only where they are long, because combining splits costs as much as 200 tokens;
-    many of them need no split, and one warp a program keeps the most loads in flight. Where the memory is to be the limit, tiles of
-    float8 are twice as long: what a tile costs besides its bytes is nearly all of the instructions that there is time for.
+    Few sequences are split finely; more of them only where they are long, because combining splits costs as much as 200 tokens. Many
+    of them fill the device, and one warp a program keeps the most loads in flight, but all wait for the longest: so those of more than
+    512 tokens are cut. Where the memory is to be the limit, tiles of float8 are twice as long: what a tile costs besides its bytes is
+    nearly all of the instructions that there is time for.
     """
     groups = num_seqs * num_kv_heads
     if groups <= sms // 8:
@@ -190,8 +191,9 @@ def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2)
     if groups < sms:
         return 128, triton.next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 1, 4, 256
     widening = 2 if itemsize == 1 else 1
-    tile, stages, warps = (64, 3, 4) if groups < 8 * sms else (16, 4, 1)
-    return widening * tile, 1, stages, warps, widening * tile
+    if groups < 5 * sms:
+        return widening * 64, 1, 2, 4, widening * 64
+    return widening * 32, 4 if groups < 8 * sms else 2, 2, 1, widening * 512
 
 
 def decode_attention(

@@ -273,10 +273,14 @@ def fused_linear(
     if runs_small:
         return _small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
     if bias_O is None and not silu_mul:
-        return cublaslt.linear(x_TI, weight_OI, residual_TO)
-    y_TO = silu_mul_gemm(x_TI, weight_OI) if bias_O is None and silu_mul else None
+        return cublaslt.linear(x_TI, weight_OI, residual_TO, first=MAX_SMALL_TOKENS + 1)
+    y_TO = silu_mul_gemm(x_TI, weight_OI, first=MAX_SMALL_TOKENS + 1) if bias_O is None and silu_mul else None
     if y_TO is None:
-        y_TO = cublaslt.linear(x_TI, weight_OI) if bias_O is None else F.linear(x_TI, weight_OI, bias_O)
+        y_TO = (
+            cublaslt.linear(x_TI, weight_OI, first=MAX_SMALL_TOKENS + 1)
+            if bias_O is None
+            else F.linear(x_TI, weight_OI, bias_O)
+        )
         if silu_mul:
             y_TO = silu_mul_rows(y_TO)
     return y_TO if residual_TO is None else y_TO + residual_TO

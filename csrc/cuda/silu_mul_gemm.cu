@@ -2,7 +2,7 @@
 //
 // To CUTLASS, W's rows are one mode (hidden, 2) of strides (inputs, hidden · inputs), and a tile takes (columns / 2, 2) of it: gates left,
 // the same outputs' up-projections right, which silu_mul_epilogue.h multiplies in registers. A tile's index beyond the last column of
-// tiles (their number is rounded up to whole clusters and swizzles) wraps to the first ones: those are stored twice, with the same bits.
+// tiles (their number is rounded up to whole clusters) wraps to the first ones: those are stored twice, with the same bits.
 // Compiled once for each configuration, all at a time (CAS_CONFIG, see configurations below).
 #include "silu_mul_gemm.h"
 
@@ -24,26 +24,22 @@ using Bf16 = cutlass::bfloat16_t;
 using Cooperative = schedule::KernelTmaWarpSpecializedCooperative;
 using Pingpong = schedule::KernelTmaWarpSpecializedPingpong;
 
-template <int rows, int columns, class Cluster_, class Schedule_>  // columns: gates and up-projections together
+template <int rows, int columns, class Schedule_>  // columns: gates and up-projections together
 struct Config {
     using Tile = Shape<Int<rows>, Shape<Int<columns / 2>, _2>, _64>;
-    using Cluster = Cluster_;
+    using Cluster = Shape<_2, _1, _1>;
     using Schedule = Schedule_;
 };
 
-// The configurations. custom_ops/silu_mul_gemm.py has the same names; which one runs is found by measuring.
-#if CAS_CONFIG == 0  // many tokens: the largest tile whose sums fit the registers of two warp groups
+// The configurations. custom_ops/silu_mul_gemm.py has the same names; which one runs is found by measuring. Others were never the
+// fastest by more than a percent: 256x128, a cluster along the tokens, neighbouring tiles in blocks instead of strips (up to three times
+// slower where there are few).
+#if CAS_CONFIG == 0  // very many tokens: the largest tile whose sums fit the registers of two warp groups
 #define CAS_NAME 128x256
-using Chosen = Config<128, 256, Shape<_2, _1, _1>, Cooperative>;
-#elif CAS_CONFIG == 1
-#define CAS_NAME 256x128
-using Chosen = Config<256, 128, Shape<_2, _1, _1>, Cooperative>;
-#elif CAS_CONFIG == 2  // one warp group multiplies while the other one stores
+using Chosen = Config<128, 256, Cooperative>;
+#elif CAS_CONFIG == 1  // one warp group multiplies while the other one stores
 #define CAS_NAME 128x128_pingpong
-using Chosen = Config<128, 128, Shape<_2, _1, _1>, Pingpong>;
-#elif CAS_CONFIG == 3  // few tokens: the cluster shares them, not the weights
-#define CAS_NAME 128x128_pingpong_1x2
-using Chosen = Config<128, 128, Shape<_1, _2, _1>, Pingpong>;
+using Chosen = Config<128, 128, Pingpong>;
 #else
 #error "CAS_CONFIG must be the number of a configuration"
 #endif
@@ -79,7 +75,6 @@ const char* CAS_JOIN(cas_silu_mul_gemm_, CAS_NAME)(const CasSiluMulGemm* args) {
     all.mainloop = {static_cast<const Bf16*>(args->x), {args->x_stride, _1{}, _0{}},
                     static_cast<const Bf16*>(args->weight), {{args->inputs, args->hidden * args->inputs}, _1{}, _0{}}};
     all.epilogue = {static_cast<Bf16*>(args->out), args->out_stride, tokens, hidden};
-    all.scheduler.max_swizzle_size = args->swizzle;
     Gemm gemm;
     auto status = Gemm::can_implement(all);
     if (status == cutlass::Status::kSuccess) {

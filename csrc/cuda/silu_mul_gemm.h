@@ -13,7 +13,6 @@ struct CasSiluMulGemm {
     const void* weight;
     int64_t tokens, hidden, inputs;
     int64_t out_stride, x_stride;  // elements from one row to the next
-    int32_t swizzle;               // tiles of the narrower side of a block of neighbouring tiles that run at a time: 1, 2, 4 or 8
     void* stream;
 };
 

@@ -19,7 +19,6 @@ from custom_ops import cublaslt
 from custom_ops.build import BuildError
 from custom_ops.choices import Choices
 from custom_ops.silu_mul_gemm import (
-    CONFIGS,
     KERNELS,
     load_silu_mul_gemms,
     run_silu_mul_gemm,
@@ -80,7 +79,7 @@ def test_like_float64(
 ) -> None:
     x, weight = operands(num_tokens, hidden, inner)
     assert unsupported_reason(x, weight) is None
-    result = run_silu_mul_gemm(library, kernel, 4, x, weight)
+    result = run_silu_mul_gemm(library, kernel, x, weight)
     reference = expected(x, weight)
     # Sums are float32's, and one rounding to bfloat16 is at most 2⁻⁹ of a value.
     torch.testing.assert_close(result.double(), reference, rtol=2**-8, atol=1e-5 * inner**0.5)
@@ -89,13 +88,13 @@ def test_like_float64(
     assert all((guard == 7.0).all() for guard in poisoned)
 
 
-@pytest.mark.parametrize(("kernel", "swizzle"), CONFIGS)
-def test_every_configuration_and_twice_the_same_bits(library: ctypes.CDLL, kernel: str, swizzle: int) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_configuration_and_twice_the_same_bits(library: ctypes.CDLL, kernel: str) -> None:
     x, weight = operands(1111, 2568, 520)
-    result = run_silu_mul_gemm(library, kernel, swizzle, x, weight)
+    result = run_silu_mul_gemm(library, kernel, x, weight)
     torch.testing.assert_close(result.double(), expected(x, weight), rtol=2**-8, atol=1e-3)
     for _ in range(3):
-        assert torch.equal(run_silu_mul_gemm(library, kernel, swizzle, x, weight), result)
+        assert torch.equal(run_silu_mul_gemm(library, kernel, x, weight), result)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -108,14 +107,14 @@ def test_extreme_values(library: ctypes.CDLL, kernel: str) -> None:
     weight[264 + 200, 9] = float("nan")  # an up-projection
     is_nan = torch.zeros(300, 264, dtype=torch.bool, device=CUDA)
     is_nan[17], is_nan[:, 40], is_nan[:, 200] = True, True, True
-    result = run_silu_mul_gemm(library, kernel, 1, x, weight)
+    result = run_silu_mul_gemm(library, kernel, x, weight)
     assert torch.equal(result.isnan(), is_nan)
     torch.testing.assert_close(result[~is_nan].double(), reference[~is_nan], rtol=2**-8, atol=1e-3)
 
     x = torch.ones(3, 64, device=CUDA).bfloat16() * torch.tensor([[1.0], [-1.0], [0.0]], device=CUDA).bfloat16()
     weight = torch.full((16, 64), 100.0, device=CUDA).bfloat16()  # gates and ups of ±6400 and 0
     torch.testing.assert_close(
-        run_silu_mul_gemm(library, kernel, 1, x, weight).double(), expected(x, weight), rtol=2**-8, atol=1e-6
+        run_silu_mul_gemm(library, kernel, x, weight).double(), expected(x, weight), rtol=2**-8, atol=1e-6
     )
 
 
