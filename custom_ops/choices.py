@@ -44,6 +44,7 @@ class Choices:
         self._file = file
         self._chosen = self._kept()
         self._families: dict[str, int] = {}  # with the fewest tokens that each was asked for with
+        self._given_up: set[str] = set()  # until the next start
 
     def get(
         self, family: str, num_tokens: int, names: Sequence[str], seconds: Callable[[str], float] | None, first: int = 1
@@ -58,10 +59,12 @@ class Choices:
         known = self._chosen.get(problem)
         if known is not None and known in names:
             return known
-        if seconds is None:
+        if seconds is None or problem in self._given_up:
             return names[0]
         choice = names[0] if len(names) == 1 else self._measured(problem, names, seconds)
         if choice is None:
+            log.warning("%s could not be measured: %s is taken.", problem, names[0])
+            self._given_up.add(problem)
             return names[0]
         self._chosen[problem] = choice
         self._keep()

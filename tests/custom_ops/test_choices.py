@@ -37,6 +37,9 @@ def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path) -> None:
     assert choices.get("y", 5, ("c",), seconds) == "c"
     assert len(asked) == 6  # there is no other
     assert choices.get("z", 5, ("c", "c"), seconds) == "c"  # all fail
+    count = len(asked)
+    assert choices.get("z", 6, ("c", "c"), seconds) == "c"
+    assert len(asked) == count  # once is enough
     assert json.loads(file.read_text()) == {"x T<=16": "b", "x T<=32": "b", "y T<=16": "c"}
 
 
