@@ -127,7 +127,7 @@ def _over_peers(tokens: int, chosen: AllreduceChoice | None) -> dict[str, Allred
     peers = tensor_parallel_group().peers
     if peers is None or chosen is None:
         return {}
-    ways = [PUSHED] if tokens <= peers.layout.num_programs else []
+    ways = [PUSHED] if tokens <= peers.layout.max_pushed_rows else []
     if tokens <= peers.layout.max_rows:
         ways += [ONE_SHOT, TWO_SHOT]
     return {way: FORCED[way] for way in ways} | {"chosen": chosen}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 MAX_PROGRAMS = 128  # of one kernel: they wait for other ranks', so all of them must be on the device at once
 MAX_BYTES = 1 << 28  # of the two places in one rank's buffer
+MAX_PUSHED_ROWS = 4  # of each program: what comes from each rank has a place of its own
 EMPTY = -(1 << 15)  # in 16 bits: -0.0, which no rank sends
 # Where torch puts the socket over which ranks hand each other their memory, and how long that path may be.
 _SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
@@ -25,7 +26,7 @@ _SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerLayout:
     """What lies in a rank's buffer: two places for each row of each program, used in turn, then the programs' flags, then three places
-    for one row of each program from each rank.
+    for a few rows of each program from each rank.
 
     num_programs: that one kernel has at most; each has room for `rows_per_program` rows of `row_bytes` (a multiple of 16).
     """
@@ -47,13 +48,23 @@ class PeerLayout:
 
     @property
     def pushed_offset(self) -> int:
-        """[3 places, programs, ranks] rows begin here, at first of values that are EMPTY."""
+        """[3 places, programs, pushed_rows, ranks] rows begin here, at first of values that are EMPTY."""
         return -(-(self.flags_offset + 2 * self.num_programs * self.size * 4) // 16) * 16
+
+    @property
+    def pushed_rows(self) -> int:
+        """Of each program, that others can write here."""
+        return min(self.rows_per_program, MAX_PUSHED_ROWS)
+
+    @property
+    def max_pushed_rows(self) -> int:
+        """Rows of one message that is pushed."""
+        return self.num_programs * self.pushed_rows
 
     @property
     def num_bytes(self) -> int:
         """Of the buffer."""
-        return self.pushed_offset + 3 * self.num_programs * self.size * self.row_bytes
+        return self.pushed_offset + 3 * self.num_programs * self.pushed_rows * self.size * self.row_bytes
 
 
 def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int) -> PeerLayout:

@@ -2,8 +2,8 @@
 
     s = residual + Σ over ranks of x;  y = s / sqrt(mean(s²) + eps) · weight
 
-Pushed: every rank writes its row into the buffers of all others, which wait until no value in it is empty (-0.0, sent as 0.0). No flags,
-and nothing to wait for but the data itself (Lamport's way), for one row a program. There are three places for each row: the one that was
+Pushed: every rank writes its rows into the buffers of all others, which wait until no value in them is empty (-0.0, sent as 0.0). No flags,
+and nothing to wait for but the data itself (Lamport's way), for a few rows a program. There are three places for each row: the one that was
 used at the launch before is emptied, for others to write to at the next but one, when they have had our row of the next.
 
 One shot: every rank writes its rows into its own buffer, tells the others, waits until they have, and reads all of them: a trip over the
@@ -77,13 +77,19 @@ def _norm(rounded_D, weight_D, num_features, eps):
 
 
 @triton.jit
+def _bits_to_send(row_ptr, cols_D, ok_D, NOTHING: tl.constexpr):
+    x_D = tl.load(row_ptr + cols_D, mask=ok_D, other=0)
+    return tl.where(x_D == NOTHING, 0, x_D).to(tl.int16)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all of them
 def _pushed_kernel(
-    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, turns_ptr, num_features, x_stride, residual_stride, eps,
-    pushed_offset,
-    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    ROW_VALUES: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, turns_ptr, num_rows, num_features, x_stride,
+    residual_stride, eps, pushed_offset,
+    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, PUSHED_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, ROW_VALUES: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     cols_D = tl.arange(0, BLOCK)
     ok_D = cols_D < num_features
     weight_D = tl.load(weight_ptr + cols_D, mask=ok_D, other=0.0).to(tl.float32)
@@ -91,41 +97,54 @@ def _pushed_kernel(
     wait_for_previous(PDL)
     bits_ptr = x_ptr.to(tl.pointer_type(tl.int16))
     row_bytes: tl.constexpr = ROW_VALUES * 2
-    turn = tl.load(turns_ptr + row)
+    program_bytes: tl.constexpr = PUSHED_ROWS * SIZE * row_bytes
+    state = tl.load(turns_ptr + program)
+    turn, num_before = state & 3, state >> 2
     mine = tl.load(addresses_ptr + RANK)
-    place = pushed_offset + (turn * NUM_PROGRAMS + row) * SIZE * row_bytes
-    x_D = tl.load(bits_ptr + row * x_stride + cols_D, mask=ok_D, other=0)
-    x_D = tl.where(x_D == NOTHING, 0, x_D).to(tl.int16)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            theirs = _row_of(tl.load(addresses_ptr + peer) + place + RANK * row_bytes, bits_ptr)
-            tl.store(theirs + cols_D, x_D, mask=ok_D)
+    first_row = program.to(tl.int64)
+    first_place = pushed_offset + (turn * NUM_PROGRAMS + first_row) * program_bytes
+    row, place = first_row, first_place
+    for _ in range(program, num_rows, num_programs):
+        x_D = _bits_to_send(bits_ptr + row * x_stride, cols_D, ok_D, NOTHING)
+        for peer in tl.static_range(SIZE):
+            if peer != RANK:
+                theirs = _row_of(tl.load(addresses_ptr + peer) + place + RANK * row_bytes, bits_ptr)
+                tl.store(theirs + cols_D, x_D, mask=ok_D)
+        row += num_programs
+        place += SIZE * row_bytes
     # What was there at the launch before; whole rows, which may have had more features then.
     col_R = tl.arange(0, ROW_BLOCK)
-    before = pushed_offset + (((turn + 2) % 3) * NUM_PROGRAMS + row) * SIZE * row_bytes
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            theirs = _row_of(mine + before + peer * row_bytes, bits_ptr)
-            tl.store(theirs + col_R, tl.full((ROW_BLOCK,), NOTHING, tl.int16), mask=col_R < ROW_VALUES)
+    place = pushed_offset + ((turn + 2) % 3 * NUM_PROGRAMS + first_row) * program_bytes
+    for _ in range(num_before):
+        for peer in tl.static_range(SIZE):
+            if peer != RANK:
+                theirs = _row_of(mine + place + peer * row_bytes, bits_ptr)
+                tl.store(theirs + col_R, tl.full((ROW_BLOCK,), NOTHING, tl.int16), mask=col_R < ROW_VALUES)
+        place += SIZE * row_bytes
 
-    total_D = tl.load(residual_ptr + row * residual_stride + cols_D, mask=ok_D, other=0.0).to(tl.float32)
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            part_D = x_D
-        else:
-            theirs = _row_of(mine + place + peer * row_bytes, bits_ptr)
-            part_D = tl.load(theirs + cols_D, mask=ok_D, other=0, volatile=True)
-            while tl.max((part_D == NOTHING).to(tl.int32)) > 0:
+    row, place = first_row, first_place
+    for _ in range(program, num_rows, num_programs):
+        total_D = tl.load(residual_ptr + row * residual_stride + cols_D, mask=ok_D, other=0.0).to(tl.float32)
+        for peer in tl.static_range(SIZE):
+            if peer == RANK:
+                part_D = _bits_to_send(bits_ptr + row * x_stride, cols_D, ok_D, NOTHING)
+            else:
+                theirs = _row_of(mine + place + peer * row_bytes, bits_ptr)
                 part_D = tl.load(theirs + cols_D, mask=ok_D, other=0, volatile=True)
-        total_D += part_D.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
-    rounded_D = total_D.to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
-    y_D = _norm(rounded_D, weight_D, num_features, eps)
-    tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
-    tl.store(turns_ptr + row, (turn + 1) % 3)
+                while tl.max((part_D == NOTHING).to(tl.int32)) > 0:
+                    part_D = tl.load(theirs + cols_D, mask=ok_D, other=0, volatile=True)
+            total_D += part_D.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+        rounded_D = total_D.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
+        y_D = _norm(rounded_D, weight_D, num_features, eps)
+        tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
+        row += num_programs
+        place += SIZE * row_bytes
+    num_now = (num_rows - program + num_programs - 1) // num_programs
+    tl.store(turns_ptr + program, (turn + 1) % 3 + num_now * 4)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all of them
+@triton.jit(do_not_specialize=["num_rows"])
 def _one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, launches_ptr, num_rows, num_features, x_stride,
     residual_stride, eps, row_bytes, program_bytes, flags_offset,
@@ -238,8 +257,8 @@ def takes(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
 
 
 def takes_pushed(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
-    """Whether a message can be pushed: a row a program, of values of 16 bits."""
-    return takes(x_TD, peers) and x_TD.shape[0] <= peers.layout.num_programs and x_TD.itemsize == 2
+    """Whether a message can be pushed: a few rows a program, of values of 16 bits."""
+    return takes(x_TD, peers) and x_TD.shape[0] <= peers.layout.max_pushed_rows and x_TD.itemsize == 2
 
 
 def pushed_allreduce_add_rms_norm(
@@ -255,10 +274,11 @@ def pushed_allreduce_add_rms_norm(
         return total_TD, out_TD
     block, pdl = triton.next_power_of_2(num_features), supports_pdl(x_TD.device)
     row_values = layout.row_bytes // 2
-    _pushed_kernel[(num_rows,)](
-        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.turns, num_features, x_TD.stride(0),
-        residual_TD.stride(0), eps, layout.pushed_offset, RANK=peers.rank, SIZE=layout.size, NUM_PROGRAMS=layout.num_programs,
-        BLOCK=block, ROW_BLOCK=triton.next_power_of_2(row_values), ROW_VALUES=row_values, NOTHING=EMPTY, PDL=pdl,
+    _pushed_kernel[(min(num_rows, layout.num_programs),)](
+        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.turns, num_rows, num_features,
+        x_TD.stride(0), residual_TD.stride(0), eps, layout.pushed_offset, RANK=peers.rank, SIZE=layout.size,
+        NUM_PROGRAMS=layout.num_programs, PUSHED_ROWS=layout.pushed_rows, BLOCK=block,
+        ROW_BLOCK=triton.next_power_of_2(row_values), ROW_VALUES=row_values, NOTHING=EMPTY, PDL=pdl,
         num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
     )  # fmt: skip
     return total_TD, out_TD

@@ -21,8 +21,8 @@ from triton.compiler import ASTSource
 import custom_ops.triton_allreduce as kernels
 
 TYPES = {"addresses_ptr": "*i64", "launches_ptr": "*i32", "turns_ptr": "*i32", "eps": "fp32"}
-CONSTANTS = {"RANK": 1, "SIZE": 2, "PADDED_SIZE": 2, "NUM_PROGRAMS": 128, "BLOCK": 4096, "ROW_BLOCK": 4096, "ROW_VALUES": 4096,
-             "NOTHING": -32768, "PDL": True}
+CONSTANTS = {"RANK": 1, "SIZE": 2, "PADDED_SIZE": 2, "NUM_PROGRAMS": 128, "PUSHED_ROWS": 4, "BLOCK": 4096, "ROW_BLOCK": 4096,
+             "ROW_VALUES": 4096, "NOTHING": -32768, "PDL": True}
 found = {}
 for name in ("_pushed_kernel", "_one_shot_kernel", "_two_shot_kernel"):
     kernel = getattr(kernels, name)
