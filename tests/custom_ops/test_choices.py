@@ -71,6 +71,10 @@ def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
         for family in ("x", "y"):
             choices.get(family, count, ("a", "b"), seconds)
     assert choices.unmeasured(64) == ()
+    choices.get("large", 100, ("a", "b"), seconds, first=65)  # nobody asks for it with fewer
+    assert choices.known("large", 100, first=65) == "a"
+    assert choices.unmeasured(64) == ()
+    assert choices.unmeasured(300) == (128, 256, 300)
 
 
 def test_ranges_of_token_counts() -> None:
