@@ -50,7 +50,7 @@ def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
             total, normed = allreduce_add_rms_norm(x, residual, weight, 1e-5)
             return {
                 "sum": all_reduce(x),
-                "all": all_gather(x, size, 2 * FEATURES - 3),
+                "all": all_gather(x, size, size * FEATURES - 3),
                 "total": total,
                 "normed": normed,
             }
@@ -71,14 +71,23 @@ def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
     return results
 
 
+FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")
+
+
 @pytest.mark.parametrize(
-    ("way", "sees_all"), [*((way, True) for way in ["nccl", *CHOICES]), ("nccl", False), ("by turns", False)]
+    ("size", "way", "sees_all"),
+    [
+        *((2, way, True) for way in ["nccl", *CHOICES]),
+        (2, "nccl", False),
+        (2, "by turns", False),
+        *(pytest.param(4, way, False, marks=FOUR) for way in CHOICES),
+    ],
 )
-def test_collectives_equal_their_definition(way: str, sees_all: bool, tmp_path: Path) -> None:
+def test_collectives_equal_their_definition(size: int, way: str, sees_all: bool, tmp_path: Path) -> None:
     """sees_all False: each rank sees its own device alone, as in the engine."""
-    by_rank = run_ranks(2, run_rank, 2, way, folder=tmp_path, device="cuda", sees_all=sees_all)
+    by_rank = run_ranks(size, run_rank, size, way, folder=tmp_path, device="cuda", sees_all=sees_all)
     for i, rows in enumerate(ROWS):
-        parts = [operands(rank, rows) for rank in range(2)]
+        parts = [operands(rank, rows) for rank in range(size)]
         total = torch.stack([x.double() for x, _, _ in parts]).sum(0)
         with_residual = total + parts[0][1].double()
         normed = with_residual / (with_residual.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
@@ -90,7 +99,7 @@ def test_collectives_equal_their_definition(way: str, sees_all: bool, tmp_path: 
                 # A sum that NCCL rounds before the residual cancels it: its last bit times the norm's weight.
                 torch.testing.assert_close(results[i][name].double(), value, rtol=2**-6, atol=2**-3)
                 assert torch.equal(results[i][name], by_rank[0][i][name]), f"{name} differs between ranks"
-            assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : 2 * FEATURES - 3])
+            assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : size * FEATURES - 3])
 
 
 def choose(rank: int, file: Path) -> tuple[list[str], AllreduceChoice | None]:
