@@ -30,19 +30,6 @@ log = logging.getLogger(__name__)
 
 NCCL, PUSHED, ONE_SHOT, TWO_SHOT = "nccl", "pushed", "one_shot", "two_shot"
 SIZES = (1, 16, 64, 128, 256, 512, 2048, 8192)  # rows that are measured, as far as there is room for them
-    1,
-    4,
-    16,
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-    2048,
-    4096,
-    8192,
-)  # rows that are measured, as far as there is room for them
 EPS = 1e-6
 REPEATS, ROUNDS = 20, 5
 FIRST_RUN_SECONDS = 60.0  # for a kernel that another rank may still have to compile
