@@ -12,7 +12,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -145,6 +146,20 @@ def _choices_of(index: int) -> Choices:
     return Choices(cache_folder() / f"choices-{digest.hexdigest()[:16]}-{gemms}-{name}-torch{torch.__version__}.json")
 
 
+_may_measure = True
+
+
+@contextmanager
+def no_measuring() -> Iterator[None]:
+    """Inside, what was not measured is not measured now: somebody waits."""
+    global _may_measure
+    before, _may_measure = _may_measure, False
+    try:
+        yield
+    finally:
+        _may_measure = before
+
+
 def fastest(
     family: str, num_tokens: int, runs: Mapping[str, Callable[[torch.Tensor], object]], weight: torch.Tensor,
     first: int = 1,
@@ -152,13 +167,13 @@ def fastest(
     """The name of the fastest of several functions of a weight, measured once a family and range of token counts.
 
     first: the fewest tokens that anyone asks for with. Measuring waits for the device, which nothing may do inside a graph's capture:
-    there, and on other devices, what was not measured is the first of them.
+    there, under `no_measuring` and on other devices, what was not measured is the first of them.
     """
     names = tuple(runs)
     if weight.device.type != "cuda":
         return names[0]
     choices = choices_of(weight.device)
-    if torch.cuda.is_current_stream_capturing():
+    if not _may_measure or torch.cuda.is_current_stream_capturing():
         return choices.get(family, num_tokens, names, None, first)
     timer = _Timer(weight, is_cold=num_tokens <= _MAX_COLD_TOKENS)
     choice = choices.get(family, num_tokens, names, lambda name: timer.seconds(runs[name]), first)

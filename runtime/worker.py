@@ -19,7 +19,7 @@ from compiler import available_kernels, compile_model
 from compiler.cudagraphs import CudaGraphRunner
 from compiler.dump import add_to_report
 from compiler.graph_capture import CudaGraphs
-from custom_ops.choices import unmeasured_token_counts
+from custom_ops.choices import no_measuring, token_range, unmeasured_token_counts
 from custom_ops.collectives import join_tensor_parallel_group
 from models.registry import build_model
 from models.spec import ModelSpec
@@ -111,6 +111,7 @@ class Worker:
         self._start_of_cache = time.perf_counter()
         self._graphs = self._graph_runner()
         self._said_all_captured = False
+        self._to_measure: list[int] = []  # token counts to run in idle moments, the next one last
         self._memory_plan = self._measure_memory() if device.type == "cuda" else None
         self.info = WorkerInfo(
             num_blocks=self._num_blocks(),
@@ -152,12 +153,16 @@ class Worker:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Start a step. On the CPU it is over when this returns."""
-        return self.runner.launch(scheduled)
+        with no_measuring():
+            return self.runner.launch(scheduled)
 
     def idle(self) -> bool:
-        """Do one piece of work that can wait (capture one more graph); False when there is none. Nothing may be in
-        flight. Which piece it is depends on the steps so far alone, so that ranks do the same.
+        """Do one piece of work that can wait (measure how linears run, capture one more graph); False when there is none. Nothing may be
+        in flight. Which piece it is depends on the steps so far alone, so that ranks do the same.
         """
+        if self._to_measure:
+            self.runner.warm_up(self._to_measure.pop(), 1)
+            return True
         if self._graphs is None:
             return False
         if self._graphs.capture_next():
@@ -269,7 +274,8 @@ class Worker:
         probe = self._new_runner(1)
         tokens, seqs = probe.max_num_tokens, min(scheduler.max_num_seqs, probe.max_num_tokens)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
-            probe.warm_up(tokens, seqs)
+            with no_measuring():
+                probe.warm_up(tokens, seqs)
             largest_step = torch.cuda.max_memory_allocated(device) - weights
             largest_step += getattr(self._backend, "workspace_to_come", 0)
             graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
@@ -294,10 +300,15 @@ class Worker:
         runner = self.runner
         runner.warm_up(1, 1)
         runner.warm_up(min(8, runner.max_num_tokens), 1)
-        # Each range of token counts once, where linears still have to find out by measuring how they run: no request shall wait for it.
-        # Ranks do all of them: what is known may differ from one to the next, and they have to make the same calls.
-        for count in unmeasured_token_counts(self.device, runner.max_num_tokens, all_ranges=self.rank.size > 1):
-            runner.warm_up(count, 1)
+        # Each range of token counts once, where linears still have to find out by measuring how they run: those of decodes before their
+        # graphs are captured, the others in idle moments; no request waits for it. Ranks do all ranges: what is known may differ from
+        # one to the next, and they have to make the same calls.
+        unmeasured = unmeasured_token_counts(self.device, runner.max_num_tokens, all_ranges=self.rank.size > 1)
+        most_decodes = token_range(self._config.scheduler.max_num_seqs)
+        for count in unmeasured:
+            if count <= most_decodes:
+                runner.warm_up(count, 1)
+        self._to_measure = [count for count in reversed(unmeasured) if count > most_decodes]
         runner.warm_up_sampler(self._dtype)
         if self._graphs is None:
             return ""

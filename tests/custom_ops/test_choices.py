@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
-from custom_ops.choices import Choices, fastest, token_range, unmeasured_token_counts
+from custom_ops.choices import Choices, fastest, no_measuring, token_range, unmeasured_token_counts
 
 
 def times(asked: list[str], seconds: dict[str, float]) -> Callable[[str], float]:
@@ -79,6 +81,33 @@ def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
 
 def test_ranges_of_token_counts() -> None:
     assert [token_range(n) for n in (0, 1, 2, 16, 17, 64, 65, 4096)] == [1, 1, 16, 16, 32, 64, 128, 4096]
+
+
+def test_nobody_waits_for_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake device: a request's step takes what is known, a step before serving measures."""
+    choices, asked = Choices(tmp_path / "choices.json"), list[str]()
+    monkeypatch.setattr("custom_ops.choices.choices_of", lambda device: choices)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+
+    class Timer:
+        def __init__(self, weight: object, *, is_cold: bool) -> None: ...
+
+        def seconds(self, run: Callable[[torch.Tensor], object]) -> float:
+            asked.append("measured")
+            return float(len(asked) == 1)
+
+        def clear(self) -> None: ...
+
+    monkeypatch.setattr("custom_ops.choices._Timer", Timer)
+    weight = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
+    runs: dict[str, Callable[[torch.Tensor], object]] = {"a": lambda weight: weight, "b": lambda weight: weight}
+    with no_measuring():
+        assert fastest("x", 100, runs, weight) == "a"  # type: ignore[arg-type]
+    assert not asked
+    assert fastest("x", 100, runs, weight) == "b"  # type: ignore[arg-type]
+    with no_measuring():
+        assert fastest("x", 100, runs, weight) == "b"  # type: ignore[arg-type]
+    assert len(asked) == 2
 
 
 def test_without_a_gpu_nothing_is_measured() -> None:

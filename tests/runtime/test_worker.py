@@ -12,7 +12,7 @@ from runtime.model_runner import ModelRunner
 from tests.support.engines import tiny_config, write_tiny_model
 
 
-def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run(
+def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_serving_or_when_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[torch.device, bool]] = []
@@ -31,6 +31,9 @@ def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run(
     monkeypatch.setattr("runtime.worker.unmeasured_token_counts", counts)
     monkeypatch.setattr(ModelRunner, "warm_up", recorded)
     config = tiny_config(write_tiny_model(tmp_path))
-    InProcessExecutor(config, lambda *_: None)
+    executor = InProcessExecutor(config, lambda *_: None)
     assert asked == [(torch.device("cpu"), False)]
+    assert ran[-1] == 5  # what decodes need at once, the rest when there is time
+    assert executor.idle()
     assert ran[-2:] == [5, max(config.scheduler.token_budget, config.scheduler.max_num_seqs)]
+    assert not executor.idle()
