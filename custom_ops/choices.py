@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: tiles have no fewer
 _SOURCES = ("triton_quantized_linear.py", "triton_quantize.py", "triton_elementwise.py", "quantized_linear_cuda.py",
-            "cublaslt.py")  # fmt: skip
+            "scaled_gemm.py", "cublaslt.py")  # fmt: skip
 _MAX_COPIES = 16
 _MAX_COLD_TOKENS = 256  # beyond, a weight is read so often that where it lies at first does not matter
 _MIN_CALLS = 4
