@@ -6,15 +6,19 @@ live side by side. Processes that start at once share one build through a file l
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import fcntl
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -72,21 +76,46 @@ def _link_flags() -> list[str]:
     return [f"-L{lib}", "-ltorch_cpu", "-lc10", *([str(bundled[0])] if bundled else ["-fopenmp"])]
 
 
-def run_all(processes: Sequence[tuple[str, list[str]]]) -> None:
-    """Run commands side by side; BuildError with the first error line of the first one that fails."""
-    running = [
-        (what, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-        for what, command in processes
-    ]
+def run_all(processes: Sequence[tuple[str, list[str]]], at_once: int | None = None) -> None:
+    """Run commands side by side, `at_once` of them (None: all); BuildError with the first error line of the first one that fails.
+
+    They end with this process.
+    """
+    waiting, running = list(reversed(processes)), deque[tuple[str, subprocess.Popen[str]]]()
     failed: str | None = None
-    for what, process in running:
+    while waiting or running:
+        while waiting and len(running) < (at_once or len(processes)):
+            what, command = waiting.pop()
+            running.append((what, _started(command)))
+        what, process = running.popleft()
         errors = process.communicate()[1]
+        _running.discard(process)
         if process.returncode and failed is None:
             lines = errors.splitlines()
             first = next((line for line in lines if "error:" in line), lines[-1] if lines else "no message")
             failed = f"the compiler failed on {what}: {first.strip()}"
+            waiting.clear()
     if failed is not None:
         raise BuildError(failed)
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    _running.add(process)
+    return process
+
+
+@atexit.register
+def _end_running() -> None:
+    """A compiler and the programs that it runs are a session of their own."""
+    for process in list(_running):
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGTERM)
 
 
 def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Path:

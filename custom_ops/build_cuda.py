@@ -13,15 +13,14 @@ import logging
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from custom_ops.background import run_in_background
 from custom_ops.build import CSRC, BuildError, build_once, cache_folder, run_all
 
 log = logging.getLogger(__name__)
@@ -71,13 +70,11 @@ class NvccLibrary:
         flags = [*_FLAGS, "-gencode", code, *(f"-I{folder}" for folder in self.include)]
         objects = [scratch / f"{i}.o" for i in range(len(self.variants))]
 
-        def compile_one(variant: str, target: Path) -> None:
-            command = [nvcc, *flags, variant, "-c", str(self.source), "-o", str(target)]
-            run_all([(f"{self.source.name} {variant}", command)])
-
-        # An nvcc takes a core and a GiB or two.
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as threads:
-            list(threads.map(compile_one, self.variants, objects))
+        commands = [
+            (f"{self.source.name} {variant}", [nvcc, *flags, variant, "-c", str(self.source), "-o", str(target)])
+            for variant, target in zip(self.variants, objects, strict=True)
+        ]
+        run_all(commands, at_once=max(1, (os.cpu_count() or 1) - 1))  # an nvcc takes a core and a GiB or two
         run_all([(self.name, [nvcc, "-shared", *map(str, objects), "-o", str(built)])])
 
 
@@ -120,7 +117,7 @@ def load_or_build(device: torch.device, what: str, make_library: Callable[[], Nv
         log.warning("%s are not in use, torch's are: %s", what, error)
         return None
     log.info("%s are built in the background, some minutes once; used from the next start on.", what)
-    threading.Thread(target=_build, args=(library, what), name=f"build-{library.name}", daemon=True).start()
+    run_in_background(f"build-{library.name}", functools.partial(_build, library, what))
     return None
 
 

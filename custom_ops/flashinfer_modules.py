@@ -7,6 +7,7 @@ can be copied in from an artifact, which makes it loadable without a compiler.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from custom_ops.background import run_in_background
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +154,7 @@ class FlashInferModules:
             if self._thread is not None or not missing:
                 return
             logger.info("building FlashInfer's prefill modules in the background: %s", ", ".join(missing))
-            self._thread = threading.Thread(
-                target=self._build_all, args=(missing,), name="flashinfer-build", daemon=True
-            )
-            self._thread.start()
+            self._thread = run_in_background("flashinfer-build", functools.partial(self._build_all, missing))
 
     def _build_all(self, variants: list[Variant]) -> None:
         for variant in variants:
