@@ -108,7 +108,7 @@ def remove_after_us(folder: str) -> None:
     with its children does not end that one.
     """
     ours_is_open, ours = os.pipe()
-    wait_and_remove = 'exec 3<&0; (cat <&3 >&-; rm -rf -- "$1") >/dev/null 2>&1 &'
+    wait_and_remove = 'exec 3<&0; (cat <&3; rm -rf -- "$1") >/dev/null 2>&1 &'
     subprocess.run(["sh", "-c", wait_and_remove, "sh", folder], stdin=ours_is_open, start_new_session=True, check=False)
     os.close(ours_is_open)
     _held_open.append(ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ def test_a_folder_does_not_outlive_its_process(tmp_path: Path, monkeypatch: pyte
     name, child = process.stdout.readline().split()
     folder = Path(name)
     try:
-        assert (folder / "file").exists()
+        time.sleep(0.5)
+        assert (folder / "file").exists()  # as long as the process lives
         process.kill() if how == "by a signal" else process.stdin.close()
         process.wait()
         wait_until(lambda: not folder.exists())
