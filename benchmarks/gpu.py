@@ -8,7 +8,8 @@ decode: (time of 129 new tokens - time of 1 new token) / 128 at prompt 128, the 
 is captured at need has been captured; `device_ms` is the captured step
 replayed by itself, `host_gap` the share of a step in which the device does not run it. prefill: prompts of one length, one new token,
 the best of three runs. mixed: 512 requests at once, prompts of 64 to 1024 and outputs of 32 to 320 tokens. startup: from the start of
-this process to the first token.
+this process to the first token. profile (only when asked for): kernels by name, of captured decode steps and of a prefill of 4 × 4096;
+a kernel's time includes its wait for the one before it where both overlap, so that their sum may exceed the step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from runtime.bytecode import keep_bytecode
 
-WORKS = ("startup", "decode", "prefill", "mixed")
+WORKS = ("startup", "decode", "prefill", "mixed", "profile")
 
 
 def seconds_since_process_start() -> float:
@@ -135,16 +136,16 @@ class Bench:
 
     def device_ms(self, batch: int) -> float | None:
         """The captured decode step of this batch size, replayed by itself; None where there is none."""
-        worker = getattr(
-            self.llm.engine.core._executor, "worker", None
-        )  # there is none in this process where ranks are others
-        graphs = worker._graphs if worker is not None else None
-        captured = graphs.captured_graph(batch) if graphs is not None else None
-        if captured is None:
-            return None
         from benchmarks.gpu_timing import replay_ms
 
-        return replay_ms(captured, 100.0)
+        graph = self.captured_graph(batch)
+        return None if graph is None else replay_ms(graph, 100.0)
+
+    def captured_graph(self, batch: int) -> Any:
+        """None also where the ranks are other processes."""
+        worker = getattr(self.llm.engine.core._executor, "worker", None)
+        graphs = worker._graphs if worker is not None else None
+        return graphs.captured_graph(batch) if graphs is not None else None
 
     def prefill(self) -> None:
         for count, length in ((8, 4096),) if self.args.quick else ((1, 1024), (1, 4096), (16, 4096)):
@@ -161,11 +162,26 @@ class Bench:
             total_tok_s=round(all_tokens / seconds, 1), req_s=round(count / seconds, 2),
         )  # fmt: skip
 
+    def profile(self) -> None:
+        from benchmarks.gpu_timing import kernels_of
+
+        for batch in self.args.batches:
+            self.generate(self.prompts(batch, 128), [12] * batch)
+            graph = self.captured_graph(batch)
+            if graph is not None:
+                self.emit(work="profile", of="decode", batch=batch, **kernels_of(graph.replay, repeats=4))
+        for _ in range(2):
+            self.generate(self.prompts(4, 4096), [1] * 4)
+        prompts = self.prompts(4, 4096)
+        self.emit(work="profile", of="prefill", n=4, prompt=4096, **kernels_of(lambda: self.generate(prompts, [1] * 4)))
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--work", type=lambda text: text.split(","), default=list(WORKS))
+    parser.add_argument(
+        "--work", type=lambda text: text.split(","), default=[work for work in WORKS if work != "profile"]
+    )
     parser.add_argument("--quantization", help="as the server's flag: fp8, int8, …")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag: auto or fp8")
     parser.add_argument("--tp", type=int, default=1, help="GPUs, one rank each")

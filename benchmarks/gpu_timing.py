@@ -80,6 +80,26 @@ def event_ms(fn: Callable[[], Any], repeats: int = 10) -> float:
     return sorted(times)[repeats // 2]
 
 
+def kernels_of(fn: Callable[[], Any], repeats: int = 1, top: int = 14) -> dict[str, Any]:
+    """Milliseconds and calls in one fn() of the kernels that take longest, by name, and of all together."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            fn()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    return {
+        "kernels_ms": round(sum(e.self_device_time_total for e in events) / 1e3 / repeats, 3),
+        "kernels": [
+            {"name": e.key[:95], "ms": round(e.self_device_time_total / 1e3 / repeats, 3), "calls": e.count // repeats}
+            for e in events[:top]
+        ],
+    }
+
+
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     """‖out − reference‖ / ‖reference‖ in float32."""
     return ((out.float() - reference.float()).norm() / reference.float().norm()).item()
