@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -10,10 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def commit() -> str:
-    """Short hash of the checkout, with "-dirty" where tracked files differ from it; or what a file COMMIT says, where there is one."""
-    named = ROOT / "COMMIT"  # of a tree that was copied without its history
-    if named.exists():
-        return named.read_text().strip()
+    """Short hash of the checkout, with "-dirty" where tracked files differ from it; of a copy without its history, $BENCHMARK_COMMIT."""
+    if named := os.environ.get("BENCHMARK_COMMIT"):
+        return named
     described = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True, text=True, check=False,

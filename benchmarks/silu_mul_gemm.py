@@ -48,7 +48,7 @@ def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
-            times[name].append(replay_ms(graph, budget_ms=20.0, groups=2))
+            times[name].append(replay_ms(graph, budget_ms=20.0, groups=3))
     for name in ways:
         ms = sorted(times[name])[ROUNDS // 2]
         emit(work="silu_mul_gemm", model=model, tokens=num_tokens, hidden=hidden, inputs=inputs, way=name, ms=round(ms, 4),

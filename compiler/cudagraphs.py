@@ -174,10 +174,10 @@ class CudaGraphRunner:
             return self._piecewise.sizes[bisect.bisect_left(self._piecewise.sizes, num_tokens)]
         return None
 
-    def bind(self, decode_inputs: InputsOf, prompt_inputs: InputsOf | None = None) -> None:
+    def bind(self, decode_inputs: InputsOf | None, prompt_inputs: InputsOf | None = None) -> None:
         """Say where steps of decodes lie: decode_inputs(size) fills the persistent buffers with `size` padding sequences.
 
-        prompt_inputs(size): a made-up step of that many tokens of a prompt, for estimates.
+        prompt_inputs(size): a made-up step of that many tokens of a prompt, for estimates. None: nowhere, as before the first call.
         """
         self._decode_inputs = decode_inputs
         self._prompt_inputs = prompt_inputs
@@ -213,6 +213,11 @@ class CudaGraphRunner:
         stats.capture_seconds += seconds
         stats.used_bytes += max(0, self._device.used_bytes() - before)
         return True
+
+    def capture_pieces_up_to(self, most_tokens: int | None) -> None:
+        """Steps of more tokens run without piecewise graphs as long as they have none; None: there is no limit."""
+        if self._piecewise is not None:
+            self._piecewise.most_tokens = most_tokens
 
     def next_piecewise_size(self) -> int | None:
         """The piecewise size to capture next, largest first; None when all are. The next step of that size captures it."""

@@ -54,6 +54,7 @@ class PiecewiseGraphs:
         self._captured: dict[int, _Captured] = {}
         self._asked: dict[int, int] = {}
         self._wanted = list(sizes)
+        self.most_tokens: int | None = None  # of a size that may be captured now; None: any
 
     def run(
         self,
@@ -70,7 +71,8 @@ class PiecewiseGraphs:
         captured = self._captured.get(size)
         if captured is None or captured.cache_address != kv_caches[0].data_ptr():
             self._asked[size] = self._asked.get(size, 0) + 1
-            if self._asked[size] < ASKED_BEFORE_CAPTURE:
+            may_capture = self.most_tokens is None or size <= self.most_tokens
+            if not may_capture or self._asked[size] < ASKED_BEFORE_CAPTURE:
                 return None
             started = time.perf_counter()
             before = self._device.used_bytes()

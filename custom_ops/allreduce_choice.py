@@ -97,7 +97,8 @@ def choose_allreduce(
     layout = layout_for(group.size, num_features, dtype, max_rows)
     peers = map_peer_memory(group.rank, layout, group.process_group, device)
     if isinstance(peers, str):
-        log.warning("All-reduces go over NCCL alone: %s.", peers)
+        if group.rank == 0:
+            log.warning("All-reduces go over NCCL alone: %s.", peers)
         return f"over NCCL: {peers}"
     file = _default_file() if file is None else file
     problem = (
@@ -111,7 +112,8 @@ def choose_allreduce(
         choice = _measured(group, peers, num_features, dtype, device)
         if group.rank == 0:
             _keep(file, problem, choice)
-    use_peer_memory(peers, choice)
+    if choice != AllreduceChoice():  # else the memory is given back
+        use_peer_memory(peers, choice)
     sentence = choice.sentence() + (", as measured at an earlier start" if kept[0] is not None else "")
     if group.rank == 0:
         log.info("All-reduces before a norm go %s.", sentence)
@@ -229,7 +231,10 @@ def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def _default_file() -> Path:
     """Named after the kernels' source, so that a choice does not outlive what was measured."""
-    sources = [Path(__file__).with_name(name).read_bytes() for name in ("triton_allreduce.py", "allreduce_choice.py")]
+    sources = [
+        Path(__file__).with_name(name).read_bytes()
+        for name in ("triton_allreduce.py", "peer_memory.py", "allreduce_choice.py")
+    ]
     digest = hashlib.sha256(b"\0".join(sources)).hexdigest()[:12]
     return cache_folder() / f"allreduce-{digest}-torch{torch.__version__}.json"
 

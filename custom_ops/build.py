@@ -79,7 +79,7 @@ def _link_flags() -> list[str]:
 def run_all(processes: Sequence[tuple[str, list[str]]], at_once: int | None = None) -> None:
     """Run commands side by side, `at_once` of them (None: all); BuildError with the first error line of the first one that fails.
 
-    They end with this process.
+    They end with this process (`end_builds`).
     """
     waiting, running = list(reversed(processes)), deque[tuple[str, subprocess.Popen[str]]]()
     failed: str | None = None
@@ -111,8 +111,8 @@ def _started(command: list[str]) -> subprocess.Popen[str]:
 
 
 @atexit.register
-def _end_running() -> None:
-    """A compiler and the programs that it runs are a session of their own."""
+def end_builds() -> None:
+    """End the compilers that run, each with the programs that it started; for processes that leave by `os._exit`, which do so before."""
     for process in list(_running):
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -167,9 +167,12 @@ def build_once(name: str, library: Path, duration: str, make: Callable[[Path, Pa
             return library
         log.info("building the %s kernels (once on this machine, %s)", name, duration)
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / library.name
-            make(Path(scratch), built)
-            os.replace(built, library)
+        try:
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                built = Path(scratch) / library.name
+                make(Path(scratch), built)
+                os.replace(built, library)
+        except OSError as error:
+            raise BuildError(f"the {name} kernels could not be built in {folder}: {error}") from error
         log.info("built the %s kernels in %.1f s", name, time.monotonic() - start)
     return library

@@ -89,7 +89,8 @@ def cutlass_library(name: str, num_configs: int, headers: Sequence[str] = ()) ->
     headers: the project's own that it includes besides NAME.h.
     """
     spec = find_spec("cutlass_library")
-    root = Path(next(iter(spec.submodule_search_locations or ()))) / "source" if spec is not None else None
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    root = Path(folders[0]) / "source" if folders else None
     if root is None or not (root / "include" / "cutlass").is_dir():
         raise BuildError("CUTLASS' headers were not found: install nvidia-cutlass (extra [cuda])")
     folder = CSRC / "cuda"

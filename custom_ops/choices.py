@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from custom_ops.build import CSRC, cache_folder
-from custom_ops.cutlass_gemm import gemm_library, load_gemms
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Choices:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._chosen = self._kept()
-        self._families: dict[str, int] = {}  # with the fewest tokens that each was asked for with
+        self._families: dict[str, tuple[int, int]] = {}  # the fewest and the most tokens that each is asked for with
         self._given_up: set[str] = set()  # until the next start
 
     def get(
@@ -55,7 +54,7 @@ class Choices:
         seconds: how long a candidate takes; one that raises is left out. None: nothing may be measured now. first: the fewest tokens that
             anyone asks for with.
         """
-        self._families[family] = first
+        self._was_asked(family, num_tokens, first)
         problem = _problem(family, token_range(num_tokens))
         known = self._chosen.get(problem)
         if known is not None and known in names:
@@ -73,13 +72,17 @@ class Choices:
 
     def known(self, family: str, num_tokens: int, first: int = 1) -> str | None:
         """The choice made before, whatever its name; None where there is none. first: as for `get`."""
-        self._families[family] = first
+        self._was_asked(family, num_tokens, first)
         return self._chosen.get(_problem(family, token_range(num_tokens)))
 
-    def unmeasured(self, max_tokens: int, *, all_ranges: bool = False) -> tuple[int, ...]:
-        """Token counts up to max_tokens, one a range, for which a family that was asked for has no choice yet.
+    def _was_asked(self, family: str, num_tokens: int, first: int) -> None:
+        fewest, most = self._families.get(family, (first, num_tokens))
+        self._families[family] = min(first, fewest), max(num_tokens, most)
 
-        all_ranges: one of every range, as soon as any family was asked for.
+    def unmeasured(self, max_tokens: int, *, all_ranges: bool = False) -> tuple[int, ...]:
+        """Token counts up to max_tokens, one a range, for which a family has no choice yet, as far as it was asked for with so many tokens.
+
+        all_ranges: one of every such range, chosen or not.
         """
         counts, count = [1], 1
         while count < max_tokens:
@@ -89,8 +92,10 @@ class Choices:
             count
             for count in counts
             if any(
-                count >= first and (all_ranges or _problem(family, token_range(count)) not in self._chosen)
-                for family, first in self._families.items()
+                count >= first
+                and token_range(count) <= token_range(most)
+                and (all_ranges or _problem(family, token_range(count)) not in self._chosen)
+                for family, (first, most) in self._families.items()
             )
         )
 
@@ -141,9 +146,8 @@ def _choices_of(index: int) -> Choices:
     folder = Path(__file__).parent
     for file in (*(folder / name for name in _SOURCES), *sorted((CSRC / "cuda").iterdir())):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    gemms = "torch" if load_gemms(device) is None else gemm_library().path().stem
     name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return Choices(cache_folder() / f"choices-{digest.hexdigest()[:16]}-{gemms}-{name}-torch{torch.__version__}.json")
+    return Choices(cache_folder() / f"choices-{digest.hexdigest()[:16]}-{name}-torch{torch.__version__}.json")
 
 
 _may_measure = True

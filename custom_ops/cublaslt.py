@@ -68,6 +68,13 @@ def _library() -> ctypes.CDLL | None:
 
 
 @functools.cache
+def _version() -> int:
+    """An algorithm's bytes mean the same to one version of the library only."""
+    library = _library()
+    return 0 if library is None else int(library.cublasLtGetVersion())
+
+
+@functools.cache
 def _handle(device: torch.device) -> ctypes.c_void_p:
     library, handle = _library(), ctypes.c_void_p()
     assert library is not None
@@ -81,11 +88,13 @@ class _Product:
 
     def __init__(
         self, device: torch.device, num_tokens: int, out_features: int, in_features: int,
-        x_stride: int, weight_stride: int, residual_stride: int,
+        x_stride: int, residual_stride: int,
     ) -> None:  # fmt: skip
+        self._layouts: list[ctypes.c_void_p] = []
         library = _library()
         assert library is not None
-        self._library, self._handle, self._device = library, _handle(device), device
+        self._library, self._handle = library, _handle(device)
+        self._shapes = f"{num_tokens} x {in_features} by {out_features}"
         self._operation = ctypes.c_void_p()
         status = library.cublasLtMatmulDescCreate(ctypes.byref(self._operation), _COMPUTE_32F, _CUDA_R_32F)
         _check(status, "cublasLtMatmulDescCreate")
@@ -93,7 +102,7 @@ class _Product:
         self._layouts = [
             self._layout(rows, columns, stride)
             for rows, columns, stride in (
-                (in_features, out_features, weight_stride),
+                (in_features, out_features, in_features),
                 (in_features, num_tokens, x_stride),
                 (out_features, num_tokens, residual_stride or out_features),
                 (out_features, num_tokens, out_features),
@@ -101,6 +110,7 @@ class _Product:
         ]
         self._beta = ctypes.c_float(1.0 if residual_stride else 0.0)
         self._workspace_bytes: dict[str, int | None] = {}
+        self._algorithms: list[str] | None = None
 
     def __del__(self) -> None:
         for layout in self._layouts:
@@ -116,7 +126,16 @@ class _Product:
         return layout
 
     def algorithms(self) -> list[str]:
-        """The heuristic's first ones that run, best first, by name."""
+        """The heuristic's first ones that run, best first, by name; none where the library refuses, which is logged."""
+        if self._algorithms is None:
+            try:
+                self._algorithms = self._found()
+            except CublasLtError as error:
+                log.warning("torch's product is used for %s: %s", self._shapes, error)
+                self._algorithms = []
+        return self._algorithms
+
+    def _found(self) -> list[str]:
         preference, count = ctypes.c_void_p(), ctypes.c_int()
         found = (_Heuristic * _CANDIDATES)()
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "cublasLtMatmulPreferenceCreate")
@@ -186,9 +205,9 @@ def linear(
 ) -> torch.Tensor:
     """y = x Wᵀ (+ residual), summed in float32, by the fastest of torch's way and cuBLASLt's algorithms, measured once a range of T.
 
-    x_TI, weight_OI, residual_TO: rows may be strided. → [T, O] in x's dtype. Other dtypes than bfloat16, and rows that do not begin at
-    multiples of 16 bytes, are torch's. first: the fewest tokens that a caller comes with. Measuring waits for the device, which nothing
-    may do inside a graph's capture: there, what was not measured is torch's.
+    x_TI, residual_TO: rows may be strided. → [T, O] in x's dtype. Other dtypes than bfloat16, and rows that do not begin at multiples of
+    16 bytes or lie upon each other, are torch's. first: the fewest tokens that a caller comes with. Measuring waits for the device, which
+    nothing may do inside a graph's capture: there, what was not measured is torch's.
     """
 
     def by_torch(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -196,14 +215,15 @@ def linear(
         return y_TO if residual_TO is None else y_TO + residual_TO
 
     operands = [x_TI, weight_OI] if residual_TO is None else [x_TI, weight_OI, residual_TO]
-    if not all(map(_is_taken, operands)) or weight_OI.shape[0] * 2 % _ALIGNMENT or _library() is None:
+    is_taken = all(map(_is_taken, operands)) and weight_OI.is_contiguous() and weight_OI.shape[0] * 2 % _ALIGNMENT == 0
+    if not is_taken or _library() is None:
         return by_torch(weight_OI)
     num_tokens, in_features = x_TI.shape
     product = _product(
-        x_TI.device, num_tokens, weight_OI.shape[0], in_features, x_TI.stride(0), weight_OI.stride(0),
+        x_TI.device, num_tokens, weight_OI.shape[0], in_features, x_TI.stride(0),
         residual_TO.stride(0) if residual_TO is not None else 0,
     )  # fmt: skip
-    family = f"linear O={weight_OI.shape[0]} I={in_features}{'' if residual_TO is None else ' + residual'}"
+    family = f"linear cuBLASLt {_version()} O={weight_OI.shape[0]} I={in_features}{'' if residual_TO is None else ' + residual'}"
     choice = choices_of(x_TI.device).known(family, num_tokens, first)
     if choice is None:
         runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {TORCH: by_torch}
@@ -215,7 +235,7 @@ def linear(
 
 
 def _is_taken(operand: torch.Tensor) -> bool:
-    return (
-        operand.is_cuda and operand.dtype == torch.bfloat16 and operand.numel() > 0 and operand.stride(1) == 1
-        and operand.data_ptr() % _ALIGNMENT == 0 and operand.stride(0) * operand.element_size() % _ALIGNMENT == 0
-    )  # fmt: skip
+    is_bfloat16 = operand.is_cuda and operand.dtype == torch.bfloat16 and operand.numel() > 0
+    row_bytes = operand.stride(0) * operand.element_size()
+    is_aligned = operand.data_ptr() % _ALIGNMENT == 0 and row_bytes % _ALIGNMENT == 0
+    return is_bfloat16 and operand.stride(1) == 1 and operand.stride(0) >= operand.shape[1] and is_aligned

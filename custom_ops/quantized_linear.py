@@ -39,12 +39,20 @@ def quantized_linear_unsupported_reason(
     dtype: of the activations. per_block: whether the weight's scale is per block.
     """
     if device.type == "cuda":
-        return None
+        return cuda_unsupported_reason(device, weight_dtype)
     if device.type != "cpu":
         return f"there is no kernel for {_name(weight_dtype)} weights on {device.type}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"the CPU kernel takes bfloat16 and float32, not {dtype}"
     return cpu_unsupported_reason(weight_dtype=weight_dtype, per_block=per_block)
+
+
+@cache
+def cuda_unsupported_reason(device: torch.device, weight_dtype: torch.dtype) -> str | None:
+    """None when the CUDA kernels take weights of this dtype on this device, else one sentence why not."""
+    if weight_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+        return f"float8 needs compute capability 8.9 or newer, {torch.cuda.get_device_name(device)} is older"
+    return None
 
 
 def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, activations: Activations) -> torch.Tensor:
@@ -83,7 +91,7 @@ def _quantized_linear(
     activations: str = "none",
     input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check(packed, scale, activations, input_scale)
+    check_arguments(packed, scale, activations, input_scale)
     weight_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1], activations)
     dtype, math_dtype = x_TI.dtype, torch.promote_types(x_TI.dtype, torch.float32)
     if norm_weight_I is not None:
@@ -116,7 +124,9 @@ def exact_quantized_linear(
     return _quantized_linear(x_TI, plain_OI, scale, out_features, *options)
 
 
-def _check(packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None) -> None:
+def check_arguments(
+    packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None
+) -> None:
     if packed.dtype not in LARGEST:
         raise ValueError(f"quantized_linear takes float8_e4m3fn and int8 weights, not {packed.dtype}.")
     if activations not in KINDS:
@@ -145,7 +155,8 @@ def _quantized_linear_fake(
 
 def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if x_TI.device.type != "cpu":  # there, packing has said so
-        _warn_slow(f"there is no kernel for {_name(packed.dtype)} weights on {x_TI.device.type}")
+        reason = cuda_unsupported_reason(packed.device, packed.dtype) if x_TI.device.type == "cuda" else None
+        _warn_slow(reason or f"there is no kernel for {_name(packed.dtype)} weights on {x_TI.device.type}")
     return _quantized_linear(x_TI, packed, *args, **kwargs)
 
 
@@ -153,6 +164,8 @@ def _quantized_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
     # Triton is imported where it is used
     from custom_ops.quantized_linear_cuda import quantized_linear as quantized_linear_cuda
 
+    if cuda_unsupported_reason(args[1].device, args[1].dtype) is not None:
+        return _quantized_linear_slowly(*args, **kwargs)
     return quantized_linear_cuda(*args, **kwargs)
 
 

@@ -18,7 +18,9 @@ from typing import overload
 import torch
 
 from custom_ops.choices import fastest
+from custom_ops.cutlass_gemm import load_gemms
 from custom_ops.quantization import Activations
+from custom_ops.quantized_linear import check_arguments
 from custom_ops.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
@@ -44,6 +46,9 @@ class QuantizedLinear:
     activations: Activations = "none"
     input_scale: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        check_arguments(self.weight_OI, self.scale, self.activations, self.input_scale)
+
     def ways(self) -> tuple[str, ...]:
         """The ways that take this call, the one to take without measuring first."""
         num_tokens, is_rounded = self.x_TI.shape[0], self.activations != "none"
@@ -64,8 +69,13 @@ class QuantizedLinear:
             f"{_name(self.x_TI.dtype)} {self.activations}",
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
+            *(("cutlass",) if self._has_cutlass() else ()),  # measured again when it is built
         )
         return " ".join(parts)
+
+    def _has_cutlass(self) -> bool:
+        is_float8 = self.weight_OI.is_cuda and self.weight_OI.dtype == torch.float8_e4m3fn
+        return is_float8 and load_gemms(self.weight_OI.device) is not None
 
     def fastest_way(self) -> str:
         """The way to take: measured, where it may be."""

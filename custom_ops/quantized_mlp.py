@@ -15,7 +15,7 @@ import torch
 
 from custom_ops.library import OpKind, define
 from custom_ops.quantization import Activations
-from custom_ops.quantized_linear import exact_quantized_linear, quantized_linear
+from custom_ops.quantized_linear import cuda_unsupported_reason, exact_quantized_linear, quantized_linear
 
 
 def _quantized_mlp_as(linear: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -45,6 +45,9 @@ def _quantized_mlp_cuda(*arguments: Any) -> torch.Tensor:
         quantized_mlp as quantized_mlp_cuda,  # Triton is imported where it is used
     )
 
+    gate_up = arguments[1]
+    if cuda_unsupported_reason(gate_up.device, gate_up.dtype) is not None:
+        return _quantized_mlp(*arguments)
     return quantized_mlp_cuda(*arguments)
 
 

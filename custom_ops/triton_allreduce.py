@@ -49,6 +49,15 @@ def _wait_for(peer, mine, flags, launch):
 
 
 @triton.jit
+def _wait_for_sums(peer, mine, flags, launch):
+    """As `_wait_for`, where a peer cannot be further than we are, and may not have been here for more launches than an int32 can count."""
+    flag = (mine + flags + peer * 4).to(tl.pointer_type(tl.int32))
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != launch:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
 def _row_of(address, ptr):
     """A row in somebody's buffer, as what `ptr` points to."""
     return tl.multiple_of(address.to(ptr.dtype), 16)
@@ -235,7 +244,7 @@ def _two_shot_kernel(
     _tell_others(addresses_ptr, sum_flags, launch, RANK, SIZE, PADDED_SIZE)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _wait_for(peer, mine, sum_flags, launch)
+            _wait_for_sums(peer, mine, sum_flags, launch)
 
     # Sums of ours are read back too: one and the same code gives all ranks the same bits of the norm.
     row, place, owner = first_row, first_place, program % SIZE

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from custom_ops.triton_common import (
+    SPLIT_COUNTERS,
     launch_options,
     let_next_start,
     num_sms,
@@ -182,8 +183,8 @@ def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2)
 
     Few sequences are split finely; more of them only where they are long, because combining splits costs as much as 200 tokens. Many
     of them fill the device, and one warp a program keeps the most loads in flight, but all wait for the longest: so those of more than
-    512 tokens are cut. Where the memory is to be the limit, tiles of float8 are twice as long: what a tile costs besides its bytes is
-    nearly all of the instructions that there is time for.
+    512 tokens (1024 of float8) are cut. Where the memory is to be the limit, tiles of float8 are twice as long: what a tile costs
+    besides its bytes is nearly all of the instructions that there is time for.
     """
     groups = num_seqs * num_kv_heads
     if groups <= sms // 8:
@@ -193,7 +194,8 @@ def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2)
     widening = 2 if itemsize == 1 else 1
     if groups < 5 * sms:
         return widening * 64, 1, 2, 4, widening * 64
-    return widening * 32, 4 if groups < 8 * sms else 2, 2, 1, widening * 512
+    splits = 4 if groups < 8 * sms else 2 if groups <= SPLIT_COUNTERS else 1
+    return widening * 32, splits, 2, 1, widening * 512
 
 
 def decode_attention(

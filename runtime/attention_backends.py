@@ -92,7 +92,10 @@ def select_attention_backend(
         if reason is None:
             assert backend is not None
             passed_over = "".join(f"; not {other}: {why}" for other, why in reasons)
-            logger.info("Attention backend %s%s.", candidate, passed_over)
+            is_slow = device.type == "cuda" and candidate == "torch" and name is None
+            level = logging.WARNING if is_slow else logging.INFO
+            slow = ", the plain reference: slow" if is_slow else ""
+            logger.log(level, "Attention backend %s%s%s.", candidate, slow, passed_over)
             return backend
         reasons.append((candidate, reason))
     if name is not None:

@@ -118,4 +118,6 @@ def _exit_with_parent(folder: str | None) -> None:
     sys.stdin.buffer.read()  # returns when the parent closes its end, or dies
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+    if (build := sys.modules.get("custom_ops.build")) is not None:  # it takes torch along
+        build.end_builds()
     os._exit(EXIT_ORPHANED)

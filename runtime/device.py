@@ -21,10 +21,12 @@ def resolve_device(name: Literal["auto", "cpu", "cuda"], index: int | None = Non
 
     Raises `ValueError` when CUDA is asked for and not there, or has no such device.
     """
-    if name != "cpu" and index is not None and not torch.cuda.is_available() and _has_cuda():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", str(index))
+    is_hidden = visible.strip() in ("", "-1")  # on purpose
+    if name != "cpu" and index is not None and not is_hidden and not torch.cuda.is_available() and _has_cuda():
         raise ValueError(
-            f"CUDA device {os.environ.get('CUDA_VISIBLE_DEVICES', index)} is wanted, but torch finds no such device here: ranks "
-            "and replicas have a device each; lower --tensor-parallel-size or --data-parallel-size, or check the driver."
+            f"CUDA device {visible} is wanted, but torch finds no such device here: ranks and replicas have a device each; lower "
+            "--tensor-parallel-size or --data-parallel-size, check the driver, or use --device cpu."
         )
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(

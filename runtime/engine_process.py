@@ -18,6 +18,7 @@ from typing import NoReturn
 import msgspec
 import zmq
 
+from custom_ops.build import end_builds
 from runtime.child_process import EXIT_FAILURE, LINGER_MS, boot_code, describe_error, read_bootstrap, settle_in
 from runtime.config import EngineConfig
 from runtime.executor import RankFailedError
@@ -195,4 +196,5 @@ def main() -> NoReturn:
     process.close()
     sys.stderr.flush()
     # Without the interpreter's tear-down: threads of the kernels and compile workers have nothing left to save.
+    end_builds()
     os._exit(status)

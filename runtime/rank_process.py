@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import msgspec
 import zmq
 
+from custom_ops.build import end_builds
 from runtime.child_process import (
     EXIT_FAILURE,
     LINGER_MS,
@@ -265,4 +266,5 @@ def main() -> NoReturn:
     process.close()
     sys.stderr.flush()
     # Without the interpreter's tear-down: threads of the kernels and compile workers have nothing left to save.
+    end_builds()
     os._exit(status)

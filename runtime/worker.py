@@ -161,7 +161,9 @@ class Worker:
         in flight. Which piece it is depends on the steps so far alone, so that ranks do the same.
         """
         if self._to_measure:
-            self.runner.warm_up(self._to_measure.pop(), 1)
+            self._measure(self._to_measure.pop())
+            if not self._to_measure and self._graphs is not None:
+                self._graphs.capture_pieces_up_to(None)
             return True
         if self._graphs is None:
             return False
@@ -255,15 +257,16 @@ class Worker:
                 is_cpu=self.device.type == "cpu",
             )
         except KVCacheTooSmallError:
-            self._say_memory(0, 0)
+            self._say_memory(0, 0, is_mine=True)
             raise
 
     def _memory_facts(self) -> dict[str, int | float | str]:
         plan = {} if self._memory_plan is None else asdict(self._memory_plan)
         return {"kv_cache_dtype": _dtype_name(self._cache_dtype)} | {f"memory.{name}": n for name, n in plan.items()}
 
-    def _say_memory(self, cache_bytes: int, cache_tokens: int) -> None:
-        if self._memory_plan is not None and self.rank.index == 0:
+    def _say_memory(self, cache_bytes: int, cache_tokens: int, *, is_mine: bool = False) -> None:
+        """is_mine: what the table explains is this rank's alone; else rank 0 speaks for all."""
+        if self._memory_plan is not None and (is_mine or self.rank.index == 0):
             logger.info("%s", self._memory_plan.table(describe_device(self.device), cache_bytes, cache_tokens))
 
     def _measure_memory(self) -> MemoryPlan:
@@ -272,13 +275,17 @@ class Worker:
         weights = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         probe = self._new_runner(1)
-        tokens, seqs = probe.max_num_tokens, min(scheduler.max_num_seqs, probe.max_num_tokens)
+        # No step has more tokens than all sequences at their full length.
+        tokens = min(probe.max_num_tokens, scheduler.max_num_seqs * self._max_model_len)
+        seqs = min(scheduler.max_num_seqs, tokens)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
             with no_measuring():
                 probe.warm_up(tokens, seqs)
             largest_step = torch.cuda.max_memory_allocated(device) - weights
             largest_step += getattr(self._backend, "workspace_to_come", 0)
             graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
+        if self._graphs is not None:
+            self._graphs.bind(None)  # its buffers are the probe's
         del probe
         torch.cuda.empty_cache()
         free, total, reserved = measured_memory(device)
@@ -301,14 +308,16 @@ class Worker:
         runner.warm_up(1, 1)
         runner.warm_up(min(8, runner.max_num_tokens), 1)
         # Each range of token counts once, where linears still have to find out by measuring how they run: those of decodes before their
-        # graphs are captured, the others in idle moments; no request waits for it. Ranks do all ranges: what is known may differ from
-        # one to the next, and they have to make the same calls.
+        # graphs are captured, the others in idle moments, and no graph of these is captured before. Ranks do all ranges: what is known
+        # may differ from one to the next, and they have to make the same calls.
         unmeasured = unmeasured_token_counts(self.device, runner.max_num_tokens, all_ranges=self.rank.size > 1)
         most_decodes = token_range(self._config.scheduler.max_num_seqs)
         for count in unmeasured:
             if count <= most_decodes:
-                runner.warm_up(count, 1)
+                self._measure(count)
         self._to_measure = [count for count in reversed(unmeasured) if count > most_decodes]
+        if self._to_measure and self._graphs is not None:
+            self._graphs.capture_pieces_up_to(most_decodes)
         runner.warm_up_sampler(self._dtype)
         if self._graphs is None:
             return ""
@@ -321,6 +330,10 @@ class Worker:
             self._graphs.capture(2)
         report = self._graphs.report()
         return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {self._graph_memory()}"
+
+    def _measure(self, num_tokens: int) -> None:
+        """Run a step with as many rows of logits as a step of so many tokens may have, so that the output head is measured too."""
+        self.runner.warm_up(num_tokens, min(num_tokens, self._config.scheduler.max_num_seqs))
 
     def _graph_memory(self) -> str:
         assert self._graphs is not None

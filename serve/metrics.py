@@ -89,7 +89,10 @@ class Metrics:
         """Publish what start-up found: compilation, cache and limits."""
         facts = {name: str(getattr(info, name)) for name in ("dtype", "device", "block_size", "num_kv_blocks")}
         facts["max_model_len"] = str(info.max_model_len)
-        facts |= {name: str(info.compile_report.get(name, "")) for name in ("attention_backend", "kv_cache_dtype")}
+        facts |= {
+            name: str(info.compile_report.get(name, ""))
+            for name in ("attention_backend", "kv_cache_dtype", "all_reduce")
+        }
         gauge = Gauge(PREFIX + "engine_info", "Facts of the engine.", [_LABEL, *facts], registry=self.registry)
         gauge.labels(self._model, *facts.values()).set(1)
         report = info.compile_report

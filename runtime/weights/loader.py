@@ -130,7 +130,7 @@ def _checked_stream(
     cache_scales = [name for name in unexpected if name.rpartition(".")[2] in _CACHE_SCALES]
     if cache_scales:
         logger.warning(
-            "%s holds scales of an fp8 KV cache, which are not used: keys and values are kept as they are (%s).",
+            "%s holds scales of an fp8 KV cache, which are not used: no cache of ours has scales (%s).",
             path, _some(cache_scales),
         )  # fmt: skip
     if others := [name for name in unexpected if name not in cache_scales]:

@@ -64,6 +64,8 @@ def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
     assert choices.unmeasured(100, all_ranges=True) == ()  # nobody asked for anything
     choices.get("x", 1, ("a",), seconds)
     choices.get("x", 40, ("a", "b"), seconds)
+    assert choices.unmeasured(100) == (16, 32)  # nobody asked for it with more
+    choices.get("x", 100, ("a", "b"), None)
     assert choices.unmeasured(100) == (16, 32, 100)
     assert choices.unmeasured(100, all_ranges=True) == (1, 16, 32, 64, 100)
     assert choices.unmeasured(1) == ()
@@ -73,10 +75,12 @@ def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
         for family in ("x", "y"):
             choices.get(family, count, ("a", "b"), seconds)
     assert choices.unmeasured(64) == ()
+    choices.get("x", 100, ("a", "b"), seconds)
+    choices.get("large", 300, ("a", "b"), None, first=65)
     choices.get("large", 100, ("a", "b"), seconds, first=65)  # nobody asks for it with fewer
     assert choices.known("large", 100, first=65) == "a"
     assert choices.unmeasured(64) == ()
-    assert choices.unmeasured(300) == (128, 256, 300)
+    assert choices.unmeasured(300) == (256, 300)
 
 
 def test_ranges_of_token_counts() -> None:

@@ -66,9 +66,26 @@ def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
         torch.cuda.synchronize()
         for name, tensor in replayed.items():
             assert torch.equal(tensor.cpu(), called[name]), f"{name} of {rows} rows differs in a graph"
+        check_launches_one_by_one(x, residual, weight, called["total"])
         results.append(called)
     assert tensor_parallel_group().size == size
     return results
+
+
+def check_launches_one_by_one(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor
+) -> None:
+    """Values change from launch to launch: one that reads what an earlier one left behind is seen."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        totals = [allreduce_add_rms_norm(x.neg_(), residual, weight, 1e-5)[0] for _ in range(6)]
+    for _ in range(REPLAYS):
+        graph.replay()
+        torch.cuda.synchronize()
+        for even, odd in zip(totals[::2], totals[1::2], strict=True):
+            assert torch.equal(odd.cpu(), expected)
+            assert torch.equal(even, totals[0])
+            torch.testing.assert_close((even.double() + odd.double()) / 2, residual.double(), rtol=2**-6, atol=2**-3)
 
 
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")

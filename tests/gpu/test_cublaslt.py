@@ -37,7 +37,7 @@ def error(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, residual:
 def test_every_algorithm(num_tokens: int, out: int, inner: int, has_residual: bool) -> None:
     x, weight, residual = operands(num_tokens, out, inner)
     product = cublaslt._product(
-        x.device, num_tokens, out, inner, x.stride(0), inner, residual.stride(0) if has_residual else 0
+        x.device, num_tokens, out, inner, x.stride(0), residual.stride(0) if has_residual else 0
     )
     found = product.algorithms()
     assert found
