@@ -169,7 +169,13 @@ class Bench:
             self.generate(self.prompts(batch, 128), [12] * batch)
             graph = self.captured_graph(batch)
             if graph is not None:
-                self.emit(work="profile", of="decode", batch=batch, **kernels_of(graph.replay, repeats=4))
+                self.emit(
+                    work="profile",
+                    of="decode",
+                    batch=batch,
+                    device_ms=self.device_ms(batch),
+                    **kernels_of(graph.replay, repeats=4),
+                )
         for _ in range(2):
             self.generate(self.prompts(4, 4096), [1] * 4)
         prompts = self.prompts(4, 4096)

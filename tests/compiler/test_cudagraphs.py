@@ -307,5 +307,10 @@ def test_idle_moments_capture_every_piecewise_size_once(tmp_path: Path) -> None:
     while size != 16:
         size = piecewise.next_piecewise_size()
         assert size is not None
+    piecewise.capture_pieces_up_to(8)
+    for _ in range(5):  # often enough to be captured without being wanted, too
+        step(piecewise, [7] * 16, 0, caches(spec, torch.float32))
+    assert piecewise.stats.replays["piecewise"] == 0
+    piecewise.capture_pieces_up_to(None)
     step(piecewise, [7] * 16, 0, caches(spec, torch.float32))
     assert piecewise.stats.replays["piecewise"] == 1

@@ -24,6 +24,7 @@ from custom_ops.attention import AttentionMetadata, attention_metadata
 from custom_ops.attention_torch import TorchAttention
 from custom_ops.attention_triton import TritonAttention
 from custom_ops.rope_attention import rope_attention
+from custom_ops.triton_common import SPLIT_COUNTERS
 
 BLOCK_SIZE = 8
 FP8 = torch.float8_e4m3fn
@@ -190,6 +191,9 @@ def test_configurations_are_powers_of_two() -> None:
         assert splits & (splits - 1) == 0
         assert block_c & (block_c - 1) == 0
         assert min_split >= block_c
+        assert splits == 1 or num_seqs * 8 <= SPLIT_COUNTERS
+    assert triton_decode.decode_config(2048, 32, 132)[1] > 1
+    assert triton_decode.decode_config(2049, 32, 132)[1] == 1  # a counter for each would be too many
 
 
 def test_what_it_does_not_run_is_said() -> None:

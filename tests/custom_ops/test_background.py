@@ -46,9 +46,10 @@ def test_nothing_more_is_started_after_a_failure(tmp_path: Path) -> None:
     assert not (tmp_path / "late").exists()
 
 
-def test_a_process_that_ends_does_not_wait_and_takes_its_compilers_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["pass", "from custom_ops.build import end_builds; end_builds(); os._exit(0)"])
+def test_a_process_that_ends_does_not_wait_and_takes_its_compilers_along(ending: str, tmp_path: Path) -> None:
     program = f"""
-import pathlib, sys, time
+import os, pathlib, sys, time
 from custom_ops.background import run_in_background
 from custom_ops.build import run_all
 pid = pathlib.Path({str(tmp_path / "pid")!r})
@@ -56,6 +57,7 @@ shell = f"sleep 300 & echo $! > {{pid}}; wait"
 run_in_background("build", lambda: run_all([("kernels", ["/bin/sh", "-c", shell])]))
 while not (pid.exists() and pid.read_text().strip()):
     time.sleep(0.01)
+{ending}
 """
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -53,6 +53,9 @@ def test_a_device_that_was_given_and_is_not_there_is_no_reason_for_the_cpu(monke
         resolve_device("auto", 0)
     assert resolve_device("auto") == CPU
     assert resolve_device("cpu", 0) == CPU
+    for nothing in ("", " ", "-1"):  # on purpose
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert resolve_device("auto", 0) == CPU
 
 
 @pytest.mark.parametrize(
