@@ -113,6 +113,8 @@ class _Product:
         self._algorithms: list[str] | None = None
 
     def __del__(self) -> None:
+        if not self._layouts:  # it was never made
+            return
         for layout in self._layouts:
             self._library.cublasLtMatrixLayoutDestroy(layout)
         self._library.cublasLtMatmulDescDestroy(self._operation)
