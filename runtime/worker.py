@@ -332,8 +332,10 @@ class Worker:
         return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {self._graph_memory()}"
 
     def _measure(self, num_tokens: int) -> None:
-        """Run a step with as many rows of logits as a step of so many tokens may have, so that the output head is measured too."""
-        self.runner.warm_up(num_tokens, min(num_tokens, self._config.scheduler.max_num_seqs))
+        """Run a step with about as many rows of logits as a step of so many tokens may have, so that the output head is measured too; not
+        one of decodes alone, which would count as asking for its graph.
+        """
+        self.runner.warm_up(num_tokens, max(1, min(num_tokens - 1, self._config.scheduler.max_num_seqs)))
 
     def _graph_memory(self) -> str:
         assert self._graphs is not None
