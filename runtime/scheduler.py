@@ -6,6 +6,8 @@ arrival for "priority"), nobody is overtaken by a request behind him, and when b
 is preempted: it loses its blocks, waits at its old place in the order and recomputes prompt and generated tokens (its
 cached blocks are usually still there). The first in order is never preempted, so there is always progress.
 
+Prompts whose logprobs are wanted get PROMPT_LOGPROB_ROWS tokens of a step in all: their logits take memory.
+
 A request gets the blocks of its whole prompt when it is admitted, so a prefill that has begun never lacks one; only
 decodes allocate.
 
@@ -36,6 +38,8 @@ from runtime.request import Request, RequestStatus
 from runtime.schedule import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)
+
+PROMPT_LOGPROB_ROWS = 256  # prompt tokens of a step whose logits are wanted: each is a row of the whole vocabulary
 
 
 class QueueFullError(RuntimeError):
@@ -94,6 +98,7 @@ class Scheduler:
         self._blocked: tuple[Request, int] | None = None  # who did not fit, and the spare blocks there were
         self._num_added = 0
         self._next_step = 0
+        self._rows_left = 0  # of PROMPT_LOGPROB_ROWS, in the step that is being scheduled
         self._num_preemptions = 0
         self._step_tokens = 0
 
@@ -203,8 +208,9 @@ class Scheduler:
 
         scheduled = dict.fromkeys([request.request_id for request in decodes], 1)
         budget = self.config.token_budget - len(decodes)
+        self._rows_left = PROMPT_LOGPROB_ROWS
         for request in prefilling:
-            if budget > 0:
+            if budget > 0 and self._has_rows(request):
                 budget -= self._schedule_chunk(request, budget, step, scheduled)
         new_requests: list[NewRequestData] = []
         budget = self._admit(budget, step, scheduled, new_requests)
@@ -284,7 +290,7 @@ class Scheduler:
         """Start waiting requests, in order, until the first that does not fit; the budget that is left."""
         while self._waiting and budget > 0 and len(self._running) < self.max_num_seqs:
             request = self._waiting[0][1]
-            if request.num_pending_tokens > 0:
+            if request.num_pending_tokens > 0 or not self._has_rows(request):
                 break
             # A block for each running sequence is kept back: their next decodes should not undo what is admitted now.
             reserve = len(self._running)
@@ -314,10 +320,16 @@ class Scheduler:
             budget -= self._schedule_chunk(request, budget, step, scheduled)
         return budget
 
+    def _has_rows(self, request: Request) -> bool:
+        return self._rows_left > 0 or not request.wants_prompt_logprobs
+
     def _schedule_chunk(self, request: Request, budget: int, step: _StepInFlight, scheduled: dict[str, int]) -> int:
         """Put the next tokens of a prefill into the step; how many."""
         start = request.num_computed_tokens
         num_tokens = min(request.prefill_end - start, budget)
+        if request.wants_prompt_logprobs:
+            num_tokens = min(num_tokens, self._rows_left)
+            self._rows_left -= num_tokens
         request.num_computed_tokens = start + num_tokens
         samples = request.num_computed_tokens == request.prefill_end
         step.chunks.append(_Chunk(request, start, num_tokens, samples, request.num_preemptions))

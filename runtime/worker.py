@@ -38,6 +38,7 @@ from runtime.memory import MemoryPlan, measured_memory, memory_for
 from runtime.model_runner import ModelRunner, PendingStep
 from runtime.sampling_ops import sample_rows
 from runtime.schedule import SchedulerOutput, WorkerInfo, WorkerStats
+from runtime.scheduler import PROMPT_LOGPROB_ROWS
 from runtime.weights import load_weights, read_config
 
 logger = logging.getLogger(__name__)
@@ -296,10 +297,8 @@ class Worker:
             weights=weights,
             largest_step=largest_step,
             step_tokens=tokens,
-            sampling=3
-            * scheduler.max_num_seqs
-            * self._spec.vocab_size
-            * 4,  # the sampler's float32 copies of the logits
+            # The sampler's float32 copies of the logits, and what the logits of prompts take.
+            sampling=3 * (scheduler.max_num_seqs + PROMPT_LOGPROB_ROWS) * self._spec.vocab_size * 4,
             graphs=graphs,
         )
 

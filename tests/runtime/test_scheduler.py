@@ -174,6 +174,25 @@ def test_long_prefill_is_chunked_and_delays_no_decode() -> None:
     driver.run()
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_logits_of_prompts_take_so_many_rows_of_a_step(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts whose logprobs are wanted share the rows; who came before or while they run does not wait for their end."""
+    monkeypatch.setattr("runtime.scheduler.PROMPT_LOGPROB_ROWS", 7)
+    driver = Driver(make_scheduler(budget=40, num_blocks=64), depth)
+    asking = [make_request(f"asks{i}", range(1, 21), prompt_logprobs=0, max_tokens=3) for i in range(2)]
+    plain = make_request("plain", range(1, 31), max_tokens=3)
+    driver.add(asking[0], plain, asking[1])
+    answers = driver.run()
+    rows = [
+        sum(count for name, count in step.num_scheduled_tokens.items() if name.startswith("asks") and count > 1)
+        for step in driver.steps
+    ]
+    assert max(rows) == 7
+    assert driver.steps[0].num_scheduled_tokens == {"asks0": 7, "plain": 30}
+    for request in (*asking, plain):
+        assert_as_alone(answers[request.request_id], request, 128)
+
+
 def test_more_sequences_than_budget_still_all_advance() -> None:
     scheduler = make_scheduler(budget=4, max_num_seqs=8)
     driver = Driver(scheduler)
