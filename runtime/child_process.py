@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 EXIT_FAILURE = 1
 EXIT_ORPHANED = 3
@@ -118,6 +118,12 @@ def _exit_with_parent(folder: str | None) -> None:
     sys.stdin.buffer.read()  # returns when the parent closes its end, or dies
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-    if (build := sys.modules.get("custom_ops.build")) is not None:  # it takes torch along
+    exit_at_once(EXIT_ORPHANED)
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End without the interpreter's tear-down: threads of the kernels and compile workers have nothing left to save, compilers end."""
+    sys.stderr.flush()
+    if (build := sys.modules.get("custom_ops.build")) is not None:  # imported by whoever builds; it takes torch along
         build.end_builds()
-    os._exit(EXIT_ORPHANED)
+    os._exit(status)

@@ -9,8 +9,6 @@ the next step meanwhile.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -18,8 +16,15 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from custom_ops.build import end_builds
-from runtime.child_process import EXIT_FAILURE, LINGER_MS, boot_code, describe_error, read_bootstrap, settle_in
+from runtime.child_process import (
+    EXIT_FAILURE,
+    LINGER_MS,
+    boot_code,
+    describe_error,
+    exit_at_once,
+    read_bootstrap,
+    settle_in,
+)
 from runtime.config import EngineConfig
 from runtime.executor import RankFailedError
 from runtime.messages import (
@@ -194,7 +199,4 @@ def main() -> NoReturn:
     process = EngineProcess(bootstrap)
     status = process.run()
     process.close()
-    sys.stderr.flush()
-    # Without the interpreter's tear-down: threads of the kernels and compile workers have nothing left to save.
-    end_builds()
-    os._exit(status)
+    exit_at_once(status)

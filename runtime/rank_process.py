@@ -7,8 +7,6 @@ when it is launched; elsewhere a thread waits for its end, so that the next one 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +16,12 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import msgspec
 import zmq
 
-from custom_ops.build import end_builds
 from runtime.child_process import (
     EXIT_FAILURE,
     LINGER_MS,
     boot_code,
     describe_error,
+    exit_at_once,
     read_bootstrap,
     settle_in,
 )
@@ -264,7 +262,4 @@ def main() -> NoReturn:
     process = RankProcess(bootstrap)
     status = process.run()
     process.close()
-    sys.stderr.flush()
-    # Without the interpreter's tear-down: threads of the kernels and compile workers have nothing left to save.
-    end_builds()
-    os._exit(status)
+    exit_at_once(status)
