@@ -1,4 +1,4 @@
-"""Checks and times every CUDA kernel of `custom_ops` on its own and as a hand-made decode step. Prints JSON lines.
+"""Checks and times every CUDA kernel of `custom_ops` on its own. Prints JSON lines.
 
 usage: python -m benchmarks.ops_gpu [--sections linear,decode,...] [--models llama-8b,qwen3-0.6b] [--sweep] [--flashinfer]
            [--kv-cache-dtype fp8]
@@ -26,11 +26,9 @@ from custom_ops.attention_flashinfer import FlashInferAttention
 from custom_ops.attention_torch import TorchAttention
 from custom_ops.attention_triton import TritonAttention
 from custom_ops.gpu_sampling import greedy_tokens, sample_tokens
-from custom_ops.gpu_step import advance_step
 from custom_ops.rope_attention import norm_rope_reference
 from custom_ops.triton_decode import decode_attention
-from custom_ops.triton_elementwise import add_rms_norm, silu_mul_rows
-from custom_ops.triton_linear import MAX_SMALL_TOKENS, fused_linear
+from custom_ops.triton_linear import fused_linear
 from custom_ops.triton_prefill import prefill_attention
 from custom_ops.triton_rope import rope_kv_write, split_qkv
 from runtime.device import resolve_kv_cache_dtype
@@ -421,64 +419,10 @@ def section_sampling(shape: Shape, sweep: bool) -> None:
         emit(work="sampling", vocab=vocab, batch=batch, ok=right, **{k: round(ms * 1e3, 1) for k, ms in row.items()})
 
 
-def hand_step(shape: Shape, batch: int, length: int = 192) -> Callable[[], None]:
-    """A whole decode step made by hand of the kernels: what the compiled model has to reach."""
-    scale = shape.head_dim**-0.5
-    metadata, caches = make_batch(shape, [1] * batch, [length] * batch, None, shape.layers)
-    ids = torch.randint(0, shape.vocab, (batch,), device="cuda")
-    positions = torch.full((batch,), length - 1, device="cuda")
-    tables = rope_tables(8192, shape.head_dim)
-
-    def attend(
-        qkv: torch.Tensor, w: dict[str, Any], cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        out = torch.empty(batch, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
-        q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
-        decode_attention(
-            q, k, v, cos, sin, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-            metadata.slot_mapping, out, batch, w["q_norm"], w["k_norm"], shape.eps,
-        )  # fmt: skip
-        return out.flatten(1)
-
-    def step() -> None:
-        h = F.embedding(ids, shape.embedding)
-        cos, sin = tables[0][positions], tables[1][positions]
-        if batch <= MAX_SMALL_TOKENS:
-            for w, cache in zip(shape.weights, caches, strict=True):
-                out = attend(fused_linear(h, w["qkv"], shape.qkv_rows, w["norm1"], shape.eps), w, cache, cos, sin)
-                h = fused_linear(out, w["o"], shape.hidden, residual_TO=h)
-                inner = fused_linear(h, w["gate_up"], 2 * shape.inner, w["norm2"], shape.eps, silu_mul=True)
-                h = fused_linear(inner, w["down"], shape.hidden, residual_TO=h)
-            logits = fused_linear(h, shape.lm_head, shape.vocab, shape.final_norm, shape.eps)
-        else:
-            y = torch.zeros_like(h)
-            for w, cache in zip(shape.weights, caches, strict=True):
-                x, h = add_rms_norm(y, h, w["norm1"], shape.eps)
-                y = F.linear(attend(F.linear(x, w["qkv"]), w, cache, cos, sin), w["o"])
-                x, h = add_rms_norm(y, h, w["norm2"], shape.eps)
-                y = F.linear(silu_mul_rows(F.linear(x, w["gate_up"])), w["down"])
-            x, h = add_rms_norm(y, h, shape.final_norm, shape.eps)
-            logits = F.linear(x, shape.lm_head)
-        sampled, _ = greedy_tokens(logits)
-        advance_step(
-            sampled, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, BLOCK_SIZE
-        )
-
-    return step
-
-
-def section_step(shape: Shape, sweep: bool) -> None:
-    for batch in (1, 2, 8, 16, 32, 64, 128, 256):
-        # The sequences grow by a token a replay and then stay at the end of their tables; little enough not to matter here.
-        ms = time_ms(hand_step(shape, batch), 40.0 if batch > 1 else 80.0)
-        emit(work="hand_step", model=shape.name, batch=batch, step_ms=round(ms, 4), tok_s=round(batch / ms * 1e3, 1))
-
-
 SECTIONS = {
     "linear": section_linear,
     "decode": section_decode,
     "sampling": section_sampling,
-    "step": section_step,
     "prefill": section_prefill,
 }
 ARGS = argparse.Namespace(flashinfer=False, sweep=False, kv_cache_dtype="auto")

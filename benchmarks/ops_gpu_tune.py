@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.gpu_timing import emit, time_ms
 from benchmarks.ops_gpu import (
@@ -19,13 +21,16 @@ from benchmarks.ops_gpu import (
     Shape,
     call_linear,
     compile_in_parallel,
-    hand_step,
     linear_arguments,
+    make_batch,
+    rope_tables,
     run_sections,
 )
 from custom_ops import triton_decode, triton_linear
+from custom_ops.gpu_sampling import greedy_tokens
 from custom_ops.triton_elementwise import rms_norm
 from custom_ops.triton_linear import _gemv, _small_batch, fused_linear
+from custom_ops.triton_rope import split_qkv
 
 DECODE_CONFIGS = [
     (128, 2, 1, 4, 128),
@@ -118,6 +123,34 @@ def section_medium(shape: Shape, sweep: bool) -> None:
             )
 
 
+def hand_step(shape: Shape, length: int = 192) -> Callable[[], None]:
+    """A whole step of one token made by hand of the kernels."""
+    scale = shape.head_dim**-0.5
+    metadata, caches = make_batch(shape, [1], [length], None, shape.layers)
+    ids = torch.randint(0, shape.vocab, (1,), device="cuda")
+    cos, sin = (table[length - 1 : length] for table in rope_tables(8192, shape.head_dim))
+
+    def attend(qkv: torch.Tensor, w: dict[str, Any], cache: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(1, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
+        q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
+        triton_decode.decode_attention(
+            q, k, v, cos, sin, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+            metadata.slot_mapping, out, 1, w["q_norm"], w["k_norm"], shape.eps,
+        )  # fmt: skip
+        return out.flatten(1)
+
+    def step() -> None:
+        h = F.embedding(ids, shape.embedding)
+        for w, cache in zip(shape.weights, caches, strict=True):
+            out = attend(fused_linear(h, w["qkv"], shape.qkv_rows, w["norm1"], shape.eps), w, cache)
+            h = fused_linear(out, w["o"], shape.hidden, residual_TO=h)
+            inner = fused_linear(h, w["gate_up"], 2 * shape.inner, w["norm2"], shape.eps, silu_mul=True)
+            h = fused_linear(inner, w["down"], shape.hidden, residual_TO=h)
+        greedy_tokens(fused_linear(h, shape.lm_head, shape.vocab, shape.final_norm, shape.eps))
+
+    return step
+
+
 def section_tune(shape: Shape, sweep: bool) -> None:
     """The 1-token step under other configurations of its kernels, changed one site at a time from the best so far."""
     q_size = shape.heads * shape.head_dim
@@ -135,7 +168,7 @@ def section_tune(shape: Shape, sweep: bool) -> None:
     decode = [saved[1](1, shape.kv_heads, 132)]
     triton_linear.gemv_config = lambda *key: chosen[key]
     triton_decode.decode_config = lambda *_: decode[0]
-    step = hand_step(shape, 1)
+    step = hand_step(shape)
 
     def measure() -> float:
         return time_ms(step, 25.0)

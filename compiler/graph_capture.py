@@ -91,9 +91,8 @@ class CudaGraphs:
 
     def used_bytes(self) -> int:
         """See `GraphDevice.used_bytes`."""
-        free, total = torch.cuda.mem_get_info(
-            self._device
-        )  # what the driver keeps of a graph no allocator of ours knows
+        # What the driver keeps of a graph no allocator of ours knows.
+        free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def peak_bytes(self, fn: Callable[[], None]) -> int:

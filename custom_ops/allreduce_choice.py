@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +22,7 @@ import torch.distributed as dist
 
 from custom_ops.build import cache_folder
 from custom_ops.collectives import TensorParallelGroup, all_reduce, tensor_parallel_group, use_peer_memory
+from custom_ops.kept_json import keep, read_kept
 from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
 
 log = logging.getLogger(__name__)
@@ -104,14 +103,14 @@ def choose_allreduce(
     problem = (
         f"{torch.cuda.get_device_name(device)}, {group.size} ranks, {num_features} x {dtype}, {layout.max_rows} rows"
     )
-    kept: list[dict[str, int] | None] = [_kept(file).get(problem) if group.rank == 0 else None]
+    kept: list[dict[str, int] | None] = [read_kept(file).get(problem) if group.rank == 0 else None]
     dist.broadcast_object_list(kept, src=0, group=group.process_group, device=device)
     if kept[0] is not None:
         choice = AllreduceChoice(**kept[0])
     else:
         choice = _measured(group, peers, num_features, dtype, device)
         if group.rank == 0:
-            _keep(file, problem, choice)
+            keep(file, {problem: asdict(choice)})
     if choice != AllreduceChoice():  # else the memory is given back
         use_peer_memory(peers, choice)
     sentence = choice.sentence() + (", as measured at an earlier start" if kept[0] is not None else "")
@@ -237,20 +236,3 @@ def _default_file() -> Path:
     ]
     digest = hashlib.sha256(b"\0".join(sources)).hexdigest()[:12]
     return cache_folder() / f"allreduce-{digest}-torch{torch.__version__}.json"
-
-
-def _kept(file: Path) -> dict[str, dict[str, int]]:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def _keep(file: Path, problem: str, choice: AllreduceChoice) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}.tmp")
-        new.write_text(json.dumps(_kept(file) | {problem: asdict(choice)}, indent=1))
-        os.replace(new, file)
-    except OSError as error:
-        log.info("How all-reduces go is not kept (%s); it is measured again at the next start.", error)

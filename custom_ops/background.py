@@ -19,9 +19,8 @@ def run_in_background(name: str, work: Callable[[], None]) -> threading.Thread:
     def run() -> None:
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
-                os.setpriority(
-                    os.PRIO_PROCESS, threading.get_native_id(), LOWEST
-                )  # of this thread alone; children inherit it
+                # Of this thread alone; the programs that it starts inherit it.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
         work()
 
     thread = threading.Thread(target=run, name=name, daemon=True)

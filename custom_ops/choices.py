@@ -5,13 +5,10 @@ A problem is a family (everything but the number of tokens) and a range of token
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import gc
 import hashlib
-import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +16,14 @@ from pathlib import Path
 import torch
 
 from custom_ops.build import CSRC, cache_folder
+from custom_ops.kept_json import keep, read_kept
 
 log = logging.getLogger(__name__)
 
 _SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: tiles have no fewer
 _SOURCES = ("triton_quantized_linear.py", "triton_quantize.py", "triton_elementwise.py", "quantized_linear_cuda.py",
-            "scaled_gemm.py", "cublaslt.py")  # fmt: skip
+            "scaled_gemm.py", "cublaslt.py", "triton_common.py")  # fmt: skip
+_SHOWN = 40  # letters of a candidate's name in the log: cuBLASLt's algorithms have 128
 _MAX_COPIES = 16
 _MAX_COLD_TOKENS = 256  # beyond, a weight is read so often that where it lies at first does not matter
 _MIN_CALLS = 4
@@ -42,7 +41,7 @@ class Choices:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._chosen = self._kept()
+        self._chosen: dict[str, str] = read_kept(file)
         self._families: dict[str, tuple[int, int]] = {}  # the fewest and the most tokens that each is asked for with
         self._given_up: set[str] = set()  # until the next start
 
@@ -61,13 +60,14 @@ class Choices:
             return known
         if seconds is None or problem in self._given_up:
             return names[0]
-        choice = names[0] if len(names) == 1 else self._measured(problem, names, seconds)
+        choice, is_final = (names[0], True) if len(names) == 1 else self._measured(problem, names, seconds)
         if choice is None:
             log.warning("%s could not be measured: %s is taken.", problem, names[0])
             self._given_up.add(problem)
             return names[0]
         self._chosen[problem] = choice
-        self._keep()
+        if is_final:
+            keep(self._file, {problem: choice})
         return choice
 
     def known(self, family: str, num_tokens: int, first: int = 1) -> str | None:
@@ -99,35 +99,21 @@ class Choices:
             )
         )
 
-    def _measured(self, problem: str, names: Sequence[str], seconds: Callable[[str], float]) -> str | None:
-        times = {}
+    def _measured(self, problem: str, names: Sequence[str], seconds: Callable[[str], float]) -> tuple[str | None, bool]:
+        """The fastest, None where none runs; and whether that will be so at the next start, too: one may have lacked memory."""
+        times, is_final = {}, True
         for name in names:
             try:
                 times[name] = seconds(name)
             except Exception as error:  # of torch, Triton or CUTLASS: another candidate may do
-                log.info("%s is no choice for %s: %s: %s", name, problem, type(error).__name__, error)
+                is_final &= not isinstance(error, torch.OutOfMemoryError)
+                log.info("%s is no choice for %s: %s: %s", name[:_SHOWN], problem, type(error).__name__, error)
         if not times:
-            return None
+            return None, False
         choice = min(times, key=times.__getitem__)
-        log.info("%s: %s of %s", problem, choice, {name: f"{s * 1e6:.1f} us" for name, s in times.items()})
-        return choice
-
-    def _kept(self) -> dict[str, str]:
-        try:
-            return json.loads(self._file.read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def _keep(self) -> None:
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            new = self._file.with_suffix(f".{os.getpid()}.tmp")
-            with self._file.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # ranks and replicas keep theirs in the same file
-                new.write_text(json.dumps(self._kept() | self._chosen, indent=1))
-                os.replace(new, self._file)
-        except OSError as error:
-            log.info("The choice of kernels is not kept (%s); it is measured again at the next start.", error)
+        shown = {name[:_SHOWN]: f"{s * 1e6:.1f} us" for name, s in times.items()}
+        log.info("%s: %s of %s", problem, choice[:_SHOWN], shown)
+        return choice, is_final
 
 
 def _problem(family: str, end: int) -> str:

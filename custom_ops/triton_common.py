@@ -82,6 +82,27 @@ def to_products(q, dtype: tl.constexpr):
     return q.to(dtype)
 
 
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def weight_tile(w_ptr, block, start, num_rows, num_blocks, row_size, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Rows of one block of a contiguous matrix, columns [start, start + BLOCK_I), zeros beyond the last block and column."""
+    rows_O = block * BLOCK_O + tl.arange(0, BLOCK_O)
+    cols_I = start + tl.arange(0, BLOCK_I)
+    safe_rows_O = tl.where(rows_O < num_rows, rows_O, 0).to(tl.int64)
+    ok_1I = cols_I[None, :] < tl.where(block < num_blocks, row_size, 0)
+    at_OI = w_ptr + safe_rows_O[:, None] * row_size + cols_I[None, :]
+    return tl.load(at_OI, mask=ok_1I, other=0, eviction_policy="evict_first")
+
+
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether kernels on this device may be launched with `launch_pdl`."""

@@ -20,39 +20,21 @@ import triton.language as tl
 from custom_ops import cublaslt
 from custom_ops.silu_mul_gemm import silu_mul_gemm
 from custom_ops.triton_common import (
+    add_pairs,
     launch_options,
     let_next_start,
     num_sms,
     prefetch_l2,
+    silu,
     split_counters,
     supports_pdl,
     wait_for_previous,
+    weight_tile,
 )
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 
 MAX_SMALL_TOKENS = 64
 MAX_NORM_TOKENS = 16  # up to here every program of the tensor-core kernel sums the squares of x by itself
-
-
-@triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _add_pairs(a0, b0, a1, b1):
-    return a0 + a1, b0 + b1
-
-
-@triton.jit
-def _weight_tile(w_ptr, block, start, num_rows, num_blocks, in_features, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Rows of one block, columns [start, start + BLOCK_I), zeros beyond the last block and column."""
-    rows_O = block * BLOCK_O + tl.arange(0, BLOCK_O)
-    cols_I = start + tl.arange(0, BLOCK_I)
-    safe_rows_O = tl.where(rows_O < num_rows, rows_O, 0).to(tl.int64)
-    ok_1I = cols_I[None, :] < tl.where(block < num_blocks, in_features, 0)
-    at_OI = w_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
-    return tl.load(at_OI, mask=ok_1I, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -76,9 +58,9 @@ def _gemv_kernel(
     cols_1I = tl.arange(0, BLOCK_I)[None, :]
     up_ptr = w_ptr + num_rows.to(tl.int64) * in_features
     # Weights do not depend on the previous kernel: the first tile is loaded, and more of them brought into L2, while it still runs.
-    next_w = _weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+    next_w = weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
     if SILU_MUL:
-        next_up = _weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+        next_up = weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
     let_next_start(PDL)
     if PDL:
         block_elements = BLOCK_O * in_features.to(tl.int64)
@@ -102,9 +84,9 @@ def _gemv_kernel(
         is_last = chunk + 1 == num_chunks
         block = tl.where(is_last, block + num_programs, block)
         chunk = tl.where(is_last, 0, chunk + 1)
-        next_w = _weight_tile(w_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+        next_w = weight_tile(w_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
         if SILU_MUL:
-            next_up = _weight_tile(up_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+            next_up = weight_tile(up_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
         x_1I = tl.load(x_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
         if HAS_NORM:
             if here_block == first_block:
@@ -122,7 +104,7 @@ def _gemv_kernel(
                 if here_block == first_block:
                     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(square_1I) / in_features + eps)
             if SILU_MUL:
-                y_O, up_O = tl.reduce((acc, acc_up), 1, _add_pairs)
+                y_O, up_O = tl.reduce((acc, acc_up), 1, add_pairs)
             else:
                 y_O = tl.sum(acc, 1)
             y_O *= inverse_rms
@@ -132,7 +114,7 @@ def _gemv_kernel(
                 up_O *= inverse_rms
                 if HAS_BIAS:
                     up_O += tl.load(bias_ptr + num_rows + rows_O, mask=ok_O, other=0.0).to(tl.float32)
-                y_O = _silu(y_O) * up_O
+                y_O = silu(y_O) * up_O
             if HAS_RESIDUAL:
                 y_O += residual_O
             tl.store(out_ptr + rows_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
@@ -218,7 +200,7 @@ def _small_batch_kernel(
             if SILU_MUL:
                 acc_up_OT += tl.load(bias_ptr + num_rows + safe_rows_O).to(tl.float32)[:, None]
         if SILU_MUL:
-            acc_OT = _silu(acc_OT) * acc_up_OT
+            acc_OT = silu(acc_OT) * acc_up_OT
         ok_OT = row_ok_O[:, None] & token_ok_T[None, :]
         if HAS_RESIDUAL:
             residual = residual_ptr + tokens_T[None, :] * residual_stride + rows_O[:, None]

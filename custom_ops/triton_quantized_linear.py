@@ -19,40 +19,22 @@ import triton.language as tl
 
 from custom_ops.quantization import BLOCK, LARGEST
 from custom_ops.triton_common import (
+    add_pairs,
     launch_options,
     let_next_start,
     num_sms,
     prefetch_l2,
     prefetch_rows_l2,
+    silu,
     split_counters,
     supports_pdl,
     wait_for_previous,
+    weight_tile,
 )
 from custom_ops.triton_quantize import round_to
 
 MAX_BLOCK_T = 64  # tokens of a tile; more are several tiles
 _THREAD_BYTES = 16  # of a row that a thread loads at once
-
-
-@triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _add_pairs(a0, b0, a1, b1):
-    return a0 + a1, b0 + b1
-
-
-@triton.jit
-def _weight_tile(w_ptr, block, start, num_rows, num_blocks, in_words, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Rows of one block, words [start, start + BLOCK_W), zeros beyond the last block and word."""
-    rows_O = block * BLOCK_O + tl.arange(0, BLOCK_O)
-    words_W = start + tl.arange(0, BLOCK_W)
-    safe_rows_O = tl.where(rows_O < num_rows, rows_O, 0).to(tl.int64)
-    ok_1W = words_W[None, :] < tl.where(block < num_blocks, in_words, 0)
-    at_OW = w_ptr + safe_rows_O[:, None] * in_words + words_W[None, :]
-    return tl.load(at_OW, mask=ok_1W, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -136,9 +118,9 @@ def _gemv_kernel(
     BLOCK_W: tl.constexpr = BLOCK_I // 4
     up_ptr = w_ptr + num_rows.to(tl.int64) * in_words
     # Weights do not depend on the previous kernel: the first tile is loaded, and more of them brought into L2, while it still runs.
-    next_w = _weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
+    next_w = weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
     if SILU_MUL:
-        next_up = _weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
+        next_up = weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
     if HAS_NORM:
         cols_W = tl.arange(0, WIDTH)
         norm_W = tl.load(norm_ptr + cols_W, mask=cols_W < in_features, other=0.0).to(tl.float32)
@@ -179,18 +161,8 @@ def _gemv_kernel(
         inverse_scale = tl.div_rn(1.0, x_scale)
 
     x0, x1, x2, x3 = _activations(
-        x_ptr,
-        norm_ptr,
-        cols_I,
-        in_features,
-        inverse_rms,
-        inverse_scale,
-        HAS_NORM,
-        ROUNDS,
-        DTYPE,
-        LARGEST_VALUE,
-        BLOCK_W,
-    )
+        x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale, HAS_NORM, ROUNDS, DTYPE, LARGEST_VALUE, BLOCK_W
+    )  # fmt: skip
     acc = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
     block, chunk = first_block, 0
@@ -202,23 +174,13 @@ def _gemv_kernel(
         is_last = chunk + 1 == num_chunks
         block = tl.where(is_last, block + num_programs, block)
         chunk = tl.where(is_last, 0, chunk + 1)
-        next_w = _weight_tile(w_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
+        next_w = weight_tile(w_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
         if SILU_MUL:
-            next_up = _weight_tile(up_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
+            next_up = weight_tile(up_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
         if WIDTH > BLOCK_I:  # else x stays as it is
             x0, x1, x2, x3 = _activations(
-                x_ptr,
-                norm_ptr,
-                here_I,
-                in_features,
-                inverse_rms,
-                inverse_scale,
-                HAS_NORM,
-                ROUNDS,
-                DTYPE,
-                LARGEST_VALUE,
-                BLOCK_W,
-            )
+                x_ptr, norm_ptr, here_I, in_features, inverse_rms, inverse_scale, HAS_NORM, ROUNDS, DTYPE, LARGEST_VALUE, BLOCK_W
+            )  # fmt: skip
         acc += _row_sums(w, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL)
         if SILU_MUL:
             acc_up += _row_sums(up, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL)
@@ -230,7 +192,7 @@ def _gemv_kernel(
             scale_O = tl.load(scale_ptr + rows_O, mask=ok_O, other=0.0)
             if SILU_MUL:
                 up_scale_O = tl.load(scale_ptr + num_rows + rows_O, mask=ok_O, other=0.0)
-                y_O, up_O = tl.reduce((acc, acc_up), 1, _add_pairs)
+                y_O, up_O = tl.reduce((acc, acc_up), 1, add_pairs)
             else:
                 y_O = tl.sum(acc, 1)
             y_O *= scale_O * x_scale
@@ -240,7 +202,7 @@ def _gemv_kernel(
                 up_O *= up_scale_O * x_scale
                 if HAS_BIAS:
                     up_O += tl.load(bias_ptr + num_rows + rows_O, mask=ok_O, other=0.0).to(tl.float32)
-                y_O = _silu(y_O) * up_O
+                y_O = silu(y_O) * up_O
             if HAS_RESIDUAL:
                 y_O += residual_O
             tl.store(out_ptr + rows_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
@@ -348,7 +310,7 @@ def _matmul_kernel(
             if SILU_MUL:
                 acc_up_OT += tl.load(bias_ptr + num_rows + safe_rows_O).to(tl.float32)[:, None]
         if SILU_MUL:
-            acc_OT = _silu(acc_OT) * acc_up_OT
+            acc_OT = silu(acc_OT) * acc_up_OT
         ok_OT = row_ok_O[:, None] & token_ok_T[None, :]
         if HAS_RESIDUAL:
             residual = residual_ptr + safe_tokens_T[None, :] * residual_stride + rows_O[:, None]

@@ -11,6 +11,10 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not torch.cuda.is_available():
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when Triton is imported and a kernel is defined: before any test module is
 
 TINY_VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # other tests' kernels need it from Triton's import on
 triton = pytest.importorskip("triton")
 
 from compiler.inductor import _cache_dir

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before the modules below are imported
 
 import numpy as np
 import pytest

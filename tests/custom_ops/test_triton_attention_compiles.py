@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.support.hopper import run_script
 
 pytest.importorskip("triton")
 
-# In a process of its own: where other tests run kernels in Triton's interpreter, there is nothing to compile.
 SCRIPT = """
 import json
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from custom_ops.gpu_sampling import _draw_kernel, _filter_kernel
 from custom_ops.triton_decode import _decode_kernel, decode_config
 from custom_ops.triton_prefill import _prefill_kernel
 from custom_ops.triton_rope import _rope_kv_kernel
+from tests.support.hopper import compiled
 
 INT32 = {"start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "counter_ptr", "top_k_ptr", "gathered_id_ptr"}
 INT64 = {"slot_ptr", "seed_ptr", "position_ptr", "out_ptr"}
@@ -35,10 +28,7 @@ SAMPLING = {"CHUNK": 8192, "CHUNKS": 16, "STEP": 2048, "BLOCK": 128, "BLOCK_J": 
             "GATHERED_K": 256, "PDL": True}
 
 def ptx(kernel, constants, num_warps, special):
-    names = kernel.arg_names
     def type_of(name):
-        if name in constants:
-            return "constexpr"
         if name in special:
             return special[name]
         if name in FLOAT:
@@ -46,12 +36,7 @@ def ptx(kernel, constants, num_warps, special):
         if not name.endswith("_ptr"):
             return "i32"
         return "*i32" if name in INT32 else "*fp32" if name in FLOATS else "*i64" if name in INT64 else "*bf16"
-    types = {name: type_of(name) for name in names}
-    by_16 = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n] not in ("constexpr", "fp32") and n != "num_seqs"}
-    constants = {(names.index(n),): v for n, v in constants.items() if n in names}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=by_16)
-    options = {"num_warps": num_warps} | ({"launch_pdl": True} if "PDL" in names else {})
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return compiled(kernel, constants, type_of, num_warps).asm["ptx"]
 
 cache = {"kv_ptr": "*fp8e4nv", "out_ptr": "*bf16"}
 found = {"write": ptx(_rope_kv_kernel, ATTENTION, 4, cache)}
@@ -72,12 +57,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_script(SCRIPT, tmp_path_factory.mktemp("triton"))
 
 
 @pytest.mark.parametrize("name", ["write", "decode 1", "decode 64", "decode 256"])

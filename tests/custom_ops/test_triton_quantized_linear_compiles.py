@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.hopper import run_script
 
 pytest.importorskip("triton")
 
 LARGEST_SHARED = 227 << 10  # bytes that a program may have
 
-# In a process of its own: where other tests run kernels in Triton's interpreter, there is nothing to compile.
 SCRIPT = """
 import json
 import triton.language as tl
-from triton import compile, next_power_of_2
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton import next_power_of_2
 from custom_ops.triton_quantize import _quantize_kernel
 from custom_ops.triton_quantized_linear import _gemv_kernel, _matmul_kernel, gemv_config, matmul_config
+from tests.support.hopper import compiled
 
 FLOATS = {"scale_ptr", "x_scale_ptr", "input_scale_ptr", "partial_ptr"}
 TENSORS = {tl.float8e4nv: "*fp8e4nv", tl.int8: "*i8"}
 
 def made(kernel, constants, num_warps, special, stages=3, **options):
-    names = kernel.arg_names
     def type_of(name):
-        if name in constants:
-            return "constexpr"
         if name in special:
             return special[name]
         return "fp32" if name == "eps" else "i32" if not name.endswith("_ptr") else "*fp32" if name in FLOATS else "*bf16"
-    types = {name: type_of(name) for name in names}
-    by_16 = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-             if types[n] not in ("constexpr", "fp32") and n not in ("num_tokens", "prefetch_blocks")}
-    constants = {(names.index(n),): v for n, v in constants.items()}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=by_16)
-    options |= {"num_warps": num_warps, "launch_pdl": True, "num_stages": stages}
-    kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    kernel = compiled(kernel, constants, type_of, num_warps, num_stages=stages, **options)
     return {"ptx": kernel.asm["ptx"], "shared": kernel.metadata.shared}
 
 found = {}
@@ -76,12 +62,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_script(SCRIPT, tmp_path_factory.mktemp("triton"))
 
 
 def lines(compiled: dict[str, dict[str, Any]], name: str, *words: str) -> list[str]:

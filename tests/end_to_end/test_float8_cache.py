@@ -14,7 +14,7 @@ import torch
 
 from custom_ops.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from runtime import LLM, SamplingParams
-from tests.end_to_end.test_greedy_parity import PROMPTS
+from tests.support.transformers_models import load_reference
 
 NUM_TOKENS = 24
 TIE = 0.15
@@ -27,11 +27,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def reference(smollm2_dir: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    return model
+    return load_reference(smollm2_dir, torch.float32)
 
 
 def logits_over_rounded_cache(model: Any, ids: list[int]) -> torch.Tensor:
@@ -47,13 +43,12 @@ def logits_over_rounded_cache(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_greedy_tokens_over_a_float8_cache(smollm2_dir: Path, reference: Any, backend: str) -> None:
-    from transformers import AutoTokenizer
-
+def test_greedy_tokens_over_a_float8_cache(
+    smollm2_dir: Path, reference: Any, prompts: list[list[int]], backend: str
+) -> None:
     if backend == "cpu" and not load_cpu_kernels():
         pytest.skip(str(cpu_kernels_status()))
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS[::5]]
+    prompts = prompts[::5]
     llm = LLM(
         str(smollm2_dir), dtype="float32", kv_cache_dtype="fp8", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=48,
         enforce_eager=True, attention_backend=backend, num_threads=1,

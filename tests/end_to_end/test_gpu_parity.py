@@ -15,34 +15,18 @@ import pytest
 import torch
 
 from runtime import LLM, SamplingParams
-from tests.end_to_end.test_greedy_parity import NUM_TOKENS, PROMPTS, check, generate
+from tests.end_to_end.test_greedy_parity import NUM_TOKENS, check, generate
 from tests.support.tiny_models import tiny_config
+from tests.support.transformers_models import load_reference
 
 pytestmark = pytest.mark.gpu
 
 MODES = ("none", "piecewise", "full", "full_and_piecewise")
 
 
-def load_reference(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model on the device; it goes on after an end-of-text token."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
-def prompts(smollm2_dir: Path) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-    return [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-
-
 @pytest.fixture(scope="module")
 def references(smollm2_dir: Path) -> dict[torch.dtype, Any]:
-    return {dtype: load_reference(smollm2_dir, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return {dtype: load_reference(smollm2_dir, dtype).to("cuda") for dtype in (torch.float32, torch.bfloat16)}
 
 
 @pytest.fixture(scope="module")

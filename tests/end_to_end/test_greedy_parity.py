@@ -13,50 +13,16 @@ import pytest
 import torch
 
 from runtime import LLM, SamplingParams
+from tests.support.transformers_models import load_reference
 
 NUM_TOKENS = 64
 TIE = 1e-3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a small village by the sea,",
-    "def fibonacci(n):\n",
-    "Water boils at",
-    "The three primary colors are",
-    "In 1969, humans first",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "The quick brown fox jumps over the lazy dog. The dog",
-    "A recipe for pancakes: first, mix",
-    "1, 2, 3, 5, 8, 13,",
-    "Photosynthesis is the process by which",
-    "She opened the old wooden box and found",
-    "import numpy as np\n\ndef softmax(x):\n",
-    "The theory of relativity was proposed by",
-    "To be, or not to be, that is",
-    "Machine learning models are trained by",
-    "The largest planet in the solar system is",
-    "Yesterday it rained; today",
-    "Question: Why is the sky blue?\nAnswer:",
-    "He said it in a low voice, " * 12 + "and then",
-]
 
 
 @pytest.fixture(scope="module")
 def reference(smollm2_dir: Path) -> Any:
-    """transformers' model in float32; it goes on after an end-of-text token, as the requests here do."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
-def prompts(smollm2_dir: Path) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-    return [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    return load_reference(smollm2_dir, torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from custom_ops.attention_torch import TorchAttention
 from custom_ops.attention_triton import TritonAttention
 from custom_ops.cutlass_gemm import BLOCKS, ROWS, gemm_library, run_gemm, scaled_gemm_reference
 from custom_ops.gpu_sampling import greedy_tokens, sample_tokens
-from custom_ops.gpu_step import advance_step
 from custom_ops.quantization import block_scales, quantize_activations, quantize_weight, row_scales
 from custom_ops.rope_attention import rope_attention
 from custom_ops.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
@@ -194,17 +193,23 @@ def decode_steps(use_graph: bool) -> list[torch.Tensor]:
     to_cuda(metadata)
     metadata.block_table = torch.arange(3 * 12, device=CUDA, dtype=torch.int32).reshape(3, 12)
     positions = (metadata.seq_lens - 1).long()
-    blocks = metadata.block_table.long().gather(1, (positions // 16)[:, None])[:, 0]
-    metadata.slot_mapping = blocks * 16 + positions % 16
+
+    def slots() -> torch.Tensor:
+        blocks = metadata.block_table.long().gather(1, (positions // 16)[:, None])[:, 0]
+        return blocks * 16 + positions % 16
+
+    metadata.slot_mapping = slots()
     cache = random(36, 2, 2, 16, 64)
-    qkv, ids = random(3, 8 * 64), torch.zeros(3, dtype=torch.int64, device=CUDA)
+    qkv = random(3, 8 * 64)
     out = torch.zeros(3, 4 * 64, device=CUDA, dtype=torch.bfloat16)
 
     def step() -> None:
         with attention_metadata(metadata):
             q, k, v = qkv.unflatten(1, (8, 64)).split((4, 2, 2), dim=1)
             out.copy_(attention(q, k, v, cache, 0.125).flatten(1))
-        advance_step(ids, ids, positions, metadata.seq_lens, metadata.slot_mapping, metadata.block_table, 16)
+        positions.add_(1)  # the next step lies a token further
+        metadata.seq_lens.add_(1)
+        metadata.slot_mapping.copy_(slots())
 
     step()
     run = step

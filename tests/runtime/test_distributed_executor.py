@@ -137,6 +137,22 @@ def test_a_rank_that_does_not_even_begin_is_named(model_dir: Path, monkeypatch: 
         start(model_dir, Ranks())
 
 
+def fail_in_the_fourth_step(model_dir: Path, message: str) -> float:
+    """Seconds until the executor said so; then everything is gone soon."""
+    ranks = Ranks()
+    executor = start(model_dir, ranks, 3)
+    run(executor, range(3))
+    began = time.monotonic()
+    with pytest.raises(RankFailedError) as error:
+        run(executor, range(3, 5))
+    assert str(error.value) == message
+    seconds = time.monotonic() - began
+    executor.shutdown()
+    assert time.monotonic() - began < SECONDS
+    assert not any(map(is_running, ranks.pids))
+    return seconds
+
+
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
@@ -162,16 +178,7 @@ def test_a_rank_that_fails_in_a_step_ends_all(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], message: str
 ) -> None:
     use_fake_workers(monkeypatch, model_dir, **orders)
-    ranks = Ranks()
-    executor = start(model_dir, ranks, 3)
-    run(executor, range(3))
-    began = time.monotonic()
-    with pytest.raises(RankFailedError) as error:
-        run(executor, range(3, 5))
-    assert str(error.value) == message
-    executor.shutdown()
-    assert time.monotonic() - began < SECONDS
-    assert not any(map(is_running, ranks.pids))
+    fail_in_the_fourth_step(model_dir, message)
 
 
 @pytest.mark.parametrize(
@@ -190,17 +197,7 @@ def test_ranks_that_wait_for_ever_are_given_up(
 ) -> None:
     monkeypatch.setattr("runtime.distributed_executor.STUCK_SECONDS", 1.8)
     use_fake_workers(monkeypatch, model_dir, **orders)
-    ranks = Ranks()
-    executor = start(model_dir, ranks, 3)
-    run(executor, range(3))
-    began = time.monotonic()
-    with pytest.raises(RankFailedError) as error:
-        run(executor, range(3, 5))
-    assert str(error.value) == message
-    assert time.monotonic() - began > 1.7
-    executor.shutdown()
-    assert time.monotonic() - began < SECONDS
-    assert not any(map(is_running, ranks.pids))
+    assert fail_in_the_fourth_step(model_dir, message) > 1.7
 
 
 def test_a_long_step_is_not_given_up_while_ranks_move(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,3 +57,12 @@ def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> li
             out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens)
         tokens.append(out[0, len(prompt) :].tolist())
     return tokens
+
+
+def load_reference(folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model; it goes on after an end-of-text token, as the requests here do."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
