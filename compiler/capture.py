@@ -6,6 +6,7 @@ needs; Dynamo's own guarded callable is thrown away, so there is nothing that co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
@@ -15,10 +16,13 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from compiler.compat import FakeTensorMode, capture_full_graph, mark_token_dimension
+from compiler.compat import FakeTensorMode, capture_full_graph, mark_token_dimension, regions_are_reused
 from compiler.quantized_weights import checkpoint_specs, plain_expressions
+from compiler.repeated_blocks import block_classes, inline_regions, traced_once
 from compiler.weights import TensorSpec, WeightTable
 from custom_ops.quantization import QuantizedWeight
+
+log = logging.getLogger(__name__)
 
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of logits wanted
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 37, 5  # what they are while the graph is captured; nothing may depend on it
@@ -36,6 +40,7 @@ class CapturedGraph:
     weights: WeightTable
     fake_mode: FakeTensorMode
     bytecode: list[CodeType] = field(default_factory=list)  # what Dynamo made of `forward`, for dumps
+    regions: int = 0  # repeated blocks that were traced once for all that are alike
 
 
 def example_inputs(kv_cache_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -61,23 +66,42 @@ def capture(
     with_bytecode: keep what Dynamo makes of `forward`.
     Raises `CaptureError` with Dynamo's reason where the model's code cannot be one graph.
     """
-    captured: list[tuple[GraphModule, list[Any]]] = []
-
-    def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
-        captured.append((gm, list(examples)))
-        return gm.forward
-
     kv_caches = [tensor for name, tensor in inputs.items() if name.startswith("kv_cache.")]
     args = (inputs["input_ids"], inputs["positions"], kv_caches, inputs["logits_indices"])
+    blocks = block_classes(module) if regions_are_reused() else []
     try:
-        bytecode = capture_full_graph(module, backend, args, with_bytecode=with_bytecode)
+        traced = _trace(module, args, with_bytecode, blocks)
+    except CaptureError as error:
+        if not blocks:
+            raise
+        names = ", ".join(cls.__name__ for cls in blocks)
+        log.info("Every %s is traced by itself, since one does not stand for all: %s", names, error)
+        traced = _trace(module, args, with_bytecode, [])
+    gm, examples, bytecode = traced
+    graph = _name_placeholders(module, inputs, quantized or {}, gm, examples)
+    graph.bytecode = bytecode
+    graph.regions = inline_regions(gm)
+    return graph
+
+
+def _trace(
+    module: nn.Module, args: tuple[Any, ...], with_bytecode: bool, blocks: list[type[nn.Module]]
+) -> tuple[GraphModule, list[Any], list[CodeType]]:
+    """The graph of `module(*args)`, what its placeholders stand for, and bytecode. blocks: these classes' modules are regions."""
+    taken: list[tuple[GraphModule, list[Any]]] = []
+
+    def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
+        taken.append((gm, list(examples)))
+        return gm.forward
+
+    try:
+        with traced_once(blocks):
+            bytecode = capture_full_graph(module, backend, args, with_bytecode=with_bytecode)
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().split("\n\n")[0]
         raise CaptureError(f"The model's forward cannot be captured as one graph: {reason}") from error
-    assert len(captured) == 1, f"capture gave {len(captured)} graphs"
-    graph = _name_placeholders(module, inputs, quantized or {}, *captured[0])
-    graph.bytecode = bytecode
-    return graph
+    assert len(taken) == 1, f"capture gave {len(taken)} graphs"
+    return *taken[0], bytecode
 
 
 def _name_placeholders(

@@ -19,6 +19,7 @@ __all__ = [
     "mark_token_dimension",
     "no_garbage_collection",
     "node_source_line",
+    "regions_are_reused",
 ]
 
 _NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", f"{os.sep}custom_ops{os.sep}")  # folders of what a model calls
@@ -34,6 +35,11 @@ def mark_token_dimension(tensor: torch.Tensor, group: str) -> None:
     from torch._dynamo.decorators import mark_unbacked
 
     mark_unbacked(tensor, 0, shape_id=group)
+
+
+def regions_are_reused() -> bool:
+    """Whether Dynamo traces a nested region once and notes further calls of it; torch 2.11 traces every call."""
+    return hasattr(torch._guards, "InvokeSubgraphReuseEntry")
 
 
 class _Enough(Exception):

@@ -252,7 +252,8 @@ class _Compilation:
         captured = capture(
             self.spec.module, inputs, quantized=self.spec.quantized_weights, with_bytecode=self.dump is not None
         )
-        self._stage("capture", time.perf_counter() - start, f"{len(captured.gm.graph.nodes)} nodes")
+        repeated = f", {captured.regions} blocks traced as one" if captured.regions else ""
+        self._stage("capture", time.perf_counter() - start, f"{len(captured.gm.graph.nodes)} nodes{repeated}")
         if self.dump is not None:
             self.dump.captured(captured.gm, captured.bytecode)
         start = time.perf_counter()

@@ -1,0 +1,93 @@
+"""A model's repeated blocks, traced once each: capture need not take longer the deeper the model is.
+
+The blocks of a `nn.ModuleList` run as nested regions while the model is captured. Dynamo traces the first one and, where its guards
+hold for a later one (same code, same shapes, same plain attributes), notes a call of the same subgraph instead of tracing it again.
+The calls are inlined afterwards: what the passes get is the flat graph that tracing every block would have given.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+MAX_KINDS = 4  # of blocks of one class: where more of them differ (each knows its index), there is nothing to gain
+_CALL = torch.ops.higher_order.invoke_subgraph
+
+
+def block_classes(module: nn.Module) -> list[type[nn.Module]]:
+    """Classes of which some `nn.ModuleList` in `module` holds three instances or more and nothing else."""
+    lists = (list(child) for child in module.modules() if isinstance(child, nn.ModuleList))
+    kinds = [{type(block) for block in blocks} for blocks in lists if len(blocks) > 2]
+    return list(dict.fromkeys(cls for kind in kinds if len(kind) == 1 for cls in kind))
+
+
+@contextmanager
+def traced_once(classes: list[type[nn.Module]]) -> Iterator[None]:
+    """Modules of these classes are nested regions for Dynamo; outside of a capture they run as ever."""
+    own = {cls: cls.__dict__.get("forward") for cls in classes}
+    for cls in classes:
+        cls.forward = torch.compiler.nested_compile_region(cls.forward, max_reuse_entries=MAX_KINDS)
+    try:
+        yield
+    finally:
+        for cls, forward in own.items():
+            if forward is None:  # inherited
+                del cls.forward
+            else:
+                cls.forward = forward
+
+
+def inline_regions(gm: GraphModule) -> int:
+    """Put the nodes of each region in the place of its calls. → how many calls there were."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is _CALL]
+    regions = {call.args[0]: _body(gm, call) for call in calls}
+    for body in regions.values():
+        _drop_unread_lengths(body)
+    for call in calls:
+        region, _, *operands = call.args  # the second is the region's name
+        outputs = _copy_before(call, regions[region], operands)
+        for user in list(call.users):
+            assert user.target is operator.getitem, f"a region's call has the user {user.format_node()}"
+            user.replace_all_uses_with(outputs[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(call)
+    for region in regions:
+        gm.graph.erase_node(region)
+    gm.delete_all_unused_submodules()
+    return len(calls)
+
+
+def _body(gm: GraphModule, call: Node) -> Graph:
+    region = call.args[0]
+    assert isinstance(region, Node)
+    body = getattr(gm, str(region.target))
+    assert isinstance(body, GraphModule)
+    return body.graph
+
+
+def _drop_unread_lengths(region: Graph) -> None:
+    """What Dynamo drops from a whole graph, but not from a region: sizes that are asked for and not used."""
+    for node in reversed(list(region.nodes)):
+        if (
+            node.op.startswith("call_")
+            and not node.users
+            and not isinstance(node.meta.get("example_value"), torch.Tensor)
+        ):
+            region.erase_node(node)
+
+
+def _copy_before(call: Node, region: Graph, operands: list[Any]) -> list[Any]:
+    copies: dict[Node, Any] = dict(zip(region.find_nodes(op="placeholder"), operands, strict=True))
+    with call.graph.inserting_before(call):
+        for node in region.nodes:
+            if node.op == "output":
+                return [copies[output] for output in node.args[0]]
+            if node.op != "placeholder":
+                copies[node] = call.graph.node_copy(node, copies.__getitem__)
+    raise AssertionError("a region has no output")
