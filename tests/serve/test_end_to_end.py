@@ -141,14 +141,16 @@ def test_64_streams_complete_and_give_everything_back(server: ServerProcess) -> 
 
 
 def test_leaving_client_frees_its_slot(server: ServerProcess) -> None:
-    body = {**LONG, "stream": True, "n": 4}
+    body = {**LONG, "stream": True, "n": 64}  # four times what runs at once: it cannot have ended when we leave
+    generated = metric(server, "generation_tokens_total")
     with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
-        eventually(lambda: metric(server, "num_requests_running") == 4)
+        eventually(lambda: metric(server, "num_requests_running") == 16)
     eventually(lambda: httpx.get(server.url + "/load").json() == {"server_load": 0})
     with server.client() as http:  # the gauges follow with the next step
         http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
     eventually(lambda: metric(server, "num_requests_running") == 0)
+    assert metric(server, "generation_tokens_total") - generated < body["n"] * body["max_tokens"]
 
 
 def test_wrong_requests_leave_the_server_as_it_was(server: ServerProcess) -> None:
