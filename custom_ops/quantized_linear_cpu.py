@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from custom_ops.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from custom_ops.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
 from custom_ops.linear import BLOCK_OUTPUTS
 
 _GROUP_INPUTS = 4  # inputs that lie side by side for one output: what one 32-bit lane of the byte product takes
@@ -28,8 +28,8 @@ def cpu_unsupported_reason(*, weight_dtype: torch.dtype, per_block: bool, in_fea
         return "the CPU kernels take a scale per output, not per block"
     if weight_dtype == torch.int8 and in_features > _MAX_INT8_IN_FEATURES:
         return f"the CPU kernel of int8 weights takes at most {_MAX_INT8_IN_FEATURES} inputs, not {in_features}"
-    load_cpu_kernels()
-    return cpu_kernels_status()
+    quantized_cpu_kernel_library()
+    return quantized_cpu_kernels_status()
 
 
 def pack_weight_cpu(quantized_OI: torch.Tensor) -> torch.Tensor:

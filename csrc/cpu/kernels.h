@@ -50,6 +50,11 @@ void cas_int8_linear(const CasQuantizedLinear* args);
 // float8_e4m3fn: the bytes are the weights'.
 void cas_float8_linear(const CasQuantizedLinear* args);
 
+// These two are a library of their own (csrc/cpu/quantized), built where a model has such weights; what `cas::quantized_linear` runs is
+// handed to the other library here.
+typedef void (*CasQuantizedKernel)(const CasQuantizedLinear* args);
+void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear);
+
 // sum [T, I] = x + residual, rounded; out [T, I] = sum / sqrt(mean(sum^2) + eps) * norm_weight. All tensors have the dtype; rows of x and
 // residual lie their stride apart, sum and out are contiguous.
 struct CasAddRmsNorm {

@@ -11,6 +11,8 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+CasQuantizedKernel int8_kernel = nullptr, float8_kernel = nullptr;  // cas_use_quantized_linears
+
 int32_t dtype_code(const at::Tensor& tensor) {
     const auto type = tensor.scalar_type();
     TORCH_CHECK_VALUE(
@@ -133,8 +135,9 @@ at::Tensor quantized_linear(
         input_scale.has_value() == (args.activations == CAS_STATIC),
         "quantized_linear needs an input_scale with static activations, and only then.");
     if (input_scale.has_value()) args.input_scale = float_vector(*input_scale, 1, "input_scale");
-    if (is_int8) cas_int8_linear(&args);
-    else cas_float8_linear(&args);
+    const CasQuantizedKernel kernel = is_int8 ? int8_kernel : float8_kernel;
+    TORCH_CHECK(kernel != nullptr, "the kernels of quantized linears have not been loaded");
+    kernel(&args);
     return out;
 }
 
@@ -297,6 +300,11 @@ at::Tensor cpu_rope_attention(
 }
 
 }  // namespace
+
+void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear) {
+    int8_kernel = int8_linear;
+    float8_kernel = float8_linear;
+}
 
 TORCH_LIBRARY_IMPL(cas, CPU, m) {
     m.impl("fused_linear", &fused_linear);

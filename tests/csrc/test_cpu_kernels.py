@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from custom_ops.build import CSRC, BuildError, find_compiler
-from custom_ops.cpu_kernels import cpu_kernel_library, cpu_kernels_status
+from custom_ops.cpu_kernels import (
+    cpu_kernel_library,
+    cpu_kernels_status,
+    quantized_cpu_kernel_library,
+    quantized_cpu_kernels_status,
+)
 from custom_ops.linear import pack_linear_weight
 from custom_ops.quantized_linear_cpu import pack_weight_cpu
 
@@ -112,9 +117,9 @@ def check_quantized_linear(
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantized_linear_through_pointers(dtype: torch.dtype, num_threads: int, weight_dtype: torch.dtype) -> None:
-    library = cpu_kernel_library()
+    library = quantized_cpu_kernel_library()
     if library is None:
-        pytest.skip(str(cpu_kernels_status()))
+        pytest.skip(str(quantized_cpu_kernels_status()))
     check_quantized_linear(library, weight_dtype, dtype, num_threads)
 
 
@@ -130,7 +135,7 @@ def test_quantized_linear_on_older_cpus(architecture: str, weight_dtype: torch.d
     if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
     name = "int8_linear.cpp" if weight_dtype == torch.int8 else "float8_linear.cpp"
-    path, source = tmp_path / "kernels.so", CSRC / "cpu" / name
+    path, source = tmp_path / "kernels.so", CSRC / "cpu" / "quantized" / name
     flags = ["-std=c++20", "-O1", f"-march={architecture}", "-fopenmp", "-fPIC", "-shared", "-w"]
     subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
     library = ctypes.CDLL(str(path))

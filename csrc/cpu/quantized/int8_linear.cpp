@@ -6,7 +6,7 @@
 // weights are never converted. Sums of integers do not depend on their order: a row gives the same bits in any batch.
 //
 // The byte product wants one unsigned factor: weights are stored as weight + 128, and 128 times the sum of a digit's row is taken off.
-#include "activations.h"
+#include "../activations.h"
 
 namespace cas {
 namespace {

@@ -2,8 +2,8 @@
 // for all rows of a tile. Activations that are rounded to float8 too stay in the model's dtype: every such value is one of its own.
 #include <array>
 
-#include "activations.h"
-#include "float8.h"
+#include "../activations.h"
+#include "../float8.h"
 
 namespace cas {
 
