@@ -21,10 +21,23 @@ _CALL = torch.ops.higher_order.invoke_subgraph
 
 
 def block_classes(module: nn.Module) -> list[type[nn.Module]]:
-    """Classes of which some `nn.ModuleList` in `module` holds three instances or more and nothing else."""
-    lists = (list(child) for child in module.modules() if isinstance(child, nn.ModuleList))
-    kinds = [{type(block) for block in blocks} for blocks in lists if len(blocks) > 2]
-    return list(dict.fromkeys(cls for kind in kinds if len(kind) == 1 for cls in kind))
+    """Classes of which some `nn.ModuleList` in `module` holds three instances or more, alike but for few, and nothing else."""
+    classes: dict[type[nn.Module], None] = {}
+    for blocks in (list(child) for child in module.modules() if isinstance(child, nn.ModuleList)):
+        of_one_class = len({type(block) for block in blocks}) == 1
+        if of_one_class and len(blocks) > 2 and len({_plain_attributes(block) for block in blocks}) <= MAX_KINDS:
+            classes[type(blocks[0])] = None
+    return list(classes)
+
+
+def _plain_attributes(block: nn.Module) -> tuple[tuple[str, str, Any], ...]:
+    """What its code may ask of a block and of the modules in it, beside tensors: an index in it makes it one of its kind."""
+    return tuple(
+        (path, name, value)
+        for path, module in block.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    )
 
 
 @contextmanager

@@ -104,12 +104,17 @@ def test_blocks_of_few_kinds_compute_what_each_computes(factors: list[float]) ->
 
 
 @needs_reuse
-def test_blocks_that_all_differ_are_traced_each_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("seen_beforehand", [True, False])
+def test_blocks_that_all_differ_are_traced_each(
+    seen_beforehand: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     factors = [0.5 + i for i in range(MAX_KINDS + 2)]
+    if not seen_beforehand:
+        monkeypatch.setattr(capturing, "block_classes", lambda module: [Block])
     with caplog.at_level(logging.INFO, logger="compiler.capture"):
         graph = captured_stack(factors)
     assert graph.regions == 0
-    assert "Every Block is traced by itself" in caplog.text
+    assert ("Every Block is traced by itself" in caplog.text) is not seen_beforehand
     torch.testing.assert_close(*of_random_weights(graph, factors))
 
 
