@@ -30,7 +30,7 @@ from runtime.options import make_engine_config
 from runtime.weights import read_config, resolve_model
 
 WITHOUT_LINEARS = frozenset({"fuse_linears"})
-NOT_MEASURED = ("canonicalize", "quantize_linears")  # needed, or wanted for something else than time
+NOT_MEASURED = ("functionalize", "canonicalize", "quantize_linears")  # needed, or wanted for something else than time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 __all__ = [
     "FakeTensorMode",
     "capture_full_graph",
+    "declared_writes",
     "fake_mode_with_symbols",
+    "is_nested_op",
     "mark_token_dimension",
     "no_garbage_collection",
     "node_source_line",
@@ -115,3 +117,21 @@ def node_source_line(node: torch.fx.Node) -> str:
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     frames = [frame for frame in frames if not any(folder in frame for folder in _NOT_THE_MODELS)] or frames
     return frames[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if frames else "unknown source"
+
+
+def declared_writes(node: torch.fx.Node) -> list[Any] | None:
+    """The arguments that a custom op says that it writes to; None where `node` calls no custom op, or one of ours."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace == "aten":
+        return None
+    if target.namespace == "cas":
+        return []
+    written = [(i, a.name) for i, a in enumerate(target._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    return [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in written]
+
+
+def is_nested_op(target: object) -> bool:
+    """Whether a node with this target calls a graph of its own; such a call never returns a view of its inputs."""
+    return isinstance(target, torch._ops.HigherOrderOperator)

@@ -2,7 +2,7 @@
 
     00_dynamo_bytecode.py            what Dynamo made of the model's forward, decompiled
     01_captured.py                   the graph as it was captured
-    02_pass_canonicalize.py …        the graph after each pass
+    02_pass_functionalize.py …       the graph after each pass
     90_split/piece_0_<fingerprint>.py    each distinct piece
     91_compiled/piece_0_<fingerprint>.py what Inductor generated for it, kernels included
     92_forward.py                    the function that calls the pieces

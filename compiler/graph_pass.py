@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_map
+from torch.fx.node import map_arg
 
 from compiler.compat import FakeTensorMode, node_source_line
 from compiler.weights import Expression, TensorSpec, WeightTable, evaluate_spec, expression_spec
@@ -225,10 +225,17 @@ class BasePass:
 
 
 def set_example_value(node: Node, fake_mode: FakeTensorMode) -> None:
-    """Compute a node's `example_value` (fake tensor, tuple of them, or number) from its arguments'."""
-    args, kwargs = tree_map(lambda a: a.meta["example_value"] if isinstance(a, Node) else a, (node.args, node.kwargs))
+    """Keep a node's `example_value`, computed from its arguments'."""
+    node.meta["example_value"] = example_value(node, fake_mode)
+
+
+def example_value(node: Node, fake_mode: FakeTensorMode) -> Any:
+    """What a call gives on its arguments' example values: a fake tensor, a tuple of them, or a number."""
+    args: Any = map_arg(node.args, tensor_of)
+    kwargs: Any = map_arg(node.kwargs, tensor_of)
+    function = getattr(type(args[0]), node.target) if isinstance(node.target, str) else node.target
     with fake_mode, torch.no_grad():
-        node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return function(*args, **kwargs)
 
 
 def _call_signature(node: Node) -> Any:

@@ -87,11 +87,9 @@ def _body(gm: GraphModule, call: Node) -> Graph:
 def _drop_unread_lengths(region: Graph) -> None:
     """What Dynamo drops from a whole graph, but not from a region: sizes that are asked for and not used."""
     for node in reversed(list(region.nodes)):
-        if (
-            node.op.startswith("call_")
-            and not node.users
-            and not isinstance(node.meta.get("example_value"), torch.Tensor)
-        ):
+        # An op without a value is there for what it writes.
+        is_length = isinstance(node.meta.get("example_value"), int | torch.SymInt | torch.SymBool | torch.Size)
+        if node.op.startswith("call_") and is_length and not node.users:
             region.erase_node(node)
 
 

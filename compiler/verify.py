@@ -368,9 +368,17 @@ def _call(node: Node, value_of: Callable[[Node], Any]) -> Any:
     if node.op == "call_method":
         assert isinstance(node.target, str)
         method = "double" if node.target in _WIDENING_METHODS else node.target
-        return getattr(args[0], method)(*args[1:], **kwargs)
-    assert node.op == "call_function", f"{node.op} in a captured graph"
-    return EXACT.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
+        value: Any = getattr(args[0], method)(*args[1:], **kwargs)
+    else:
+        assert node.op == "call_function", f"{node.op} in a captured graph"
+        value = EXACT.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
+    # A cast makes a new tensor that may be written to; from float64 to float64 it would be the same one.
+    return value.clone() if isinstance(value, torch.Tensor) and _is_cast(node) and value is args[0] else value
+
+
+def _is_cast(node: Node) -> bool:
+    values = [n.meta.get("example_value") for n in (node, *node.all_input_nodes[:1])]
+    return len({value.dtype for value in values if isinstance(value, torch.Tensor)}) == 2
 
 
 def _is_split_point(node: Node) -> bool:

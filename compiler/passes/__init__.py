@@ -1,19 +1,20 @@
 """The pipeline, in order. Each pass is one file; its docstring says what it rewrites and why.
 
-1. canonicalize                  one spelling for each op; lengths that nobody needs are dropped
-2. drop_batch_axis               a model written for batches computes on [tokens, …]
-3. eliminate_noops               views, casts and dropouts that change nothing
-4. lift_norms                    an RMSNorm written out in simple ops becomes one op
-5. tensor_parallel               weights are cut over the ranks that share the model, collectives are put in
-6. merge_linears                 linears over the same input become one (QKV, gate/up)
-7. select_rows_early             the last layer computes only the rows whose logits are wanted
-8. fuse_rope_attention           QK-norm + RoPE + KV write + attention become one op between the pieces
-9. fuse_allreduce_add_rms_norm   the ranks' sum, the residual and the next norm become one op
-10. quantize_linears             linears over weights of 8 bits, where that is asked for
-11. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-12. fuse_quantized_mlp           quantized linears with SiLU-mul between them become one op that hands rounded activations over
-13. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
-14. fuse_add_rms_norm            residual add + RMSNorm likewise
+1. functionalize                 what is written in place becomes a new tensor
+2. canonicalize                  one spelling for each op; lengths that nobody needs are dropped
+3. drop_batch_axis               a model written for batches computes on [tokens, …]
+4. eliminate_noops               views, casts and dropouts that change nothing
+5. lift_norms                    an RMSNorm written out in simple ops becomes one op
+6. tensor_parallel               weights are cut over the ranks that share the model, collectives are put in
+7. merge_linears                 linears over the same input become one (QKV, gate/up)
+8. select_rows_early             the last layer computes only the rows whose logits are wanted
+9. fuse_rope_attention           QK-norm + RoPE + KV write + attention become one op between the pieces
+10. fuse_allreduce_add_rms_norm   the ranks' sum, the residual and the next norm become one op
+11. quantize_linears             linears over weights of 8 bits, where that is asked for
+12. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+13. fuse_quantized_mlp           quantized linears with SiLU-mul between them become one op that hands rounded activations over
+14. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
+15. fuse_add_rms_norm            residual add + RMSNorm likewise
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from compiler.graph_pass import GraphPass
 from compiler.passes.canonicalize import Canonicalize
 from compiler.passes.drop_batch_axis import DropBatchAxis
 from compiler.passes.eliminate_noops import EliminateNoops
+from compiler.passes.functionalize import Functionalize
 from compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compiler.passes.fuse_linears import FuseLinears
@@ -44,7 +46,8 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
     config = config or CompileConfig()
     has_ranks = config.tensor_parallel_size > 1
     return (
-        Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(), *((TensorParallel(),) if has_ranks else ()),
+        Functionalize(), Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(),
+        *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude), FuseLinears(),
         FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),

@@ -23,6 +23,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.truediv: torch.div,
     operator.neg: torch.neg,
     operator.matmul: torch.matmul,
+    operator.imatmul: torch.matmul,  # of tensors `x @= y` is `x = x @ y`
     torch.multiply: torch.mul,
     torch.concat: torch.cat,
     torch.concatenate: torch.cat,
@@ -67,7 +68,7 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
             node.args, node.target = (node.args[0], tensor_of(node).dtype), "to"
         if node.target in SIZE_METHODS and not isinstance(node.args[1], list | tuple):
             node.args = (node.args[0], node.args[1:])
-        node.op, node.target = "call_function", _function_of_method(node.target)
+        node.op, node.target = "call_function", function_of_method(node.target)
         changed = True
     elif node.op == "call_function" and node.target in FUNCTIONS and _is_tensor_op(node):
         node.target = FUNCTIONS[node.target]
@@ -101,7 +102,8 @@ def _read_lengths_here(gm: GraphModule, node: Node, ctx: PassContext) -> None:
                 break
 
 
-def _function_of_method(name: str) -> Callable[..., Any]:
+def function_of_method(name: str) -> Callable[..., Any]:
+    """`add` → torch.add, `view` → torch.Tensor.view."""
     function = getattr(torch, name, None)
     return function if callable(function) else getattr(torch.Tensor, name)
 

@@ -67,7 +67,8 @@ def _cone(selection: Node) -> list[Node]:
         if all(user in inside for user in node.users) and node.users and _is_row_wise(node):
             inside.add(node)
             found.append(node)
-    return found[::-1]
+    # A part of what is split outside is taken there.
+    return [node for node in reversed(found) if not is_call(node, operator.getitem) or node.args[0] in inside]
 
 
 def _reversed_before(node: Node) -> list[Node]:

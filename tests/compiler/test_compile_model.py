@@ -72,7 +72,9 @@ def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:
             step(eager("LlamaForCausalLM"), list(range(length)), 0, caches(spec, torch.float32)), rtol=1e-4, atol=1e-4,
         )  # fmt: skip
     nonsense = CompileConfig(forced_passes=frozenset({"nonsense"}))
-    with pytest.raises(ValueError, match="Cannot force unknown pass 'nonsense': the passes are canonicalize"):
+    with pytest.raises(
+        ValueError, match="Cannot force unknown pass 'nonsense': the passes are functionalize, canonicalize"
+    ):
         compile_model(spec, nonsense, device=CPU, dtype=torch.float32)
 
 

@@ -99,7 +99,10 @@ def test_an_installed_package_declares_one(module: Path, monkeypatch: pytest.Mon
         (["brought_passes:WantsMore"], "cannot be made without arguments: TypeError"),
         (["brought_passes:Taken"], "is called 'merge_linears' as another pass is"),
         (["brought_passes:Last", "brought_passes:Last"], "is called 'last' as another pass is"),
-        (["brought_passes:Nowhere"], "wants its place after 'nonsense', which is no pass: these are canonicalize, "),
+        (
+            ["brought_passes:Nowhere"],
+            "wants its place after 'nonsense', which is no pass: these are functionalize, canonicalize, ",
+        ),
     ],
 )
 def test_errors_are_sentences(module: Path, wanted: list[str], sentence: str) -> None:

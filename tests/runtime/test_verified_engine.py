@@ -28,8 +28,10 @@ def test_wrong_pass_is_named_and_the_answers_are_right(
     tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = answer(tiny_llama_dir, enforce_eager=True)
-    canonicalize, *others = default_passes()
-    monkeypatch.setattr(pipeline, "default_passes", lambda config: (canonicalize, DropsResidual(), *others))
+    functionalize, canonicalize, *others = default_passes()
+    monkeypatch.setattr(
+        pipeline, "default_passes", lambda config: (functionalize, canonicalize, DropsResidual(), *others)
+    )
     wrong, _ = answer(tiny_llama_dir)
     assert wrong != expected  # the planted pass does harm
     tokens, report = answer(tiny_llama_dir, verify_passes=True, dump_dir=tmp_path / "dump")
