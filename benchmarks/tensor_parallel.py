@@ -6,7 +6,8 @@ where figures say little about a GPU. Every rank does the same work; rank 0 prin
 
 variants: "steps" all_reduce, then addition and norm in one kernel (CUDA) or as torch has them (CPU); "fused" the op as the compiler
 places it, all-reduced over NCCL or gloo; on CUDA also "pushed", "one_shot" and "two_shot", the op over peer memory, and "chosen", the op
-as it goes by the choice that the engine makes at its start, here measured anew ("way" names it).
+as it goes by the choice that the engine makes at its start, here measured anew ("way" names it). With "_quantize" behind it the norm
+comes rounded to float8, too: in a kernel or in torch after the steps, or by the op that does all of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from custom_ops.allreduce_choice import (
     choose_allreduce,
     graph_seconds,
 )
-from custom_ops.allreduce_norm import allreduce_add_rms_norm
+from custom_ops.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
 from custom_ops.collectives import (
     all_reduce,
     join_tensor_parallel_group,
@@ -45,6 +47,7 @@ from custom_ops.collectives import (
     tensor_parallel_group,
     use_peer_memory,
 )
+from custom_ops.quantization import quantize_activations
 
 EPS = 1e-6
 ROUNDS, REPEATS = 9, 20
@@ -77,17 +80,25 @@ class Operands:
     weight: torch.Tensor
     expected: torch.Tensor
 
-    def fused(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def fused(self, quantize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if quantize:
+            return allreduce_add_rms_norm_quantize(self.x, self.residual, self.weight, EPS)[:2]
         return allreduce_add_rms_norm(self.x, self.residual, self.weight, EPS)
 
-    def in_steps(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def in_steps(self, quantize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if self.x.is_cuda:
             from custom_ops.triton_elementwise import add_rms_norm
+            from custom_ops.triton_quantize import quantize_rows
 
             normed, total = add_rms_norm(all_reduce(self.x), self.residual, self.weight, EPS)
+            if quantize:
+                quantize_rows(normed, torch.float8_e4m3fn)
             return total, normed
         total = self.residual + all_reduce(self.x)
-        return total, F.rms_norm(total, (total.shape[1],), self.weight, EPS)
+        normed = F.rms_norm(total, (total.shape[1],), self.weight, EPS)
+        if quantize:
+            quantize_activations(normed, torch.float8_e4m3fn)
+        return total, normed
 
 
 def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -109,14 +120,16 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     for tokens in args.tokens:
         operands = make_operands(rank, tokens, args.hidden, device)
         way = NCCL if chosen is None else chosen.way(tokens)
-        for variant, choice in ({"steps": None, "fused": FORCED[NCCL]} | _over_peers(tokens, chosen)).items():
+        variants = {"steps": None, "fused": FORCED[NCCL]} | _over_peers(tokens, chosen)
+        variants |= {f"{name}_quantize": choice for name, choice in variants.items()}
+        for variant, choice in variants.items():
             microseconds, error = measure(operands, variant, choice)
             row = {
                 "variant": variant, "ranks": args.size, "tokens": tokens, "hidden": args.hidden, "dtype": "bfloat16",
                 "median_us": round(statistics.median(microseconds), 2), "min_us": round(min(microseconds), 2),
                 "relative_error": error, "device": torch.cuda.get_device_name(device) if has_devices else "cpu",
             }  # fmt: skip
-            if variant == "chosen":
+            if variant.startswith("chosen"):
                 row["way"] = way
             if rank == 0:
                 print(json.dumps(row | environment()), flush=True)
@@ -148,7 +161,7 @@ def make_operands(rank: int, tokens: int, hidden: int, device: torch.device) -> 
 
 def measure(operands: Operands, variant: str, choice: AllreduceChoice | None) -> tuple[list[float], float]:
     """Microseconds of one call in each round, and the error of its norm; every rank calls it."""
-    work = operands.in_steps if variant == "steps" else operands.fused
+    work = partial(operands.in_steps if variant.startswith("steps") else operands.fused, variant.endswith("_quantize"))
     group = tensor_parallel_group()
     if choice is not None and group.peers is not None:
         use_peer_memory(group.peers, choice)

@@ -8,6 +8,7 @@ from custom_ops.attention import AttentionBackend
 from custom_ops.attention_triton import triton_unsupported_reason
 from custom_ops.elementwise import elementwise_unsupported_reason
 from custom_ops.linear import packed_linear_unsupported_reason
+from custom_ops.quantized_linear import cuda_unsupported_reason
 
 
 def available_kernels(
@@ -25,6 +26,8 @@ def available_kernels(
         kernels.add("fused_linear")
         if device.type == "cuda":  # Triton's
             kernels |= {"allreduce_add_rms_norm", "quantized_mlp"}
+            if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
+                kernels.add("allreduce_add_rms_norm_quantize")
     if (device.type == "cuda" and linear_reason is None) or elementwise_unsupported_reason(
         device=device, dtype=dtype
     ) is None:

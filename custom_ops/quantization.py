@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 Activations = Literal["none", "dynamic", "static"]
+Rounded = tuple[torch.Tensor, torch.Tensor]  # activations of 8 bits and their scales: what `quantize_activations` gives
 
 BLOCK = 128  # inputs and outputs that share a scale where scales are per block
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -75,7 +76,7 @@ def quantize_activations(
     *,
     per_group: bool = False,
     input_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Rounded:
     """round(x · (1 / scale)) and the scale: max |x| of the token (or of its group of 128 inputs) over the largest value of `dtype`.
 
     x_TI: [T, I]. input_scale: one value that is used instead. → `dtype` [T, I], float32 [T, 1] or [T, G]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from custom_ops.library import OpKind, define
 from custom_ops.linear import finish_linear
-from custom_ops.quantization import LARGEST, Activations, expand_scale, quantize_activations
+from custom_ops.quantization import LARGEST, Activations, Rounded, expand_scale, quantize_activations
 from custom_ops.quantized_linear_cpu import cpu_unsupported_reason, pack_weight_cpu, unpack_weight_cpu
 
 log = logging.getLogger(__name__)
@@ -90,15 +90,20 @@ def _quantized_linear(
     residual_TO: torch.Tensor | None = None,
     activations: str = "none",
     input_scale: torch.Tensor | None = None,
+    rounded_TI: torch.Tensor | None = None,
+    rounded_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_arguments(packed, scale, activations, input_scale)
+    rounded = pair_of(rounded_TI, rounded_scale)
+    check_arguments(packed, scale, activations, input_scale, rounded)
     weight_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1], activations)
     dtype, math_dtype = x_TI.dtype, torch.promote_types(x_TI.dtype, torch.float32)
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
     per_block = scale.dim() == 2
     x_scale = None
-    if activations != "none":
+    if rounded is not None:
+        x_TI, x_scale = rounded
+    elif activations != "none":
         x_TI, x_scale = quantize_activations(x_TI, packed.dtype, per_group=per_block, input_scale=input_scale)
     # Products of two 8-bit values are exact in float32; only their sums round.
     x_TI, weight_OI = x_TI.to(math_dtype), weight_OI.to(math_dtype)
@@ -119,14 +124,22 @@ def exact_quantized_linear(
     x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, out_features: int, *args: Any
 ) -> torch.Tensor:
     """`quantized_linear` in plain torch, with all its arguments by position, but x is not rounded: what verification compares."""
-    *options, activations, _ = args
+    norm_weight, eps, bias, silu_mul, residual, activations, *_ = args
     plain_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1], activations)
-    return _quantized_linear(x_TI, plain_OI, scale, out_features, *options)
+    return _quantized_linear(x_TI, plain_OI, scale, out_features, norm_weight, eps, bias, silu_mul, residual)
+
+
+def pair_of(rounded_TI: torch.Tensor | None, rounded_scale: torch.Tensor | None) -> Rounded | None:
+    """Activations that come rounded, with their scales, of an op's two arguments."""
+    if (rounded_TI is None) != (rounded_scale is None):
+        raise ValueError("Activations that come rounded need their scales, and scales those activations.")
+    return None if rounded_TI is None or rounded_scale is None else (rounded_TI, rounded_scale)
 
 
 def check_arguments(
-    packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None
-) -> None:
+    packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None,
+    rounded: Rounded | None = None,
+) -> None:  # fmt: skip
     if packed.dtype not in LARGEST:
         raise ValueError(f"quantized_linear takes float8_e4m3fn and int8 weights, not {packed.dtype}.")
     if activations not in KINDS:
@@ -135,6 +148,8 @@ def check_arguments(
         raise ValueError("quantized_linear needs an input_scale with static activations, and only then.")
     if activations == "static" and scale.dim() == 2:
         raise ValueError("quantized_linear has no static activations where the weight's scales are per block.")
+    if rounded is not None and (activations == "none" or rounded[0].dtype != packed.dtype):
+        raise ValueError("quantized_linear takes rounded activations in the weight's dtype, where it would round them.")
 
 
 def _quantized_linear_fake(
@@ -149,6 +164,8 @@ def _quantized_linear_fake(
     residual_TO: torch.Tensor | None = None,
     activations: str = "none",
     input_scale: torch.Tensor | None = None,
+    rounded_TI: torch.Tensor | None = None,
+    rounded_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
 
@@ -180,21 +197,22 @@ def _name(dtype: torch.dtype) -> str:
 
 _ARGUMENTS = (
     "(Tensor x, Tensor packed, Tensor scale, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
-    'bool silu_mul=False, Tensor? residual=None, str activations="none", Tensor? input_scale=None) -> Tensor'
+    'bool silu_mul=False, Tensor? residual=None, str activations="none", Tensor? input_scale=None, Tensor? rounded=None, '
+    "Tensor? rounded_scale=None) -> Tensor"
 )
 
 # The reference under a name of its own: kernels hand to it what they do not take, and verification runs it in float64.
 define(
     f"quantized_linear_reference{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=1,
+    version=2,
     fake=_quantized_linear_fake,
     CompositeExplicitAutograd=_quantized_linear,
 )
 _quantized_linear_op = define(
     f"quantized_linear{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=3,
+    version=4,
     fake=_quantized_linear_fake,
     CompositeExplicitAutograd=_quantized_linear_slowly,
     CUDA=_quantized_linear_cuda,
@@ -213,12 +231,14 @@ def quantized_linear(
     residual_TO: torch.Tensor | None = None,
     activations: Activations = "none",
     input_scale: torch.Tensor | None = None,
+    rounded: Rounded | None = None,
 ) -> torch.Tensor:
     """out = f(q(rms_norm(x)) (scale · Q)ᵀ + bias) + residual; f is silu(first half) · second half, or nothing.
 
     x_TI: [T, I], rows may be strided; packed: `pack_quantized_weight(Q [O, I], scale, activations)`; scale: float32 [O], or
     [ceil(O / 128), ceil(I / 128)]; out_features: O; norm_weight_I: [I]; bias_O: [O]; residual_TO: [T, O] (with silu_mul:
-    [T, O / 2]); input_scale: float32, one value. → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
+    [T, O / 2]); input_scale: float32, one value; rounded: q(rms_norm(x)) and its scales where they are known, which saves rounding to a
+    kernel that does not round by itself. → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
 
     q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int8
     activations: in int32, but in float32 by the reference and for one token on CUDA), the scales multiply the sums in float32, and
@@ -226,5 +246,6 @@ def quantized_linear(
     does not add by itself).
     """
     return _quantized_linear_op(
-        x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale
-    )
+        x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale,
+        *(rounded or (None, None)),
+    )  # fmt: skip

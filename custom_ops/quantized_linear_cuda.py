@@ -11,7 +11,7 @@ Shape legend: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import overload
 
@@ -19,8 +19,8 @@ import torch
 
 from custom_ops.choices import fastest
 from custom_ops.cutlass_gemm import load_gemms
-from custom_ops.quantization import Activations
-from custom_ops.quantized_linear import check_arguments
+from custom_ops.quantization import Activations, Rounded
+from custom_ops.quantized_linear import check_arguments, pair_of
 from custom_ops.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
@@ -45,9 +45,10 @@ class QuantizedLinear:
     residual_TO: torch.Tensor | None = None
     activations: Activations = "none"
     input_scale: torch.Tensor | None = None
+    rounded: Rounded | None = None
 
     def __post_init__(self) -> None:
-        check_arguments(self.weight_OI, self.scale, self.activations, self.input_scale)
+        check_arguments(self.weight_OI, self.scale, self.activations, self.input_scale, self.rounded)
 
     def ways(self) -> tuple[str, ...]:
         """The ways that take this call, the one to take without measuring first."""
@@ -69,6 +70,7 @@ class QuantizedLinear:
             f"{_name(self.x_TI.dtype)} {self.activations}",
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
+            *(("comes_rounded",) if self.rounded is not None else ()),
             *(("cutlass",) if self._has_cutlass() else ()),  # measured again when it is built
         )
         return " ".join(parts)
@@ -82,23 +84,15 @@ class QuantizedLinear:
         runs = {way: partial(self.run, way) for way in self.ways()}
         return fastest(self.family(), self.x_TI.shape[0], runs, self.weight_OI)
 
-    def run(
-        self,
-        way: str,
-        weight_OI: torch.Tensor | None = None,
-        rounded: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """The result by one of `ways`.
-
-        weight_OI: in place of the weight (when measuring). rounded: x, normalized and rounded, and its scales, where they are known.
-        """
+    def run(self, way: str, weight_OI: torch.Tensor | None = None) -> torch.Tensor:
+        """The result by one of `ways`. weight_OI: in place of the weight (when measuring)."""
         weight_OI = self.weight_OI if weight_OI is None else weight_OI
         if way == GEMV:
             return gemv(
                 self.x_TI, weight_OI, self.scale, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul, self.residual_TO,
                 self.activations, self.input_scale,
             )  # fmt: skip
-        x_TI, x_scale = self.operand() if rounded is None else rounded
+        x_TI, x_scale = self.operand()
         if way == TILE:
             return matmul(
                 x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype
@@ -118,6 +112,8 @@ class QuantizedLinear:
 
     def operand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x, normalized, rounded where it is to be, and then its scales."""
+        if self.rounded is not None:
+            return self.rounded
         if self.activations != "none":
             return quantize_rows(
                 self.x_TI, self.weight_OI.dtype, norm_weight_I=self.norm_weight_I, eps=self.eps,
@@ -150,11 +146,13 @@ def quantized_linear(
     residual_TO: torch.Tensor | None = None,
     activations: Activations = "none",
     input_scale: torch.Tensor | None = None,
+    rounded_TI: torch.Tensor | None = None,
+    rounded_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `custom_ops.quantized_linear.quantized_linear` over the plain weight [O, I], by the fastest way."""
     linear = QuantizedLinear(
         x_TI=_rows(x_TI), weight_OI=weight_OI, scale=scale, norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul,
-        residual_TO=_rows(residual_TO), activations=activations, input_scale=input_scale,
+        residual_TO=_rows(residual_TO), activations=activations, input_scale=input_scale, rounded=pair_of(rounded_TI, rounded_scale),
     )  # fmt: skip
     if x_TI.shape[0] == 0:
         return x_TI.new_empty(0, out_features // 2 if silu_mul else out_features)
@@ -177,6 +175,8 @@ def quantized_mlp(
     residual_TO: torch.Tensor | None,
     down_input_scale: torch.Tensor | None,
     activations: Activations,
+    rounded_TI: torch.Tensor | None = None,
+    rounded_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `custom_ops.quantized_mlp.quantized_mlp` over plain weights [O, I], each linear by its fastest way.
 
@@ -188,6 +188,7 @@ def quantized_mlp(
     gate_up = QuantizedLinear(
         x_TI=_rows(x_TI), weight_OI=gate_up_OI, scale=gate_up_scale, norm_weight_I=norm_weight_I, eps=eps,
         bias_O=gate_up_bias_O, silu_mul=True, activations=activations, input_scale=gate_up_input_scale,
+        rounded=pair_of(rounded_TI, rounded_scale),
     )  # fmt: skip
     way, rounded = gate_up.fastest_way(), None
     if way in (GEMV, TILE) or num_tokens == 1 or activations == "none":
@@ -202,7 +203,8 @@ def quantized_mlp(
         x_TI=inner_TI, weight_OI=down_OI, scale=down_scale, bias_O=down_bias_O, residual_TO=_rows(residual_TO),
         activations=activations, input_scale=down_input_scale,
     )  # fmt: skip
-    return down.run(down.fastest_way(), rounded=rounded)
+    # The way is that of a linear that rounds by itself: for several tokens all ways would round alike.
+    return replace(down, rounded=rounded).run(down.fastest_way())
 
 
 @overload

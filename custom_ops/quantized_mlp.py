@@ -14,17 +14,18 @@ from typing import Any
 import torch
 
 from custom_ops.library import OpKind, define
-from custom_ops.quantization import Activations
-from custom_ops.quantized_linear import cuda_unsupported_reason, exact_quantized_linear, quantized_linear
+from custom_ops.quantization import Activations, Rounded
+from custom_ops.quantized_linear import cuda_unsupported_reason, exact_quantized_linear
 
 
 def _quantized_mlp_as(linear: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     (
         x, gate_up, gate_up_scale, inner_features, norm_weight, eps, gate_up_bias, gate_up_input_scale,
-        down, down_scale, out_features, down_bias, residual, down_input_scale, activations,
+        down, down_scale, out_features, down_bias, residual, down_input_scale, activations, *rounded,
     ) = arguments  # fmt: skip
     inner = linear(
-        x, gate_up, gate_up_scale, 2 * inner_features, norm_weight, eps, gate_up_bias, True, None, activations, gate_up_input_scale
+        x, gate_up, gate_up_scale, 2 * inner_features, norm_weight, eps, gate_up_bias, True, None, activations, gate_up_input_scale,
+        *rounded,
     )  # fmt: skip
     return linear(
         inner, down, down_scale, out_features, None, eps, down_bias, False, residual, activations, down_input_scale
@@ -32,7 +33,7 @@ def _quantized_mlp_as(linear: Callable[..., torch.Tensor], *arguments: Any) -> t
 
 
 def _quantized_mlp(*arguments: Any) -> torch.Tensor:
-    return _quantized_mlp_as(quantized_linear, *arguments)
+    return _quantized_mlp_as(torch.ops.cas.quantized_linear.default, *arguments)
 
 
 def exact_quantized_mlp(*arguments: Any) -> torch.Tensor:
@@ -59,9 +60,9 @@ def _quantized_mlp_fake(x_TI: torch.Tensor, *arguments: Any) -> torch.Tensor:
 _quantized_mlp_op = define(
     "quantized_mlp(Tensor x, Tensor gate_up, Tensor gate_up_scale, int inner_features, Tensor? norm_weight, float eps, "
     "Tensor? gate_up_bias, Tensor? gate_up_input_scale, Tensor down, Tensor down_scale, int out_features, Tensor? down_bias, "
-    "Tensor? residual, Tensor? down_input_scale, str activations) -> Tensor",
+    "Tensor? residual, Tensor? down_input_scale, str activations, Tensor? rounded=None, Tensor? rounded_scale=None) -> Tensor",
     kind=OpKind.CAPTURABLE,
-    version=1,
+    version=2,
     fake=_quantized_mlp_fake,
     CompositeExplicitAutograd=_quantized_mlp,
     CUDA=_quantized_mlp_cuda,
@@ -84,15 +85,16 @@ def quantized_mlp(
     residual_TO: torch.Tensor | None,
     down_input_scale: torch.Tensor | None,
     activations: Activations,
+    rounded: Rounded | None = None,
 ) -> torch.Tensor:
     """out = down(silu(gate) · up) + residual, with gate and up the halves of gate_up(rms_norm(x)); see `quantized_linear`.
 
     x_TI: [T, I], rows may be strided; gate_up: packed [2 * N, I]; down: packed [O, N]; scales: float32, per output or per block;
     inner_features: N; out_features: O; norm_weight_I: [I]; biases: [2 * N] and [O]; residual_TO: [T, O]; input scales: float32, one
-    value each, with static activations; activations: of both linears. → [T, O], contiguous, in x's dtype.
+    value each, with static activations; activations: of both linears; rounded: as there, of x. → [T, O], contiguous, in x's dtype.
     Rounded where the two linears would round, SiLU-mul to x's dtype first.
     """
     return _quantized_mlp_op(
         x_TI, gate_up, gate_up_scale, inner_features, norm_weight_I, eps, gate_up_bias, gate_up_input_scale,
-        down, down_scale, out_features, down_bias_O, residual_TO, down_input_scale, activations,
+        down, down_scale, out_features, down_bias_O, residual_TO, down_input_scale, activations, *(rounded or (None, None)),
     )  # fmt: skip

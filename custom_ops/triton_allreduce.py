@@ -26,7 +26,9 @@ import triton
 import triton.language as tl
 
 from custom_ops.peer_memory import EMPTY, PeerMemory
+from custom_ops.quantization import Rounded
 from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
+from custom_ops.triton_quantize import quantize_options, store_quantized
 
 
 @triton.jit
@@ -86,6 +88,22 @@ def _norm(rounded_D, weight_D, num_features, eps):
 
 
 @triton.jit
+def _store_row(
+    rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
+    QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a row of sums comes to: itself, its norm, and that rounded to 8 bits."""
+    tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
+    y_D = _norm(rounded_D, weight_D, num_features, eps)
+    tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
+    if QUANTIZE:
+        y_D = y_D.to(out_ptr.dtype.element_ty).to(tl.float32)
+        store_quantized(
+            y_D, row, cols_D, ok_D, quantized_ptr, scale_ptr, None, num_features, False, LARGEST_VALUE, BLOCK, BLOCK
+        )
+
+
+@triton.jit
 def _bits_to_send(row_ptr, cols_D, ok_D, NOTHING: tl.constexpr):
     x_D = tl.load(row_ptr + cols_D, mask=ok_D, other=0)
     return tl.where(x_D == NOTHING, 0, x_D).to(tl.int16)
@@ -94,9 +112,10 @@ def _bits_to_send(row_ptr, cols_D, ok_D, NOTHING: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all of them
 def _pushed_kernel(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, turns_ptr, num_rows, num_features, x_stride,
-    residual_stride, eps, pushed_offset,
+    residual_stride, eps, pushed_offset, quantized_ptr, scale_ptr,
     RANK: tl.constexpr, SIZE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, PUSHED_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ROW_BLOCK: tl.constexpr, ROW_VALUES: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, ROW_VALUES: tl.constexpr, NOTHING: tl.constexpr, QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     cols_D = tl.arange(0, BLOCK)
@@ -144,9 +163,10 @@ def _pushed_kernel(
                     part_D = tl.load(theirs + cols_D, mask=ok_D, other=0, volatile=True)
             total_D += part_D.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         rounded_D = total_D.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
-        y_D = _norm(rounded_D, weight_D, num_features, eps)
-        tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
+        _store_row(
+            rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
+            QUANTIZE, LARGEST_VALUE, BLOCK,
+        )  # fmt: skip
         row += num_programs
         place += SIZE * row_bytes
     num_now = (num_rows - program + num_programs - 1) // num_programs
@@ -156,9 +176,9 @@ def _pushed_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, launches_ptr, num_rows, num_features, x_stride,
-    residual_stride, eps, row_bytes, program_bytes, flags_offset,
+    residual_stride, eps, row_bytes, program_bytes, flags_offset, quantized_ptr, scale_ptr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     cols_D = tl.arange(0, BLOCK)
@@ -189,9 +209,10 @@ def _one_shot_kernel(
             addresses_ptr, place, x_ptr + row * x_stride, residual_ptr + row * residual_stride, cols_D, ok_D, RANK, SIZE
         )
         rounded_D = total_D.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
-        y_D = _norm(rounded_D, weight_D, num_features, eps)
-        tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
+        _store_row(
+            rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
+            QUANTIZE, LARGEST_VALUE, BLOCK,
+        )  # fmt: skip
         row += num_programs
         place += row_bytes
     tl.store(launches_ptr + program, launch)
@@ -200,9 +221,9 @@ def _one_shot_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _two_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, addresses_ptr, launches_ptr, num_rows, num_features, x_stride,
-    residual_stride, eps, row_bytes, program_bytes, flags_offset,
+    residual_stride, eps, row_bytes, program_bytes, flags_offset, quantized_ptr, scale_ptr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     cols_D = tl.arange(0, BLOCK)
@@ -251,9 +272,10 @@ def _two_shot_kernel(
     for _ in range(program, num_rows, num_programs):
         theirs = _row_of(tl.load(addresses_ptr + owner) + place, x_ptr)
         rounded_D = tl.load(theirs + cols_D, mask=ok_D, other=0.0, volatile=True)
-        tl.store(sum_ptr + row * num_features + cols_D, rounded_D, mask=ok_D)
-        y_D = _norm(rounded_D, weight_D, num_features, eps)
-        tl.store(out_ptr + row * num_features + cols_D, y_D.to(out_ptr.dtype.element_ty), mask=ok_D)
+        _store_row(
+            rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
+            QUANTIZE, LARGEST_VALUE, BLOCK,
+        )  # fmt: skip
         row += num_programs
         place += row_bytes
         owner = (owner + 1) % SIZE
@@ -271,9 +293,13 @@ def takes_pushed(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
 
 
 def pushed_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cas::allreduce_add_rms_norm`, for a message that `takes_pushed` takes. → s, y, each [T, D]"""
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
+    quantized: Rounded | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `cas::allreduce_add_rms_norm`, for a message that `takes_pushed` takes. → s, y, each [T, D]
+
+    quantized: where `quantize_rows` of y is written, too: of 8 bits [T, D], float32 [T, 1].
+    """
     num_rows, num_features = x_TD.shape
     layout = peers.layout
     assert takes_pushed(x_TD, peers), f"{list(x_TD.shape)} of {x_TD.dtype} cannot be pushed in {layout}"
@@ -288,28 +314,30 @@ def pushed_allreduce_add_rms_norm(
         x_TD.stride(0), residual_TD.stride(0), eps, layout.pushed_offset, RANK=peers.rank, SIZE=layout.size,
         NUM_PROGRAMS=layout.num_programs, PUSHED_ROWS=layout.pushed_rows, BLOCK=block,
         ROW_BLOCK=triton.next_power_of_2(row_values), ROW_VALUES=row_values, NOTHING=EMPTY, PDL=pdl,
-        num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
+        num_warps=max(1, min(16, block // 512)), **quantize_options(quantized), **launch_options(pdl),
     )  # fmt: skip
     return total_TD, out_TD
 
 
 def one_shot_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cas::allreduce_add_rms_norm`, for a message that `takes` takes. → s, y, each [T, D]"""
-    return _run(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers)
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
+    quantized: Rounded | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The same for a message that `takes` takes. → s, y, each [T, D]"""
+    return _run(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized)
 
 
 def two_shot_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
+    quantized: Rounded | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same, each row summed by one rank. → s, y, each [T, D], the same bits"""
-    return _run(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers)
+    return _run(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized)
 
 
 def _run(
     kernel: triton.JITFunction, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    peers: PeerMemory,
+    peers: PeerMemory, quantized: Rounded | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_rows, num_features = x_TD.shape
     layout = peers.layout
@@ -324,6 +352,6 @@ def _run(
         x_TD.stride(0), residual_TD.stride(0), eps, layout.row_bytes, layout.rows_per_program * layout.row_bytes,
         layout.flags_offset, RANK=peers.rank, SIZE=layout.size, PADDED_SIZE=triton.next_power_of_2(layout.size),
         NUM_PROGRAMS=layout.num_programs, BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)),
-        **launch_options(pdl),
+        **quantize_options(quantized), **launch_options(pdl),
     )  # fmt: skip
     return total_TD, out_TD

@@ -9,13 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.quantization import Rounded
 from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
+from custom_ops.triton_quantize import quantize_options, store_quantized
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, num_features, x_stride, residual_stride, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, num_features, x_stride, residual_stride, eps, quantized_ptr, scale_ptr,
+    HAS_RESIDUAL: tl.constexpr, QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols_I = tl.arange(0, BLOCK)
@@ -33,6 +35,11 @@ def _rms_norm_kernel(
     tl.store(
         out_ptr + row * num_features + cols_I, (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty), mask=ok_I
     )
+    if QUANTIZE:
+        y_I = (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty).to(tl.float32)
+        store_quantized(
+            y_I, row, cols_I, ok_I, quantized_ptr, scale_ptr, None, num_features, False, LARGEST_VALUE, BLOCK, BLOCK
+        )
 
 
 @triton.jit
@@ -54,15 +61,20 @@ def rms_norm(x_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> torch.Te
 
 
 def add_rms_norm(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = x + residual, rounded; y = rms_norm(s) · weight. Both [T, I], rows may be strided. → y, s, each [T, I] in x's dtype."""
-    return _rms_norm(x_TI, residual_TI, weight_I, eps)
+    x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float,
+    quantized: Rounded | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """s = x + residual, rounded; y = rms_norm(s) · weight. Both [T, I], rows may be strided. → y, s, each [T, I] in x's dtype.
+
+    quantized: where `quantize_rows` of y is written, too: of 8 bits [T, I], float32 [T, 1].
+    """
+    return _rms_norm(x_TI, residual_TI, weight_I, eps, quantized)
 
 
 def _rms_norm(
-    x_TI: torch.Tensor, residual_TI: torch.Tensor | None, weight_I: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TI: torch.Tensor, residual_TI: torch.Tensor | None, weight_I: torch.Tensor, eps: float,
+    quantized: Rounded | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_tokens, num_features = x_TI.shape
     out_TI = x_TI.new_empty(num_tokens, num_features)
     sum_TI = x_TI if residual_TI is None else torch.empty_like(out_TI)
@@ -72,7 +84,7 @@ def _rms_norm(
         _rms_norm_kernel[(num_tokens,)](
             x_TI, residual_TI, weight_I, sum_TI, out_TI, num_features, x_TI.stride(0),
             residual_TI.stride(0) if residual_TI is not None else 0, eps, HAS_RESIDUAL=residual_TI is not None,
-            BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
+            BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)), **quantize_options(quantized), **launch_options(pdl),
         )  # fmt: skip
     return out_TI, sum_TI
 

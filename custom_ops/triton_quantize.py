@@ -5,11 +5,13 @@ Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) g
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from custom_ops.quantization import BLOCK, LARGEST
+from custom_ops.quantization import BLOCK, LARGEST, Rounded
 from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
 
 _HALF_EVEN = tl.constexpr(
@@ -23,6 +25,40 @@ def round_to(values, DTYPE: tl.constexpr):
     if tl.int8 == DTYPE:
         values = (values + _HALF_EVEN) - _HALF_EVEN
     return values.to(DTYPE)
+
+
+@triton.jit
+def store_quantized(
+    x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features,
+    IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a whole row, x_I in float32 with zeros beyond its end, rounded to 8 bits, and its scales.
+
+    All of a group, or of the row (GROUP = BLOCK), has one scale.
+    """
+    x_GB = tl.reshape(x_I, (BLOCK // GROUP, GROUP))
+    if IS_STATIC:
+        scale_G = tl.zeros((BLOCK // GROUP,), dtype=tl.float32) + tl.load(input_scale_ptr).to(tl.float32)
+    else:
+        scale_G = tl.maximum(tl.div_rn(tl.max(tl.abs(x_GB), 1), LARGEST_VALUE), 1e-12)
+    # Maxima drop NaN, and a token that is not a number must not become one.
+    scale_G = tl.where(tl.sum((x_GB != x_GB).to(tl.int32), 1) > 0, float("nan"), scale_G)
+    # Exact divisions, as the reference's: under a constant scale many values fall between two of float8's, to be rounded alike.
+    values_GB = x_GB * tl.div_rn(1.0, scale_G)[:, None]
+    values_GB = tl.minimum(tl.maximum(values_GB, -LARGEST_VALUE), LARGEST_VALUE)
+    out_I = round_to(tl.reshape(values_GB, (BLOCK,)), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * num_features + cols_I, out_I, mask=ok_I)
+    groups = tl.arange(0, BLOCK // GROUP)
+    num_groups = tl.cdiv(num_features, GROUP)
+    tl.store(scale_ptr + row * num_groups + groups, scale_G, mask=groups < num_groups)
+
+
+def quantize_options(quantized: Rounded | None) -> dict[str, Any]:
+    """Arguments of a kernel that may `store_quantized` its rows, too. quantized: what it then writes, values and scales."""
+    if quantized is None:
+        return {"quantized_ptr": None, "scale_ptr": None, "QUANTIZE": False, "LARGEST_VALUE": None}
+    values, scale = quantized
+    return {"quantized_ptr": values, "scale_ptr": scale, "QUANTIZE": True, "LARGEST_VALUE": LARGEST[values.dtype]}
 
 
 @triton.jit
@@ -45,22 +81,9 @@ def _quantize_kernel(
     if HAS_NORM:
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
         x_I = (x_I * inverse_rms * norm_I).to(x_ptr.dtype.element_ty).to(tl.float32)
-    # All of a group, or of the token (GROUP = BLOCK), has one scale.
-    x_GB = tl.reshape(x_I, (BLOCK // GROUP, GROUP))
-    if IS_STATIC:
-        scale_G = tl.zeros((BLOCK // GROUP,), dtype=tl.float32) + tl.load(input_scale_ptr).to(tl.float32)
-    else:
-        scale_G = tl.maximum(tl.div_rn(tl.max(tl.abs(x_GB), 1), LARGEST_VALUE), 1e-12)
-    # Maxima drop NaN, and a token that is not a number must not become one.
-    scale_G = tl.where(tl.sum((x_GB != x_GB).to(tl.int32), 1) > 0, float("nan"), scale_G)
-    # Exact divisions, as the reference's: under a constant scale many values fall between two of float8's, to be rounded alike.
-    values_GB = x_GB * tl.div_rn(1.0, scale_G)[:, None]
-    values_GB = tl.minimum(tl.maximum(values_GB, -LARGEST_VALUE), LARGEST_VALUE)
-    out_I = round_to(tl.reshape(values_GB, (BLOCK,)), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * num_features + cols_I, out_I, mask=ok_I)
-    groups = tl.arange(0, BLOCK // GROUP)
-    num_groups = tl.cdiv(num_features, GROUP)
-    tl.store(scale_ptr + row * num_groups + groups, scale_G, mask=groups < num_groups)
+    store_quantized(
+        x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features, IS_STATIC, LARGEST_VALUE, GROUP, BLOCK
+    )  # fmt: skip
 
 
 def quantize_rows(
@@ -72,7 +95,7 @@ def quantize_rows(
     silu_mul: bool = False,
     per_group: bool = False,
     input_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Rounded:
     """`custom_ops.quantization.quantize_activations` of rms_norm(x), of silu(first half) · second half, or of x, on the device.
 
     x_TI: [T, I] (with silu_mul [T, 2 * I]), rows may be strided. What is rounded to 8 bits is rounded to x's dtype before.

@@ -9,12 +9,13 @@
 7. merge_linears                 linears over the same input become one (QKV, gate/up)
 8. select_rows_early             the last layer computes only the rows whose logits are wanted
 9. fuse_rope_attention           QK-norm + RoPE + KV write + attention become one op between the pieces
-10. fuse_allreduce_add_rms_norm   the ranks' sum, the residual and the next norm become one op
+10. fuse_allreduce_add_rms_norm  the ranks' sum, the residual and the next norm become one op
 11. quantize_linears             linears over weights of 8 bits, where that is asked for
-12. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-13. fuse_quantized_mlp           quantized linears with SiLU-mul between them become one op that hands rounded activations over
-14. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
-15. fuse_add_rms_norm            residual add + RMSNorm likewise
+12. fuse_allreduce_quantize      the norm behind the ranks' sum comes rounded to float8, where linears round it
+13. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+14. fuse_quantized_mlp           quantized linears with SiLU-mul between them become one op that hands rounded activations over
+15. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
+16. fuse_add_rms_norm            residual add + RMSNorm likewise
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from compiler.passes.eliminate_noops import EliminateNoops
 from compiler.passes.functionalize import Functionalize
 from compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
+from compiler.passes.fuse_allreduce_quantize import FuseAllreduceQuantize
 from compiler.passes.fuse_linears import FuseLinears
 from compiler.passes.fuse_quantized_mlp import FuseQuantizedMlp
 from compiler.passes.fuse_rope_attention import FuseRopeAttention
@@ -49,6 +51,6 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
         Functionalize(), Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(),
         *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
-        QuantizeLinears(config.quantization, config.quantization_exclude), FuseLinears(),
-        FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),
+        QuantizeLinears(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
+        FuseLinears(), FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),
     )  # fmt: skip

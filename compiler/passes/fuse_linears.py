@@ -148,11 +148,11 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
 
 def _extend(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     """The quantized linear again, with what the site takes in."""
-    _, packed, scale, out_features, _, _, bias, _, _, *activations = site.linear.args
+    _, packed, scale, out_features, _, _, bias, _, _, *rounding = site.linear.args
     out = site.out
     assert out is not None
     args = (site.x, packed, scale, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual)
     with gm.graph.inserting_before(out):
-        fused = ctx.call(gm, QUANTIZED_LINEAR, *args, *activations, origin=site.linear)
+        fused = ctx.call(gm, QUANTIZED_LINEAR, *args, *rounding, origin=site.linear)
     out.replace_all_uses_with(fused)
     gm.graph.erase_node(out)

@@ -38,7 +38,7 @@ class FuseQuantizedMlp(BasePass):
 
 
 def _why_not(gate_up: Node, down: Node) -> str | None:
-    *_, norm_weight, _, _, silu_mul, _, activations, _ = down.args
+    _, _, _, _, norm_weight, _, _, silu_mul, _, activations, *_ = down.args
     if only_user(gate_up) is not down:
         return "the inner activations are used elsewhere, too"
     if norm_weight is not None or silu_mul or gate_up.args[8] is not None:
@@ -49,12 +49,12 @@ def _why_not(gate_up: Node, down: Node) -> str | None:
 
 
 def _replace(gm: GraphModule, gate_up: Node, down: Node, ctx: PassContext) -> None:
-    x, packed, scale, double_features, norm_weight, eps, bias, _, _, activations, input_scale = gate_up.args
+    x, packed, scale, double_features, norm_weight, eps, bias, _, _, activations, input_scale, *rounded = gate_up.args
     _, down_packed, down_scale, out_features, _, _, down_bias, _, residual, _, down_input_scale = down.args
     assert isinstance(double_features, int)
     args = (
         x, packed, scale, double_features // 2, norm_weight, eps, bias, input_scale,
-        down_packed, down_scale, out_features, down_bias, residual, down_input_scale, activations,
+        down_packed, down_scale, out_features, down_bias, residual, down_input_scale, activations, *rounded,
     )  # fmt: skip
     with gm.graph.inserting_before(down):
         fused = ctx.call(gm, QUANTIZED_MLP, *args, origin=gate_up)

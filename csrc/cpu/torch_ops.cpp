@@ -109,15 +109,16 @@ CasActivations activations_code(std::string_view name) {
 at::Tensor quantized_linear(
     const at::Tensor& x_TI, const at::Tensor& packed, const at::Tensor& scale, int64_t out_features, const OptionalTensor& norm_weight_I,
     double eps, const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, std::string_view activations,
-    const OptionalTensor& input_scale
+    const OptionalTensor& input_scale, const OptionalTensor& rounded_TI, const OptionalTensor& rounded_scale
 ) {
     const bool has_kernel = x_TI.scalar_type() == at::kBFloat16 || x_TI.scalar_type() == at::kFloat;
-    if (packed.dim() == 2 || !has_kernel) {
+    if (packed.dim() == 2 || !has_kernel || rounded_TI.has_value() || rounded_scale.has_value()) {  // the kernels round by themselves
         static const auto reference = c10::Dispatcher::singleton()
                                           .findSchemaOrThrow("cas::quantized_linear_reference", "")
                                           .typed<decltype(quantized_linear)>();
         return reference.call(
-            x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale);
+            x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale,
+            rounded_TI, rounded_scale);
     }
     at::Tensor out;
     CasQuantizedLinear args{};

@@ -69,6 +69,21 @@ def test_op(num_tokens, out_features, in_features, scales, activations, dtype, w
             assert relative_error(y, expected) < TOLERANCE[dtype], options
 
 
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize(("activations", "scales"), [kind for kind in KINDS if kind[0] != "none"])
+def test_x_may_come_rounded(scales, activations, weight_dtype) -> None:
+    """The same result, and x itself is not read for it."""
+    weight, x, norm = torch.randn(40, 300), torch.randn(9, 300).bfloat16(), torch.randn(300).bfloat16()
+    scale = scales(weight, weight_dtype)
+    packed = pack_quantized_weight(quantize_weight(weight, scale, weight_dtype), scale, activations)
+    input_scale = torch.tensor([0.02]) if activations == "static" else None
+    normed = F.rms_norm(x, (300,), norm, 1e-5)
+    rounded = quantize_activations(normed, weight_dtype, per_group=scale.dim() == 2, input_scale=input_scale)
+    options = (packed, scale, 40, norm, 1e-5, None, False, None, activations, input_scale)
+    expected = torch.ops.cas.quantized_linear_reference(x, *options)
+    assert torch.equal(quantized_linear(torch.zeros_like(x), *options, rounded=rounded), expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -77,6 +92,9 @@ def test_op(num_tokens, out_features, in_features, scales, activations, dtype, w
         ({"activations": "static"}, "needs an input_scale"),
         ({"input_scale": torch.ones(1)}, "needs an input_scale"),
         ({"activations": "static", "input_scale": torch.ones(1), "scale": torch.ones(1, 1)}, "no static activations"),
+        ({"rounded": (torch.zeros(1, 8).to(torch.int8), torch.ones(1, 1))}, "where it would round them"),
+        ({"activations": "dynamic", "rounded": (torch.zeros(1, 8), torch.ones(1, 1))}, "in the weight's dtype"),
+        ({"activations": "dynamic", "rounded": (torch.zeros(1, 8), None)}, "need their scales"),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(change, message: str) -> None:

@@ -15,6 +15,7 @@ if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
 from custom_ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, PeerLayout, clear, layout_for, peer_memory
+from custom_ops.quantization import quantize_activations
 from custom_ops.triton_allreduce import (
     one_shot_allreduce_add_rms_norm,
     pushed_allreduce_add_rms_norm,
@@ -22,6 +23,7 @@ from custom_ops.triton_allreduce import (
     takes_pushed,
     two_shot_allreduce_add_rms_norm,
 )
+from custom_ops.triton_quantize import quantize_rows
 
 KERNELS = (one_shot_allreduce_add_rms_norm, two_shot_allreduce_add_rms_norm)
 # Launches by turns of all kernels, with more rows than programs and fewer: programs count each for itself, and all places are used.
@@ -35,6 +37,11 @@ FIRST_LAUNCH = 2**31 - 3
 
 def kernel_of(step: int) -> int:
     return step // 2 % 2
+
+
+def quantizes(launch: int) -> bool:
+    """Every other launch of a step: in one step or another each kernel does."""
+    return launch % 2 == 1
 
 
 def operands(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,8 +64,13 @@ def layout(size: int) -> PeerLayout:
     return PeerLayout(size=size, row_bytes=33 * 4 + 12, rows_per_program=3, num_programs=3)
 
 
-def as_arrays(result: tuple[torch.Tensor, torch.Tensor]) -> list[Any]:
-    return [part.float().numpy() for part in result]
+def arrays_of(kernel: Any, rank: int, step: int, peers: Any, *, quantize: bool) -> list[Any]:
+    """One launch: the sum, the norm, and with `quantize` what that is rounded to and its scales."""
+    x, residual, weight = operands(rank, step)
+    # Buffers that are not empty: every value has to be written.
+    quantized = (torch.full(x.shape, 7.0).to(torch.float8_e4m3fn), torch.full((len(x), 1), 7.0)) if quantize else None
+    result = kernel(x, residual, weight, 1e-5, peers, quantized)
+    return [part.float().numpy() for part in (*result, *(quantized or ()))]
 
 
 def run_rank(rank: int, names: list[str], results: Any) -> None:
@@ -79,11 +91,11 @@ def outputs(rank: int, names: list[str]) -> list[Any]:
         outs = []
         for other in (0, 1):  # the same work with the other kernel too: the same bits
             kernel = KERNELS[(kernel_of(step) + other) % 2]
-            outs.append(as_arrays(kernel(*operands(rank, step), 1e-5, peers)))
+            outs.append(arrays_of(kernel, rank, step, peers, quantize=quantizes(len(outs))))
         if step % 2:
             assert takes_pushed(operands(rank, step)[0], peers)
-            pushed = [pushed_allreduce_add_rms_norm(*operands(rank, step), 1e-5, peers) for _ in range(PUSHES)]
-            outs += [as_arrays(result) for result in pushed]
+            for _ in range(PUSHES):
+                outs.append(arrays_of(pushed_allreduce_add_rms_norm, rank, step, peers, quantize=quantizes(len(outs))))
         by_step.append(outs)
     del views
     for memory in shared:
@@ -145,13 +157,31 @@ def test_ranks_sum_wait_and_normalize(by_rank: dict[int, list[Any]]) -> None:
         assert len(first) == 2 + (step % 2) * PUSHES
         for rank in range(size):
             for number, (ours, of_rank_0) in enumerate(zip(by_rank[rank][step], first, strict=True)):
-                for name, value, theirs, same in zip(("total", "normed"), ours, of_rank_0, first[0], strict=True):
+                for name, value, theirs, same in zip(
+                    ("total", "normed"), ours[:2], of_rank_0[:2], first[0], strict=True
+                ):
                     where = f"{name} of launch {number} of step {step} on rank {rank}"
                     assert differing_bits(value, theirs) == [], f"{where} differs from rank 0's"
                     assert np.array_equal(value, same, equal_nan=True), f"{where} differs from launch 0's"
                     torch.testing.assert_close(
                         torch.from_numpy(value).double(), expected[name], rtol=2 * limit, atol=2 * limit, equal_nan=True
                     )
+
+
+def test_the_norm_comes_rounded_to_float8(by_rank: dict[int, list[Any]]) -> None:
+    """To the bit as a kernel of its own would round it behind, in the rows that are not numbers, too."""
+    for step in range(len(ROWS)):
+        for rank, of_rank in by_rank.items():
+            for number, (_, normed, *rounded) in enumerate(of_rank[step]):
+                assert len(rounded) == 2 * quantizes(number)
+                if not rounded:
+                    continue
+                normed_TD = torch.from_numpy(normed).to(operands(rank, step)[0].dtype)
+                values_TD, scale_T1 = quantize_rows(normed_TD, torch.float8_e4m3fn)
+                where = f"launch {number} of step {step} on rank {rank}"
+                assert differing_bits(rounded[0], values_TD.float().numpy()) == [], where
+                for scale in (scale_T1, quantize_activations(normed_TD, torch.float8_e4m3fn)[1]):
+                    assert differing_bits(rounded[1], scale.numpy()) == [], where
 
 
 def test_the_order_of_addition_is_that_of_ranks(by_rank: dict[int, list[Any]]) -> None:

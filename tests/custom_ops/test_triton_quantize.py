@@ -11,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
 from custom_ops.quantization import quantize_activations
-from custom_ops.triton_elementwise import silu_mul_rows
+from custom_ops.triton_elementwise import add_rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
 
 
@@ -58,3 +58,20 @@ def test_silu_mul_in_the_same_kernel(num_tokens, features, kind, dtype) -> None:
     expected, expected_scale = quantize_rows(silu_mul_rows(x), dtype, **options)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(quantized.float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("num_tokens", "features"), [(3, 300), (1, 33), (0, 64)])
+def test_a_residual_and_a_norm_in_the_same_kernel(num_tokens, features, dtype) -> None:
+    """To the bit what two kernels give."""
+    torch.manual_seed(features)
+    x, residual = (torch.randn(num_tokens, features + 8).half()[:, :features] for _ in range(2))
+    weight = torch.randn(features).half()
+    quantized = (torch.empty(num_tokens, features, dtype=dtype), torch.empty(num_tokens, 1))
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, quantized)
+    expected_normed, expected_total = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(normed, expected_normed)
+    assert torch.equal(total, expected_total)
+    expected, expected_scale = quantize_rows(normed, dtype)
+    assert torch.equal(quantized[0].float(), expected.float())
+    assert torch.equal(quantized[1], expected_scale)

@@ -142,6 +142,26 @@ def test_every_way_computes_the_same(weight_dtype: torch.dtype, activations: str
         assert relative_error(linear.run(way), reference(a)) < 1e-5
 
 
+@pytest.mark.parametrize(("num_tokens", "scales"), [(1, row_scales), (80, row_scales), (5, block_scales)])
+def test_x_that_comes_rounded_is_not_rounded_again(num_tokens: int, scales, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, by every way, and as a choice of its own: less is left to do."""
+    torch.manual_seed(num_tokens)
+    a = arguments(num_tokens, 64, 96, True, True, "dynamic", scales, torch.float8_e4m3fn, torch.float32)
+    linear = linear_of(a)
+    expected = {way: linear.run(way) for way in linear.ways()}
+    rounded = linear_of(a | {"rounded": linear.operand()})
+    monkeypatch.setattr(quantized_linear_cuda, "quantize_rows", None)
+    assert rounded.ways() == linear.ways()
+    for way, y in expected.items():
+        assert torch.equal(rounded.run(way), y), way
+    assert rounded.family() == f"{linear.family()} comes_rounded"
+    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, *_: next(iter(expected)))
+    assert torch.equal(
+        quantized_linear(**a, rounded_TI=rounded.rounded[0], rounded_scale=rounded.rounded[1]),  # type: ignore[index]
+        next(iter(expected.values())),
+    )
+
+
 def test_ways_by_the_number_of_tokens() -> None:
     """The first is what is taken where nothing was measured."""
 
@@ -189,9 +209,13 @@ def test_an_mlp_is_its_two_linears(num_tokens: int, activations: str, weight_dty
     a["residual_TO"] = None
     b["norm_weight_I"] = None
     expected = quantized_linear(**b | {"x_TI": quantized_linear(**a)})
-    out = quantized_mlp(
+    mlp = (
         a["x_TI"], a["weight_OI"], a["scale"], 32, a["norm_weight_I"], a["eps"], a["bias_O"], a["input_scale"],
         b["weight_OI"], b["scale"], 48, b["bias_O"], b["residual_TO"], b["input_scale"], activations,
     )  # fmt: skip
+    out = quantized_mlp(*mlp)  # type: ignore[arg-type]
     assert out.shape == (num_tokens, 48)
     assert torch.equal(out, expected)
+    if activations != "none":
+        come_rounded = quantized_mlp(*mlp, *linear_of(a).operand())
+        assert torch.equal(come_rounded, expected)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from custom_ops.allreduce_choice import AllreduceChoice, choose_allreduce
-from custom_ops.allreduce_norm import allreduce_add_rms_norm
+from custom_ops.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
 from custom_ops.collectives import all_gather, all_reduce, tensor_parallel_group, use_peer_memory
 from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
+from custom_ops.quantization import quantize_activations
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
@@ -48,11 +49,16 @@ def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
             x: torch.Tensor = x, residual: torch.Tensor = residual, weight: torch.Tensor = weight
         ) -> dict[str, torch.Tensor]:
             total, normed = allreduce_add_rms_norm(x, residual, weight, 1e-5)
+            total_again, normed_again, values, scale = allreduce_add_rms_norm_quantize(x, residual, weight, 1e-5)
             return {
                 "sum": all_reduce(x),
                 "all": all_gather(x, size, size * FEATURES - 3),
                 "total": total,
                 "normed": normed,
+                "total again": total_again,
+                "normed again": normed_again,
+                "values": values.view(torch.uint8),  # which can be sent
+                "scale": scale,
             }
 
         for _ in range(3):
@@ -116,6 +122,11 @@ def test_collectives_equal_their_definition(size: int, way: str, sees_all: bool,
                 # A sum that NCCL rounds before the residual cancels it: its last bit times the norm's weight.
                 torch.testing.assert_close(results[i][name].double(), value, rtol=2**-6, atol=2**-3)
                 assert torch.equal(results[i][name], by_rank[0][i][name]), f"{name} differs between ranks"
+            for name in ("total", "normed"):
+                assert torch.equal(results[i][f"{name} again"], results[i][name])
+            values, scale = quantize_activations(results[i]["normed"], torch.float8_e4m3fn)  # to the bit
+            assert torch.equal(results[i]["values"], values.view(torch.uint8))
+            assert torch.equal(results[i]["scale"], scale)
             assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : size * FEATURES - 3])
 
 
