@@ -8,6 +8,7 @@ calls of the model in the same order: a sharded model waits in each for the othe
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from compiler.dump import add_to_report
 from compiler.graph_capture import CudaGraphs
 from custom_ops.choices import no_measuring, token_range, unmeasured_token_counts
 from custom_ops.collectives import join_tensor_parallel_group
+from custom_ops.cpu_kernels import load_cpu_kernels
 from models.registry import build_model
 from models.spec import ModelSpec
 from runtime import memory
@@ -59,6 +61,8 @@ class Worker:
         self.rank = rank
         self._on_stage = on_stage
         device = self.device = resolve_device(config.device, rank.device_index)
+        if device.type == "cpu":  # the longest wait of a bare machine's start: the compilers run while we import and read
+            threading.Thread(target=load_cpu_kernels, name="cpu-kernels", daemon=True).start()
         config = self._config = replace(config, scheduler=config.scheduler.for_device(device.type))
         self._num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
         use_threads(config.num_threads, self._num_sharing)
