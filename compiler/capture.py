@@ -40,7 +40,7 @@ class CapturedGraph:
     weights: WeightTable
     fake_mode: FakeTensorMode
     bytecode: list[CodeType] = field(default_factory=list)  # what Dynamo made of `forward`, for dumps
-    regions: int = 0  # repeated blocks that were traced once for all that are alike
+    regions: int = 0  # blocks that came as calls of regions, which Dynamo traces once for those that are alike
 
 
 def example_inputs(kv_cache_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -74,9 +74,9 @@ def capture(
     except CaptureError as error:
         if not blocks:
             raise
+        traced = _trace(module, args, with_bytecode, [])  # raises where the blocks were not what it failed on
         names = ", ".join(cls.__name__ for cls in blocks)
-        log.info("Every %s is traced by itself, since one does not stand for all: %s", names, error)
-        traced = _trace(module, args, with_bytecode, [])
+        log.info("Every %s is traced by itself, since one could not be traced for all: %s", names, error)
     gm, examples, bytecode = traced
     graph = _name_placeholders(module, inputs, quantized or {}, gm, examples)
     graph.bytecode = bytecode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +41,8 @@ def mark_token_dimension(tensor: torch.Tensor, group: str) -> None:
 
 
 def regions_are_reused() -> bool:
-    """Whether Dynamo traces a nested region once and notes further calls of it; torch 2.11 traces every call."""
-    return hasattr(torch._guards, "InvokeSubgraphReuseEntry")
+    """Whether Dynamo traces a nested region once and notes further calls of it (torch 2.13 does, 2.11 traces every call)."""
+    return "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
 
 
 class _Enough(Exception):
@@ -123,7 +124,8 @@ def declared_writes(node: torch.fx.Node) -> list[Any] | None:
     """The arguments that a custom op says that it writes to; None where `node` calls no custom op, or one of ours."""
     target = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
+        overloads = [getattr(target, name) for name in target.overloads()]
+        target = next((overload for overload in overloads if overload._schema.is_mutable), overloads[0])
     if not isinstance(target, torch._ops.OpOverload) or target.namespace == "aten":
         return None
     if target.namespace == "cas":

@@ -90,8 +90,8 @@ def _run_one(
         raise
     except Exception as error:  # of one pass: which one is what a user has to know
         what = f"{type(error).__name__}: {error}".splitlines()[0]
+        way_out = "" if graph_pass.required else f"leave it out with --disable-pass {graph_pass.name}, or "
         raise PassError(
-            f"Pass {graph_pass.name} failed with {what}: leave it out with --disable-pass {graph_pass.name}, "
-            "or see which line it is with --verbose."
+            f"Pass {graph_pass.name} failed with {what}: {way_out}see which line it is with --verbose."
         ) from error
     return result, None

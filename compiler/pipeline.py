@@ -129,6 +129,11 @@ class _Compilation:
             fields["forced_passes"] = sorted(self.config.forced_passes)
         if self.config.verify_passes:  # a plan of its own: a pass may be left out of it, and its report has the errors
             fields["verified"] = True
+        # Before any piece is loaded: this loads the kernels, and decides in which layout weights are packed.
+        slow = slow_reason(self.config.quantization, self.spec.quantized_weights, self.device, self.dtype)
+        if slow is not None:
+            fields["slow_quantized_linears"] = True
+            self.report["slow_quantized_linears"] = slow
         if self.config.dump_dir is not None:
             self.dump = Dump(self.config.dump_dir, self._facts(fields))
         # Inductor's files live in a folder of this process: nobody else can change them under a running model.
@@ -146,9 +151,6 @@ class _Compilation:
                 found = None if anew else self._load(fields, Path(work_dir.name))
                 found = found or self._make(fields, Path(work_dir.name))
         plan, join_pieces = found
-        slow = slow_reason(self.config.quantization, self.spec.quantized_weights, self.device, self.dtype)
-        if slow is not None:
-            self.report["slow_quantized_linears"] = slow
         self.report |= pass_summary(self.report["passes"])
         self.report |= {
             "pieces": len([s for s in plan.steps if isinstance(s, PieceStep)]),
@@ -252,7 +254,7 @@ class _Compilation:
         captured = capture(
             self.spec.module, inputs, quantized=self.spec.quantized_weights, with_bytecode=self.dump is not None
         )
-        repeated = f", {captured.regions} blocks traced as one" if captured.regions else ""
+        repeated = f", {captured.regions} repeated blocks" if captured.regions else ""
         self._stage("capture", time.perf_counter() - start, f"{len(captured.gm.graph.nodes)} nodes{repeated}")
         if self.dump is not None:
             self.dump.captured(captured.gm, captured.bytecode)

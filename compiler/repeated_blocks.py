@@ -44,8 +44,9 @@ def _plain_attributes(block: nn.Module) -> tuple[tuple[str, str, Any], ...]:
 def traced_once(classes: list[type[nn.Module]]) -> Iterator[None]:
     """Modules of these classes are nested regions for Dynamo; outside of a capture they run as ever."""
     own = {cls: cls.__dict__.get("forward") for cls in classes}
-    for cls in classes:
-        cls.forward = torch.compiler.nested_compile_region(cls.forward, max_reuse_entries=MAX_KINDS)
+    regions = [torch.compiler.nested_compile_region(cls.forward, max_reuse_entries=MAX_KINDS) for cls in classes]
+    for cls, region in zip(classes, regions, strict=True):
+        cls.forward = region
     try:
         yield
     finally:
@@ -57,14 +58,15 @@ def traced_once(classes: list[type[nn.Module]]) -> Iterator[None]:
 
 
 def inline_regions(gm: GraphModule) -> int:
-    """Put the nodes of each region in the place of its calls. → how many calls there were."""
+    """Put the nodes of each region, and of the regions in it, in the place of its calls. → how many calls `gm` itself had."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is _CALL]
     regions = {call.args[0]: _body(gm, call) for call in calls}
     for body in regions.values():
-        _drop_unread_lengths(body)
+        inline_regions(body)
+        _drop_unread_lengths(body.graph)
     for call in calls:
         region, _, *operands = call.args  # the second is the region's name
-        outputs = _copy_before(call, regions[region], operands)
+        outputs = _copy_before(call, regions[region].graph, operands)
         for user in list(call.users):
             assert user.target is operator.getitem, f"a region's call has the user {user.format_node()}"
             user.replace_all_uses_with(outputs[user.args[1]])
@@ -76,12 +78,12 @@ def inline_regions(gm: GraphModule) -> int:
     return len(calls)
 
 
-def _body(gm: GraphModule, call: Node) -> Graph:
+def _body(gm: GraphModule, call: Node) -> GraphModule:
     region = call.args[0]
     assert isinstance(region, Node)
     body = getattr(gm, str(region.target))
     assert isinstance(body, GraphModule)
-    return body.graph
+    return body
 
 
 def _drop_unread_lengths(region: Graph) -> None:

@@ -230,9 +230,7 @@ def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def _default_file() -> Path:
     """Named after the kernels' source, so that a choice does not outlive what was measured."""
-    sources = [
-        Path(__file__).with_name(name).read_bytes()
-        for name in ("triton_allreduce.py", "peer_memory.py", "allreduce_choice.py")
-    ]
+    names = ("triton_allreduce.py", "triton_common.py", "triton_quantize.py", "peer_memory.py", "allreduce_choice.py")
+    sources = [Path(__file__).with_name(name).read_bytes() for name in names]
     digest = hashlib.sha256(b"\0".join(sources)).hexdigest()[:12]
     return cache_folder() / f"allreduce-{digest}-torch{torch.__version__}.json"

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -100,19 +101,27 @@ def run_all(processes: Sequence[tuple[str, list[str]]], at_once: int | None = No
 
 
 _running: set[subprocess.Popen[str]] = set()
+_starting = threading.RLock()
+_ended = False  # `end_builds` was called: nothing more is started
 
 
 def _started(command: list[str]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    _running.add(process)
+    with _starting:
+        if _ended:
+            raise BuildError("the process is ending")
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        _running.add(process)
     return process
 
 
 @atexit.register
 def end_builds() -> None:
     """End the compilers that run, each with the programs that it started; for processes that leave by `os._exit`, which do so before."""
+    global _ended
+    with _starting:
+        _ended = True
     for process in list(_running):
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGTERM)

@@ -111,8 +111,10 @@ class Choices:
         if not times:
             return None, False
         choice = min(times, key=times.__getitem__)
-        shown = {name[:_SHOWN]: f"{s * 1e6:.1f} us" for name, s in times.items()}
-        log.info("%s: %s of %s", problem, choice[:_SHOWN], shown)
+        shown = ", ".join(
+            f"{name[:_SHOWN]} {s * 1e6:.1f} us" for name, s in sorted(times.items(), key=lambda item: item[1])
+        )
+        log.info("%s, fastest first: %s", problem, shown)
         return choice, is_final
 
 

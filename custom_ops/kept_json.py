@@ -14,11 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def read_kept(file: Path) -> dict[str, Any]:
-    """The object in the file; an empty one where there is no file, or no JSON in it."""
+    """The object in the file; an empty one where there is no file, or something else in it."""
     try:
-        return json.loads(file.read_text())
+        kept = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def keep(file: Path, entries: Mapping[str, Any]) -> None:

@@ -32,13 +32,22 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * num_features + cols_I, rounded_I, mask=ok_I)
         x_I = rounded_I.to(tl.float32)
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
-    tl.store(
-        out_ptr + row * num_features + cols_I, (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty), mask=ok_I
-    )
+    y_I = (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * num_features + cols_I, y_I, mask=ok_I)
     if QUANTIZE:
-        y_I = (x_I * inverse_rms * weight_I).to(out_ptr.dtype.element_ty).to(tl.float32)
         store_quantized(
-            y_I, row, cols_I, ok_I, quantized_ptr, scale_ptr, None, num_features, False, LARGEST_VALUE, BLOCK, BLOCK
+            y_I.to(tl.float32),
+            row,
+            cols_I,
+            ok_I,
+            quantized_ptr,
+            scale_ptr,
+            None,
+            num_features,
+            False,
+            LARGEST_VALUE,
+            BLOCK,
+            BLOCK,
         )
 
 

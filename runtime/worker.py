@@ -22,7 +22,7 @@ from compiler.dump import add_to_report
 from compiler.graph_capture import CudaGraphs
 from custom_ops.choices import no_measuring, token_range, unmeasured_token_counts
 from custom_ops.collectives import join_tensor_parallel_group
-from custom_ops.cpu_kernels import load_cpu_kernels
+from custom_ops.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
 from models.registry import build_model
 from models.spec import ModelSpec
 from runtime import memory
@@ -61,12 +61,15 @@ class Worker:
         self.rank = rank
         self._on_stage = on_stage
         device = self.device = resolve_device(config.device, rank.device_index)
-        if device.type == "cpu":  # the longest wait of a bare machine's start: the compilers run while we import and read
-            threading.Thread(target=load_cpu_kernels, name="cpu-kernels", daemon=True).start()
         config = self._config = replace(config, scheduler=config.scheduler.for_device(device.type))
         self._num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
         use_threads(config.num_threads, self._num_sharing)
         dtype = self._dtype = resolve_dtype(config.model.dtype, device)
+        if (
+            device.type == "cpu"
+        ):  # the longest wait of a bare machine's start: the compilers run while we import and read
+            load = quantized_cpu_kernel_library if config.compile.quantization else load_cpu_kernels
+            threading.Thread(target=load, name="cpu-kernels", daemon=True).start()
         self._cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
 
         if rank.size > 1:

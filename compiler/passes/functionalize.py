@@ -4,8 +4,8 @@
 drop ops, which is right only where a value stays what its op made of it. A write that is seen elsewhere (in a parameter, in an argument
 of the model, through a view that is read afterwards) is refused, with the line of the model that it stands in.
 
-An op gives a view of its input where their example values share a storage or, since the copies of a repeated block share the metadata
-of the block that was traced, where it gives a view when it runs on its inputs' example values again.
+An op gives a view of its input where it does so when it runs on its inputs' example values again. (What its own example value says is
+not enough: the copies of a repeated block share theirs.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ FILLS: dict[str, Callable[..., Any]] = {"zero_": torch.zeros_like, "fill_": torc
 RESHAPES = ("as_strided_", "detach_", "resize_", "resize_as_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_",
             "unsqueeze_")  # fmt: skip
 PARTS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")  # ops whose results do not overlap
-BUFFERS = ("empty", "zeros", "ones", "full")  # of torch.empty, torch.zeros_like, x.new_full …
+BUFFERS = {f"{name}{like}" for name in ("empty", "zeros", "ones", "full") for like in ("", "_like")} | {
+    "new_empty", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
 LENGTHS = ("size", "dim", "numel")
 NO_FUNCTION = (
     "and no function makes a new tensor of these arguments: put it together with torch.where, torch.cat or torch.stack"
@@ -80,9 +82,7 @@ class _Rewriter:
     def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
         self.gm, self.ctx = gm, ctx
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        # As Dynamo traced them: values that `ctx.call` computes are shared by calls of equal shapes.
-        self.storages = {node: _storages(node) for node in self.order}
-        self.made: set[Node] = set()  # what stands for written tensors
+        self.made: set[Node] = set()  # what stands for written tensors, and what that is computed of
         self.restrided: set[Node] = set()  # results that lie in memory differently from what they stand for
 
     def run(self) -> int:
@@ -109,8 +109,10 @@ class _Rewriter:
             _refuse(node, write, f"of shape {list(before.shape)} what has shape {list(value.shape)}: make a new tensor")
         if str(value.stride()) != str(before.stride()):
             self.restrided.add(after)
-        self.made.add(after)
-        self.order[after], self.storages[after] = self.order[node], self.storages[written]
+        made = after
+        while made not in self.order:  # it and what it was made of stand where the write stood
+            self.made.add(made)
+            self.order[made], made = self.order[node], made.prev
         node.replace_all_uses_with(after)
         for user in list(written.users):
             if self._is_after(user, node):
@@ -191,7 +193,7 @@ class _Rewriter:
         """Raise where a custom op writes to what an op has computed: arguments of the model and new buffers are for that."""
         for written in (leaf for leaf in tree_leaves(write.written) if isinstance(leaf, Node)):
             views = self._views(node, written)
-            if not any(one.op == "placeholder" or any(name in _name_of(one) for name in BUFFERS) for one in views):
+            if not any(one.op == "placeholder" or _name_of(one) in BUFFERS for one in views):
                 _refuse(node, write, "to a computed tensor: let it return a new one, or give it a torch.empty for it")
 
     def _views(self, node: Node, written: Node) -> set[Node]:
@@ -210,15 +212,12 @@ class _Rewriter:
         return found
 
     def _is_view(self, node: Node, source: Node) -> bool:
-        is_new = node in self.made or not {node, source} <= self.storages.keys()
-        if is_new or node.op == "output" or is_nested_op(node.target):
+        if node in self.made or node.op == "output" or is_nested_op(node.target):
             return False
-        if self.storages[node] & self.storages[source]:
-            return True
         write = _write_of(node)
         if write is not None:
             return write.written is source
-        return bool(_storages(source) & _storages_of(example_value(node, self.ctx.fake_mode)))
+        return bool(_storages(tensor_of(source)) & _storages(example_value(node, self.ctx.fake_mode)))
 
     def _is_after(self, node: Node, other: Node) -> bool:
         return self.order.get(node, -1) > self.order[other]
@@ -311,11 +310,7 @@ def _reads_length(node: Node) -> bool:
     return is_call(node, SIZE) or _name_of(node) in LENGTHS
 
 
-def _storages(node: Node) -> set[torch.UntypedStorage]:
-    return _storages_of(node.meta.get("example_value"))
-
-
-def _storages_of(value: Any) -> set[torch.UntypedStorage]:
+def _storages(value: Any) -> set[torch.UntypedStorage]:
     return {leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
 
 

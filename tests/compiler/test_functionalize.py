@@ -209,7 +209,15 @@ def cast_first(m: Writes, h: torch.Tensor) -> torch.Tensor:
     return wide + h
 
 
-@pytest.mark.parametrize(("body", "writes"), [(wider_operand, 2), (compared, 1), (cast_first, 1)])
+def wider_sum_into_a_column(m: Writes, h: torch.Tensor) -> torch.Tensor:
+    h = F.linear(h, m.square)
+    h[:, 1] += h.float().sum(-1)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("body", "writes"), [(wider_operand, 2), (compared, 1), (cast_first, 1), (wider_sum_into_a_column, 2)]
+)
 def test_the_dtype_stays(body: Body, writes: int) -> None:
     check(lambda: Writes(body, torch.bfloat16), writes)
 
@@ -354,6 +362,26 @@ def test_alike_blocks_write_each_their_own(body: Any, outer_writes: bool, writes
         captured = capture(Stack(body, outer_writes), example_inputs([], torch.float32))
     assert captured.regions == (4 if as_one and regions_are_reused() else 0)
     check(lambda: Stack(body, outer_writes), writes)
+
+
+class Skips(Stack):
+    """What each block returns is read once more at the end."""
+
+    def forward(self, input_ids: Any, positions: Any, kv_caches: Any, logits_indices: torch.Tensor) -> torch.Tensor:
+        outs = [F.embedding(input_ids, self.table)]
+        for block in self.blocks:
+            outs.append(block(outs[-1]))
+        return torch.stack(outs).sum(0)[logits_indices]
+
+
+def on_a_sum(block: Block, x: torch.Tensor) -> torch.Tensor:
+    x = x + block.proj(x)
+    x += x.sin()
+    return x
+
+
+def test_what_alike_blocks_return_is_not_one_tensor() -> None:
+    check(lambda: Skips(on_a_sum), 4)
 
 
 def view_of_its_input(block: Block, x: torch.Tensor) -> torch.Tensor:

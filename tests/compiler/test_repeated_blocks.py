@@ -68,6 +68,32 @@ def of_random_weights(graph: CapturedGraph, factors: list[float]) -> tuple[torch
     return out, stack(inputs["input_ids"], None, None, inputs["logits_indices"])
 
 
+class Inner(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+
+class Nested(Block):
+    """A block with a list of blocks in it."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(factor)
+        self.inner = nn.ModuleList(Inner() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for inner in self.inner:
+            x = inner(x)
+        return x + self.factor * self.proj(x)
+
+
+def test_blocks_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Block", Nested)
+    factors = [0.5] * 4
+    graph = captured_stack(factors)
+    assert not any(node.op == "get_attr" for node in graph.gm.graph.nodes)
+    torch.testing.assert_close(*of_random_weights(graph, factors))
+
+
 @needs_reuse
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_graph_is_the_one_of_tracing_every_block(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_compiling_works_without_a_writable_store(tmp_path: Path) -> None:
 
 def _start(cache_dir: str, expected: torch.Tensor, report: str) -> None:
     """One start of a process: compile or load, compare a step with the expected logits, say whether it was a hit."""
-    spec = tiny_spec(layers=2)
+    spec = tiny_spec(layers=1)
     model = compile_model(
         spec, CompileConfig(cache_dir=Path(cache_dir)), device=CPU, dtype=torch.float32, kernels=FUSED
     )
@@ -132,7 +132,7 @@ def _start(cache_dir: str, expected: torch.Tensor, report: str) -> None:
 
 
 def _expected_logits() -> torch.Tensor:
-    spec = tiny_spec(layers=2)
+    spec = tiny_spec(layers=1)
     model = compile_model(spec, CompileConfig(mode="eager"), device=CPU, dtype=torch.float32)
     fill(model)
     return step(model, [1, 2, 3, 4, 5], 0, caches(spec, torch.float32))

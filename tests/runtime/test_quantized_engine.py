@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,29 @@ def test_the_engine_says_what_is_quantized(tiny_llama_dir: Path, tmp_path: Path)
             sites = llm.info.compile_report["pass_sites.quantize_linears.matched"]
         assert sites == (0 if quantization is None else 4 * 2 + 1)
     assert tokens["int8-weight-only"][0] == tokens[None][0]  # not a near tie; from the second on they may part
+
+
+_START = """
+import sys
+from runtime import LLM, SamplingParams
+with LLM(sys.argv[1], quantization="int8", cache_dir=sys.argv[2], dtype="float32", device="cpu", num_kv_blocks=64, num_threads=1) as llm:
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    [output] = llm.generate("Hello there", greedy, use_tqdm=False)
+    print(llm.info.compile_report["artifact"], output.outputs[0].token_ids)
+"""
+
+
+def test_a_second_start_from_the_artifact(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """In a process of its own: nothing but the artifact and the checkpoint says that kernels of 8-bit weights are needed."""
+    starts = [
+        subprocess.run(
+            [sys.executable, "-c", _START, str(tiny_llama_dir), str(tmp_path)],
+            capture_output=True, text=True, check=True, timeout=300,
+        ).stdout.splitlines()[-1].split(maxsplit=1)
+        for _ in range(2)
+    ]  # fmt: skip
+    assert [artifact for artifact, _ in starts] == ["made", "hit"]
+    assert starts[0][1] == starts[1][1]
 
 
 @pytest.mark.slow

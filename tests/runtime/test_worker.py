@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,18 @@ def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_servi
     assert executor.idle()
     assert ran[-2:] == [5, max(config.scheduler.token_budget, config.scheduler.max_num_seqs)]
     assert not executor.idle()
+
+
+def test_the_kernels_are_asked_for_before_the_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Read(Exception):
+        pass
+
+    def read(path: Path) -> None:
+        assert asked.wait(10)
+        raise Read
+
+    asked = threading.Event()
+    monkeypatch.setattr("runtime.worker.load_cpu_kernels", asked.set)
+    monkeypatch.setattr("runtime.worker.read_config", read)
+    with pytest.raises(Read):
+        InProcessExecutor(tiny_config(write_tiny_model(tmp_path)), lambda *_: None)
