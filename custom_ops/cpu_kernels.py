@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from functools import cache
 from pathlib import Path
 
 from custom_ops.build import CSRC, BuildError, build_library
@@ -73,6 +74,7 @@ def cpu_kernel_library() -> ctypes.CDLL | None:
     return _cpu.get()
 
 
+@cache
 def quantized_cpu_kernel_library() -> ctypes.CDLL | None:
     """Likewise the library of quantized linears, which `cas::quantized_linear` runs from then on."""
     cpu = _cpu.get()

@@ -65,9 +65,8 @@ class Worker:
         self._num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
         use_threads(config.num_threads, self._num_sharing)
         dtype = self._dtype = resolve_dtype(config.model.dtype, device)
-        if (
-            device.type == "cpu"
-        ):  # the longest wait of a bare machine's start: the compilers run while we import and read
+        if device.type == "cpu":
+            # The longest wait of a bare machine's start: the compilers run while we import and read.
             load = quantized_cpu_kernel_library if config.compile.quantization else load_cpu_kernels
             threading.Thread(target=load, name="cpu-kernels", daemon=True).start()
         self._cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)

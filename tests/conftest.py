@@ -11,10 +11,9 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Read when Triton is imported and a kernel is defined: before any test module is.
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read when Triton is imported and a kernel is defined: before any test module is
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TINY_VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

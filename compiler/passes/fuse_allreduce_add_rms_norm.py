@@ -46,15 +46,20 @@ class _Site:
     eps: float
 
 
+def why_no_kernel(kernel: str, ctx: PassContext) -> SkipReason | None:
+    """Why a pass that puts in this op, which sums over ranks, has nothing to do here."""
+    if ctx.tensor_parallel_size == 1:
+        return SkipReason(sentence="the model runs on one rank")
+    if kernel not in ctx.kernels:
+        return SkipReason(sentence=f"there is no kernel of it for {ctx.dtype} on {ctx.device.type}")
+    return None
+
+
 class FuseAllreduceAddRmsNorm(BasePass):
     name = "fuse_allreduce_add_rms_norm"
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
-        if ctx.tensor_parallel_size == 1:
-            return SkipReason(sentence="the model runs on one rank")
-        if "allreduce_add_rms_norm" not in ctx.kernels:
-            return SkipReason(sentence=f"there is no kernel of it for {ctx.dtype} on {ctx.device.type}")
-        return None
+        return why_no_kernel("allreduce_add_rms_norm", ctx)
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 import custom_ops.allreduce_norm  # noqa: F401 (defines the op)
 from compiler.graph_pass import BasePass, NearMiss, PassContext, PassResult, SkipReason, is_call, tensor_of
-from compiler.passes.fuse_allreduce_add_rms_norm import FUSED
+from compiler.passes.fuse_allreduce_add_rms_norm import FUSED, why_no_kernel
 from compiler.passes.quantize_linears import QUANTIZED_LINEAR
 
 FUSED_QUANTIZE = torch.ops.cas.allreduce_add_rms_norm_quantize.default
@@ -26,11 +26,7 @@ class FuseAllreduceQuantize(BasePass):
     name = "fuse_allreduce_quantize"
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
-        if ctx.tensor_parallel_size == 1:
-            return SkipReason(sentence="the model runs on one rank")
-        if "allreduce_add_rms_norm_quantize" not in ctx.kernels:
-            return SkipReason(sentence=f"there is no kernel of it for {ctx.dtype} on {ctx.device.type}")
-        return None
+        return why_no_kernel("allreduce_add_rms_norm_quantize", ctx)
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []

@@ -21,6 +21,15 @@ from custom_ops.linear import pack_linear_weight
 from custom_ops.quantized_linear_cpu import pack_weight_cpu
 
 
+@pytest.fixture
+def compiler() -> str:
+    """Path of a C++ compiler; where there is one, kernels that it cannot build are a failure, no reason to skip."""
+    try:
+        return find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
 class CasLinear(ctypes.Structure):
     """The struct of the same name in csrc/cpu/kernels.h."""
 
@@ -46,10 +55,9 @@ class CasLinear(ctypes.Structure):
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("code, dtype", [(0, torch.float32), (1, torch.bfloat16)])
-def test_linear_through_pointers(code: int, dtype: torch.dtype, num_threads: int) -> None:
+def test_linear_through_pointers(compiler: str, code: int, dtype: torch.dtype, num_threads: int) -> None:
     library = cpu_kernel_library()
-    if library is None:
-        pytest.skip(str(cpu_kernels_status()))
+    assert library is not None, cpu_kernels_status()
     x, weight = torch.randn(5, 48, dtype=dtype), torch.randn(80, 48, dtype=dtype)
     packed = pack_linear_weight(weight)
     wide = torch.full((5, 100), 7.0, dtype=dtype)  # rows 100 apart: what lies past column 80 stays
@@ -116,22 +124,21 @@ def check_quantized_linear(
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantized_linear_through_pointers(dtype: torch.dtype, num_threads: int, weight_dtype: torch.dtype) -> None:
+def test_quantized_linear_through_pointers(
+    compiler: str, dtype: torch.dtype, num_threads: int, weight_dtype: torch.dtype
+) -> None:
     library = quantized_cpu_kernel_library()
-    if library is None:
-        pytest.skip(str(quantized_cpu_kernels_status()))
+    assert library is not None, quantized_cpu_kernels_status()
     check_quantized_linear(library, weight_dtype, dtype, num_threads)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3"])
-def test_quantized_linear_on_older_cpus(architecture: str, weight_dtype: torch.dtype, tmp_path: Path) -> None:
+def test_quantized_linear_on_older_cpus(
+    compiler: str, architecture: str, weight_dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Without AVX2, and with it but without AVX-512: the code paths that this machine may not take by itself."""
-    try:
-        compiler = find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
     if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
     name = "int8_linear.cpp" if weight_dtype == torch.int8 else "float8_linear.cpp"
@@ -159,11 +166,7 @@ extern "C" void widen_bf16(const void* from, cas::bf16* to, long count) {
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
 @pytest.mark.parametrize("architecture", ["native", "x86-64", "x86-64-v3"])
-def test_float8_is_rounded_and_widened_as_torch_does(architecture: str, tmp_path: Path) -> None:
-    try:
-        compiler = find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
+def test_float8_is_rounded_and_widened_as_torch_does(compiler: str, architecture: str, tmp_path: Path) -> None:
     if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
     path, source = tmp_path / "float8.so", tmp_path / "float8.cpp"
