@@ -10,12 +10,13 @@ import gc
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from custom_ops.build import CSRC, cache_folder
+from custom_ops.compile_ahead import is_compiling_ahead
 from custom_ops.kept_json import keep, read_kept
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,14 @@ _CAPTURED_SECONDS = 1e-3  # a call of fewer is timed as a graph replays it: laun
 def token_range(num_tokens: int) -> int:
     """The end of the range of token counts that one choice is for: 1, then powers of two from 16 on."""
     return 1 if num_tokens <= 1 else max(_SMALLEST_RANGE, 1 << (num_tokens - 1).bit_length())
+
+
+def token_ranges(most_tokens: int) -> list[int]:
+    """One token count of each range up to most_tokens: the ranges' ends, and most_tokens."""
+    counts = [1]
+    while counts[-1] < most_tokens:
+        counts.append(min(token_range(counts[-1] + 1), most_tokens))
+    return counts
 
 
 class Choices:
@@ -84,13 +93,9 @@ class Choices:
 
         all_ranges: one of every such range, chosen or not.
         """
-        counts, count = [1], 1
-        while count < max_tokens:
-            count = min(token_range(count + 1), max_tokens)
-            counts.append(count)
         return tuple(
             count
-            for count in counts
+            for count in token_ranges(max_tokens)
             if any(
                 count >= first
                 and token_range(count) <= token_range(most)
@@ -159,18 +164,29 @@ def fastest(
     """The name of the fastest of several functions of a weight, measured once a family and range of token counts.
 
     first: the fewest tokens that anyone asks for with. Measuring waits for the device, which nothing may do inside a graph's capture:
-    there, under `no_measuring` and on other devices, what was not measured is the first of them.
+    there, under `no_measuring`, in `compile_ahead` and on other devices, what was not measured is the first of them.
     """
     names = tuple(runs)
     if weight.device.type != "cuda":
         return names[0]
     choices = choices_of(weight.device)
+    if is_compiling_ahead():
+        if _may_measure and choices.known(family, num_tokens, first) is None:
+            _compile_all(runs, weight)
+        return choices.get(family, num_tokens, names, None, first)
     if not _may_measure or torch.cuda.is_current_stream_capturing():
         return choices.get(family, num_tokens, names, None, first)
     timer = _Timer(weight, is_cold=num_tokens <= _MAX_COLD_TOKENS)
     choice = choices.get(family, num_tokens, names, lambda name: timer.seconds(runs[name]), first)
     timer.clear()
     return choice
+
+
+def _compile_all(runs: Mapping[str, Callable[[torch.Tensor], object]], weight: torch.Tensor) -> None:
+    """What will be measured is to be compiled."""
+    for run in runs.values():
+        with suppress(Exception):  # of torch, Triton or CUTLASS: `Choices` will say so
+            run(weight)
 
 
 def unmeasured_token_counts(device: torch.device, max_tokens: int, *, all_ranges: bool = False) -> tuple[int, ...]:

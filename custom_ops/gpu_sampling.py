@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.compile_ahead import launch
 from custom_ops.triton_common import (
     launch_options,
     let_next_start,
@@ -326,7 +327,8 @@ def sample_tokens(
         # One program fills a multiprocessor's registers, also one whose row has no filters: with many rows each gets few.
         programs = max(1, min(chunks, num_sms(device) // num_seqs))
         pdl = supports_pdl(device)
-        _filter_kernel[(num_seqs, programs)](
+        launch(
+            _filter_kernel, (num_seqs, programs),
             logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, position_S, block_max,
             torch.empty(num_seqs * _CANDIDATES, dtype=torch.float32, device=device),
             torch.empty(num_seqs * _CANDIDATES, dtype=torch.int32, device=device), split_counters(device), tokens_S, best_S,
@@ -361,7 +363,8 @@ def _draw(
     chunk, chunks = _chunks(vocab)
     ranks = torch.empty(num_seqs * chunks, dtype=torch.uint64, device=device)
     pdl = supports_pdl(device)
-    _draw_kernel[(num_seqs, chunks)](
+    launch(
+        _draw_kernel, (num_seqs, chunks),
         logits_SV, temperature_S, top_k_S, seed_S, position_S, ranks, block_max, split_counters(device), out_S, out_best_S,
         vocab, logits_SV.stride(0), CHUNK=chunk, CHUNKS=chunks, STEP=min(chunk, _STEP), BLOCK=_BLOCK,
         BLOCK_J=triton.next_power_of_2(chunks), GREEDY=temperature_S is None, GATHERED_K=_MAX_GATHERED_K, PDL=pdl,

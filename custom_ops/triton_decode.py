@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.compile_ahead import launch
 from custom_ops.triton_common import (
     SPLIT_COUNTERS,
     launch_options,
@@ -235,7 +236,8 @@ def decode_attention(
         partial = torch.empty(num_seqs * splits * num_heads * (head_dim + 2), dtype=torch.float32, device=device)
         counters = split_counters(device)
     pdl = supports_pdl(device)
-    _decode_kernel[(num_seqs, num_kv_heads, splits)](
+    launch(
+        _decode_kernel, (num_seqs, num_kv_heads, splits),
         q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, kv_cache, out_THE, partial, counters,
         query_start_loc, seq_lens_S, block_table_SM, slot_mapping_T,
         q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0,

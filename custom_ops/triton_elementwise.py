@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.compile_ahead import launch
 from custom_ops.quantization import Rounded
 from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
 from custom_ops.triton_quantize import quantize_options, store_quantized
@@ -90,7 +91,8 @@ def _rms_norm(
     if num_tokens:
         block = triton.next_power_of_2(num_features)
         pdl = supports_pdl(x_TI.device)
-        _rms_norm_kernel[(num_tokens,)](
+        launch(
+            _rms_norm_kernel, (num_tokens,),
             x_TI, residual_TI, weight_I, sum_TI, out_TI, num_features, x_TI.stride(0),
             residual_TI.stride(0) if residual_TI is not None else 0, eps, HAS_RESIDUAL=residual_TI is not None,
             BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)), **quantize_options(quantized), **launch_options(pdl),
@@ -105,7 +107,16 @@ def silu_mul_rows(x_TI: torch.Tensor) -> torch.Tensor:
     if num_tokens:
         block = min(1024, triton.next_power_of_2(half))
         pdl = supports_pdl(x_TI.device)
-        _silu_mul_kernel[(num_tokens, triton.cdiv(half, block))](
-            x_TI, out_TI, half, x_TI.stride(0), BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+        launch(
+            _silu_mul_kernel,
+            (num_tokens, triton.cdiv(half, block)),
+            x_TI,
+            out_TI,
+            half,
+            x_TI.stride(0),
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
         )
     return out_TI

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from custom_ops import cublaslt
+from custom_ops.compile_ahead import launch
 from custom_ops.silu_mul_gemm import silu_mul_gemm
 from custom_ops.triton_common import (
     add_pairs,
@@ -291,7 +292,8 @@ def _gemv(
     round_bytes = num_programs * block_bytes * (2 if silu_mul else 1)
     # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
     prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
-    _gemv_kernel[(num_programs,)](
+    launch(
+        _gemv_kernel, (num_programs,),
         x_1I, weight_OI, out, norm_weight_I, bias_O, residual_1O, num_rows, in_features, eps, prefetch_blocks,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None, SILU_MUL=silu_mul,
         BLOCK_O=rows, BLOCK_I=32 * warps * lanes, LANES=lanes, THREADS=32 * warps, PDL=pdl, num_warps=warps, **launch_options(pdl),
@@ -325,7 +327,8 @@ def _small_batch(
         )
         counters = split_counters(x_TI.device)
     pdl = supports_pdl(x_TI.device)
-    _small_batch_kernel[(tiles, splits)](
+    launch(
+        _small_batch_kernel, (tiles, splits),
         x_TI, weight_OI, out, norm_weight_I, bias_O, residual_TO, partial, counters,
         num_tokens, num_rows, in_features, x_TI.stride(0), residual_TO.stride(0) if residual_TO is not None else 0, eps,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul,

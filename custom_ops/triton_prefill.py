@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.compile_ahead import launch
 from custom_ops.triton_common import to_products
 from custom_ops.triton_decode import LOG2_E
 
@@ -122,7 +123,8 @@ def prefill_attention(
     block_q, block_c, stages, warps = config or ((64, 64, 3, 4) if block_e <= 128 else (64, 32, 2, 4))
     if q_THE.dtype == torch.float32:
         block_q, block_c, stages = min(block_q, 64), min(block_c, 32), min(stages, 2)
-    _prefill_kernel[(num_heads, num_tokens // block_q + num_seqs)](
+    launch(
+        _prefill_kernel, (num_heads, num_tokens // block_q + num_seqs),
         q_THE, kv_cache, out_THE, query_start_loc, seq_lens_S, block_table_SM,
         kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.compile_ahead import launch
 from custom_ops.quantization import BLOCK, LARGEST, Rounded
 from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
 
@@ -112,7 +113,8 @@ def quantize_rows(
         warps = max(1, min(16 if width <= 16384 else 32, width // 512))
         # Of 65,536 registers so many that one program loads while another looks for its largest value.
         limit = {"maxnreg": min(255, max(64, 1024 // warps))} if silu_mul and x_TI.device.type == "cuda" else {}
-        _quantize_kernel[(num_tokens,)](
+        launch(
+            _quantize_kernel, (num_tokens,),
             x_TI, norm_weight_I, input_scale, out_TI, scale, num_features, x_TI.stride(0), eps,
             HAS_NORM=norm_weight_I is not None, SILU_MUL=silu_mul, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
             GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=warps, **limit, **launch_options(pdl),
@@ -144,7 +146,17 @@ def scale_sums(
     if num_tokens:
         block = min(1024, triton.next_power_of_2(num_features))
         pdl = supports_pdl(sums_TO.device)
-        _scale_kernel[(num_tokens, triton.cdiv(num_features, block))](
-            sums_TO, x_scale_T1, scale_O, out_TO, num_features, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+        launch(
+            _scale_kernel,
+            (num_tokens, triton.cdiv(num_features, block)),
+            sums_TO,
+            x_scale_T1,
+            scale_O,
+            out_TO,
+            num_features,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
         )
     return out_TO

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.compile_ahead import launch
 from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, to_cache, wait_for_previous
 
 
@@ -146,7 +147,8 @@ def rope_kv_write(
     block_k = min(8, triton.next_power_of_2(num_kv_heads))
     parts = (triton.cdiv(num_heads, block_h) if write_q else 0) + triton.cdiv(num_kv_heads, block_k)
     pdl = supports_pdl(q_THE.device)
-    _rope_kv_kernel[(num_tokens, parts)](
+    launch(
+        _rope_kv_kernel, (num_tokens, parts),
         q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, q_out, k_out_TKE, kv_cache, slot_mapping_T,
         q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0, kv_cache.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,

@@ -66,10 +66,14 @@ def use_threads(num_threads: int | None, num_processes: int = 1) -> int:
     None: this process's part of the cores that it may run on, when `num_processes` share them.
     """
     if num_threads is None:
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        num_threads = max(1, num_cores // num_processes)
+        num_threads = max(1, num_cores() // num_processes)
     torch.set_num_threads(num_threads)
     return num_threads
+
+
+def num_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def describe_device(device: torch.device) -> str:

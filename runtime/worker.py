@@ -1,7 +1,7 @@
 """`Worker`: one rank. A device, the model's part that it holds, its KV cache, and the runner of its steps.
 
-Start-up, each stage reported with its time: read the config → (the compiler's stages) → load the weights; then, once
-the number of KV blocks is settled (ranks agree on one), allocate the cache → warm up. All ranks go through the same
+Start-up, each stage reported with its time: read the config → (the compiler's stages) → load the weights → on a GPU compile
+our kernels; then, once the number of KV blocks is settled (ranks agree on one), allocate the cache → warm up. All ranks go through the same
 calls of the model in the same order: a sharded model waits in each for the other ranks.
 """
 
@@ -20,8 +20,9 @@ from compiler import available_kernels, compile_model
 from compiler.cudagraphs import CudaGraphRunner
 from compiler.dump import add_to_report
 from compiler.graph_capture import CudaGraphs
-from custom_ops.choices import no_measuring, token_range, unmeasured_token_counts
+from custom_ops.choices import no_measuring, token_range, token_ranges, unmeasured_token_counts
 from custom_ops.collectives import join_tensor_parallel_group
+from custom_ops.compile_ahead import compile_ahead
 from custom_ops.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
 from models.registry import build_model
 from models.spec import ModelSpec
@@ -30,6 +31,7 @@ from runtime.attention_backends import backend_of_model
 from runtime.config import EngineConfig, Rank
 from runtime.device import (
     describe_device,
+    num_cores,
     resolve_device,
     resolve_dtype,
     resolve_kv_cache_dtype,
@@ -115,11 +117,15 @@ class Worker:
             )
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
 
-        self._start_of_cache = time.perf_counter()
         self._graphs = self._graph_runner()
         self._said_all_captured = False
         self._to_measure: list[int] = []  # token counts to run in idle moments, the next one last
-        self._memory_plan = self._measure_memory() if device.type == "cuda" else None
+        weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        if device.type == "cuda":
+            with memory_for("compiling kernels", device, memory.LARGEST_STEP):
+                self._compile_kernels()
+        self._start_of_cache = time.perf_counter()
+        self._memory_plan = self._measure_memory(weights) if device.type == "cuda" else None
         self.info = WorkerInfo(
             num_blocks=self._num_blocks(),
             device_type=device.type,
@@ -230,20 +236,20 @@ class Worker:
         self._stage("all-reduce", start, how)
         return how
 
-    def _new_runner(self, num_blocks: int) -> ModelRunner:
-        model = self._model if self._graphs is None else self._graphs
+    def _new_runner(self, num_blocks: int, *, captures: bool = True) -> ModelRunner:
+        graphs = self._graphs if captures else None
         runner = ModelRunner(
             self._config,
             self._spec,
-            model,
+            self._model if graphs is None else graphs,
             self._backend,
             self.device,
             self._cache_dtype,
             num_blocks,
             max_model_len=self._max_model_len,
         )
-        if self._graphs is not None:
-            self._graphs.bind(runner.decode_inputs, lambda size: runner.made_up_step(size, 1))
+        if graphs is not None:
+            graphs.bind(runner.decode_inputs, lambda size: runner.made_up_step(size, 1))
         return runner
 
     def _num_blocks(self) -> int:
@@ -276,15 +282,12 @@ class Worker:
         if self._memory_plan is not None and (is_mine or self.rank.index == 0):
             logger.info("%s", self._memory_plan.table(describe_device(self.device), cache_bytes, cache_tokens))
 
-    def _measure_memory(self) -> MemoryPlan:
-        """Run the largest step that there can be, on a cache of one block, and look at what it takes."""
+    def _measure_memory(self, weights: int) -> MemoryPlan:
+        """Run the largest step that there can be, on a cache of one block, and look at what it takes beside the weights' bytes."""
         device, scheduler = self.device, self._config.scheduler
-        weights = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         probe = self._new_runner(1)
-        # No step has more tokens than all sequences at their full length.
-        tokens = min(probe.max_num_tokens, scheduler.max_num_seqs * self._max_model_len)
-        seqs = min(scheduler.max_num_seqs, tokens)
+        tokens, seqs = self._largest_step(probe)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
             with no_measuring():
                 probe.warm_up(tokens, seqs)
@@ -307,6 +310,39 @@ class Worker:
             sampling=3 * (scheduler.max_num_seqs + PROMPT_LOGPROB_ROWS) * self._spec.vocab_size * 4,
             graphs=graphs,
         )
+
+    def _largest_step(self, runner: ModelRunner) -> tuple[int, int]:
+        """The most tokens of a step, and sequences that they may be of."""
+        most_seqs = self._config.scheduler.max_num_seqs
+        tokens = min(runner.max_num_tokens, most_seqs * self._max_model_len)  # of all sequences at their full length
+        return tokens, min(most_seqs, tokens)
+
+    def _compile_kernels(self) -> None:
+        """Compile the Triton kernels of the steps before serving, many at once instead of each when it is first launched."""
+        start = time.perf_counter()
+        runner = self._new_runner(1, captures=False)  # nothing runs that a graph could be captured of
+        tokens, seqs = self._largest_step(runner)
+        many = min(tokens, 2 * token_range(seqs))  # more than decodes' kernels are for; libraries' products do run
+
+        def steps() -> None:
+            with no_measuring():
+                runner.warm_up(many, seqs)
+            runner.warm_up(min(8, tokens), 1)
+            for count in token_ranges(seqs):
+                runner.warm_up(count, count)
+            runner.warm_up_sampler(self._dtype)
+
+        artifact = self._model.report.get("artifact_key")
+        block_size = self._config.cache.block_size
+        kind = (self._backend.name, self._cache_dtype, block_size, self._max_model_len, seqs, many)
+        count = compile_ahead(
+            steps,
+            self.device,
+            threads=max(1, num_cores() // self._num_sharing),
+            # Ranks all do it or none: the model waits for all of them.
+            known_as=f"{artifact} {kind}" if artifact and self.rank.size == 1 else None,
+        )
+        self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
 
     def _warm_up(self) -> str:
         runner = self.runner

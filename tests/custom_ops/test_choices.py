@@ -114,6 +114,29 @@ def test_nobody_waits_for_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(asked) == 2
 
 
+def test_ahead_all_that_will_be_measured_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake device: what runs is compiled, and nothing is chosen by it."""
+    choices, ran = Choices(tmp_path / "choices.json"), list[str]()
+    monkeypatch.setattr("custom_ops.choices.choices_of", lambda device: choices)
+    monkeypatch.setattr("custom_ops.choices.is_compiling_ahead", lambda: True)
+
+    def fails(weight: object) -> None:
+        ran.append("b")
+        raise RuntimeError("too much shared memory")
+
+    weight = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
+    runs: dict[str, Callable[[torch.Tensor], object]] = {"a": lambda weight: ran.append("a"), "b": fails}
+    with no_measuring():
+        assert fastest("x", 100, runs, weight) == "a"  # type: ignore[arg-type]
+    assert not ran
+    assert fastest("x", 100, runs, weight) == "a"  # type: ignore[arg-type]
+    assert ran == ["a", "b"]
+    assert choices.known("x", 100) is None
+    choices.get("x", 100, ("a", "b"), lambda name: float(name == "a"))
+    assert fastest("x", 100, runs, weight) == "b"  # type: ignore[arg-type]
+    assert ran == ["a", "b"]
+
+
 def test_without_a_gpu_nothing_is_measured() -> None:
     runs = {"a": lambda weight: weight, "b": lambda weight: weight}
     assert fastest("x", 100, runs, torch.zeros(4)) == "a"

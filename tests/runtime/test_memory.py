@@ -143,11 +143,10 @@ def test_what_the_largest_step_takes_is_measured_before_graphs_are_estimated(
 
     rank._graphs = Graphs()
     rank._backend.workspace_to_come = GIB
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    plan = rank._memory_plan = rank._measure_memory()
+    plan = rank._memory_plan = rank._measure_memory(3 * GIB)
     assert (plan.weights, plan.largest_step, plan.step_tokens, plan.graphs) == (3 * GIB, 3 * GIB, 64, GIB)
     assert (plan.total, plan.others) == (80 * GIB, 7 * GIB)
     with caplog.at_level(logging.INFO, logger="runtime"):
