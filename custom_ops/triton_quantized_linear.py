@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.compile_ahead import launch
 from custom_ops.quantization import BLOCK, LARGEST
 from custom_ops.triton_common import (
     add_pairs,
@@ -35,6 +36,7 @@ from custom_ops.triton_quantize import round_to
 
 MAX_BLOCK_T = 64  # tokens of a tile; more are several tiles
 _THREAD_BYTES = 16  # of a row that a thread loads at once
+HALVES_SCALE = tl.constexpr(64.0)  # its inverse in float16 is 0x2400
 
 
 @triton.jit
@@ -62,15 +64,53 @@ def _values(words, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _row_sums(
-    words_OW, x0, x1, x2, x3, DTYPE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr, PTX: tl.constexpr
-):
-    """Σ w · x over the values that lie together in a thread: [O, W / 4], in float32."""
-    w0, w1, w2, w3 = _values(words_OW, DTYPE, PTX)
-    sums = w0 * x0
-    sums += w1 * x1
-    sums += w2 * x2
-    sums += w3 * x3
-    return tl.sum(tl.reshape(sums, (BLOCK_O, BLOCK_W // 4, 4)), 2)
+    words_OW, x0, x1, x2, x3, DTYPE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr, PTX: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """Σ w · x over the values that lie together in a thread: [O, W / 4], in float32. x0 to x3: as `_activations` gives them."""
+    if HALVES:
+        return _half_sums(words_OW, x0, x1, BLOCK_O, BLOCK_W)
+    else:
+        w0, w1, w2, w3 = _values(words_OW, DTYPE, PTX)
+        sums = w0 * x0
+        sums += w1 * x1
+        sums += w2 * x2
+        sums += w3 * x3
+        return tl.sum(tl.reshape(sums, (BLOCK_O, BLOCK_W // 4, 4)), 2)
+
+
+@triton.jit
+def _add_halves(a, b):
+    """Of words that hold two float16 each, as `_half_sums` makes them."""
+    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _half_sums(words_OW, x01, x23, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr):
+    """As `_row_sums`, for float8 on both sides, half as many instructions: products and the sums within a thread in float16.
+
+    x01, x23: two float16 a word, x / HALVES_SCALE, with which float16 holds every product, and none of the sums of the eight that meet
+    exceeds it. A sum keeps float16's 11 bits; then they are added up in float32.
+    """
+    halves = tl.inline_asm_elementwise(
+        "{.reg .b16 low, high; .reg .b32 ab, cd; mov.b32 {low, high}, $1;"
+        "cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high; mul.rn.f16x2 ab, ab, $2; fma.rn.f16x2 $0, cd, $3, ab;}",
+        "=r,r,r,r",
+        [words_OW, x01, x23],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    halves = tl.reduce(tl.reshape(halves, (BLOCK_O, BLOCK_W // 4, 4)), 2, _add_halves)
+    low, high = tl.inline_asm_elementwise(
+        "{.reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}",
+        "=f,=f,r",
+        [halves],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return low + high
 
 
 @triton.jit
@@ -83,22 +123,38 @@ def _normed(x, norm_weight, inverse_rms, x_ptr):
 def _activations(
     x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale,
     HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK_W: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
-    """What the words' first, second, third and fourth values are multiplied with, each [1, W] in float32.
+    """What the words' first, second, third and fourth values are multiplied with: four of [1, W], in float32.
 
-    x, normalized, rounded to the weight's dtype as `quantize_rows` does it.
+    x, normalized, rounded to the weight's dtype as `quantize_rows` does it. HALVES: as `_half_sums` takes them, words of the first two
+    and of the last two values, and both again.
     """
     ok_I = cols_I < in_features
     x_I = tl.load(x_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
     if HAS_NORM:
         x_I = _normed(x_I, tl.load(norm_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32), inverse_rms, x_ptr)
     if ROUNDS:
-        x_I = tl.minimum(tl.maximum(x_I * inverse_scale, -LARGEST_VALUE), LARGEST_VALUE)
-        x_I = round_to(x_I, DTYPE).to(tl.float32)
+        x_I *= inverse_scale
+        if not HALVES:  # which rounds by itself
+            x_I = round_to(tl.minimum(tl.maximum(x_I, -LARGEST_VALUE), LARGEST_VALUE), DTYPE).to(tl.float32)
     even, odd = tl.split(tl.reshape(x_I, (BLOCK_W, 2, 2)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
-    return x0[None, :], x1[None, :], x2[None, :], x3[None, :]
+    if HALVES:
+        x01, x23 = tl.inline_asm_elementwise(
+            "{.reg .b16 low, high; .reg .b32 ab, cd; cvt.rn.satfinite.e4m3x2.f32 low, $3, $2; cvt.rn.satfinite.e4m3x2.f32 high, $5, $4;"
+            "cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high;"
+            "mul.rn.f16x2 $0, ab, $6; mul.rn.f16x2 $1, cd, $6;}",
+            "=r,=r,f,f,f,f,r",
+            [x0, x1, x2, x3, tl.full((BLOCK_W,), 0x24002400, dtype=tl.int32)],  # twice 1 / HALVES_SCALE
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        return x01[None, :], x23[None, :], x01[None, :], x23[None, :]
+    else:
+        return x0[None, :], x1[None, :], x2[None, :], x3[None, :]
 
 
 @triton.jit(do_not_specialize=["prefetch_blocks"])
@@ -116,6 +172,7 @@ def _gemv_kernel(
     num_chunks = tl.cdiv(in_features, BLOCK_I)
     cols_I = tl.arange(0, BLOCK_I)
     BLOCK_W: tl.constexpr = BLOCK_I // 4
+    HALVES: tl.constexpr = PDL and ROUNDS and tl.float8e4nv == DTYPE  # in the device's own instructions
     up_ptr = w_ptr + num_rows.to(tl.int64) * in_words
     # Weights do not depend on the previous kernel: the first tile is loaded, and more of them brought into L2, while it still runs.
     next_w = weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
@@ -159,9 +216,11 @@ def _gemv_kernel(
             x_scale = tl.maximum(tl.div_rn(largest, LARGEST_VALUE), 1e-12)
         x_scale = tl.where(is_nan > 0, float("nan"), x_scale)  # maxima drop NaN, and so does the rounding
         inverse_scale = tl.div_rn(1.0, x_scale)
+        if HALVES:
+            x_scale *= HALVES_SCALE  # of the sums
 
     x0, x1, x2, x3 = _activations(
-        x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale, HAS_NORM, ROUNDS, DTYPE, LARGEST_VALUE, BLOCK_W
+        x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale, HAS_NORM, ROUNDS, DTYPE, LARGEST_VALUE, BLOCK_W, HALVES,
     )  # fmt: skip
     acc = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
@@ -179,11 +238,11 @@ def _gemv_kernel(
             next_up = weight_tile(up_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
         if WIDTH > BLOCK_I:  # else x stays as it is
             x0, x1, x2, x3 = _activations(
-                x_ptr, norm_ptr, here_I, in_features, inverse_rms, inverse_scale, HAS_NORM, ROUNDS, DTYPE, LARGEST_VALUE, BLOCK_W
+                x_ptr, norm_ptr, here_I, in_features, inverse_rms, inverse_scale, HAS_NORM, ROUNDS, DTYPE, LARGEST_VALUE, BLOCK_W, HALVES,
             )  # fmt: skip
-        acc += _row_sums(w, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL)
+        acc += _row_sums(w, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL, HALVES)
         if SILU_MUL:
-            acc_up += _row_sums(up, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL)
+            acc_up += _row_sums(up, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL, HALVES)
         if is_last:
             rows_O = here_block * BLOCK_O + tl.arange(0, BLOCK_O)
             ok_O = rows_O < num_rows
@@ -319,12 +378,18 @@ def _matmul_kernel(
         tl.store(out, acc_OT.to(out_ptr.dtype.element_ty), mask=ok_OT)
 
 
-def gemv_config(in_features: int, silu_mul: bool) -> tuple[int, int, int, int]:
-    """(rows a block, warps, programs a multiprocessor, MiB brought into L2 ahead) of the 1-token kernel.
+def gemv_config(
+    num_rows: int, in_features: int, silu_mul: bool, rounds_float8: bool, sms: int
+) -> tuple[int, int, int, int]:
+    """(rows a block, warps, programs a multiprocessor, MiB brought into L2 ahead) of the 1-token kernel. num_rows: that are stored.
 
     As many programs as just fill a multiprocessor's registers: when they start beside the previous kernel's, no multiprocessor can
-    take more than its share of the rows. As many warps as let a chunk hold all of x where that is possible, to be rounded once.
+    take more than its share of the rows. As many warps as let a chunk hold all of x where that is possible, to be rounded once; float8 is
+    rounded in a few instructions, and there, where rows are few, it counts more that all programs get as many blocks.
     """
+    if rounds_float8 and not silu_mul:
+        blocks = triton.cdiv(num_rows, 8)
+        return 8, 4, max((4, 3, 2), key=lambda per_sm: blocks / (triton.cdiv(blocks, per_sm * sms) * per_sm)), 16
     warps = 8 if in_features > 2048 else 4
     return (4 if silu_mul else 8), warps, 16 // warps, 16
 
@@ -368,7 +433,10 @@ def gemv(
     out_features, in_features = weight_OI.shape
     device = x_1I.device
     num_rows = out_features // 2 if silu_mul else out_features
-    rows, warps, per_sm, prefetch_mib = config or gemv_config(in_features, silu_mul)
+    rounds_float8 = activations != "none" and weight_OI.dtype == torch.float8_e4m3fn
+    rows, warps, per_sm, prefetch_mib = config or gemv_config(
+        num_rows, in_features, silu_mul, rounds_float8, num_sms(device)
+    )
     out = x_1I.new_empty(1, num_rows)
     pdl = supports_pdl(device)
     num_programs = min(triton.cdiv(num_rows, rows), per_sm * num_sms(device))
@@ -378,7 +446,8 @@ def gemv(
     prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
     # What is left of a multiprocessor's 65,536 registers to a thread.
     limit = {"maxnreg": min(255, 65536 // (per_sm * 32 * warps))} if device.type == "cuda" else {}
-    _gemv_kernel[(num_programs,)](
+    launch(
+        _gemv_kernel, (num_programs,),
         x_1I, weight_OI.view(torch.int32), out, scale_O, norm_weight_I, input_scale, bias_O, residual_1O, num_rows, in_features,
         in_features // 4, eps, prefetch_blocks, HAS_NORM=norm_weight_I is not None, ROUNDS=activations != "none",
         IS_STATIC=activations == "static", DTYPE=_TRITON_TYPES[weight_OI.dtype], LARGEST_VALUE=LARGEST[weight_OI.dtype],
@@ -422,7 +491,8 @@ def matmul(
         size = tiles * token_tiles * splits * 2 * block_o * block_t
         partial, counters = torch.empty(size, dtype=torch.float32, device=device), split_counters(device)
     pdl = supports_pdl(device)
-    _matmul_kernel[(tiles, splits, token_tiles)](
+    launch(
+        _matmul_kernel, (tiles, splits, token_tiles),
         x_TI, weight_OI, out, scale, x_scale, bias_O, residual_TO, partial, counters, num_tokens, num_rows, in_features,
         x_TI.stride(0), residual_TO.stride(0) if residual_TO is not None else 0,
         HAS_X_SCALE=x_scale is not None, PER_BLOCK=per_block, HAS_BIAS=bias_O is not None,

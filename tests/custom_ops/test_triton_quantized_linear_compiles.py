@@ -34,7 +34,7 @@ def made(kernel, constants, num_warps, special, stages=3, **options):
 found = {}
 for dtype, largest in ((tl.float8e4nv, 448.0), (tl.int8, 127.0)):
     for name, inner, silu_mul in (("gate_up", 4096, True), ("down", 14336, False)):
-        block_o, warps, per_sm, _ = gemv_config(inner, silu_mul)
+        block_o, warps, per_sm, _ = gemv_config(14336 if silu_mul else 4096, inner, silu_mul, dtype == tl.float8e4nv, 132)
         constants = {
             "HAS_NORM": silu_mul, "ROUNDS": True, "IS_STATIC": False, "DTYPE": dtype, "LARGEST_VALUE": largest, "HAS_BIAS": False,
             "HAS_RESIDUAL": not silu_mul, "SILU_MUL": silu_mul, "WIDTH": next_power_of_2(inner), "BLOCK_O": block_o,
@@ -81,6 +81,7 @@ def test_one_token_reads_weights_16_bytes_at_a_time_and_widens_two_at_once(compi
         assert lines(compiled, kernel, "cp.async.bulk.prefetch.L2")
     assert lines(compiled, float8, "cvt.rn.f16x2.e4m3x2")
     assert lines(compiled, float8, "cvt.rn.satfinite.e4m3x2.f32")  # x is rounded here
+    assert lines(compiled, float8, "fma.rn.f16x2")  # two products at once
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 64])

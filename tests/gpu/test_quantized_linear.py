@@ -52,7 +52,10 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
     )  # fmt: skip
     result = quantized_linear(*arguments)
     expected = torch.ops.cas.quantized_linear_reference(*arguments)
-    assert relative_error(result, expected) < 1e-2
+    # Where the norm's sum is added up in another order, the largest value may come out as the next bfloat16, and all others then round to
+    # 8 bits on another scale: as far off as rounding is.
+    tolerance = 3e-2 if extras and activations == "dynamic" else 1e-2
+    assert relative_error(result, expected) < tolerance
     linear = QuantizedLinear(
         x_TI=x[:, :inner], weight_OI=arguments[1], scale=scale, norm_weight_I=norm, eps=1e-5, bias_O=bias, silu_mul=silu_mul,
         residual_TO=residual, activations=activations, input_scale=input_scale,
@@ -60,7 +63,7 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
     comes_rounded = linear if activations == "none" else replace(linear, rounded=linear.operand())
     for way in linear.ways():
         y = linear.run(way)
-        assert relative_error(y, expected) < 1e-2, way
+        assert relative_error(y, expected) < tolerance, way
         assert relative_error(comes_rounded.run(way), y) < 1e-3, way
 
 
