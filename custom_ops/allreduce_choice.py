@@ -28,7 +28,8 @@ from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
 log = logging.getLogger(__name__)
 
 NCCL, PUSHED, ONE_SHOT, TWO_SHOT = "nccl", "pushed", "one_shot", "two_shot"
-SIZES = (1, 16, 64, 128, 256, 512, 2048, 8192)  # rows that are measured, as far as there is room for them
+# Rows that are measured, as far as there is room for them.
+SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 EPS = 1e-6
 REPEATS, ROUNDS = 20, 5
 FIRST_RUN_SECONDS = 60.0  # for a kernel that another rank may still have to compile
@@ -92,8 +93,10 @@ def choose_allreduce(
     user's cache. → a sentence that says how they go, and why where it is over NCCL alone. Raises `RuntimeError` where a kernel never
     ends: the process has then to end too.
     """
+    from custom_ops.triton_common import num_sms
+
     group = tensor_parallel_group()
-    layout = layout_for(group.size, num_features, dtype, max_rows)
+    layout = layout_for(group.size, num_features, dtype, max_rows, num_sms(device))
     peers = map_peer_memory(group.rank, layout, group.process_group, device)
     if isinstance(peers, str):
         if group.rank == 0:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MAX_PROGRAMS = 128  # of one kernel: they wait for other ranks', so all of them must be on the device at once
-MAX_BYTES = 1 << 28  # of the two places in one rank's buffer
-MAX_PUSHED_ROWS = 4  # of each program: what comes from each rank has a place of its own
+# Programs of one kernel, a multiprocessor. They wait for other ranks', so all of them must be on the device at once; and each waits for
+# its own row, so that more of them keep more of the link busy.
+PROGRAMS_PER_SM = 2
+MAX_BYTES = 1 << 28  # of the two places in one rank's buffer, but for what makes them whole rows of each program
+MAX_PUSHED_ROWS = 2  # of each program: what comes from each rank has a place of its own
 EMPTY = -(1 << 15)  # in 16 bits: -0.0, which no rank sends
 # Where torch puts the socket over which ranks hand each other their memory, and how long that path may be.
 _SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
@@ -34,7 +36,7 @@ class PeerLayout:
     size: int
     row_bytes: int
     rows_per_program: int
-    num_programs: int = MAX_PROGRAMS
+    num_programs: int
 
     @property
     def max_rows(self) -> int:
@@ -67,11 +69,12 @@ class PeerLayout:
         return self.pushed_offset + 3 * self.num_programs * self.pushed_rows * self.size * self.row_bytes
 
 
-def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int) -> PeerLayout:
-    """For messages of up to max_rows rows, or fewer where they would take more than MAX_BYTES."""
+def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int, num_sms: int) -> PeerLayout:
+    """For messages of up to max_rows rows, or fewer where they would take more than MAX_BYTES. num_sms: of each device."""
+    programs = PROGRAMS_PER_SM * num_sms
     row_bytes = -(-num_features * dtype.itemsize // 16) * 16
-    rows = max(1, min(-(-max_rows // MAX_PROGRAMS), MAX_BYTES // (2 * MAX_PROGRAMS * row_bytes)))
-    return PeerLayout(size=size, row_bytes=row_bytes, rows_per_program=rows)
+    rows = -(-min(max_rows, MAX_BYTES // (2 * row_bytes)) // programs)
+    return PeerLayout(size=size, row_bytes=row_bytes, rows_per_program=rows, num_programs=programs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +116,12 @@ def clear(buffer: torch.Tensor, layout: PeerLayout) -> None:
 def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:
     """A buffer on every rank of a group, mapped by all; every rank calls it. → or a sentence why not, on all ranks if on one"""
     socket_folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
-    everyone = _gathered((socket.gethostname(), _boot_id(), len(os.fsencode(socket_folder))), group)
-    if (
-        len({(host, boot) for host, boot, _ in everyone}) > 1
-    ):  # the mapping would wait for ever for what another host cannot send
+    everyone = _gathered((socket.gethostname(), _boot_id(), layout, len(os.fsencode(socket_folder))), group)
+    # The mapping would wait for ever for what another host cannot send.
+    if len({(host, boot) for host, boot, *_ in everyone}) > 1:
         return "the ranks are on several hosts"
+    if len({theirs for _, _, theirs, _ in everyone}) > 1:
+        return "the ranks' GPUs have different numbers of multiprocessors"
     if max(length for *_, length in everyone) > _MAX_SOCKET_FOLDER:
         return f"the path of TMPDIR is longer than {_MAX_SOCKET_FOLDER} bytes: no socket for sharing memory fits there"
     try:

@@ -25,7 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from custom_ops.peer_memory import EMPTY, PeerMemory
+from custom_ops.compile_ahead import launch
+from custom_ops.peer_memory import EMPTY, PROGRAMS_PER_SM, PeerMemory
 from custom_ops.quantization import Rounded
 from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
 from custom_ops.triton_quantize import quantize_options, store_quantized
@@ -292,6 +293,13 @@ def takes_pushed(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
     return takes(x_TD, peers) and x_TD.shape[0] <= peers.layout.max_pushed_rows and x_TD.itemsize == 2
 
 
+def _resident(block: int, device: torch.device) -> dict[str, int]:
+    """Warps of a program over `block` features, and so few of a multiprocessor's 65,536 registers that all programs run at once."""
+    warps = max(1, min(16, block // 512))
+    limit = {"maxnreg": min(255, 65536 // (PROGRAMS_PER_SM * 32 * warps))} if device.type == "cuda" else {}
+    return {"num_warps": warps} | limit
+
+
 def pushed_allreduce_add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
     quantized: Rounded | None = None,
@@ -309,12 +317,13 @@ def pushed_allreduce_add_rms_norm(
         return total_TD, out_TD
     block, pdl = triton.next_power_of_2(num_features), supports_pdl(x_TD.device)
     row_values = layout.row_bytes // 2
-    _pushed_kernel[(min(num_rows, layout.num_programs),)](
+    launch(
+        _pushed_kernel, (min(num_rows, layout.num_programs),),
         x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.turns, num_rows, num_features,
         x_TD.stride(0), residual_TD.stride(0), eps, layout.pushed_offset, RANK=peers.rank, SIZE=layout.size,
         NUM_PROGRAMS=layout.num_programs, PUSHED_ROWS=layout.pushed_rows, BLOCK=block,
         ROW_BLOCK=triton.next_power_of_2(row_values), ROW_VALUES=row_values, NOTHING=EMPTY, PDL=pdl,
-        num_warps=max(1, min(16, block // 512)), **quantize_options(quantized), **launch_options(pdl),
+        **quantize_options(quantized), **launch_options(pdl), **_resident(block, x_TD.device),
     )  # fmt: skip
     return total_TD, out_TD
 
@@ -347,11 +356,12 @@ def _run(
     if not num_rows:
         return total_TD, out_TD
     block, pdl = triton.next_power_of_2(num_features), supports_pdl(x_TD.device)
-    kernel[(min(num_rows, layout.num_programs),)](
+    launch(
+        kernel, (min(num_rows, layout.num_programs),),
         x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.launches, num_rows, num_features,
         x_TD.stride(0), residual_TD.stride(0), eps, layout.row_bytes, layout.rows_per_program * layout.row_bytes,
         layout.flags_offset, RANK=peers.rank, SIZE=layout.size, PADDED_SIZE=triton.next_power_of_2(layout.size),
-        NUM_PROGRAMS=layout.num_programs, BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)),
-        **quantize_options(quantized), **launch_options(pdl),
+        NUM_PROGRAMS=layout.num_programs, BLOCK=block, PDL=pdl, **quantize_options(quantized), **launch_options(pdl),
+        **_resident(block, x_TD.device),
     )  # fmt: skip
     return total_TD, out_TD

@@ -94,18 +94,18 @@ def test_what_rank_0_kept_holds_for_all(tmp_path: Path) -> None:
     by_rank = run_ranks(2, choose, tmp_path, folder=tmp_path)
     said, choice, asked = by_rank[0]
     assert by_rank[1] == by_rank[0]
-    assert said[0] == said[2] == "in one shot up to 384 rows, in two shots up to 1048576 rows, then over NCCL"
+    assert said[0] == said[2] == "in one shot up to 300 rows, in two shots up to 1048576 rows, then over NCCL"
     assert said[1] == f"{said[0]}, as measured at an earlier start"
     assert asked == 2
-    assert choice == AllreduceChoice(one_shot_rows=384, two_shot_rows=1 << 20)
+    assert choice == AllreduceChoice(one_shot_rows=300, two_shot_rows=1 << 20)
     kept = json.loads((tmp_path / "choices-of-rank-0.json").read_text())
-    assert list(kept.values()) == 2 * [{"pushed_rows": 0, "one_shot_rows": 384, "two_shot_rows": 1 << 20}]
+    assert list(kept.values()) == 2 * [{"pushed_rows": 0, "one_shot_rows": 300, "two_shot_rows": 1 << 20}]
     assert not (tmp_path / "choices-of-rank-1.json").exists()
 
 
 def map_without_cuda(rank: int) -> PeerMemory | str:
     """As on GPUs that have no access to each other: torch raises where a buffer is made."""
-    layout = PeerLayout(size=2, row_bytes=16, rows_per_program=1)
+    layout = PeerLayout(size=2, row_bytes=16, rows_per_program=1, num_programs=128)
     return map_peer_memory(rank, layout, tensor_parallel_group().process_group, torch.device("cpu"))
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, PeerLayout, clear, layout_for, peer_memory
+from custom_ops.peer_memory import MAX_BYTES, PROGRAMS_PER_SM, PeerLayout, clear, layout_for, peer_memory
 from custom_ops.quantization import quantize_activations
 from custom_ops.triton_allreduce import (
     one_shot_allreduce_add_rms_norm,
@@ -61,7 +61,7 @@ def operands(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def layout(size: int) -> PeerLayout:
-    return PeerLayout(size=size, row_bytes=33 * 4 + 12, rows_per_program=3, num_programs=3)
+    return PeerLayout(size=size, row_bytes=33 * 4 + 12, rows_per_program=3, num_programs=5)
 
 
 def arrays_of(kernel: Any, rank: int, step: int, peers: Any, *, quantize: bool) -> list[Any]:
@@ -195,19 +195,21 @@ def test_the_order_of_addition_is_that_of_ranks(by_rank: dict[int, list[Any]]) -
 
 
 def test_only_what_there_is_room_for_is_taken() -> None:
-    peers = peer_memory(0, layout_for(2, 8192, torch.bfloat16, 300), [0, 0], torch.device("cpu"), owned=None)
-    assert takes(torch.empty(3 * MAX_PROGRAMS, 8192, dtype=torch.bfloat16), peers)
-    assert not takes(torch.empty(3 * MAX_PROGRAMS + 1, 8192, dtype=torch.bfloat16), peers)
+    made = layout_for(2, 8192, torch.bfloat16, 300, num_sms=50)
+    assert made.num_programs == 50 * PROGRAMS_PER_SM
+    peers = peer_memory(0, made, [0, 0], torch.device("cpu"), owned=None)
+    assert takes(torch.empty(made.max_rows, 8192, dtype=torch.bfloat16), peers)
+    assert not takes(torch.empty(made.max_rows + 1, 8192, dtype=torch.bfloat16), peers)
     assert not takes(torch.empty(1, 8200, dtype=torch.bfloat16), peers)
-    assert takes_pushed(torch.empty(3 * MAX_PROGRAMS, 8192, dtype=torch.float16), peers)
-    assert not takes_pushed(torch.empty(3 * MAX_PROGRAMS + 1, 8192, dtype=torch.float16), peers)
+    assert takes_pushed(torch.empty(made.max_pushed_rows, 8192, dtype=torch.float16), peers)
+    assert not takes_pushed(torch.empty(made.max_pushed_rows + 1, 8192, dtype=torch.float16), peers)
     assert not takes_pushed(torch.empty(1, 64), peers)
 
 
 @pytest.mark.parametrize("features", [1, 33, 4096, 16384])
 def test_rows_begin_where_wide_loads_may_and_a_buffer_has_a_limit(features: int) -> None:
-    made = layout_for(8, features, torch.bfloat16, 1 << 20)
+    made = layout_for(8, features, torch.bfloat16, 1 << 20, num_sms=132)
     assert made.row_bytes % 16 == 0
     assert made.row_bytes >= 2 * features
-    assert made.flags_offset <= MAX_BYTES
-    assert made.rows_per_program >= 1
+    assert made.flags_offset < MAX_BYTES + 2 * made.num_programs * made.row_bytes
+    assert layout_for(8, features, torch.bfloat16, 1 << 12, num_sms=132).max_rows >= 1 << 12

@@ -12,6 +12,7 @@ from custom_ops.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_
 from custom_ops.collectives import all_gather, all_reduce, tensor_parallel_group, use_peer_memory
 from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
 from custom_ops.quantization import quantize_activations
+from custom_ops.triton_common import num_sms
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
@@ -38,7 +39,7 @@ def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
     results = []
     if way in CHOICES:
         group = tensor_parallel_group()
-        layout = layout_for(size, FEATURES, torch.bfloat16, ROWS[-1])
+        layout = layout_for(size, FEATURES, torch.bfloat16, ROWS[-1], num_sms(device))
         peers = map_peer_memory(rank, layout, group.process_group, device)
         assert isinstance(peers, PeerMemory), peers
         use_peer_memory(peers, CHOICES[way])
@@ -122,9 +123,10 @@ def test_collectives_equal_their_definition(size: int, way: str, sees_all: bool,
                 # A sum that NCCL rounds before the residual cancels it: its last bit times the norm's weight.
                 torch.testing.assert_close(results[i][name].double(), value, rtol=2**-6, atol=2**-3)
                 assert torch.equal(results[i][name], by_rank[0][i][name]), f"{name} differs between ranks"
-            for name in ("total", "normed"):
-                assert torch.equal(results[i][f"{name} again"], results[i][name])
-            values, scale = quantize_activations(results[i]["normed"], torch.float8_e4m3fn)  # to the bit
+            assert torch.equal(results[i]["total again"], results[i]["total"])
+            # Another kernel may add a row's squares in another order: the last bit of the norm.
+            torch.testing.assert_close(results[i]["normed again"], results[i]["normed"], rtol=2**-7, atol=2**-7)
+            values, scale = quantize_activations(results[i]["normed again"], torch.float8_e4m3fn)  # to the bit
             assert torch.equal(results[i]["values"], values.view(torch.uint8))
             assert torch.equal(results[i]["scale"], scale)
             assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : size * FEATURES - 3])

@@ -141,11 +141,11 @@ def test_64_streams_complete_and_give_everything_back(server: ServerProcess) -> 
 
 
 def test_leaving_client_frees_its_slot(server: ServerProcess) -> None:
-    body = {**LONG, "stream": True, "n": 64}  # four times what runs at once: it cannot have ended when we leave
+    body = {**LONG, "stream": True, "n": 128}  # eight times what runs at once: it has not ended when we leave
     generated = metric(server, "generation_tokens_total")
     with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
-        eventually(lambda: metric(server, "num_requests_running") == 16)
+        eventually(lambda: metric(server, "num_requests_running") > 0)
     eventually(lambda: httpx.get(server.url + "/load").json() == {"server_load": 0})
     with server.client() as http:  # the gauges follow with the next step
         http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
