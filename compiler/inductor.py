@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -51,12 +53,28 @@ class CompiledPiece:
     source: str
 
 
-def compile_piece(
+class PieceInWork:
+    """A piece whose module is generated, while compilers build its kernels beside this thread."""
+
+    def __init__(self, piece: CompiledPiece, waits: Sequence[Callable[[], None]], device: torch.device, work_dir: Path):
+        self._piece, self._waits, self._device, self._work_dir = piece, waits, device, work_dir
+
+    def result(self) -> CompiledPiece:
+        """Wait for the kernels. Raises `PieceCompileError`."""
+        from torch._inductor import config
+
+        with _cache_dir(self._work_dir, self._device), config.patch(OPTIONS), _as_piece_error():
+            for wait in self._waits:
+                wait()
+        return self._piece
+
+
+def start_piece(
     gm: GraphModule, device: torch.device, work_dir: Path, lengths: Mapping[str, int] | None = None
-) -> CompiledPiece:
+) -> PieceInWork:
     """Compile a functional piece for `device`, with its symbolic lengths anywhere in [1, MAX_TOKENS].
 
-    gm: placeholders carry meta["example_value"]. work_dir: where Inductor leaves the files that it builds.
+    gm: placeholders carry meta["example_value"]. work_dir: where Inductor leaves the files that it builds, this piece's alone.
     lengths: values of symbolic lengths, by name, that the piece is compiled for alone.
     Raises `PieceCompileError`.
     """
@@ -69,22 +87,30 @@ def compile_piece(
     _allow_fallback_of_our_ops()
     mode, arguments = fake_arguments(gm, device, lengths)
     tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
-    with _cache_dir(work_dir, device), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS):
-        try:
-            with mode:
-                aten = make_fx(gm, decomposition_table=select_decomp_table())(*arguments)
-            compiled = compile_fx_inner(aten, arguments, is_inference=True)
-        except Exception as error:
-            raise PieceCompileError(f"Inductor could not compile a piece: {type(error).__name__}: {error}") from error
+    with (
+        _cache_dir(work_dir, device), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS),
+        _as_piece_error(), _waits_put_off() as waits,
+    ):  # fmt: skip
+        with mode:
+            aten = make_fx(gm, decomposition_table=select_decomp_table())(*arguments)
+        compiled = compile_fx_inner(aten, arguments, is_inference=True)
     if getattr(compiled, "constants", None):
         raise PieceCompileError(
             f"The piece holds constants ({', '.join(compiled.constants)}) that cannot be kept: make them buffers of the model."
         )
-    return CompiledPiece(run=compiled.current_callable, source=compiled.source_code)
+    piece = CompiledPiece(run=compiled.current_callable, source=compiled.source_code)
+    return PieceInWork(piece, waits, device, work_dir)
+
+
+def compile_piece(
+    gm: GraphModule, device: torch.device, work_dir: Path, lengths: Mapping[str, int] | None = None
+) -> CompiledPiece:
+    """`start_piece`, to the end."""
+    return start_piece(gm, device, work_dir, lengths).result()
 
 
 def import_inductor() -> None:
-    """Import what `compile_piece` will need: a second that may lie where the caller waits for something else anyway."""
+    """Import what `start_piece` will need: a second that may lie where the caller waits for something else anyway."""
     import torch._inductor.compile_fx
     import torch._inductor.decomposition
     import torch._inductor.lowering  # noqa: F401
@@ -92,11 +118,17 @@ def import_inductor() -> None:
 
 @contextmanager
 def prepared(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None]]:
-    """Beside the block, find out which instruction set Inductor's CPU kernels are for; yields a function that waits for the answer.
+    """Inductor is imported, and what takes seconds in processes of their own goes on beside the block; yields a function that waits for it.
 
-    The C++ compiler takes seconds for it, in a process of its own. work_dir: gets the test libraries; where they lie beside a piece's
-    kernels, loading it builds none again.
+    For a CPU that is finding out which instruction set its kernels are for (work_dir: gets the test libraries; where they lie beside a
+    piece's kernels, loading it builds none again). For a GPU it is starting the processes that compile kernels. They are for what is
+    compiled inside the block; where they are not there yet, Inductor compiles by itself, so that nothing waits for them.
     """
+    if device.type == "cuda":
+        with _kernel_compilers():
+            import_inductor()
+            yield lambda: None
+        return
     import_inductor()
     if device.type != "cpu":
         yield lambda: None
@@ -151,6 +183,62 @@ def fake_arguments(
         return mode, [fake(value) for value in values]
 
 
+@contextmanager
+def _as_piece_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise PieceCompileError(f"Inductor could not compile a piece: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _waits_put_off() -> Iterator[list[Callable[[], None]]]:
+    """A module that is generated in the block leaves waiting for its kernels, which it would end with, to the functions collected here."""
+    from torch._inductor.async_compile import AsyncCompile, CompiledTritonKernels
+
+    waits: list[Callable[[], None]] = []
+    wait = AsyncCompile.wait
+    CompiledTritonKernels.cache_clear()  # a kernel that another piece still waits for would lie in that one's folder alone
+
+    def put_off(compiles: AsyncCompile, scope: dict[str, Any]) -> None:
+        waits.append(partial(wait, compiles, scope))
+
+    AsyncCompile.wait = put_off
+    try:
+        yield waits
+    finally:
+        AsyncCompile.wait = wait
+
+
+_compilers_closing: Thread | None = None
+
+
+@contextmanager
+def _kernel_compilers() -> Iterator[None]:
+    """Inductor's processes that compile Triton kernels, from their start on, which takes seconds, until the block has ended."""
+    global _compilers_closing
+    from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
+
+    if _compilers_closing is not None:
+        _compilers_closing.join()
+    _name_ptxas()  # they have the environment that they begin with
+    AsyncCompile.use_process_pool()
+    try:
+        yield
+    finally:
+        _compilers_closing = Thread(target=shutdown_compile_workers, name="close-compilers")
+        _compilers_closing.start()
+
+
+def _name_ptxas() -> None:
+    """Inductor names one of its own where none is named, in this process or in those that compile for it, and leaves it so: what was
+    assembled by it this time and by another the next would be built again.
+    """
+    import triton
+
+    os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
+
+
 def _allow_fallback_of_our_ops() -> None:
     """Without this, Inductor's note about each op that it does not lower prints the whole graph (minutes on a deep one)."""
     from torch._inductor import lowering
@@ -188,10 +276,9 @@ def _cache_dir(path: Path, device: torch.device) -> Iterator[None]:
         return
     import triton
 
-    # Inductor sets these variables where they are not set, in this process or in those that compile for it, and leaves them so: kernels
-    # of a later piece, and our own, would go to a folder that is gone at the next start, or be assembled by another ptxas than this time
-    # and so be built again. So they are always set.
-    os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
+    _name_ptxas()
+    # Inductor sets this variable where it is not set, and leaves it so: kernels of a later piece, and our own, would go to a folder that
+    # is gone at the next start. So it is always set.
     outside = os.environ.get("TRITON_CACHE_DIR") or triton.knobs.cache.dir
     os.environ["TRITON_CACHE_DIR"] = str(path / "triton")
     try:

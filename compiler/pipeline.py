@@ -32,7 +32,7 @@ from compiler.dump import Dump
 from compiler.environment import op_versions, piece_fields, plan_fields, toolchain_fields
 from compiler.fingerprint import normalized_text
 from compiler.graph_pass import GraphPass, PassContext, PassError, SkipReason
-from compiler.inductor import CompiledPiece, PieceCallable, compile_piece, load_pieces, prepared
+from compiler.inductor import CompiledPiece, PieceCallable, PieceInWork, load_pieces, prepared, start_piece
 from compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
@@ -102,6 +102,17 @@ def compile_model(
     job = _Compilation(spec, config, device, dtype, kernels, all_passes, on_stage,
                        attention_backend=attention_backend, kv_cache_dtype=kv_cache_dtype or dtype)  # fmt: skip
     return job.run()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WantedPiece:
+    """A distinct piece for one number of tokens, or (None) any. name: the plan's. fields: of its artifact. folder: where it is made."""
+
+    piece: str
+    tokens: int | None
+    name: str
+    fields: dict[str, Any]
+    folder: Path
 
 
 @dataclass(slots=True)
@@ -205,26 +216,9 @@ class _Compilation:
                 plan, graphs, records, symbol = self._rewrite(wait)
             start = time.perf_counter()
             wait()
-        self._stage("compile", importing + time.perf_counter() - start, "Inductor is imported")
-        pieces: dict[str, PieceCallable] = {}
-        ops = {piece: op_versions(gm) for piece, gm in graphs.items()}
-        for piece, tokens in self._wanted(plan):
-            start = time.perf_counter()
-            gm, name = graphs[piece], plan.piece_at(piece, tokens)
-            key_fields = piece_fields(piece, ops[piece], self.device, tokens)
-            entry = self._get("piece", key_fields)
-            if entry is not None:
-                made = _load_entries({name: entry}, self.device, work_dir)[name]
-            else:
-                lengths = None if tokens is None else {symbol: tokens}
-                made = self._compile(gm, lengths, key_fields, work_dir / f"compile-{name}", work_dir / TRIALS)
-            pieces[name] = made.run
-            how = "compiled" if entry is None else "loaded"
-            if self.dump is not None:
-                self.dump.compiled(piece, tokens, made.source, how, time.perf_counter() - start)
-            number = f"{plan.pieces.index(piece) + 1} of {len(graphs)} distinct pieces"
-            size = "" if tokens is None else f" for {tokens} tokens"
-            self._stage("compile", time.perf_counter() - start, f"{number}{size} {how}")
+            self._stage("compile", importing + time.perf_counter() - start, "Inductor is imported")
+            ops = {piece: op_versions(gm) for piece, gm in graphs.items()}
+            pieces = self._make_pieces(plan, graphs, ops, symbol, work_dir)
         passes = [_pass_row(record) for record in records]
         self.report |= {"passes": passes, "artifact": "made", "artifact_key": key_of(fields)}
         content = {
@@ -236,6 +230,46 @@ class _Compilation:
         if self.config.profile_tokens:
             self._profile(plan, graphs, pieces)
         return plan, lambda: pieces
+
+    def _make_pieces(
+        self,
+        plan: ExecutionPlan,
+        graphs: Mapping[str, GraphModule],
+        ops: Mapping[str, dict[str, int]],
+        symbol: str,
+        work_dir: Path,
+    ) -> dict[str, PieceCallable]:
+        """Load or compile every distinct piece. Kernels of one are built while the next is generated; they are waited for at the end."""
+        begun: list[tuple[_WantedPiece, CompiledPiece | PieceInWork, float]] = []
+        for piece, tokens in self._wanted(plan):
+            start = time.perf_counter()
+            name = plan.piece_at(piece, tokens)
+            wanted = _WantedPiece(
+                piece=piece, tokens=tokens, name=name, folder=work_dir / f"compile-{name}",
+                fields=piece_fields(piece, ops[piece], self.device, tokens),
+            )  # fmt: skip
+            entry = self._get("piece", wanted.fields)
+            made: CompiledPiece | PieceInWork
+            if entry is not None:
+                made = _load_entries({name: entry}, self.device, work_dir)[name]
+            else:
+                lengths = None if tokens is None else {symbol: tokens}
+                made = start_piece(graphs[piece], self.device, wanted.folder / KERNELS, lengths)
+            begun.append((wanted, made, time.perf_counter() - start))
+        pieces = {}
+        for wanted, made, seconds in begun:
+            start, how = time.perf_counter(), "loaded"
+            if isinstance(made, PieceInWork):
+                made, how = made.result(), "compiled"
+                self._keep(wanted, made, graphs[wanted.piece], work_dir / TRIALS)
+            pieces[wanted.name] = made.run
+            seconds += time.perf_counter() - start
+            if self.dump is not None:
+                self.dump.compiled(wanted.piece, wanted.tokens, made.source, how, seconds)
+            number = f"{plan.pieces.index(wanted.piece) + 1} of {len(graphs)} distinct pieces"
+            size = "" if wanted.tokens is None else f" for {wanted.tokens} tokens"
+            self._stage("compile", seconds, f"{number}{size} {how}")
+        return pieces
 
     def _wanted(self, plan: ExecutionPlan) -> list[tuple[str, int | None]]:
         """The distinct pieces, each for any number of tokens; then those that depend on it for each chosen number."""
@@ -311,15 +345,12 @@ class _Compilation:
             "options": asdict(self.config) | {"kernels": sorted(self.kernels)},
         }
 
-    def _compile(
-        self, gm: GraphModule, lengths: dict[str, int] | None, key_fields: dict[str, Any], piece_dir: Path, trials: Path
-    ) -> CompiledPiece:
-        compiled = compile_piece(gm, self.device, piece_dir / KERNELS, lengths)
+    def _keep(self, wanted: _WantedPiece, compiled: CompiledPiece, gm: GraphModule, trials: Path) -> None:
+        kernels = wanted.folder / KERNELS
         if trials.is_dir():
-            shutil.copytree(trials, piece_dir / KERNELS, dirs_exist_ok=True)
-        shutil.rmtree(piece_dir / KERNELS / "locks", ignore_errors=True)
-        self._put("piece", key_fields, {SOURCE: compiled.source, GRAPH: normalized_text(gm)}, piece_dir)
-        return compiled
+            shutil.copytree(trials, kernels, dirs_exist_ok=True)
+        shutil.rmtree(kernels / "locks", ignore_errors=True)
+        self._put("piece", wanted.fields, {SOURCE: compiled.source, GRAPH: normalized_text(gm)}, wanted.folder)
 
     def _get(self, kind: str, fields: dict[str, Any]) -> Entry | None:
         for store in self.stores:
