@@ -119,33 +119,44 @@ class Bench:
             pass
 
     def decode(self) -> None:
-        new = 128
+        prompt, new = 128, 128
         for batch in (1, 64) if self.args.quick else self.args.batches:
             for _ in range(4):
-                self.generate(self.prompts(batch, 128), [1] * batch)
+                self.generate(self.prompts(batch, prompt), [1] * batch)
             one = many = float("inf")
             for _ in range(2):
-                prompts = self.prompts(batch, 128)
+                prompts = self.prompts(batch, prompt)
                 one = min(one, self.generate(prompts, [1] * batch)[0])
                 many = min(many, self.generate(prompts, [new + 1] * batch)[0])
             best = (many - one) / new
             row: dict[str, Any] = {"step_ms": round(best * 1e3, 3), "tok_s": round(batch / best, 1)}
-            if (device_ms := self.device_ms(batch)) is not None:
+            if (device_ms := self.device_ms(batch, prompt + new // 2)) is not None:
                 row |= {"device_ms": round(device_ms, 3), "host_gap": round(max(0.0, 1 - device_ms / (best * 1e3)), 3)}
-            self.emit(work="decode", batch=batch, prompt=128, **row)
+            self.emit(work="decode", batch=batch, prompt=prompt, **row)
 
-    def device_ms(self, batch: int) -> float | None:
-        """The captured decode step of this batch size, replayed by itself; None where there is none."""
+    def device_ms(self, batch: int, length: int) -> float | None:
+        """The captured step of that many decodes, just generated, replayed by itself at about this length; None where there is none."""
         from benchmarks.gpu_timing import replay_ms
 
         graph = self.captured_graph(batch)
-        return None if graph is None else replay_ms(graph, 100.0)
+        if graph is None:
+            return None
+        step = self.worker.runner.batch.decode_arrays.device
+
+        def before(repeats: int) -> None:  # each replay makes every sequence longer by one
+            step["positions"][:batch] = length - repeats // 2 - 1
+            step["seq_lens"][:batch] = length - repeats // 2
+
+        return replay_ms(graph, 100.0, before=before)
 
     def captured_graph(self, batch: int) -> Any:
         """None also where the ranks are other processes."""
-        worker = getattr(self.llm.engine.core._executor, "worker", None)
-        graphs = worker._graphs if worker is not None else None
+        graphs = self.worker._graphs if self.worker is not None else None
         return graphs.captured_graph(batch) if graphs is not None else None
+
+    @property
+    def worker(self) -> Any:
+        return getattr(self.llm.engine.core._executor, "worker", None)
 
     def prefill(self) -> None:
         for count, length in ((8, 4096),) if self.args.quick else ((1, 1024), (1, 4096), (16, 4096)):
@@ -173,7 +184,7 @@ class Bench:
                     work="profile",
                     of="decode",
                     batch=batch,
-                    device_ms=self.device_ms(batch),
+                    device_ms=self.device_ms(batch, 140),
                     **kernels_of(graph.replay, repeats=4),
                 )
         for _ in range(2):

@@ -41,8 +41,15 @@ def capture(fn: Callable[[], Any], warmup: int = 2) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5) -> float:
-    """Median over groups of the time of one replay, in milliseconds, by device events."""
+def replay_ms(
+    graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5, before: Callable[[int], None] | None = None
+) -> float:
+    """Median over groups of the time of one replay, in milliseconds, by device events.
+
+    before: called with the number of replays that follow in a row, outside of what is timed.
+    """
+    before = before or (lambda repeats: None)
+    before(2)
     graph.replay()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -52,6 +59,7 @@ def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int 
     repeats = max(1, min(200, int(budget_ms / groups / max(start.elapsed_time(end), 1e-3))))
     times = []
     for _ in range(groups):
+        before(repeats)
         start.record()
         for _ in range(repeats):
             graph.replay()

@@ -1,6 +1,7 @@
 """Replays a model's steps as CUDA graphs: a whole decode step as one graph, or the compiled pieces of any other step one by one.
 
-A full graph holds everything from the token ids to the logits, and what `decode_tail` adds (choosing tokens, advancing the step).
+A full graph holds everything from the token ids to the logits, and what `decode_head` and `decode_tail` add (taking the last tokens,
+choosing the next, advancing the step).
 It is valid for steps of exactly one token a sequence, padded to a captured size with sequences of length 0. A graph bakes in every
 address and integer that its kernels were launched with, so a replay happens only where all of them are the captured ones; anything else
 runs the model as it is. Sequence lengths are read from the device by kernels of a backend that sets `decode_capturable`.
@@ -48,7 +49,10 @@ class StepInputs:
     kv_caches: Sequence[torch.Tensor]
     logits_indices: torch.Tensor
     metadata: AttentionMetadata
-    sampling: tuple[torch.Tensor, ...] = ()  # what `decode_tail` chooses tokens with, one element a sequence
+    # Of decodes, for `decode_head` and `decode_tail`: what tokens are chosen with, and which of the slots' last tokens they follow.
+    sampling: tuple[torch.Tensor, ...] = ()
+    slots: torch.Tensor | None = None
+    last_tokens: torch.Tensor | None = None
 
     def addresses(self) -> tuple[int, ...]:
         """What a graph that read these tensors bakes in."""
@@ -70,6 +74,7 @@ class StepInputs:
 
 
 InputsOf = Callable[[int], StepInputs]
+DecodeHead = Callable[[StepInputs], None]
 DecodeTail = Callable[[torch.Tensor, StepInputs], tuple[torch.Tensor, ...]]
 
 
@@ -127,12 +132,15 @@ class CudaGraphRunner:
         backend: object,
         device: GraphDevice,
         sizes: Sequence[int] | None = None,
+        decode_head: DecodeHead | None = None,
         decode_tail: DecodeTail | None = None,
     ) -> None:
+        """decode_head, decode_tail: what a full graph does before the model runs, and with its logits."""
         self.model = model
         self.stats = GraphStats()
         self.tail: tuple[torch.Tensor, ...] | None = None  # what decode_tail returned in the step just replayed
         self._device = device
+        self._decode_head = decode_head
         self._decode_tail = decode_tail
         self._decode_inputs: InputsOf | None = None
         self._prompt_inputs: InputsOf | None = None
@@ -200,6 +208,8 @@ class CudaGraphRunner:
         inputs = replace(inputs, metadata=replace(inputs.metadata, num_seqs=size, num_tokens=size, max_query_len=1))
 
         def step() -> tuple[torch.Tensor, ...]:
+            if self._decode_head is not None:
+                self._decode_head(inputs)
             with attention_metadata(inputs.metadata):
                 logits = self.model(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
             return logits, *(self._decode_tail(logits, inputs) if self._decode_tail else ())

@@ -130,6 +130,7 @@ class EngineCore:
         """State after the last step."""
         stats, worker = self._scheduler.stats(), self._executor.stats()
         stats.padded_tokens = worker.padded_tokens
+        stats.steps_on_device = worker.steps_on_device
         stats.graph_replays = worker.graph_replays
         stats.host_gap_seconds = self._host_gap
         return stats

@@ -4,7 +4,7 @@ Shape legend: R slots, S sequences of the step (rows of the batch), T tokens of 
 
 A request keeps a slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of
 array operations. A step that decodes the same sequences as the step before reuses its `BatchLayout` and only moves
-positions on.
+positions on; where the step before has done that on the device, nothing is filled in at all.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class BatchLayout:
     prompt_rows: list[PromptRows] = field(default_factory=list)
     num_logits: int = 0
     max_seq_len: int = 0
+    is_on_device: bool = (
+        False  # the step before advanced the device's arrays to this one's inputs; the host's are not filled
+    )
 
 
 class InputBatch:
@@ -94,6 +97,7 @@ class InputBatch:
         self._computed = np.zeros(num_slots, dtype=np.int64)
         self._known = np.zeros(num_slots, dtype=np.int64)  # length of token_ids
         self._num_versions = 0
+        self._advanced_version = 0  # of the layout whose next step lies in the device's arrays
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -135,12 +139,18 @@ class InputBatch:
         """Fill the host arrays of a step and move the requests on. `StagedArrays.upload` is left to the caller."""
         num_scheduled = scheduled.num_scheduled_tokens
         layout = self.layout
+        advanced_version, self._advanced_version = self._advanced_version, 0
         if (
             layout.is_decode_only
             and scheduled.total_num_scheduled_tokens == len(num_scheduled)
             and layout.request_ids == list(num_scheduled)
         ):
             arrays = self.decode_arrays
+            layout.is_on_device = layout.version == advanced_version
+            if layout.is_on_device:
+                self._computed[layout.slots_S] += 1
+                layout.max_seq_len += 1
+                return layout, arrays
             host = arrays.rotate()
             self._fill_decodes(layout, host)
             if arrays.needs(layout.version):
@@ -179,6 +189,14 @@ class InputBatch:
             arrays = self._mixed_arrays
             self._fill_mixed(layout, rows, counts_S, arrays.rotate())
         return layout, arrays
+
+    def advanced_on_device(self) -> None:
+        """The step that was prepared last has turned the device's arrays into the inputs of the same sequences' next."""
+        self._advanced_version = self.layout.version
+
+    def forget_advanced(self) -> None:
+        """The next step's inputs are to come from the host."""
+        self._advanced_version = 0
 
     def _fill_decodes(self, layout: BatchLayout, host: dict[str, np.ndarray]) -> None:
         slots_S, num_seqs = layout.slots_S, len(layout.slots_S)

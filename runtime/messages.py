@@ -92,6 +92,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_preemptions: int = 0
     step_tokens: int = 0  # tokens of this step
     padded_tokens: int = 0
+    steps_on_device: int = 0
     graph_replays: dict[str, int] = {}  # by mode
     host_gap_seconds: float = 0.0
 

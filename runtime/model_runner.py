@@ -21,6 +21,7 @@ from compiler.cudagraphs import StepInputs
 from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_metadata
 from models.spec import ModelSpec
 from runtime.config import EngineConfig
+from runtime.decode_step import begin_step, end_step
 from runtime.input_batch import BatchLayout, InputBatch, PromptRows
 from runtime.kv_cache import allocate_kv_cache
 from runtime.messages import TokenLogprobs
@@ -40,7 +41,7 @@ NOTHING_LEFT = (
 class RunnableModel(Protocol):
     """A compiled model as the runner sees it.
 
-    It may have `tail`: what `sample_rows` makes of the logits of the call just made, or None. And it may have
+    It may have `tail`: what `decode_step.end_step` made of the logits of the call just made, or None. And it may have
     `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step
     to (None: no padding), never more than its `max_padded_size`. Padding tokens have slot -1; a step of decodes is
     padded with whole sequences of length 0 and with rows of logits at index 0.
@@ -50,7 +51,7 @@ class RunnableModel(Protocol):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_caches: list[torch.Tensor],
+        kv_caches: Sequence[torch.Tensor],
         logits_indices: torch.Tensor,
     ) -> torch.Tensor:
         """int64 [T], int64 [T], one [N, 2, K, P, E] a layer, int64 [L] → logits [L, V]."""
@@ -146,6 +147,7 @@ class ModelRunner:
         self.kv_caches = allocate_kv_cache(spec.kv_cache_specs, num_blocks, block_size, dtype=dtype, device=device)
         self.padded_tokens = 0  # since the start
         self.decode_misses = 0  # steps of decodes for which the model had no graph, since the start
+        self.steps_on_device = 0  # whose inputs the step before had left on the device, since the start
         self._padded_size: Callable[[int, int, int], int | None] | None = getattr(compiled, "padded_size", None)
         self.batch = InputBatch(
             num_slots=scheduler.max_num_seqs,
@@ -158,6 +160,7 @@ class ModelRunner:
         self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=scheduler.max_num_seqs, device=device)
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
+        self._last_inputs: StepInputs | None = None
         self._is_cpu = device.type == "cpu"
         if not self._is_cpu:
             # Two steps may be in flight, and the result of a third may still be read.
@@ -174,15 +177,19 @@ class ModelRunner:
         """Take in what the scheduler says and start the step."""
         batch, sampler = self.batch, self.sampler
         self._take_in(scheduled)
-        layout, arrays = batch.prepare(scheduled)
         plan = self._plan
+        if plan is None or plan.valid_steps <= 0:
+            batch.forget_advanced()  # what it is sampled with is new
+        layout, arrays = batch.prepare(scheduled)
         if plan is None or self._plan_version != layout.version or plan.valid_steps <= 0:
             plan = self._plan = sampler.plan(layout.sampled_slots.tolist())
             self._plan_version = layout.version
-        for name, values in sampler.inputs(plan).items():
-            arrays.host[name][: len(values)] = values
-
-        logits_LV = self._run(layout, arrays)
+        if layout.is_on_device:
+            logits_LV = self._run_again(layout)
+        else:
+            for name, values in sampler.inputs(plan).items():
+                arrays.host[name][: len(values)] = values
+            logits_LV = self._run(layout, arrays)
         num_sampled = len(layout.sampled_ids)
         if num_sampled == 0:
             return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
@@ -190,10 +197,13 @@ class ModelRunner:
         drawn = getattr(self.compiled, "tail", None)
         if drawn is not None:
             drawn = drawn[0][:num_sampled], drawn[1][:num_sampled]
+            batch.advanced_on_device()
         elif layout.is_decode_only:
             self.decode_misses += 1
         sampled = sampler.sample(logits_SV, plan, arrays.device, drawn)
-        if self._is_cpu:
+        if drawn is not None and sampled.tokens_S is drawn[0]:
+            pass  # they are the last tokens already
+        elif self._is_cpu:
             batch.last_tokens.numpy()[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, arrays.device["sampled_slots"][:num_sampled], sampled.tokens_S)
@@ -205,6 +215,7 @@ class ModelRunner:
         on.
         """
         arrays, tables = self.batch.decode_arrays, self.batch.tables
+        self.batch.forget_advanced()
         host = arrays.rotate()
         arrays.needs(-1)
         _pad_rows(host, 0, size)
@@ -230,6 +241,8 @@ class ModelRunner:
             logits_indices=device["logits_indices"][:size],
             metadata=metadata,
             sampling=tuple(device[name][:size] for name in SAMPLING_FIELDS),
+            slots=device["slots"][:size],
+            last_tokens=self.batch.last_tokens,
         )
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
@@ -271,11 +284,14 @@ class ModelRunner:
         )
 
     def warm_up_sampler(self, dtype: torch.dtype) -> None:
-        """Build the GPU's sampling kernels before a request waits for them (on the CPU there are none). dtype: of the
-        logits.
+        """Build the GPU's kernels around the model, sampling first of all, before a request waits for them (on the CPU there are none).
+        dtype: of the logits.
         """
         if self._is_cpu:
             return
+        padding = self.decode_inputs(1)
+        begin_step(padding)
+        end_step(torch.zeros(1, self.sampler.vocab_size, dtype=dtype, device=self.device), padding)
         for logits_dtype in {dtype, torch.float32}:
             logits_SV = torch.zeros(1, self.sampler.vocab_size, dtype=logits_dtype, device=self.device)
             for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
@@ -336,10 +352,31 @@ class ModelRunner:
             seq_lens_cpu=arrays.host["seq_lens"][:rows],
         )
         self.backend.plan(metadata)
-        with attention_metadata(metadata):
-            return self.compiled(
-                input_ids_T, device["positions"][:size], self.kv_caches, device["logits_indices"][:num_logits]
-            )
+        self._last_inputs = StepInputs(
+            input_ids=input_ids_T,
+            positions=device["positions"][:size],
+            kv_caches=self.kv_caches,
+            logits_indices=device["logits_indices"][:num_logits],
+            metadata=metadata,
+        )
+        return self._call(self._last_inputs)
+
+    def _run_again(self, layout: BatchLayout) -> torch.Tensor:
+        """The step before once more, on what it left in its inputs."""
+        inputs = self._last_inputs
+        assert inputs is not None
+        inputs.metadata.max_seq_len = layout.max_seq_len
+        inputs.metadata.seq_lens_cpu = None  # the device knows, nobody else asks
+        self.padded_tokens += len(inputs.input_ids) - layout.num_tokens
+        self.steps_on_device += 1
+        self.batch.tables.commit()
+        logits_LV = self._call(inputs)
+        assert getattr(self.compiled, "tail", None) is not None, "a step that had a graph ran without it"
+        return logits_LV
+
+    def _call(self, inputs: StepInputs) -> torch.Tensor:
+        with attention_metadata(inputs.metadata):
+            return self.compiled(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
 
     def _prompt_results(self, layout: BatchLayout, logits_LV: torch.Tensor) -> list[_PromptResult]:
         results = []

@@ -90,8 +90,11 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Counters since the start. decode_misses: steps of decodes for which a CUDA graph would have been of use."""
+    """Counters since the start. decode_misses: steps of decodes for which a CUDA graph would have been of use. steps_on_device: those
+    that found their inputs on the device.
+    """
 
     padded_tokens: int = 0
     decode_misses: int = 0
+    steps_on_device: int = 0
     graph_replays: dict[str, int] = {}

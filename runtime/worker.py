@@ -29,6 +29,7 @@ from models.spec import ModelSpec
 from runtime import memory
 from runtime.attention_backends import backend_of_model
 from runtime.config import EngineConfig, Rank
+from runtime.decode_step import begin_step, end_step
 from runtime.device import (
     describe_device,
     num_cores,
@@ -40,7 +41,6 @@ from runtime.device import (
 from runtime.kv_cache import GIB, KVCacheTooSmallError, bytes_per_block, free_cpu_bytes, plan_num_blocks
 from runtime.memory import MemoryPlan, measured_memory, memory_for
 from runtime.model_runner import ModelRunner, PendingStep
-from runtime.sampling_ops import sample_rows
 from runtime.schedule import SchedulerOutput, WorkerInfo, WorkerStats
 from runtime.scheduler import PROMPT_LOGPROB_ROWS
 from runtime.weights import load_weights, read_config
@@ -198,6 +198,7 @@ class Worker:
         return WorkerStats(
             padded_tokens=self.runner.padded_tokens,
             decode_misses=self.runner.decode_misses,
+            steps_on_device=self.runner.steps_on_device,
             graph_replays=self._graphs.stats.replays,
         )
 
@@ -212,7 +213,8 @@ class Worker:
             backend=self._backend,
             device=CudaGraphs(self.device),
             sizes=options.capture_sizes,
-            decode_tail=lambda logits, inputs: sample_rows(logits, inputs.sampling),
+            decode_head=begin_step,
+            decode_tail=end_step,
         )
 
     def _choose_allreduce(self, spec: ModelSpec) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,43 +14,8 @@ from compiler import CompileConfig, compile_model
 from compiler.cudagraphs import CudaGraphRunner, StepInputs, default_sizes, piecewise_sizes
 from custom_ops.attention import AttentionMetadata, attention_metadata
 from custom_ops.attention_torch import TorchAttention
+from tests.support.fake_graphs import FakeDevice
 from tests.support.tiny_models import caches, fill, step, tiny_spec
-
-
-class FakeGraph:
-    """Replays by running the captured function again and copying what it returns into the first outputs."""
-
-    def __init__(self, fn: Callable[[], Sequence[torch.Tensor]], outputs: tuple[torch.Tensor, ...]) -> None:
-        self.fn, self.outputs, self.num_replays = fn, outputs, 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        for static, fresh in zip(self.outputs, self.fn(), strict=True):
-            static.copy_(fresh)
-
-
-class FakeDevice:
-    bytes_per_graph = 10
-
-    def __init__(self) -> None:
-        self.used = 0
-
-    def capture(
-        self, fn: Callable[[], Sequence[torch.Tensor]], *, keep_outputs: bool = False
-    ) -> tuple[FakeGraph, tuple[torch.Tensor, ...], float]:
-        outputs = tuple(fn())
-        self.used += 1000
-        return FakeGraph(fn, outputs), outputs, 0.5
-
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    def used_bytes(self) -> int:
-        return self.used
-
-    def peak_bytes(self, fn: Callable[[], None]) -> int:
-        fn()
-        return 777
 
 
 class Backend:

@@ -1,4 +1,6 @@
-"""Attention over a float8 cache, and sampling, compile for a Hopper GPU (none is needed) to the instructions that they rely on."""
+"""Attention over a float8 cache, sampling, and what a step of decodes begins and ends with, compiled for a Hopper GPU (none is needed):
+the instructions that they rely on.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from custom_ops.gpu_sampling import _draw_kernel, _filter_kernel
 from custom_ops.triton_decode import _decode_kernel, decode_config
 from custom_ops.triton_prefill import _prefill_kernel
 from custom_ops.triton_rope import _rope_kv_kernel
+from custom_ops.triton_step import _begin_kernel, _end_kernel
 from tests.support.hopper import compiled
 
 INT32 = {"start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "counter_ptr", "top_k_ptr", "gathered_id_ptr"}
@@ -51,6 +54,10 @@ nothing = {n: None for n in ("temperature_ptr", "top_k_ptr", "seed_ptr", "positi
 found["greedy"] = ptx(_draw_kernel, SAMPLING | nothing | {"GREEDY": True}, 8, {"rank_ptr": "*u64"})
 found["draw"] = ptx(_draw_kernel, SAMPLING | {"GREEDY": False}, 8, {"rank_ptr": "*u64"})
 found["filter"] = ptx(_filter_kernel, SAMPLING, 8, {})
+tokens = {name: "*i64" for kernel in (_begin_kernel, _end_kernel) for name in kernel.arg_names
+          if name.endswith("_ptr") and name not in INT32}
+found["begin"] = ptx(_begin_kernel, {"BLOCK_SIZE": 16, "ROWS": 128}, 4, tokens)
+found["end"] = ptx(_end_kernel, {"ROWS": 128, "PDL": True}, 4, tokens)
 print(json.dumps(found))
 """
 
@@ -83,3 +90,10 @@ def test_the_greedy_choice_reduces_once(ptx: dict[str, str]) -> None:
     assert ptx["greedy"].count("ld.global.v4.b32") == 8192 // 2048
     for name in ("greedy", "draw", "filter"):
         assert "griddepcontrol.wait" in ptx[name]
+
+
+def test_a_step_begins_after_and_ends_after_everything_before_it(ptx: dict[str, str]) -> None:
+    assert "griddepcontrol" not in ptx["begin"]  # an ordinary kernel: all of the step before has ended
+    wait = ptx["end"].index("griddepcontrol.wait")
+    assert "ld.global" not in ptx["end"][:wait]
+    assert "griddepcontrol.launch_dependents" not in ptx["end"]

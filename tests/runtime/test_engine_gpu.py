@@ -85,6 +85,7 @@ def test_same_tokens(model_dir: Path, alone: dict[str, list[int]], tmp_path: Pat
     if options.get("enforce_eager") is False:
         mode = "piecewise" if options.get("cudagraph_mode") == "piecewise" else "full"
         assert stats.graph_replays[mode] > 0
+        assert (stats.steps_on_device > 0) == (mode == "full")
     if options.get("num_kv_blocks"):
         assert stats.num_preemptions > 0
 

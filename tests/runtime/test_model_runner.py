@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from custom_ops.attention import current_metadata
+from compiler.cudagraphs import CudaGraphRunner
+from custom_ops.attention import AttentionMetadata, current_metadata
 from custom_ops.attention_torch import TorchAttention
 from models.spec import KVCacheSpec, ModelSpec
 from runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from runtime.decode_step import begin_step, end_step
 from runtime.messages import EngineRequest, RequestOutput
-from runtime.model_runner import NOT_FINITE, NOTHING_LEFT, ModelRunner, PendingStep
+from runtime.model_runner import NOT_FINITE, NOTHING_LEFT, ModelRunner, PendingStep, RunnableModel
 from runtime.sampling_params import SamplingParams
-from runtime.schedule import CachedRequestData, NewRequestData, SchedulerOutput
+from runtime.schedule import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from runtime.scheduler import Scheduler
+from tests.support.fake_graphs import FakeDevice
 
 VOCAB, BLOCK, MAX_LEN = 97, 4, 64
 POISON = 96  # a sequence that has this token gets NaN logits
@@ -33,9 +36,13 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class PagedModel:
-    """Keeps token ids instead of keys and values, through slot_mapping and block_table alone."""
+    """Keeps token ids instead of keys and values, through slot_mapping and block_table alone.
+
+    in_graph: the metadata is that which a graph was captured with: its integers say nothing of the step, and its rows may be padding.
+    """
 
     pad_to: int | None = None
+    in_graph: bool = False
     cache: dict[int, int] = field(default_factory=dict)
     calls: list[tuple[int, int]] = field(default_factory=list)
     max_padded_size: int = 40
@@ -48,6 +55,10 @@ class PagedModel:
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: list[torch.Tensor], logits_indices: torch.Tensor
     ) -> torch.Tensor:  # fmt: skip
         metadata = current_metadata()
+        lengths = metadata.seq_lens.tolist()
+        if self.in_graph and metadata.max_query_len == 1:
+            num_seqs = sum(length > 0 for length in lengths)
+            metadata = replace(metadata, num_seqs=num_seqs, num_tokens=num_seqs, max_seq_len=max(lengths))
         tokens, slots, starts = input_ids.tolist(), metadata.slot_mapping.tolist(), metadata.query_start_loc.tolist()
         self.calls.append((len(tokens), metadata.num_tokens))
         assert len(tokens) == len(positions) == len(slots)
@@ -58,11 +69,10 @@ class PagedModel:
             assert slot >= 0
             self.cache[slot] = token
         logits_T = torch.zeros(len(tokens), VOCAB)
-        lengths = metadata.seq_lens.tolist()
         assert lengths[metadata.num_seqs :] == [0] * (len(lengths) - metadata.num_seqs)
         assert metadata.max_seq_len == max(lengths)
         query_lens = np.diff(starts[: metadata.num_seqs + 1])
-        assert metadata.max_query_len == query_lens.max()
+        assert metadata.max_query_len == query_lens.max(initial=1 if self.in_graph else 0)
         for s in range(metadata.num_seqs):
             sequence = [
                 self.cache[int(metadata.block_table[s, i // BLOCK]) * BLOCK + i % BLOCK] for i in range(lengths[s])
@@ -77,7 +87,14 @@ class PagedModel:
         return logits_T[logits_indices]
 
 
-def make_runner(model: PagedModel, *, num_blocks: int = 256, budget: int = 32, seqs: int = 8) -> ModelRunner:
+class Capturable:
+    name = "capturable"
+    decode_capturable = True
+
+    def plan(self, metadata: AttentionMetadata) -> None: ...
+
+
+def make_runner(model: RunnableModel, *, num_blocks: int = 256, budget: int = 32, seqs: int = 8) -> ModelRunner:
     spec = ModelSpec(
         module=torch.nn.Module(), config={}, kv_cache_specs=(KVCacheSpec(num_kv_heads=1, head_dim=2),),
         vocab_size=VOCAB, max_model_len=MAX_LEN,
@@ -90,9 +107,13 @@ def make_runner(model: PagedModel, *, num_blocks: int = 256, budget: int = 32, s
 
 
 def run_schedule(
-    runner: ModelRunner, requests: list[EngineRequest], *, num_blocks: int, budget: int, seqs: int, depth: int, late: int
+    runner: ModelRunner, requests: list[EngineRequest], *, num_blocks: int, budget: int, seqs: int, depth: int, late: int,
+    reads_at_once: bool = False,
 ) -> tuple[dict[str, list[int]], Scheduler]:  # fmt: skip
-    """All requests through a real scheduler, `late` of them only after a few steps, `depth` steps in flight."""
+    """All requests through a real scheduler, `late` of them only after a few steps, `depth` steps in flight.
+
+    reads_at_once: a step's result is read before the next is launched, though the scheduler hears of it later. A GPU copies it away.
+    """
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget), CacheConfig(block_size=BLOCK),
         num_blocks=num_blocks, max_model_len=MAX_LEN,
@@ -100,7 +121,7 @@ def run_schedule(
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests[: len(requests) - late]:
         scheduler.add_request(request)
-    in_flight: list[tuple[SchedulerOutput, PendingStep]] = []
+    in_flight: list[tuple[SchedulerOutput, PendingStep | ModelRunnerOutput]] = []
     steps = 0
     while scheduler.has_work() or in_flight or steps < 4:
         steps += 1
@@ -108,10 +129,12 @@ def run_schedule(
             for request in requests[len(requests) - late :]:
                 scheduler.add_request(request)
         while len(in_flight) < depth and (scheduled := scheduler.schedule()) is not None:
-            in_flight.append((scheduled, runner.launch(scheduled)))
+            pending = runner.launch(scheduled)
+            in_flight.append((scheduled, pending.result() if reads_at_once else pending))
         if in_flight:
-            scheduled, pending = in_flight.pop(0)
-            for output in scheduler.update(scheduled, pending.result()):
+            scheduled, result = in_flight.pop(0)
+            result = result.result() if isinstance(result, PendingStep) else result
+            for output in scheduler.update(scheduled, result):
                 tokens[output.request_id] += output.new_token_ids
     return tokens, scheduler
 
@@ -153,6 +176,66 @@ def test_every_sequence_is_read_and_written_where_it_belongs(
     if pad_to is not None:
         assert all(size % pad_to == 0 for size, _ in model.calls)
         assert runner.padded_tokens == sum(size - real for size, real in model.calls)
+
+
+def graphs_of(model: PagedModel, seqs: int = 8, **sizes: object) -> CudaGraphRunner:
+    return CudaGraphRunner(
+        model, mode="full", max_num_seqs=seqs, backend=Capturable(), device=FakeDevice(), decode_head=begin_step,
+        decode_tail=end_step, **sizes,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("num_blocks", [256, 24], ids=["roomy", "preempting"])
+def test_steps_go_on_from_what_the_step_before_left_on_the_device(depth: int, num_blocks: int) -> None:
+    pytest.importorskip("triton")
+    rng = np.random.default_rng(num_blocks)
+    requests = [
+        EngineRequest(
+            request_id=f"r{i}", prompt_token_ids=rng.integers(0, POISON, size=rng.integers(1, 30)).tolist(),
+            # Penalties too weak to change a choice: rows that are chosen outside of the graph.
+            sampling_params=SamplingParams(
+                temperature=0.0, max_tokens=int(rng.integers(1, 30)), presence_penalty=1e-3 if i % 7 == 3 else 0.0,
+                min_tokens=5 if i % 5 == 2 else 0,
+            ),
+        )
+        for i in range(20)
+    ]  # fmt: skip
+    graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2, 4, 5, 8))
+    runner = make_runner(graphs, num_blocks=num_blocks)
+    graphs.bind(runner.decode_inputs)
+    assert graphs.capture() == 5
+    tokens, scheduler = run_schedule(
+        runner, requests, num_blocks=num_blocks, budget=32, seqs=8, depth=depth, late=6, reads_at_once=True
+    )
+    for request in requests:
+        count = request.sampling_params.max_tokens or 0
+        assert tokens[request.request_id] == expected_tokens(request.prompt_token_ids, count), request.request_id
+    assert (scheduler.stats().num_preemptions > 0) == (num_blocks == 24)
+    replays = graphs.stats.replays["full"]
+    assert 0 < runner.steps_on_device < replays
+    assert runner.padded_tokens > 0
+
+
+def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
+    """Capturing fills the arrays that decodes lie in with padding."""
+    pytest.importorskip("triton")
+    graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2))
+    runner = make_runner(graphs)
+    graphs.bind(runner.decode_inputs)
+    graphs.capture(1)  # the largest
+    prompts = {"a": [1, 2, 3], "b": [4, 5]}
+    new = [new_request(name, prompt, [i]) for i, (name, prompt) in enumerate(prompts.items())]
+    results = [runner.launch(step(0, {"a": 3, "b": 2}, new_requests=new)).result()]
+    for number in range(1, 7):
+        more = [CachedRequestData(request_id=name, new_block_ids=[10 + i, 20 + i]) for i, name in enumerate(prompts)]
+        given = {"cached_requests": more} if number == 1 else {}
+        results.append(runner.launch(step(number, {"a": 1, "b": 1}, **given)).result())
+        if number == 3:
+            assert graphs.capture_next()
+    assert runner.steps_on_device == 4  # not the first, and not the one after the capture
+    for name, prompt in prompts.items():
+        assert [result.sampled_token_ids[name] for result in results] == expected_tokens(prompt, 7)
 
 
 def new_request(request_id: str, tokens: list[int], blocks: list[int], **params: object) -> NewRequestData:
