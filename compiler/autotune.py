@@ -97,8 +97,9 @@ class Autotuner:
             try:
                 self._known[key] = self._stored(fields) or self._measured(fields, ours, plain, tensors, constants)
             except Exception as error:  # of torch, Triton or the C++ compiler: a measurement is no reason not to serve
-                log.warning("%s could not be measured", pass_name, exc_info=log.isEnabledFor(logging.DEBUG))
-                self._known[key] = Choice(use_ours=False, failure=f"{type(error).__name__}: {error}".splitlines()[0])
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                log.warning("%s could not be measured: %s", pass_name, reason, exc_info=log.isEnabledFor(logging.DEBUG))
+                self._known[key] = Choice(use_ours=False, failure=reason)
             log.info("%s of %s: %s", pass_name, ", ".join(shapes), self._known[key].sentence())
         return self._known[key]
 

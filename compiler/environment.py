@@ -72,12 +72,12 @@ def plan_fields(
 def piece_fields(
     fingerprint: str, ops: dict[str, int], device: torch.device, tokens: int | None = None
 ) -> dict[str, Any]:
-    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), and the toolchain.
+    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), the toolchain, and how we use that.
 
     tokens: the only number of tokens that it takes, if it is a specialization.
     """
     size = {} if tokens is None else {"tokens": tokens}
-    return {**toolchain_fields(device), "fingerprint": fingerprint, "ops": ops, **size}
+    return {**toolchain_fields(device), "adaptor": _adaptor_sources(), "fingerprint": fingerprint, "ops": ops, **size}
 
 
 def op_versions(gm: GraphModule) -> dict[str, int]:
@@ -106,6 +106,12 @@ def _module_sources(module: torch.nn.Module) -> list[str]:
 def _compiler_sources() -> str:
     folders = [Path(__file__).parent, Path(__file__).parent / "passes", Path(__file__).parent.parent / "custom_ops"]
     return _digest(*(file.read_text() for folder in folders for file in sorted(folder.glob("*.py"))))
+
+
+@cache
+def _adaptor_sources() -> str:
+    """What Inductor is asked for: its options, the range of lengths, the decompositions."""
+    return _digest(*((Path(__file__).parent / name).read_text() for name in ("inductor.py", "compat.py")))
 
 
 @cache

@@ -8,17 +8,19 @@ run-time wrapper are left out on purpose: a piece is functional and needs no gra
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
+import signal
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from threading import Thread
+from threading import RLock, Thread, get_ident
 from typing import Any
 
 import torch
@@ -89,7 +91,7 @@ def start_piece(
     tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
     with (
         _cache_dir(work_dir, device), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS),
-        _as_piece_error(), _waits_put_off() as waits,
+        _as_piece_error(), _only_a_working_pool(), _waits_put_off() as waits,
     ):  # fmt: skip
         with mode:
             aten = make_fx(gm, decomposition_table=select_decomp_table())(*arguments)
@@ -145,11 +147,12 @@ def prepared(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None
 def load_pieces(sources: Mapping[str, str], device: torch.device, work_dir: Path) -> dict[str, CompiledPiece]:
     """Load pieces from their generated modules' text; kernels are taken from `work_dir` where they are there, else built again.
 
-    sources: by fingerprint, as the result. device: what they were compiled for.
+    sources: by fingerprint, as the result. device: what they were compiled for. work_dir: may have been moved or copied here.
     """
     from torch._inductor import config
 
     loaded = {}
+    _find_kernels_here(work_dir)
     with _cache_dir(work_dir, device), config.patch({**OPTIONS, "compile_threads": 1}):
         if device.type == "cpu":
             _try_one_instruction_set()
@@ -159,6 +162,13 @@ def load_pieces(sources: Mapping[str, str], device: torch.device, work_dir: Path
             exec(compile(source, module.__file__, "exec"), module.__dict__)
             loaded[piece] = CompiledPiece(run=module.call, source=source)
     return loaded
+
+
+def _find_kernels_here(work_dir: Path) -> None:
+    """Triton lists the files of a kernel by their absolute paths, and builds a kernel again whose files are not where its list says."""
+    for listed in work_dir.glob("triton/*/__grp__*.json"):
+        names = json.loads(listed.read_text())["child_paths"]
+        listed.write_text(json.dumps({"child_paths": {name: str(listed.parent / name) for name in names}}))
 
 
 def fake_arguments(
@@ -193,15 +203,20 @@ def _as_piece_error() -> Iterator[None]:
 
 @contextmanager
 def _waits_put_off() -> Iterator[list[Callable[[], None]]]:
-    """A module that is generated in the block leaves waiting for its kernels, which it would end with, to the functions collected here."""
+    """A module that this thread generates in the block leaves waiting for its kernels, which it would end with, to the functions
+    collected here.
+    """
     from torch._inductor.async_compile import AsyncCompile, CompiledTritonKernels
 
     waits: list[Callable[[], None]] = []
-    wait = AsyncCompile.wait
+    wait, thread = AsyncCompile.wait, get_ident()
     CompiledTritonKernels.cache_clear()  # a kernel that another piece still waits for would lie in that one's folder alone
 
     def put_off(compiles: AsyncCompile, scope: dict[str, Any]) -> None:
-        waits.append(partial(wait, compiles, scope))
+        if get_ident() == thread:
+            waits.append(partial(wait, compiles, scope))
+        else:  # somebody else's module
+            wait(compiles, scope)
 
     AsyncCompile.wait = put_off
     try:
@@ -210,24 +225,66 @@ def _waits_put_off() -> Iterator[list[Callable[[], None]]]:
         AsyncCompile.wait = wait
 
 
-_compilers_closing: Thread | None = None
+_compilers: Any = None  # Inductor's pool of processes, while it is ours
 
 
 @contextmanager
 def _kernel_compilers() -> Iterator[None]:
-    """Inductor's processes that compile Triton kernels, from their start on, which takes seconds, until the block has ended."""
-    global _compilers_closing
-    from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
+    """Inductor's processes that compile Triton kernels, from their start on, which takes seconds, until the block has ended.
 
-    if _compilers_closing is not None:
-        _compilers_closing.join()
+    A pool that is there already stays.
+    """
+    global _compilers
+    from torch._inductor import async_compile
+
+    compile_here = async_compile.AsyncCompile
+    if compile_here.process_pool.cache_info().currsize or async_compile.get_compile_threads() <= 1:
+        yield
+        return
     _name_ptxas()  # they have the environment that they begin with
-    AsyncCompile.use_process_pool()
+    compile_here.use_process_pool()
+    _compilers = compile_here.process_pool()
     try:
         yield
     finally:
-        _compilers_closing = Thread(target=shutdown_compile_workers, name="close-compilers")
-        _compilers_closing.start()
+        pool, _compilers = _compilers, None
+        # Inductor forgets it first: whoever compiles next starts another.
+        compile_here._ready_future = None
+        compile_here.process_pool.cache_clear()
+        async_compile._pool_set.discard(pool)
+        Thread(target=pool.shutdown, name="close-compilers").start()
+
+
+def end_kernel_compilers() -> None:
+    """End the processes that compile kernels, whatever they do; for a process that leaves by `os._exit`, which does so before."""
+    if _compilers is None:
+        return
+    with suppress(OSError):
+        first = _compilers.process.pid
+        children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        for process in (first, *map(int, children)):  # the first first: it would start the others anew
+            os.kill(process, signal.SIGKILL)
+
+
+@contextmanager
+def _only_a_working_pool() -> Iterator[None]:
+    """Inside, Inductor compiles by itself where its processes could not be started, which is said once."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    ready = AsyncCompile._ready_future
+    reason = ready.exception() if ready is not None and ready.done() and not ready.cancelled() else None
+    if reason is None:
+        yield
+        return
+    _warn_no_pool(f"{type(reason).__name__}: {reason}".splitlines()[0])
+    with config.patch({"compile_threads": 1}):
+        yield
+
+
+@cache
+def _warn_no_pool(reason: str) -> None:
+    log.warning("Inductor's processes that compile kernels do not run, kernels compile one after another: %s", reason)
 
 
 def _name_ptxas() -> None:
@@ -264,16 +321,26 @@ def _try_one_instruction_set() -> None:
     candidates[:] = [best] if (best := next(works, None)) else []
 
 
+_one_cache_dir = RLock()  # at a time, the process over
+
+
 @contextmanager
 def _cache_dir(path: Path, device: torch.device) -> Iterator[None]:
-    """Inductor keeps its files in `path`, kernels of Triton included, while the block runs."""
+    """Inductor keeps its files in `path`, kernels of Triton included, while the block runs; other threads' blocks wait for its end."""
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-    path.mkdir(parents=True, exist_ok=True)
-    if device.type != "cuda":
-        with temporary_cache_dir(str(path)):
-            yield
-        return
+    with _one_cache_dir:
+        path.mkdir(parents=True, exist_ok=True)
+        if device.type != "cuda":
+            with temporary_cache_dir(str(path)):
+                yield
+        else:
+            with _triton_cache_dir(path), temporary_cache_dir(str(path)):
+                yield
+
+
+@contextmanager
+def _triton_cache_dir(path: Path) -> Iterator[None]:
     import triton
 
     _name_ptxas()
@@ -282,7 +349,6 @@ def _cache_dir(path: Path, device: torch.device) -> Iterator[None]:
     outside = os.environ.get("TRITON_CACHE_DIR") or triton.knobs.cache.dir
     os.environ["TRITON_CACHE_DIR"] = str(path / "triton")
     try:
-        with temporary_cache_dir(str(path)):
-            yield
+        yield
     finally:
         os.environ["TRITON_CACHE_DIR"] = outside

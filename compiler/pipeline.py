@@ -9,6 +9,7 @@ loaded.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,15 @@ from compiler.dump import Dump
 from compiler.environment import op_versions, piece_fields, plan_fields, toolchain_fields
 from compiler.fingerprint import normalized_text
 from compiler.graph_pass import GraphPass, PassContext, PassError, SkipReason
-from compiler.inductor import CompiledPiece, PieceCallable, PieceInWork, load_pieces, prepared, start_piece
+from compiler.inductor import (
+    CompiledPiece,
+    PieceCallable,
+    PieceCompileError,
+    PieceInWork,
+    load_pieces,
+    prepared,
+    start_piece,
+)
 from compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compiler.pass_manager import PassRecord, run_passes
 from compiler.passes import default_passes
@@ -106,11 +116,16 @@ def compile_model(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WantedPiece:
-    """A distinct piece for one number of tokens, or (None) any. name: the plan's. fields: of its artifact. folder: where it is made."""
+    """A distinct piece for one number of tokens, or (None) any. name: the plan's. number: for people. fields: of its artifact. folder:
+    where it is made.
+    """
 
     piece: str
+    graph: GraphModule
     tokens: int | None
+    lengths: dict[str, int] | None
     name: str
+    number: str
     fields: dict[str, Any]
     folder: Path
 
@@ -239,36 +254,58 @@ class _Compilation:
         symbol: str,
         work_dir: Path,
     ) -> dict[str, PieceCallable]:
-        """Load or compile every distinct piece. Kernels of one are built while the next is generated; they are waited for at the end."""
+        """Load or compile every distinct piece; those for any number of tokens are kept before those for a chosen number are begun."""
+        pieces: dict[str, PieceCallable] = {}
+        for tokens, group in itertools.groupby(self._wanted(plan), key=itemgetter(1)):
+            wanted = []
+            for piece, _ in group:
+                name = plan.piece_at(piece, tokens)
+                fields = piece_fields(piece, ops[piece], self.device, tokens)
+                number = f"{plan.pieces.index(piece) + 1} of {len(graphs)} distinct pieces"
+                wanted.append(
+                    _WantedPiece(
+                        piece=piece, graph=graphs[piece], lengths=None if tokens is None else {symbol: tokens}, tokens=tokens,
+                        name=name, number=number, fields=fields, folder=work_dir / f"compile-{name}",
+                    )
+                )  # fmt: skip
+            pieces |= self._make_together(wanted, work_dir)
+        return pieces
+
+    def _make_together(self, wanted: Sequence[_WantedPiece], work_dir: Path) -> dict[str, PieceCallable]:
+        """The kernels of one piece are built while the next is generated. Where one fails, those that do not are kept all the same."""
+        failure: PieceCompileError | None = None
         begun: list[tuple[_WantedPiece, CompiledPiece | PieceInWork, float]] = []
-        for piece, tokens in self._wanted(plan):
+        for piece in wanted:
             start = time.perf_counter()
-            name = plan.piece_at(piece, tokens)
-            wanted = _WantedPiece(
-                piece=piece, tokens=tokens, name=name, folder=work_dir / f"compile-{name}",
-                fields=piece_fields(piece, ops[piece], self.device, tokens),
-            )  # fmt: skip
-            entry = self._get("piece", wanted.fields)
-            made: CompiledPiece | PieceInWork
-            if entry is not None:
-                made = _load_entries({name: entry}, self.device, work_dir)[name]
-            else:
-                lengths = None if tokens is None else {symbol: tokens}
-                made = start_piece(graphs[piece], self.device, wanted.folder / KERNELS, lengths)
-            begun.append((wanted, made, time.perf_counter() - start))
+            entry = self._get("piece", piece.fields)
+            try:
+                made: CompiledPiece | PieceInWork
+                if entry is not None:
+                    made = _load_entries({piece.name: entry}, self.device, work_dir)[piece.name]
+                else:
+                    made = start_piece(piece.graph, self.device, piece.folder / KERNELS, piece.lengths)
+            except PieceCompileError as error:
+                failure = error
+                break
+            begun.append((piece, made, time.perf_counter() - start))
         pieces = {}
-        for wanted, made, seconds in begun:
+        for piece, made, seconds in begun:
             start, how = time.perf_counter(), "loaded"
             if isinstance(made, PieceInWork):
-                made, how = made.result(), "compiled"
-                self._keep(wanted, made, graphs[wanted.piece], work_dir / TRIALS)
-            pieces[wanted.name] = made.run
+                try:
+                    made, how = made.result(), "compiled"
+                except PieceCompileError as error:
+                    failure = failure or error
+                    continue
+                self._keep(piece, made, work_dir / TRIALS)
+            pieces[piece.name] = made.run
             seconds += time.perf_counter() - start
             if self.dump is not None:
-                self.dump.compiled(wanted.piece, wanted.tokens, made.source, how, seconds)
-            number = f"{plan.pieces.index(wanted.piece) + 1} of {len(graphs)} distinct pieces"
-            size = "" if wanted.tokens is None else f" for {wanted.tokens} tokens"
-            self._stage("compile", seconds, f"{number}{size} {how}")
+                self.dump.compiled(piece.piece, piece.tokens, made.source, how, seconds)
+            size = "" if piece.tokens is None else f" for {piece.tokens} tokens"
+            self._stage("compile", seconds, f"{piece.number}{size} {how}")
+        if failure is not None:
+            raise failure
         return pieces
 
     def _wanted(self, plan: ExecutionPlan) -> list[tuple[str, int | None]]:
@@ -326,7 +363,7 @@ class _Compilation:
                 backend=self.attention_backend, tokens=self.config.profile_tokens,
             )  # fmt: skip
         except RuntimeError as error:  # of torch, out of memory among them: a measurement is no reason not to serve
-            log.warning("The pieces could not be measured: %s", str(error).splitlines()[0])
+            log.warning("The pieces could not be measured: %s", f"{type(error).__name__}: {error}".splitlines()[0])
             return
         self._stage("measure pieces", time.perf_counter() - start, f"at {self.config.profile_tokens} tokens")
 
@@ -345,12 +382,12 @@ class _Compilation:
             "options": asdict(self.config) | {"kernels": sorted(self.kernels)},
         }
 
-    def _keep(self, wanted: _WantedPiece, compiled: CompiledPiece, gm: GraphModule, trials: Path) -> None:
-        kernels = wanted.folder / KERNELS
+    def _keep(self, piece: _WantedPiece, compiled: CompiledPiece, trials: Path) -> None:
+        kernels = piece.folder / KERNELS
         if trials.is_dir():
             shutil.copytree(trials, kernels, dirs_exist_ok=True)
         shutil.rmtree(kernels / "locks", ignore_errors=True)
-        self._put("piece", wanted.fields, {SOURCE: compiled.source, GRAPH: normalized_text(gm)}, wanted.folder)
+        self._put("piece", piece.fields, {SOURCE: compiled.source, GRAPH: normalized_text(piece.graph)}, piece.folder)
 
     def _get(self, kind: str, fields: dict[str, Any]) -> Entry | None:
         for store in self.stores:

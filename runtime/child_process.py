@@ -126,4 +126,6 @@ def exit_at_once(status: int) -> NoReturn:
     sys.stderr.flush()
     if (build := sys.modules.get("custom_ops.build")) is not None:  # imported by whoever builds; it takes torch along
         build.end_builds()
+    if (inductor := sys.modules.get("compiler.inductor")) is not None:
+        inductor.end_kernel_compilers()
     os._exit(status)
