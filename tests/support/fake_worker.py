@@ -84,7 +84,9 @@ class Worker:
         self.runner = None
         self._idle_work = 2
         kind = self._orders.get("device", "cpu")
-        self.device = SimpleNamespace(type="cpu" if kind == "cpu" else "fake")  # not a CPU: results are waited for in a thread
+        self.device = SimpleNamespace(
+            type="cpu" if kind == "cpu" else "fake"
+        )  # not a CPU: results are waited for in a thread
         on_stage("compile", 0.25, "a piece")
         if folder := self._orders.get("devices"):
             (Path(folder) / f"{self._replica}-{rank.index}").write_text(
