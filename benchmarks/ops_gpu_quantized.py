@@ -22,7 +22,8 @@ from custom_ops.quantization import Activations, block_scales, quantize_weight, 
 from custom_ops.quantized_linear import quantized_linear
 from custom_ops.quantized_linear_cuda import QuantizedLinear
 from custom_ops.quantized_mlp import quantized_mlp
-from custom_ops.triton_quantized_linear import gemv, matmul
+from custom_ops.triton_quantized_gemv import gemv
+from custom_ops.triton_quantized_matmul import matmul
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
 SCHEMES: dict[

@@ -2,8 +2,8 @@
 
 Shape legend: T tokens, I input features, O output features.
 
-- 1 token: one kernel that streams the weight and rounds the activations by itself (`triton_quantized_linear.gemv`), or tiles as below;
-- up to MAX_TILE_TOKENS: tiles of the weight, with all that follows in the same kernel (`triton_quantized_linear.matmul`), or a library's
+- 1 token: one kernel that streams the weight and rounds the activations by itself (`triton_quantized_gemv`), or tiles as below;
+- up to MAX_TILE_TOKENS: tiles of the weight, with all that follows in the same kernel (`triton_quantized_matmul`), or a library's
   matrix product (`scaled_gemm`) between elementwise kernels: each way is measured as a whole, once a shape and range of token counts
   (`choices`);
 - more: the fastest matrix product, measured likewise; the tiles where there is none.
@@ -24,7 +24,8 @@ from custom_ops.quantized_linear import check_arguments, pair_of
 from custom_ops.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
-from custom_ops.triton_quantized_linear import gemv, matmul
+from custom_ops.triton_quantized_gemv import gemv
+from custom_ops.triton_quantized_matmul import matmul
 
 GEMV, TILE = "gemv", "tile"
 MAX_TILE_TOKENS = 256

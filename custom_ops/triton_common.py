@@ -16,6 +16,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SPLIT_COUNTERS = 1 << 16  # output tiles that one split launch may have
+TRITON_TYPES = {
+    torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int8: tl.int8,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}  # fmt: skip
 
 
 @triton.jit

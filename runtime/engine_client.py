@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
+OUTPUTS_A_TURN = 256  # some milliseconds of work for whoever takes them
 _EXIT_GRACE_SECONDS = 5.0  # after its last message the process has that long to end by itself
 
 
@@ -262,12 +263,19 @@ class AsyncEngineClient:
         return config, environment
 
     async def _read(self, ready: asyncio.Future[EngineInfo]) -> None:
+        num_taken = 0
         while True:
             message = self._decoder.decode(await self._output.recv())
             if isinstance(message, StepOutputs):
                 if message.stats is not None:
                     self.stats = message.stats
                 self._steps.put_nowait(message)
+                num_taken += 1 + len(message.outputs)  # a step without outputs is work as well
+                if num_taken >= OUTPUTS_A_TURN:
+                    # Neither `recv` nor the reader of `_steps` waits while there is more: when we are behind the engine, the
+                    # event loop would do nothing else until we have caught up, which may be never.
+                    num_taken = 0
+                    await asyncio.sleep(0)
             elif isinstance(message, UtilityResult):
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():

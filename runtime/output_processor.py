@@ -40,6 +40,17 @@ class CompletionDelta:
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
 
+    def extend(self, later: CompletionDelta) -> None:
+        """Take in the next delta of the same completion, as if one step had brought both."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+
 
 Sink = Callable[[CompletionDelta], None]
 

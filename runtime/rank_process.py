@@ -240,12 +240,12 @@ class _InThread:
             raise self._error
 
     def _run(self) -> None:
-        import torch
-
         while self._error is None:
             try:
                 step = self._steps.get()
                 if self._device.type == "cuda":  # a thread begins on device 0, where a wait would make a context
+                    import torch
+
                     torch.cuda.set_device(self._device)
                 self._report(*step)
             except Exception as error:

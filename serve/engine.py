@@ -50,6 +50,7 @@ class Generation:
         self._engine = engine
         self.num_sequences = self._unfinished = num_sequences
         self._deltas: list[CompletionDelta] = []
+        self._unread: dict[int, CompletionDelta] = {}  # of _deltas, by completion, those that can be extended
         self._waiter: asyncio.Future[None] | None = None
         self.engine_ids: list[str] = []
         self.clocks: dict[int, SequenceClock] = {}
@@ -57,7 +58,12 @@ class Generation:
     def put(self, delta: CompletionDelta) -> None:
         """Called by the output processor."""
         self._engine.metrics.observe(self.clocks[delta.index], delta, self._engine.now)
-        self._deltas.append(delta)
+        unread = self._unread.get(delta.index)
+        if unread is None or delta.error is not None:  # what came before an error is shown before it
+            self._deltas.append(delta)
+            self._unread[delta.index] = delta
+        else:
+            unread.extend(delta)
         if delta.finish_reason is not None:
             self._unfinished -= 1
             self.clocks.pop(delta.index)
@@ -68,13 +74,14 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[CompletionDelta]:
-        """Every delta since the last call, at least one."""
+        """What came since the last call: at least one delta, one a completion (and its error), however many steps there were."""
         if not self._deltas:
             if self._unfinished == 0:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         deltas, self._deltas = self._deltas, []
+        self._unread.clear()
         return deltas
 
     def close(self) -> None:

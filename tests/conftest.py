@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,18 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+COMPILE_ONCE = Path(__file__).parent / "support" / "compile_once" / "g++"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What Inductor compiles with g++ is compiled once in a run, in this process and those that it starts."""
+    if "CXX" in os.environ or sys.platform != "linux" or shutil.which("g++") is None or shutil.which("bash") is None:
+        return
+    folder = tempfile.mkdtemp(prefix="compiled-once-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["CXX"], os.environ["COMPILED_ONCE"] = str(COMPILE_ONCE), folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops import quantized_linear_cuda, triton_quantized_linear
+from custom_ops import quantized_linear_cuda, triton_quantized_matmul
 from custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
 from custom_ops.quantized_linear_cuda import GEMV, TILE, QuantizedLinear, quantized_linear, quantized_mlp
 from custom_ops.scaled_gemm import EXPANDED, TORCH, gemm_names
@@ -119,7 +119,7 @@ def test_splits(silu_mul: bool, per_block: bool) -> None:
     a = arguments(20, 40, 700, silu_mul, True, "none", scales, torch.int8, torch.float32)
     operands = (a["x_TI"], None, a["weight_OI"], a["scale"], a["bias_O"], silu_mul, a["residual_TO"], torch.float32)
     first, second = (
-        triton_quantized_linear.matmul(*operands, config=(16, 128, 3, 2, 4))  # type: ignore[arg-type]
+        triton_quantized_matmul.matmul(*operands, config=(16, 128, 3, 2, 4))  # type: ignore[arg-type]
         for _ in range(2)
     )
     assert torch.equal(first, second)

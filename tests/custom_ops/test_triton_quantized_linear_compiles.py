@@ -17,7 +17,8 @@ import json
 import triton.language as tl
 from triton import next_power_of_2
 from custom_ops.triton_quantize import _quantize_kernel
-from custom_ops.triton_quantized_linear import _gemv_kernel, _matmul_kernel, gemv_config, matmul_config
+from custom_ops.triton_quantized_gemv import _gemv_kernel, gemv_config
+from custom_ops.triton_quantized_matmul import _matmul_kernel, matmul_config
 from tests.support.hopper import compiled
 
 FLOATS = {"scale_ptr", "x_scale_ptr", "input_scale_ptr", "partial_ptr"}

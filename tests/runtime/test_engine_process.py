@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
+import zmq
+import zmq.asyncio
 
-from runtime.engine_client import AsyncEngineClient, EngineDeadError, EngineStartError, SyncEngine
+from runtime.engine_client import OUTPUTS_A_TURN, AsyncEngineClient, EngineDeadError, EngineStartError, SyncEngine
 from runtime.engine_process import BOOT_CODE
-from runtime.messages import RequestOutput
+from runtime.messages import RequestOutput, StepOutputs
 from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
 from tests.support.processes import is_running, wait_until
 
@@ -146,6 +150,41 @@ async def test_utility_calls_are_answered_while_requests_run(engine: tuple[Async
         await client.utility("dance")
     await client.abort(["busy"])
     assert client.is_alive
+
+
+async def test_a_client_that_is_behind_leaves_the_loop_to_others_between_steps(model_dir: Path) -> None:
+    """200 steps of 16 outputs wait at once, as when the engine is faster than this process."""
+    client = AsyncEngineClient(tiny_config(model_dir))
+    with zmq.asyncio.Context() as context:
+        client._output, engine = context.socket(zmq.PULL), context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        for socket in (client._output, engine):
+            socket.set_hwm(0)
+        client._output.bind("inproc://outputs")
+        engine.connect("inproc://outputs")
+        for step in range(200):
+            outputs = [RequestOutput(request_id=f"{i}", new_token_ids=[step]) for i in range(16)]
+            engine.send(msgspec.msgpack.encode(StepOutputs(outputs=outputs)))
+        turn = 0
+
+        async def others() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(others()), asyncio.create_task(client._read(asyncio.Future()))]
+        outputs_of_turn: Counter[int] = Counter()
+        steps = []
+        async for brought in client.outputs():
+            outputs_of_turn[turn] += len(brought.outputs)
+            steps.append(brought.outputs[0].new_token_ids[0])
+            if len(steps) == 200:
+                break
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert steps == list(range(200))
+    assert max(outputs_of_turn.values()) <= OUTPUTS_A_TURN
 
 
 async def test_a_full_queue_is_told_apart_from_a_bad_request(model_dir: Path) -> None:

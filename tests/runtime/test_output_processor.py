@@ -49,6 +49,28 @@ class Run:
         return whole
 
 
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_deltas_extended_are_the_same_completion(inputs: InputProcessor, with_logprobs: bool) -> None:
+    """One delta in place of three: what is made of it is what is made of the three."""
+    run = Run(inputs, SamplingParams(stop=["END"]))
+    for text, fields in (
+        ("a🙂", {"num_cached_tokens": 1, "prompt_logprobs": [None, TokenLogprobs([6], [-2.0], 3)]}),
+        ("bE", {}),
+        ("ND of it", {}),
+    ):
+        ids = inputs.require_tokenizer("a test").encode(text)
+        logprobs = [TokenLogprobs([token], [-0.1 * token], 1) for token in ids] if with_logprobs else None
+        run.feed(text, new_logprobs=logprobs, **fields)
+    expected = run.completion()
+    assert (expected.text, expected.finish_reason, expected.stop_reason) == ("a🙂b", "stop", "END")
+    first, *later = run.deltas
+    assert len(later) == 2
+    for delta in later:
+        first.extend(delta)
+    run.deltas = [first]
+    assert run.completion() == expected
+
+
 def test_children_have_ids_seeds_and_indices_of_their_own(inputs: InputProcessor) -> None:
     run = Run(inputs, SamplingParams(n=3, seed=10))
     assert len({request.request_id for request in run.requests}) == 3

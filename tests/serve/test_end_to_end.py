@@ -141,12 +141,17 @@ def test_64_streams_complete_and_give_everything_back(server: ServerProcess) -> 
 
 
 def test_leaving_client_frees_its_slot(server: ServerProcess) -> None:
-    body = {**LONG, "stream": True, "n": 128}  # eight times what runs at once: it has not ended when we leave
+    body = {**LONG, "stream": True, "n": 128}  # eight times what runs at once
     generated = metric(server, "generation_tokens_total")
-    with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-        eventually(lambda: metric(server, "num_requests_running") > 0)
-    eventually(lambda: httpx.get(server.url + "/load").json() == {"server_load": 0})
+    [engine] = server.engine_pids()
+    try:
+        with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            os.kill(engine, signal.SIGSTOP)  # all of it takes a second or two: so that it has not ended when we leave
+            eventually(lambda: metric(server, "num_requests_running") > 0)
+        eventually(lambda: httpx.get(server.url + "/load").json() == {"server_load": 0})
+    finally:
+        os.kill(engine, signal.SIGCONT)
     with server.client() as http:  # the gauges follow with the next step
         http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
     eventually(lambda: metric(server, "num_requests_running") == 0)

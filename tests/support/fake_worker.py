@@ -5,6 +5,8 @@ where each rank writes down its steps), "devices" (one where each writes what CU
 "step" and "result": {rank: what} ("replica/rank" for that replica's alone), where what is "mistake", "error", "kill", "stop" or
 "hang". Steps and results do it at step 3; "until": a file that has to be there first. "pause": seconds that every
 step takes for each of its "collectives" (1).
+
+Imports neither torch nor pytest, whose seconds every rank of every test would take.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import pytest
-import torch
-
-from custom_ops import collectives
 from runtime.config import EngineConfig, Rank
 from runtime.engine_process import BOOT_CODE as ENGINE_CODE
 from runtime.rank_process import BOOT_CODE
 from runtime.schedule import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
+
+if TYPE_CHECKING:
+    import pytest
 
 ORDERS = "fake-worker.json"
 _FAKE = "import tests.support.fake_worker\ntests.support.fake_worker.install()\n"
@@ -51,8 +53,16 @@ def give_orders(model_dir: Path, **orders: Any) -> None:
 
 
 def install() -> None:
-    """In this process, for `runtime.rank_process`."""
-    sys.modules["runtime.worker"] = sys.modules[__name__]
+    """In this process, for `runtime.rank_process`: its worker, and whoever counts the worker's collectives."""
+    sys.modules["runtime.worker"] = sys.modules["custom_ops.collectives"] = sys.modules[__name__]
+
+
+_num_entered = 0
+
+
+def collectives_entered() -> int:
+    """As custom_ops.collectives has it."""
+    return _num_entered
 
 
 class FakeStep:
@@ -74,7 +84,9 @@ class Worker:
         self.runner = None
         self._idle_work = 2
         kind = self._orders.get("device", "cpu")
-        self.device = torch.device("cpu" if kind == "cpu" else "meta")  # not a CPU: results are waited for in a thread
+        self.device = SimpleNamespace(
+            type="cpu" if kind == "cpu" else "fake"
+        )  # not a CPU: results are waited for in a thread
         on_stage("compile", 0.25, "a piece")
         if folder := self._orders.get("devices"):
             (Path(folder) / f"{self._replica}-{rank.index}").write_text(
@@ -91,12 +103,13 @@ class Worker:
         self._num_blocks = num_blocks
 
     def launch(self, scheduled: SchedulerOutput) -> FakeStep:
+        global _num_entered
         if folder := self._orders.get("record"):
             with (Path(folder) / str(self._rank)).open("a") as file:
                 file.write(f"{scheduled.step} {sorted(scheduled.num_scheduled_tokens)}\n")
         for _ in range(self._orders.get("collectives", 1)):
             time.sleep(self._orders.get("pause", 0))
-            collectives._num_entered += 1
+            _num_entered += 1
         is_third = scheduled.step == 3
         if is_third:
             self._obey("step")

@@ -1,0 +1,55 @@
+"""What the server's side of the engine hands to those who read an answer slowly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.sampling_params import SamplingParams
+from serve.engine import Generation
+from tests.serve.conftest import ANSWER, Server, StartServer, eventually
+from tests.support.fake_engine import says
+
+
+async def submitted(server: Server, **params: Any) -> Generation:
+    engine = server.app.state.context.engine
+    prompt, prepared = engine.inputs.prepare([5, 6], SamplingParams(temperature=0, **params))
+    return await engine.submit("slow", [prompt], [prepared])
+
+
+async def test_what_waits_for_a_slow_reader_is_one_delta_a_completion(server: Server) -> None:
+    generation = await submitted(server, n=3, max_tokens=100)
+    await eventually(lambda: server.engine.steps > 0 and server.engine.num_running == 0)
+    deltas = await anext(generation)
+    assert sorted(delta.index for delta in deltas) == [0, 1, 2]
+    assert [delta.text for delta in deltas] == [ANSWER] * 3
+    assert {delta.finish_reason for delta in deltas} == {"stop"}
+    assert [delta async for delta in generation] == []
+
+
+async def test_deltas_that_were_read_are_left_alone(start_server: StartServer, tokenizer: Any) -> None:
+    server = await start_server(script=says(tokenizer, ANSWER, end=False))
+    generation = await submitted(server, max_tokens=50, ignore_eos=True)
+    parts: list[str] = []
+    read = []
+    async for deltas in generation:
+        parts += [delta.text for delta in deltas]
+        read += deltas
+        wanted = server.engine.steps + 3
+        await eventually(lambda wanted=wanted: server.engine.steps >= wanted or server.engine.num_running == 0)  # type: ignore[misc]
+    assert len(read) < 50
+    assert [delta.text for delta in read] == parts
+    assert sum(len(delta.token_ids) for delta in read) == 50
+    assert "".join(parts).startswith(ANSWER)
+
+
+async def test_text_that_waited_is_shown_before_the_error(start_server: StartServer, tokenizer: Any) -> None:
+    server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.001})
+    context = server.app.state.context
+    generation = await submitted(server, max_tokens=200, ignore_eos=True)
+    await eventually(lambda: server.engine.steps > 30)
+    server.engine.die("The engine process was ended by signal 9.")
+    await eventually(lambda: context.engine.dead_reason is not None)
+    text, error = await anext(generation)
+    assert text.text.startswith(ANSWER)
+    assert (text.error, text.finish_reason) == (None, None)
+    assert error.error == "The engine process was ended by signal 9."
