@@ -42,8 +42,9 @@ def capture(fn: Callable[[], Any], warmup: int = 2) -> torch.cuda.CUDAGraph:
 
 
 def replay_ms(
-    graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5, before: Callable[[int], None] | None = None
-) -> float:
+    graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5, before: Callable[[int], None] | None = None,
+    most_repeats: int = 200,
+) -> float:  # fmt: skip
     """Median over groups of the time of one replay, in milliseconds, by device events.
 
     before: called with the number of replays that follow in a row, outside of what is timed.
@@ -56,7 +57,7 @@ def replay_ms(
     graph.replay()
     end.record()
     end.synchronize()
-    repeats = max(1, min(200, int(budget_ms / groups / max(start.elapsed_time(end), 1e-3))))
+    repeats = max(1, min(most_repeats, int(budget_ms / groups / max(start.elapsed_time(end), 1e-3))))
     times = []
     for _ in range(groups):
         before(repeats)

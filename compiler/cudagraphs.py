@@ -4,7 +4,8 @@ A full graph holds everything from the token ids to the logits, and what `decode
 choosing the next, advancing the step).
 It is valid for steps of exactly one token a sequence, padded to a captured size with sequences of length 0. A graph bakes in every
 address and integer that its kernels were launched with, so a replay happens only where all of them are the captured ones; anything else
-runs the model as it is. Sequence lengths are read from the device by kernels of a backend that sets `decode_capturable`.
+runs the model as it is. A backend that sets `decode_capturable` says that its decodes read all lengths from the device, and take
+nothing from `plan` or from the metadata's integers.
 """
 
 from __future__ import annotations
@@ -41,6 +42,20 @@ class StepModel(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRows:
+    """What a step of decodes knows of its S rows besides the model's inputs.
+
+    sampling: what tokens are chosen with, each [S]. slots: int64 [S], places in last_tokens: int64, of all running requests. has_run:
+    int32 [S], 1 where a step has run with these inputs, which are then to be advanced first.
+    """
+
+    sampling: tuple[torch.Tensor, ...]
+    slots: torch.Tensor
+    last_tokens: torch.Tensor
+    has_run: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
     """A step's arguments in the buffers that every later step of that size uses too."""
 
@@ -49,10 +64,7 @@ class StepInputs:
     kv_caches: Sequence[torch.Tensor]
     logits_indices: torch.Tensor
     metadata: AttentionMetadata
-    # Of decodes, for `decode_head` and `decode_tail`: what tokens are chosen with, and which of the slots' last tokens they follow.
-    sampling: tuple[torch.Tensor, ...] = ()
-    slots: torch.Tensor | None = None
-    last_tokens: torch.Tensor | None = None
+    rows: DecodeRows | None = None  # of a step of decodes, for `decode_head` and `decode_tail`
 
     def addresses(self) -> tuple[int, ...]:
         """What a graph that read these tensors bakes in."""
@@ -82,7 +94,6 @@ DecodeTail = Callable[[torch.Tensor, StepInputs], tuple[torch.Tensor, ...]]
 class _FullGraph:
     graph: Graph
     addresses: tuple[int, ...]
-    backend_key: object
     logits: torch.Tensor
     tail: tuple[torch.Tensor, ...]
 
@@ -139,6 +150,7 @@ class CudaGraphRunner:
         self.model = model
         self.stats = GraphStats()
         self.tail: tuple[torch.Tensor, ...] | None = None  # what decode_tail returned in the step just replayed
+        self.is_missed = False  # the step just run was one of decodes that a graph is yet to be captured for
         self._device = device
         self._decode_head = decode_head
         self._decode_tail = decode_tail
@@ -183,10 +195,12 @@ class CudaGraphRunner:
         return None
 
     def bind(self, decode_inputs: InputsOf | None, prompt_inputs: InputsOf | None = None) -> None:
-        """Say where steps of decodes lie: decode_inputs(size) fills the persistent buffers with `size` padding sequences.
+        """Say where steps of decodes lie: decode_inputs(size) fills the persistent buffers with `size` padding sequences. Before anything
+        is captured: graphs read and write these buffers.
 
         prompt_inputs(size): a made-up step of that many tokens of a prompt, for estimates. None: nowhere, as before the first call.
         """
+        assert not self._full, "graphs are captured already, of other buffers"
         self._decode_inputs = decode_inputs
         self._prompt_inputs = prompt_inputs
 
@@ -215,9 +229,7 @@ class CudaGraphRunner:
             return logits, *(self._decode_tail(logits, inputs) if self._decode_tail else ())
 
         graph, outputs, seconds = self._device.capture(step)
-        self._full[size] = _FullGraph(
-            graph, inputs.addresses(), _backend_key(inputs.metadata), outputs[0], tuple(outputs[1:])
-        )
+        self._full[size] = _FullGraph(graph, inputs.addresses(), outputs[0], tuple(outputs[1:]))
         stats = self.stats
         stats.captured["full"] += 1
         stats.capture_seconds += seconds
@@ -269,7 +281,7 @@ class CudaGraphRunner:
     ) -> torch.Tensor:
         metadata = current_metadata()
         num_tokens = input_ids.shape[0]
-        self.tail = None
+        self.tail, self.is_missed = None, False
         is_decode = metadata.max_query_len == 1 and metadata.seq_lens.shape[0] == num_tokens == logits_indices.shape[0]
         if self.sizes and is_decode:
             full = self._full.get(num_tokens)
@@ -281,12 +293,14 @@ class CudaGraphRunner:
                     logits_indices=logits_indices,
                     metadata=metadata,
                 )
-                if full.addresses == inputs.addresses() and full.backend_key == _backend_key(metadata):
+                if full.addresses == inputs.addresses():
                     full.graph.replay()
                     self.stats.replays["full"] += 1
                     self.tail = full.tail
                     return full.logits
-            self._asked[num_tokens] = self._asked.get(num_tokens, 0) + 1
+            self.is_missed = num_tokens in self._waiting
+            if self._full:  # before, nobody asks: the largest is captured first
+                self._asked[num_tokens] = self._asked.get(num_tokens, 0) + 1
         elif self._piecewise is not None and num_tokens <= self._piecewise.sizes[-1]:
             logits = self._piecewise.run(input_ids, positions, kv_caches, logits_indices, self.stats)
             if logits is not None:
@@ -320,9 +334,3 @@ class CudaGraphRunner:
             "replays": dict(stats.replays),
             "plain_steps": stats.plain_steps,
         }
-
-
-def _backend_key(metadata: AttentionMetadata) -> object:
-    """What the backend bakes into a decode step beyond the metadata's addresses (a split count, say); usually nothing."""
-    key = getattr(metadata.backend, "graph_key", None)
-    return key(metadata) if key is not None else None

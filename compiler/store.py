@@ -10,6 +10,7 @@ where they are not, the manifest says which one differs.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -22,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
+FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 10.0, 60.0  # of waiting for another process
 MANIFEST = "manifest.json"
 
 
@@ -121,9 +123,7 @@ class ArtifactStore:
                 manifest = {"schema": SCHEMA, "kind": kind, "fields": dict(fields), "files": files}
                 (staged / MANIFEST).write_text(json.dumps(manifest, indent=1))
                 _sync(staged)
-                if target.exists():
-                    shutil.rmtree(target, ignore_errors=True)
-                os.rename(staged, target)
+                self._move(staged, target)
         except OSError as error:
             if self._writable is not False:
                 log.warning(
@@ -133,14 +133,41 @@ class ArtifactStore:
             return None
         return Entry(kind=kind, key=key, path=target)
 
+    def _move(self, staged: Path, target: Path) -> None:
+        """One whole artifact stays: another process may be reading the one that is there, and one may be put by two at once."""
+        there = Entry(kind=target.parent.name, key=target.name, path=target)
+        for _ in range(2):
+            if target.exists():
+                with contextlib.suppress(ArtifactError):
+                    there.verify()
+                    return
+                shutil.rmtree(target, ignore_errors=True)
+            try:
+                os.rename(staged, target)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        raise OSError(errno.ENOTEMPTY, "others keep putting it", str(target))
+
     @contextmanager
     def lock(self, fields: Mapping[str, Any]) -> Iterator[None]:
-        """Held while an artifact is made, so that a second process waits for it instead of making it too."""
+        """Held while an artifact is made, so that a second process waits for it instead of making it too; it says so as long as it does."""
         try:
             folder = self.root / ".locks"
             folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(folder / f"{key_of(fields)}.lock")
-            lock.acquire()
+            waits = [FIRST_WORD_SECONDS]
+            while True:
+                try:
+                    lock.acquire(timeout=waits[-1])
+                    break
+                except Timeout:
+                    log.warning(
+                        "Still waiting for another process that compiles the same model and holds %s (%.0f s).",
+                        lock.lock_file, sum(waits),
+                    )  # fmt: skip
+                    waits.append(NEXT_WORD_SECONDS)
         except OSError as error:
             log.warning("Cannot lock the artifact store %s (%s); going on without it.", self.root, error)
             yield

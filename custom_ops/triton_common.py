@@ -2,8 +2,8 @@
 
 Programmatic dependent launch (Hopper and later): a kernel launched with `launch_pdl` may start while the one before it still runs.
 Until `wait_for_previous` returns it may read only what no such kernel writes: weights, and what the step was given (lengths, block
-tables), which is there before the step's first kernel, an ordinary one. Every program of every kernel that takes part calls it, so that
-the end of one kernel implies the end of all before it.
+tables), which the step's first kernel, an ordinary one, or what came before that has written. Every program of every kernel that takes
+part calls it, so that the end of one kernel implies the end of all before it.
 """
 
 from __future__ import annotations

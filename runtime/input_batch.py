@@ -190,8 +190,8 @@ class InputBatch:
             self._fill_mixed(layout, rows, counts_S, arrays.rotate())
         return layout, arrays
 
-    def advanced_on_device(self) -> None:
-        """The step that was prepared last has turned the device's arrays into the inputs of the same sequences' next."""
+    def will_advance_on_device(self) -> None:
+        """A next step of the same sequences will make its inputs of those that the step prepared last has left on the device."""
         self._advanced_version = self.layout.version
 
     def forget_advanced(self) -> None:
@@ -210,6 +210,7 @@ class InputBatch:
         np.multiply(blocks_S, self.block_size, out=host["slot_mapping"][:num_seqs])
         host["slot_mapping"][:num_seqs] += columns_S
         np.add(positions_S, 1, out=host["seq_lens"][:num_seqs], casting="unsafe")
+        host["has_run"][:num_seqs] = 0
         self._computed[slots_S] += 1
         layout.max_seq_len = int(positions_S.max()) + 1
 
@@ -285,6 +286,7 @@ def _fields(num_slots: int, num_tokens: int) -> dict[str, tuple[type[np.generic]
         "sampled_slots": (np.int64, num_slots),
         "query_start_loc": (np.int32, num_tokens + 1),
         "seq_lens": (np.int32, num_tokens),
+        "has_run": (np.int32, num_slots),
         "uniforms": (np.float32, num_slots),
         **{name: (dtype, num_slots) for name, dtype in SAMPLING_FIELDS.items()},
     }

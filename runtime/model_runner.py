@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from compiler.cudagraphs import StepInputs
+from compiler.cudagraphs import DecodeRows, StepInputs
 from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_metadata
 from models.spec import ModelSpec
 from runtime.config import EngineConfig
@@ -41,7 +41,8 @@ NOTHING_LEFT = (
 class RunnableModel(Protocol):
     """A compiled model as the runner sees it.
 
-    It may have `tail`: what `decode_step.end_step` made of the logits of the call just made, or None. And it may have
+    It may have `tail`: what `decode_step.end_step` made of the logits of the call just made, or None; and `is_missed`: whether that
+    call had no graph but may have one later. And it may have
     `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step
     to (None: no padding), never more than its `max_padded_size`. Padding tokens have slot -1; a step of decodes is
     padded with whole sequences of length 0 and with rows of logits at index 0.
@@ -197,8 +198,8 @@ class ModelRunner:
         drawn = getattr(self.compiled, "tail", None)
         if drawn is not None:
             drawn = drawn[0][:num_sampled], drawn[1][:num_sampled]
-            batch.advanced_on_device()
-        elif layout.is_decode_only:
+            batch.will_advance_on_device()
+        elif getattr(self.compiled, "is_missed", False):
             self.decode_misses += 1
         sampled = sampler.sample(logits_SV, plan, arrays.device, drawn)
         if drawn is not None and sampled.tokens_S is drawn[0]:
@@ -240,9 +241,12 @@ class ModelRunner:
             kv_caches=self.kv_caches,
             logits_indices=device["logits_indices"][:size],
             metadata=metadata,
-            sampling=tuple(device[name][:size] for name in SAMPLING_FIELDS),
-            slots=device["slots"][:size],
-            last_tokens=self.batch.last_tokens,
+            rows=DecodeRows(
+                sampling=tuple(device[name][:size] for name in SAMPLING_FIELDS),
+                slots=device["slots"][:size],
+                last_tokens=self.batch.last_tokens,
+                has_run=device["has_run"][:size],
+            ),
         )
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx import GraphModule
 
-from compiler import CompileConfig, compile_model
+from compiler import CompileConfig, compile_model, pipeline
+from compiler.inductor import PieceCompileError, PieceInWork
 from compiler.model import CompiledModel, WeightMismatchError
+from compiler.store import ArtifactStore
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
@@ -94,6 +97,27 @@ def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:
         step(second, [1, 2, 3], 0, caches(spec, torch.float32)), step(first, [1, 2, 3], 0, caches(spec, torch.float32)),
         rtol=0, atol=0,
     )  # fmt: skip
+
+
+def test_what_is_compiled_is_kept_where_another_piece_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_piece, begun = pipeline.start_piece, []
+
+    def third_fails(gm: GraphModule, *args: object) -> PieceInWork:
+        begun.append(gm)
+        if len(begun) == 3:
+            raise PieceCompileError("the third fails")
+        return start_piece(gm, *args)
+
+    monkeypatch.setattr(pipeline, "start_piece", third_fails)
+    with pytest.raises(PieceCompileError, match="the third fails"):
+        compiled(tmp_path)
+    assert [entry.kind for entry in ArtifactStore(tmp_path).entries()] == ["piece", "piece"]
+    stages: list[str] = []
+    compile_model(
+        tiny_spec(), CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED,
+        on_stage=lambda stage, seconds, detail: stages.append(detail.rpartition(" ")[2] if stage == "compile" else ""),
+    )  # fmt: skip
+    assert (stages.count("loaded"), stages.count("compiled")) == (2, 1)
 
 
 def test_chosen_sizes_have_pieces_of_their_own(tmp_path: Path) -> None:

@@ -22,9 +22,6 @@ class Backend:
     name = "fake"
     decode_capturable = True
 
-    def graph_key(self, metadata: AttentionMetadata) -> object:
-        return metadata.max_seq_len > 100
-
 
 class NotCapturable(Backend):
     name = "plain"
@@ -143,6 +140,33 @@ def test_largest_is_captured_first_then_one_then_downwards_unless_asked() -> Non
     assert runner.stats.capture_seconds == pytest.approx(0.5 * len(runner.sizes))
 
 
+def test_steps_before_the_first_capture_ask_for_nothing() -> None:
+    runner, _, buffers, _ = make()
+    run(runner, buffers.inputs(1))
+    runner.capture(1)
+    assert list(runner._full) == [40]
+
+
+def test_a_step_is_missed_while_its_graph_may_still_come() -> None:
+    runner, _, buffers, _ = make(sizes=(4, 40))
+    missed = []
+    for size in (4, 3):  # nothing pads in this test: there will never be a graph of 3
+        run(runner, buffers.inputs(size))
+        missed.append(runner.is_missed)
+    runner.capture()
+    run(runner, buffers.inputs(4))
+    assert [*missed, runner.is_missed] == [True, False, False]
+
+
+def test_graphs_stay_with_the_buffers_that_they_were_captured_on() -> None:
+    runner, _, buffers, _ = make()
+    runner.bind(None)
+    runner.bind(buffers.inputs)
+    runner.capture(1)
+    with pytest.raises(AssertionError, match="of other buffers"):
+        runner.bind(buffers.inputs)
+
+
 def test_replay_reads_the_buffers_of_now() -> None:
     runner, model, buffers, _ = make(decode_tail=lambda logits, inputs: (logits.argmax(1),))
     runner.capture()
@@ -164,10 +188,9 @@ def test_what_a_graph_does_not_cover_runs_as_it_is() -> None:
     four = buffers.inputs(4)
     elsewhere = replace(four, input_ids=four.input_ids.clone())
     other_cache = replace(four, kv_caches=[buffers.caches[0].clone()])
-    other_key = replace(four, metadata=replace(four.metadata, max_seq_len=200))
     prefill = replace(four, metadata=replace(four.metadata, max_query_len=4))
     unpadded = buffers.inputs(5)
-    for count, inputs in enumerate((elsewhere, other_cache, other_key, prefill, unpadded), start=1):
+    for count, inputs in enumerate((elsewhere, other_cache, prefill, unpadded), start=1):
         run(runner, inputs)
         assert runner.tail is None
         assert runner.stats.plain_steps == count

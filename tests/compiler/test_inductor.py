@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
-from compiler.inductor import PieceCompileError, _kernel_compilers, compile_piece, start_piece
+from compiler.inductor import (
+    PieceCompileError,
+    _kernel_compilers,
+    _only_a_working_pool,
+    end_kernel_compilers,
+    start_piece,
+)
+from tests.support.hopper import run_script
 
 CPU = torch.device("cpu")
 
@@ -75,22 +86,102 @@ def test_a_graph_that_cannot_be_lowered_says_so_at_once(tmp_path: Path) -> None:
     next(iter(gm.graph.find_nodes(op="call_function", target=torch.tanh))).target = torch.linalg.det
     gm.recompile()
     with pytest.raises(PieceCompileError, match="could not compile a piece"):
-        compile_piece(gm, CPU, tmp_path)
+        start_piece(gm, CPU, tmp_path)
 
 
-def test_processes_that_compile_kernels_are_gone_after_the_block() -> None:
+@pytest.fixture
+def no_ptxas_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")  # so that it is as it was afterwards
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+
+
+def gone(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("no_ptxas_named")
+@pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "starting"])
+def test_processes_that_compile_kernels_are_gone_after_the_block(is_ready: bool) -> None:
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile
 
-    import compiler.inductor as inductor
-
-    for _ in range(2):  # again in the same process
-        with _kernel_compilers():
-            pool = AsyncCompile.process_pool()
+    with suppress(KeyError), _kernel_compilers():
+        pool = AsyncCompile.process_pool()
+        if is_ready:
             AsyncCompile.wait_pool_ready()
             assert pool.submit(os.getpid).result(timeout=60) != os.getpid()
-        closing = inductor._compilers_closing
-        assert closing is not None
-        closing.join(timeout=60)
-        assert not closing.is_alive()
-        assert pool.process.poll() is not None
+        raise KeyError("the block fails")
+    wait_until(lambda: pool.process.poll() is not None)
+    assert not AsyncCompile.process_pool.cache_info().currsize  # the next to compile starts another
+
+
+@pytest.mark.usefixtures("no_ptxas_named")
+def test_processes_that_compile_kernels_end_with_a_process_that_leaves_at_once() -> None:
+    pytest.importorskip("triton")
+    from torch._inductor.async_compile import AsyncCompile
+
+    with _kernel_compilers():
+        AsyncCompile.wait_pool_ready()
+        worker = AsyncCompile.process_pool().submit(os.getpid).result(timeout=60)
+        assert not gone(worker)
+        end_kernel_compilers()
+        wait_until(lambda: gone(worker))
+    end_kernel_compilers()  # nothing is left to end
+
+
+def test_a_pool_that_did_not_start_is_said_once_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    failed: Future[str] = Future()
+    failed.set_exception(RuntimeError("no more processes"))
+    monkeypatch.setattr(AsyncCompile, "_ready_future", failed)
+    for _ in range(2):
+        with _only_a_working_pool():
+            assert config.compile_threads == 1
+    assert [record.message for record in caplog.records if "no more processes" in record.message] == [
+        "Inductor's processes that compile kernels do not run, kernels compile one after another: RuntimeError: no more processes"
+    ]
+
+
+KERNEL = """
+import json, shutil, sys, os
+from pathlib import Path
+import triton, triton.language as tl
+from compiler.inductor import _find_kernels_here
+from tests.support.hopper import compiled
+
+here = Path(sys.argv[1])
+hits = []
+triton.knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: hits.append(cache_hit)
+from custom_ops.triton_step import _begin_kernel
+
+def compile_in(folder):
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    types = {"num_rows": "i32", "table_stride": "i32", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
+    compiled(_begin_kernel, {"BLOCK_SIZE": 16, "ROWS": 128}, lambda name: types.get(name, "*i64"), 4)
+
+compile_in(here / "made")
+compile_in(here / "made")
+shutil.copytree(here / "made", here / "copied")
+shutil.rmtree(here / "made")
+_find_kernels_here(here / "copied")
+compile_in(here / "copied")
+print(json.dumps(hits))
+"""
+
+
+def test_kernels_that_were_copied_from_a_folder_that_is_gone_are_not_built_again(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    script = KERNEL.replace("sys.argv[1]", repr(str(tmp_path)))
+    assert run_script(script, tmp_path / "outside") == [False, True, True]

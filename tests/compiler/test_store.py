@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,6 +52,51 @@ def test_a_store_may_be_copied(store: ArtifactStore, content: Path, tmp_path: Pa
     store.put("piece", FIELDS, content)
     store.root.rename(tmp_path / "moved")
     assert ArtifactStore(tmp_path / "moved").get("piece", FIELDS) is not None
+
+
+def test_a_whole_artifact_stays_when_it_is_put_again(store: ArtifactStore, content: Path) -> None:
+    """Another process may be reading it."""
+    entry = store.put("piece", FIELDS, content)
+    assert entry is not None
+    read = (entry.path / "piece.py").stat()
+    assert store.put("piece", FIELDS, content) == entry
+    assert (entry.path / "piece.py").stat().st_ino == read.st_ino
+    (entry.path / "piece.py").write_text("damaged")
+    assert store.put("piece", FIELDS, content) == entry
+    assert (entry.path / "piece.py").read_text() == "text"
+    assert not store.leftovers()
+
+
+def test_many_that_put_the_same_leave_one_whole_artifact(
+    store: ArtifactStore, content: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        entries = list(threads.map(lambda i: store.put("piece", FIELDS, content), range(24)))
+    assert len(set(entries)) == 1
+    assert store.get("piece", FIELDS) == entries[0] is not None
+    assert not caplog.records
+
+
+def test_whoever_waits_for_another_process_says_so(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("compiler.store.FIRST_WORD_SECONDS", 0.01)
+    monkeypatch.setattr("compiler.store.NEXT_WORD_SECONDS", 0.01)
+    said = threading.Event()
+    caplog.handler.addFilter(lambda record: said.set() or True)
+
+    def wait() -> str:
+        with ArtifactStore(store.root).lock(FIELDS):
+            return "held"
+
+    with ThreadPoolExecutor(1) as threads:
+        with store.lock(FIELDS):
+            waiting = threads.submit(wait)
+            assert said.wait(60)
+            assert not waiting.done()
+        assert waiting.result(60) == "held"
+    assert "Still waiting for another process" in caplog.text
+    assert str(store.root / ".locks") in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "manifest", "schema"])

@@ -19,7 +19,7 @@ from custom_ops.triton_rope import _rope_kv_kernel
 from custom_ops.triton_step import _begin_kernel, _end_kernel
 from tests.support.hopper import compiled
 
-INT32 = {"start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "counter_ptr", "top_k_ptr", "gathered_id_ptr"}
+INT32 = {"has_run_ptr", "start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "counter_ptr", "top_k_ptr", "gathered_id_ptr"}
 INT64 = {"slot_ptr", "seed_ptr", "position_ptr", "out_ptr"}
 FLOAT = {"scale_log2", "eps"}
 FLOATS = {"cos_ptr", "sin_ptr", "partial_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "block_max_ptr", "gathered_ptr",

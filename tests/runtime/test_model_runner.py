@@ -238,6 +238,32 @@ def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
         assert [result.sampled_token_ids[name] for result in results] == expected_tokens(prompt, 7)
 
 
+def drawn_tokens(runner: ModelRunner) -> dict[str, list[int]]:
+    """Seven steps of two random requests, one with a penalty, which is why tokens are drawn outside of the graph; then a third comes."""
+    runner.sampler._is_cpu = False  # which draws as a GPU does, in Triton's interpreter
+    new = [
+        new_request("plain", [1, 2, 3], [0, 1, 2], temperature=1.0, seed=7),
+        new_request("penalty", [4, 5], [3, 4, 5], temperature=1.0, seed=8, presence_penalty=1e-3),
+    ]
+    results = [runner.launch(step(0, {"plain": 3, "penalty": 2}, new_requests=new)).result()]
+    results += [runner.launch(step(number, {"plain": 1, "penalty": 1})).result() for number in range(1, 6)]
+    late = [new_request("late", [6], [6])]
+    results.append(runner.launch(step(6, {"plain": 1, "penalty": 1, "late": 1}, new_requests=late)).result())
+    return {name: [result.sampled_token_ids[name] for result in results] for name in ("plain", "penalty")}
+
+
+def test_draws_outside_of_the_graph_are_those_without_one() -> None:
+    pytest.importorskip("triton")
+    graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2))
+    runner = make_runner(graphs)
+    graphs.bind(runner.decode_inputs)
+    graphs.capture()
+    plain = make_runner(PagedModel())
+    assert drawn_tokens(runner) == drawn_tokens(plain)
+    assert runner.steps_on_device == 4
+    assert runner.decode_misses == plain.decode_misses == 0
+
+
 def new_request(request_id: str, tokens: list[int], blocks: list[int], **params: object) -> NewRequestData:
     given = {"temperature": 0.0} | params
     return NewRequestData(
