@@ -100,15 +100,23 @@ def compile_model(
                 "Quantization is a pass of the compiler, which an eager model goes without: leave out --quantization or "
                 "--enforce-eager."
             )
+        if config.disabled_passes or config.forced_passes:
+            raise PassError(
+                "An eager model goes through no passes that could be disabled or forced: leave out --disable-pass and --force-pass, or "
+                "--enforce-eager."
+            )
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
     if config.quantization is not None and spec.quantized_weights:
         raise PassError(
             f"The checkpoint is quantized already and cannot be quantized to {config.quantization}: leave out --quantization."
         )
     all_passes = with_user_passes(passes or default_passes(config), config.user_passes)
-    if unknown := config.forced_passes - {graph_pass.name for graph_pass in all_passes}:
-        names = ", ".join(graph_pass.name for graph_pass in all_passes)
-        raise PassError(f"Cannot force unknown pass {sorted(unknown)[0]!r}: the passes are {names}.")
+    names = [graph_pass.name for graph_pass in all_passes]
+    for verb, wanted in (("force", config.forced_passes), ("disable", config.disabled_passes)):
+        if unknown := wanted - set(
+            names
+        ):  # said here: an artifact of the same key may have been made without such a wish
+            raise PassError(f"Cannot {verb} unknown pass {sorted(unknown)[0]!r}: the passes are {', '.join(names)}.")
     job = _Compilation(spec, config, device, dtype, kernels, all_passes, on_stage,
                        attention_backend=attention_backend, kv_cache_dtype=kv_cache_dtype or dtype)  # fmt: skip
     return job.run()

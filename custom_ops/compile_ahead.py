@@ -38,19 +38,25 @@ def is_compiling_ahead() -> bool:
     return _is_ahead
 
 
-def compile_ahead(work: Callable[[], object], device: torch.device, threads: int, known_as: str | None = None) -> int:
+def compile_ahead(
+    work: Callable[[], object],
+    device: torch.device,
+    threads: int,
+    known_as: str | None = None,
+    sources: Path | None = None,
+) -> int:
     """Do `work`, compiling what it launches in threads instead of running it; → how many were handed to the threads.
 
     device: a CUDA device. Whatever else work does is done: it may compute with what kernels leave unwritten, and must not use it as an
     index; no other thread may launch meanwhile. A kernel that cannot be compiled says so when it is launched.
-    known_as: decides which kernels work launches. Where the same was done before, nothing is, as long as Triton's cache is still there:
-    what lies in it is loaded as it is launched.
+    known_as: decides, with the Python files of folder `sources`, which kernels work launches. Where the same was done before, nothing is,
+    as long as Triton's cache is still there: what lies in it is loaded as it is launched.
     """
     global _is_ahead
     import triton
 
     start = time.perf_counter()
-    done = None if known_as is None else _marker(known_as, device)
+    done = None if known_as is None else _marker(known_as, device, sources)
     if done is not None and done.exists():
         return 0
     with _Compilers(threads, device) as compilers:
@@ -69,13 +75,14 @@ def compile_ahead(work: Callable[[], object], device: torch.device, threads: int
     return count
 
 
-def _marker(known_as: str, device: torch.device) -> Path:
+def _marker(known_as: str, device: torch.device, sources: Path | None) -> Path:
     """Of what was compiled into Triton's cache, under our kernels as they are now; it lies there, to be gone with them."""
     import triton
 
     digest = hashlib.sha256(f"{known_as} {torch.cuda.get_device_name(device)} {triton.__version__}".encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
+    for folder in (Path(__file__).parent, *([sources] if sources is not None else [])):
+        for file in sorted(folder.glob("*.py")):
+            digest.update(file.read_bytes())
     return Path(triton.knobs.cache.dir) / f"compiled-ahead-{digest.hexdigest()[:16]}"
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -343,6 +344,7 @@ class Worker:
             threads=max(1, num_cores() // self._num_sharing),
             # Ranks all do it or none: the model waits for all of them.
             known_as=f"{artifact} {kind}" if artifact and self.rank.size == 1 else None,
+            sources=Path(__file__).parent,
         )
         self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
 

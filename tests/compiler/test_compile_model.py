@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiler import CompileConfig, compile_model, pipeline
+from compiler.graph_pass import PassError
 from compiler.inductor import PieceCompileError, PieceInWork
 from compiler.model import CompiledModel, WeightMismatchError
 from compiler.store import ArtifactStore
@@ -74,11 +75,18 @@ def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:
             step(model, list(range(length)), 0, caches(spec, torch.float32)),
             step(eager("LlamaForCausalLM"), list(range(length)), 0, caches(spec, torch.float32)), rtol=1e-4, atol=1e-4,
         )  # fmt: skip
-    nonsense = CompileConfig(forced_passes=frozenset({"nonsense"}))
-    with pytest.raises(
-        ValueError, match="Cannot force unknown pass 'nonsense': the passes are functionalize, canonicalize"
-    ):
-        compile_model(spec, nonsense, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("verb", "option"), [("force", "forced_passes"), ("disable", "disabled_passes")])
+def test_an_unknown_pass_is_refused_whatever_is_cached(tmp_path: Path, verb: str, option: str) -> None:
+    compiled(tmp_path)
+    wish = {option: frozenset({"nonsense"})}
+    with pytest.raises(PassError, match=f"Cannot {verb} unknown pass 'nonsense': the passes are functionalize, canon"):
+        compile_model(
+            tiny_spec(), CompileConfig(cache_dir=tmp_path, **wish), device=CPU, dtype=torch.float32, kernels=FUSED
+        )
+    with pytest.raises(PassError, match="An eager model goes through no passes"):
+        compile_model(tiny_spec(), CompileConfig(mode="eager", **wish), device=CPU, dtype=torch.float32)
 
 
 def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:

@@ -61,6 +61,18 @@ def test_what_was_compiled_before_is_not_compiled_again_while_the_cache_is_there
     assert done[-1] == "a"
 
 
+def test_other_sources_may_launch_other_kernels(tmp_path: Path) -> None:
+    done: list[int] = []
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for number, text in enumerate(("a = 1", "a = 1", "a = 2")):
+        (sources / "step.py").write_text(text)
+        compile_ahead.compile_ahead(
+            lambda number=number: done.append(number), torch.device("cuda", 0), 2, known_as="a", sources=sources
+        )
+    assert done == [0, 2]
+
+
 def test_work_that_fails_leaves_launches_as_they_were() -> None:
     def work() -> None:
         assert is_compiling_ahead()
