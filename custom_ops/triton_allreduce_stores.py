@@ -62,7 +62,7 @@ def _send_parts(
                 ok_RD = (index_R1 < num_mine) & (start + round_R1 < end_round) & (cols_1D < num_features)
                 row_R1 = program + index_R1.to(tl.int64) * num_programs
                 x_RD = tl.load(x_ptr + row_R1 * x_stride + cols_1D, mask=ok_RD, other=0.0)
-                theirs = row_of(place + start.to(tl.int64) * ((SIZE - 1) * row_bytes), x_ptr)
+                theirs = row_of(place + start * ((SIZE - 1) * row_bytes), x_ptr)
                 tl.store(theirs + round_R1 * ((SIZE - 1) * row_values) + cols_1D, x_RD, mask=ok_RD)
 
 
@@ -86,13 +86,13 @@ def _send_sums(
             if peer == RANK:
                 x_RD = tl.load(x_ptr + row_R1 * x_stride + cols_1D, mask=ok_RD, other=0.0)
             else:
-                slot = start.to(tl.int64) * (SIZE - 1) + (peer - RANK + SIZE - 1) % SIZE
+                slot = start * (SIZE - 1) + (peer - RANK + SIZE - 1) % SIZE
                 part = row_of(mine + parts + slot * row_bytes, x_ptr) + round_R1 * ((SIZE - 1) * row_values) + cols_1D
                 x_RD = tl.load(part, mask=ok_RD, other=0.0, cache_modifier=".cg")  # written by another GPU
             total_RD += x_RD.to(tl.float32)
         rounded_RD = total_RD.to(x_ptr.dtype.element_ty)
         for peer in tl.static_range(SIZE):
-            at = row_of(tl.load(addresses_ptr + peer) + place + first_index.to(tl.int64) * row_bytes, x_ptr)
+            at = row_of(tl.load(addresses_ptr + peer) + place + first_index * row_bytes, x_ptr)
             tl.store(at + round_R1 * (SIZE * row_values) + cols_1D, rounded_RD, mask=ok_RD)
 
 
@@ -104,18 +104,20 @@ def _norm_rows(
     """The norm of rows whose sums lie here, one behind the other from `sums` on; each is on its way while the one before is normed."""
     cols_D = tl.arange(0, BLOCK)
     ok_D = cols_D < num_features
-    row = tl.program_id(0) + first_index.to(tl.int64) * tl.num_programs(0)
-    at = sums + first_index.to(tl.int64) * row_bytes
+    num_programs = tl.num_programs(0).to(tl.int64)
+    row = tl.program_id(0) + first_index * num_programs
+    last_row = row + (end_index - first_index - 1) * num_programs
+    at = sums + first_index * row_bytes
     rounded_D = tl.load(row_of(at, x_ptr) + cols_D, mask=ok_D, other=0.0, cache_modifier=".cg")
-    for index in range(first_index, end_index):
+    for _ in range(first_index, end_index):
         at += row_bytes
-        ok_next_D = ok_D & (index + 1 < end_index)
+        ok_next_D = cols_D < tl.where(row < last_row, num_features, 0)
         next_D = tl.load(row_of(at, x_ptr) + cols_D, mask=ok_next_D, other=0.0, cache_modifier=".cg")
         store_row(
             rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
             QUANTIZE, LARGEST_VALUE, BLOCK,
         )  # fmt: skip
-        row += tl.num_programs(0)
+        row += num_programs
         rounded_D = next_D
 
 
@@ -135,6 +137,7 @@ def _two_shot_stores_kernel(
     launch = tl.load(launches_ptr + program) + 1
     steps_before = tl.load(steps_ptr + program)
     mine = tl.load(addresses_ptr + RANK)
+    row_bytes = row_bytes.to(tl.int64)  # what is computed with it leads to addresses
     place = ((launch & 1) * NUM_PROGRAMS + program).to(tl.int64) * program_bytes
     parts = parts_offset + program.to(tl.int64) * program_parts_bytes
     flags = flags_offset + program.to(tl.int64) * SIZE * 4
