@@ -15,7 +15,8 @@ Sums are in float32 in the order of ranks and rounded once in all of them: every
 
 Program p of one rank waits for program p of the others alone. It counts its own launches, so that it runs in a CUDA graph, and with
 one and two shots has two places for each of its rows, used in turn: one that is at its launch e has seen all ranks at e - 1, so all of
-them have ended e - 2, whose place it takes; no barrier is needed at the end. All kernels that use these places count the same launches. NVLink's multicast is not used.
+them have ended e - 2, whose place it takes; no barrier is needed at the end. All kernels that use these places count the same launches.
+NVLink's multicast is not used.
 
 Shape legend: T rows, D features, N ranks.
 """

@@ -41,7 +41,9 @@ from custom_ops.quantization import Rounded
 from custom_ops.triton_allreduce import row_of, run_over_places, store_row, tell_others, wait_for
 from custom_ops.triton_common import let_next_start, wait_for_previous
 
-MAX_CHUNKS = 8  # that the rows of a program are cut into: each costs a flag, behind which all stores before it must have arrived
+MAX_CHUNKS = (
+    8  # that the rows of a program are cut into: each costs a flag, behind which all stores before it must have arrived
+)
 WIDEST_PAIR = 4096  # features of which two rows at once fit into a program's registers
 
 
@@ -170,7 +172,9 @@ def _two_shot_stores_kernel(
             )  # fmt: skip
         if step <= num_chunks:
             tell_others(addresses_ptr, step_flags, steps_before + step + 1, RANK, SIZE, PADDED_SIZE)
-        if step == 0:  # for the other kernels, whose waiting must not fall behind by more launches than an int32 can count
+        if (
+            step == 0
+        ):  # for the other kernels, whose waiting must not fall behind by more launches than an int32 can count
             tell_others(addresses_ptr, flags, launch, RANK, SIZE, PADDED_SIZE)
     tl.store(launches_ptr + program, launch)
     tl.store(steps_ptr + program, steps_before + num_chunks + 1)

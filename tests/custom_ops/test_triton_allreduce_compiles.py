@@ -35,7 +35,7 @@ print(json.dumps(found))
 # Where each tells the others of something, and where it waits for that.
 TOLD = {"_pushed_kernel": 0, "_one_shot_kernel": 1, "_two_shot_kernel": 2, "_two_shot_stores_kernel": 2}
 WAITED = TOLD | {"_two_shot_stores_kernel": 1}  # which tells of its launch only for those that come after
-READS = {name: "ld.volatile.global" for name in TOLD} | {"_two_shot_stores_kernel": "ld.global.cg"}
+READS = dict.fromkeys(TOLD, "ld.volatile.global") | {"_two_shot_stores_kernel": "ld.global.cg"}
 NAMES = [name + quantize for name in TOLD for quantize in ("", " quantize")]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,8 +107,26 @@ def outputs(peers: PeerMemory, seed: int) -> list[dict[str, list[Any]]]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_kernels_by_turns_give_the_bits_of_one_shot(size: int, seed: int = 0) -> None:
+def launches_told(peers: PeerMemory) -> None:
+    """By stores alone, as the others' launches must find it: all have told us of the launch that we have ended."""
+    layout = peers.layout
+    first = int(peers.addresses_N[peers.rank]) + layout.flags_offset
+    flags = np.ctypeslib.as_array(
+        ctypes.cast(first, ctypes.POINTER(ctypes.c_int32)), (layout.num_programs, layout.size)
+    )
+    others = [rank for rank in range(layout.size) if rank != peers.rank]
+    for problem in problems(layout.size, 0):
+        two_shot_stores_allreduce_add_rms_norm(*operands(peers.rank, problem), EPS, peers)
+        behind = flags[:, others] - peers.launches.numpy()[:, None]
+        assert ((behind == 0) | (behind == 1)).all()  # where a rank is at its next launch already
+
+
+def test_other_kernels_are_told_of_launches_that_go_by_stores() -> None:
+    run_peers(layout(2), launches_told, first_count=FIRST_COUNT)
+
+
+@pytest.mark.parametrize(("size", "seed"), [(2, 0), (3, 1), (4, 2)])
+def test_all_kernels_by_turns_give_the_bits_of_one_shot(size: int, seed: int) -> None:
     by_rank = run_peers(layout(size), outputs, seed, first_count=FIRST_COUNT, seconds=200.0)
     for i, problem in enumerate(problems(size, seed)):
         total, normed = (torch.from_numpy(part) for part in by_rank[0][i]["one shot"])
@@ -119,7 +139,9 @@ def test_all_kernels_by_turns_give_the_bits_of_one_shot(size: int, seed: int = 0
         for rank in range(size):
             made = by_rank[rank][i]
             assert set(KERNELS) - {"pushed"} <= set(made)
-            assert ("pushed" in made) == (problem.dtype != torch.float32 and problem.rows <= layout(size).max_pushed_rows)
+            assert ("pushed" in made) == (
+                problem.dtype != torch.float32 and problem.rows <= layout(size).max_pushed_rows
+            )
             for name, parts in made.items():
                 right = [total, normed, *(rounded if name == "by stores rounded" else ())]
                 assert len(parts) == len(right)

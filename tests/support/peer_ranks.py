@@ -14,7 +14,9 @@ import torch
 from custom_ops.peer_memory import FLAG_KINDS, PeerLayout, clear, peer_memory
 
 
-def run_peers(layout: PeerLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 60.0) -> list[Any]:
+def run_peers(
+    layout: PeerLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 60.0
+) -> list[Any]:
     """`work(peers, *args)` in a process a rank, as if every program had launched and stepped first_count times. → results by rank
 
     work: a function of a module. Raises with a rank's traceback if one fails, and where one takes longer than `seconds`.
