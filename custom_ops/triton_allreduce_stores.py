@@ -77,7 +77,9 @@ def _send_sums(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     round_R1, cols_1D = tl.arange(0, ROUNDS)[:, None], tl.arange(0, BLOCK)[None, :]
     row_values = row_bytes // (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    mine = tl.load(addresses_ptr + RANK)
+    addresses = ()  # in the order of ranks; a load between the stores would wait for its answer
+    for peer in tl.static_range(SIZE):
+        addresses += (tl.load(addresses_ptr + peer),)
     for start in range(first_round, end_round, ROUNDS):
         first_index = start * SIZE + (RANK + SIZE - program % SIZE) % SIZE
         index_R1 = first_index + round_R1 * SIZE
@@ -89,12 +91,16 @@ def _send_sums(
                 x_RD = tl.load(x_ptr + row_R1 * x_stride + cols_1D, mask=ok_RD, other=0.0)
             else:
                 slot = start * (SIZE - 1) + (peer - RANK + SIZE - 1) % SIZE
-                part = row_of(mine + parts + slot * row_bytes, x_ptr) + round_R1 * ((SIZE - 1) * row_values) + cols_1D
+                part = (
+                    row_of(addresses[RANK] + parts + slot * row_bytes, x_ptr)
+                    + round_R1 * ((SIZE - 1) * row_values)
+                    + cols_1D
+                )
                 x_RD = tl.load(part, mask=ok_RD, other=0.0, cache_modifier=".cg")  # written by another GPU
             total_RD += x_RD.to(tl.float32)
         rounded_RD = total_RD.to(x_ptr.dtype.element_ty)
         for peer in tl.static_range(SIZE):
-            at = row_of(tl.load(addresses_ptr + peer) + place + first_index * row_bytes, x_ptr)
+            at = row_of(addresses[peer] + place + first_index * row_bytes, x_ptr)
             tl.store(at + round_R1 * (SIZE * row_values) + cols_1D, rounded_RD, mask=ok_RD)
 
 

@@ -18,7 +18,7 @@ if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
 from custom_ops import triton_allreduce_stores
-from custom_ops.peer_memory import PeerLayout, PeerMemory
+from custom_ops.peer_memory import EMPTY, MAX_BYTES, PeerLayout, PeerMemory, clear, layout_for
 from custom_ops.triton_allreduce import (
     one_shot_allreduce_add_rms_norm,
     pushed_allreduce_add_rms_norm,
@@ -119,6 +119,21 @@ def launches_told(peers: PeerMemory) -> None:
         two_shot_stores_allreduce_add_rms_norm(*operands(peers.rank, problem), EPS, peers)
         behind = flags[:, others] - peers.launches.numpy()[:, None]
         assert ((behind == 0) | (behind == 1)).all()  # where a rank is at its next launch already
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_parts_have_room_behind_what_the_other_kernels_use(size: int) -> None:
+    """For all rows of a program that one rank may own, and no more of it than half as much as the two places of each row take."""
+    made = layout_for(size, 4096, torch.bfloat16, 1 << 14, num_sms=132)
+    assert made.owned_rows * size >= made.rows_per_program > (made.owned_rows - 1) * size
+    assert made.num_bytes - made.parts_offset == made.num_programs * made.owned_rows * (size - 1) * made.row_bytes
+    assert made.num_bytes - made.parts_offset <= MAX_BYTES // 2 + made.num_programs * size * made.row_bytes
+    assert made.parts_offset % 16 == 0
+    buffer = torch.empty(layout(size).num_bytes, dtype=torch.uint8)
+    clear(buffer, layout(size))
+    pushed = buffer[layout(size).pushed_offset : layout(size).parts_offset].view(torch.int16)
+    assert (pushed == EMPTY).all()
+    assert not buffer[layout(size).parts_offset :].any()
 
 
 def test_other_kernels_are_told_of_launches_that_go_by_stores() -> None:
