@@ -79,7 +79,7 @@ def _send_sums(
     row_values = row_bytes // (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
     addresses = ()  # in the order of ranks; a load between the stores would wait for its answer
     for peer in tl.static_range(SIZE):
-        addresses += (tl.load(addresses_ptr + peer),)
+        addresses += (tl.load(addresses_ptr + peer),)  # type: ignore[assignment]
     for start in range(first_round, end_round, ROUNDS):
         first_index = start * SIZE + (RANK + SIZE - program % SIZE) % SIZE
         index_R1 = first_index + round_R1 * SIZE
