@@ -1,13 +1,13 @@
 """What follows a rowwise linear, fused and in steps: all-reduce, + residual, RMSNorm. Prints JSON lines.
 
-usage: python -m benchmarks.tensor_parallel [--size 2] [--hidden 4096] [--tokens 1,2,…,4096]
+usage: python -m benchmarks.tensor_parallel [--size 2] [--hidden 4096] [--tokens 1,2,…]
 One process a rank: on CUDA devices where there are as many as ranks (a time is the replay of a CUDA graph), else on the CPU over gloo,
 where figures say little about a GPU. Every rank does the same work; rank 0 prints the median of its rounds.
 
 variants: "steps" all_reduce, then addition and norm in one kernel (CUDA) or as torch has them (CPU); "fused" the op as the compiler
-places it, all-reduced over NCCL or gloo; on CUDA also "pushed", "one_shot" and "two_shot", the op over peer memory, and "chosen", the op
-as it goes by the choice that the engine makes at its start, here measured anew ("way" names it). With "_quantize" behind it the norm
-comes rounded to float8, too: in a kernel or in torch after the steps, or by the op that does all of it.
+places it, all-reduced over NCCL or gloo; on CUDA also "pushed", "one_shot", "two_shot" and "two_shot_stores", the op over peer memory,
+and "chosen", the op as it goes by the choice that the engine makes at its start, here measured anew ("way" names it). With "_quantize"
+behind it the norm comes rounded to float8, too: in a kernel or in torch after the steps, or by the op that does all of it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from custom_ops.allreduce_choice import (
     ONE_SHOT,
     PUSHED,
     TWO_SHOT,
+    TWO_SHOT_STORES,
     AllreduceChoice,
     choose_allreduce,
     graph_seconds,
@@ -57,6 +58,7 @@ FORCED = {
     PUSHED: AllreduceChoice(pushed_rows=EVERYTHING),
     ONE_SHOT: AllreduceChoice(one_shot_rows=EVERYTHING, two_shot_rows=EVERYTHING),
     TWO_SHOT: AllreduceChoice(one_shot_rows=0, two_shot_rows=EVERYTHING),
+    TWO_SHOT_STORES: AllreduceChoice(two_shot_stores_rows=EVERYTHING),
 }
 
 
@@ -65,7 +67,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")],
-                        default=[1 << i for i in range(13)])  # fmt: skip
+                        default=[1 << i for i in range(15 if torch.cuda.is_available() else 13)],
+                        help="rows of the messages; default: powers of two up to 16384, without a GPU up to 4096")  # fmt: skip
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run_rank, (args, folder), nprocs=args.size)
@@ -142,7 +145,7 @@ def _over_peers(tokens: int, chosen: AllreduceChoice | None) -> dict[str, Allred
         return {}
     ways = [PUSHED] if tokens <= peers.layout.max_pushed_rows else []
     if tokens <= peers.layout.max_rows:
-        ways += [ONE_SHOT, TWO_SHOT]
+        ways += [ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES]
     return {way: FORCED[way] for way in ways} | {"chosen": chosen}
 
 

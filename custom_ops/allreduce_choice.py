@@ -27,40 +27,54 @@ from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
 
 log = logging.getLogger(__name__)
 
-NCCL, PUSHED, ONE_SHOT, TWO_SHOT = "nccl", "pushed", "one_shot", "two_shot"
+NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES = "nccl", "pushed", "one_shot", "two_shot", "two_shot_stores"
 # Rows that are measured, as far as there is room for them.
 SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 EPS = 1e-6
 REPEATS, ROUNDS = 20, 5
 FIRST_RUN_SECONDS = 60.0  # for a kernel that another rank may still have to compile
 
+_IN_WORDS = {
+    PUSHED: "pushed",
+    ONE_SHOT: "in one shot",
+    TWO_SHOT: "in two shots",
+    TWO_SHOT_STORES: "in two shots by stores",
+}
+
 Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllreduceChoice:
-    """Messages of up to pushed_rows are pushed, then those of up to one_shot_rows go in one shot, of up to two_shot_rows in two, larger
-    ones over NCCL.
+    """Messages of up to pushed_rows are pushed, then those of up to one_shot_rows go in one shot, of up to two_shot_rows in two, of up to
+    two_shot_stores_rows in two by stores, larger ones over NCCL.
     """
 
     pushed_rows: int = 0
     one_shot_rows: int = 0
     two_shot_rows: int = 0
+    two_shot_stores_rows: int = 0
+
+    def bounds(self) -> dict[str, int]:
+        """Rows of the largest message of each way, in the order in which they are asked; NCCL has none."""
+        return {
+            PUSHED: self.pushed_rows,
+            ONE_SHOT: self.one_shot_rows,
+            TWO_SHOT: self.two_shot_rows,
+            TWO_SHOT_STORES: self.two_shot_stores_rows,
+        }
 
     def way(self, num_rows: int) -> str:
-        """NCCL, PUSHED, ONE_SHOT or TWO_SHOT."""
-        for way, rows in ((PUSHED, self.pushed_rows), (ONE_SHOT, self.one_shot_rows), (TWO_SHOT, self.two_shot_rows)):
-            if num_rows <= rows:
-                return way
-        return NCCL
+        """NCCL, PUSHED, ONE_SHOT, TWO_SHOT or TWO_SHOT_STORES."""
+        return next((way for way, rows in self.bounds().items() if num_rows <= rows), NCCL)
 
     def sentence(self) -> str:
         """For people."""
-        parts = [f"pushed up to {self.pushed_rows} rows"] if self.pushed_rows else []
-        if self.one_shot_rows > self.pushed_rows:
-            parts.append(f"in one shot up to {self.one_shot_rows} rows")
-        if self.two_shot_rows > max(self.one_shot_rows, self.pushed_rows):
-            parts.append(f"in two shots up to {self.two_shot_rows} rows")
+        parts, largest = [], 0
+        for way, rows in self.bounds().items():
+            if rows > largest:
+                parts.append(f"{_IN_WORDS[way]} up to {rows} rows")
+                largest = rows
         return ", ".join([*parts, "then over NCCL" if parts else "over NCCL"])
 
 
@@ -78,8 +92,8 @@ def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) ->
 
     bounds = (0, *sizes)
     choices = [
-        AllreduceChoice(pushed_rows=a, one_shot_rows=b, two_shot_rows=c)
-        for a, b, c in itertools.combinations_with_replacement(bounds, 3)
+        AllreduceChoice(pushed_rows=a, one_shot_rows=b, two_shot_rows=c, two_shot_stores_rows=d)
+        for a, b, c, d in itertools.combinations_with_replacement(bounds, 4)
     ]
     return min(choices, key=cost)
 
@@ -127,6 +141,7 @@ def runs(
 ) -> dict[str, Run]:
     """One call of each way that takes the message, → (s, y)."""
     from custom_ops import triton_allreduce as over_peers
+    from custom_ops.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
     from custom_ops.triton_elementwise import add_rms_norm
 
     args = (x_TD, residual_TD, weight_D, eps, peers)
@@ -141,6 +156,7 @@ def runs(
     if over_peers.takes(x_TD, peers):
         all_runs[ONE_SHOT] = lambda: over_peers.one_shot_allreduce_add_rms_norm(*args)
         all_runs[TWO_SHOT] = lambda: over_peers.two_shot_allreduce_add_rms_norm(*args)
+        all_runs[TWO_SHOT_STORES] = lambda: two_shot_stores_allreduce_add_rms_norm(*args)
     return all_runs
 
 
@@ -178,7 +194,7 @@ def _measured(
     residual_TD = torch.randn(sizes[-1], num_features, generator=shared, device=device).to(dtype)
     weight_D = torch.randn(num_features, generator=shared, device=device).to(dtype)
     x_TD = torch.randn(sizes[-1], num_features, generator=own, device=device).to(dtype)
-    seconds: dict[str, list[float]] = {way: [] for way in (NCCL, PUSHED, ONE_SHOT, TWO_SHOT)}
+    seconds: dict[str, list[float]] = {way: [] for way in (NCCL, *AllreduceChoice().bounds())}
     for way, run in runs(x_TD[:1], residual_TD[:1], weight_D, EPS, peers).items():
         _run_first(way, run)
     for size in sizes:
@@ -233,7 +249,9 @@ def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def _default_file() -> Path:
     """Named after the kernels' source, so that a choice does not outlive what was measured."""
-    names = ("triton_allreduce.py", "triton_common.py", "triton_quantize.py", "peer_memory.py", "allreduce_choice.py")
-    sources = [Path(__file__).with_name(name).read_bytes() for name in names]
+    names = (
+        "triton_allreduce", "triton_allreduce_stores", "triton_common", "triton_quantize", "peer_memory", "allreduce_choice"
+    )  # fmt: skip
+    sources = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in names]
     digest = hashlib.sha256(b"\0".join(sources)).hexdigest()[:12]
     return cache_folder() / f"allreduce-{digest}-torch{torch.__version__}.json"

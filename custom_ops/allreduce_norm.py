@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from custom_ops.allreduce_choice import ONE_SHOT, PUSHED, TWO_SHOT
+from custom_ops.allreduce_choice import ONE_SHOT, PUSHED, TWO_SHOT, TWO_SHOT_STORES
 from custom_ops.collectives import REFERENCES, all_reduce, gather_parts, tensor_parallel_group
 from custom_ops.library import OpKind, define
 from custom_ops.quantization import Rounded, quantize_activations
@@ -44,6 +44,7 @@ def _allreduce_add_rms_norm_cuda(
     quantized: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     from custom_ops import triton_allreduce  # Triton is imported where it is used
+    from custom_ops.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
     from custom_ops.triton_elementwise import add_rms_norm
 
     group = tensor_parallel_group()
@@ -56,6 +57,8 @@ def _allreduce_add_rms_norm_cuda(
             return triton_allreduce.one_shot_allreduce_add_rms_norm(*args)
         if way == TWO_SHOT:
             return triton_allreduce.two_shot_allreduce_add_rms_norm(*args)
+        if way == TWO_SHOT_STORES:
+            return two_shot_stores_allreduce_add_rms_norm(*args)
     normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, norm_weight_D, eps, quantized)
     return total_TD, normed_TD
 

@@ -1,4 +1,5 @@
-"""Memory of all ranks of one host that each of them can read and write: what the all-reduces of `custom_ops.triton_allreduce` use.
+"""Memory of all ranks of one host that each of them can read and write: what the all-reduces of `custom_ops.triton_allreduce` and
+`custom_ops.triton_allreduce_stores` use.
 
 Shape legend: N ranks.
 """
@@ -19,6 +20,7 @@ import torch.distributed as dist
 # its own row, so that more of them keep more of the link busy.
 PROGRAMS_PER_SM = 2
 MAX_BYTES = 1 << 28  # of the two places in one rank's buffer, but for what makes them whole rows of each program
+FLAG_KINDS = 3  # launches, launches whose sums are there, steps
 MAX_PUSHED_ROWS = 2  # of each program: what comes from each rank has a place of its own
 EMPTY = -(1 << 15)  # in 16 bits: -0.0, which no rank sends
 # Where torch puts the socket over which ranks hand each other their memory, and how long that path may be.
@@ -28,7 +30,7 @@ _SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerLayout:
     """What lies in a rank's buffer: two places for each row of each program, used in turn, then the programs' flags, then three places
-    for a few rows of each program from each rank.
+    for a few rows of each program from each rank, then one for every other rank's part of each row that this rank may have to sum.
 
     num_programs: that one kernel has at most; each has room for `rows_per_program` rows of `row_bytes` (a multiple of 16).
     """
@@ -45,13 +47,13 @@ class PeerLayout:
 
     @property
     def flags_offset(self) -> int:
-        """int32 [2 rounds, programs, ranks] begin here."""
+        """int32 [FLAG_KINDS, programs, ranks] begin here."""
         return 2 * self.max_rows * self.row_bytes
 
     @property
     def pushed_offset(self) -> int:
         """[3 places, programs, pushed_rows, ranks] rows begin here, at first of values that are EMPTY."""
-        return -(-(self.flags_offset + 2 * self.num_programs * self.size * 4) // 16) * 16
+        return -(-(self.flags_offset + FLAG_KINDS * self.num_programs * self.size * 4) // 16) * 16
 
     @property
     def pushed_rows(self) -> int:
@@ -64,9 +66,24 @@ class PeerLayout:
         return self.num_programs * self.pushed_rows
 
     @property
+    def parts_offset(self) -> int:
+        """[programs, owned_rows, ranks - 1] rows begin here."""
+        return self.pushed_offset + 3 * self.num_programs * self.pushed_rows * self.size * self.row_bytes
+
+    @property
+    def owned_rows(self) -> int:
+        """Of each program, that one rank sums at most, where the ranks take turns."""
+        return -(-self.rows_per_program // self.size)
+
+    @property
+    def program_parts_bytes(self) -> int:
+        """Of the parts of one program's rows."""
+        return self.owned_rows * (self.size - 1) * self.row_bytes
+
+    @property
     def num_bytes(self) -> int:
         """Of the buffer."""
-        return self.pushed_offset + 3 * self.num_programs * self.pushed_rows * self.size * self.row_bytes
+        return self.parts_offset + self.num_programs * self.program_parts_bytes
 
 
 def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int, num_sms: int) -> PeerLayout:
@@ -82,7 +99,7 @@ class PeerMemory:
     """Buffers of all ranks as one of them sees them.
 
     addresses_N: int64 [N], of the buffers in the order of ranks, as `clear` leaves them; on this rank's device.
-    launches, turns: int32 [programs], zero at first. owned: what keeps the buffers mapped.
+    launches, turns, steps: int32 [programs], zero at first. owned: what keeps the buffers mapped.
     """
 
     rank: int
@@ -90,6 +107,7 @@ class PeerMemory:
     addresses_N: torch.Tensor
     launches: torch.Tensor
     turns: torch.Tensor
+    steps: torch.Tensor
     owned: object
 
 
@@ -103,6 +121,7 @@ def peer_memory(
         addresses_N=torch.tensor(addresses, dtype=torch.int64, device=device),
         launches=torch.zeros(layout.num_programs, dtype=torch.int32, device=device),
         turns=torch.zeros(layout.num_programs, dtype=torch.int32, device=device),
+        steps=torch.zeros(layout.num_programs, dtype=torch.int32, device=device),
         owned=owned,
     )
 
@@ -110,7 +129,7 @@ def peer_memory(
 def clear(buffer: torch.Tensor, layout: PeerLayout) -> None:
     """uint8 [num_bytes], as it is before the first launch."""
     buffer.zero_()
-    buffer[layout.pushed_offset :].view(torch.int16).fill_(EMPTY)
+    buffer[layout.pushed_offset : layout.parts_offset].view(torch.int16).fill_(EMPTY)
 
 
 def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:

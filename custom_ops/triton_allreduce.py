@@ -8,18 +8,22 @@ used at the launch before is emptied, for others to write to at the next but one
 
 One shot: every rank writes its rows into its own buffer, tells the others, waits until they have, and reads all of them: a trip over the
 link for the flag and one for the rows. Each row crosses it once for every pair of ranks. Two shots: each row is summed by one rank, which
-tells the others where the sum lies: two trips more, and each row crosses the link twice for every rank.
+tells the others where the sum lies: two trips more, and each row crosses the link twice for every rank. Here all that crosses it is read
+by who needs it; `custom_ops.triton_allreduce_stores` has two shots in which it is written by who has it.
 
-Sums are in float32 in the order of ranks and rounded once in all three: every rank has the same bits.
+Sums are in float32 in the order of ranks and rounded once in all of them: every rank has the same bits.
 
 Program p of one rank waits for program p of the others alone. It counts its own launches, so that it runs in a CUDA graph, and with
 one and two shots has two places for each of its rows, used in turn: one that is at its launch e has seen all ranks at e - 1, so all of
-them have ended e - 2, whose place it takes; no barrier is needed at the end. NVLink's multicast is not used.
+them have ended e - 2, whose place it takes; no barrier is needed at the end. All kernels that use these places count the same launches.
+NVLink's multicast is not used.
 
 Shape legend: T rows, D features, N ranks.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -33,27 +37,28 @@ from custom_ops.triton_quantize import quantize_options, store_quantized
 
 
 @triton.jit
-def _tell_others(addresses_ptr, flags, launch, RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+def tell_others(addresses_ptr, flags, count, RANK: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
     """What this program has written before is there for the others: one flag on each of them."""
     tl.debug_barrier()  # every thread's part is written before one thread says so
     peer_N = tl.arange(0, PADDED_SIZE)
     is_other_N = (peer_N < SIZE) & (peer_N != RANK)
     theirs_N = tl.load(addresses_ptr + peer_N, mask=is_other_N, other=0)
     flag_N = (theirs_N + flags + RANK * 4).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(flag_N, tl.zeros_like(peer_N) + launch, mask=is_other_N, sem="release", scope="sys")
+    tl.atomic_xchg(flag_N, tl.zeros_like(peer_N) + count, mask=is_other_N, sem="release", scope="sys")
 
 
 @triton.jit
-def _wait_for(peer, mine, flags, launch):
+def wait_for(peer, mine, flags, count):
+    """Until a peer has told that count or a later one; the counts of both never differ by more than an int32 can hold."""
     flag = (mine + flags + peer * 4).to(tl.pointer_type(tl.int32))
-    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - launch < 0:  # a difference: launches wrap around
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - count < 0:  # a difference: counts wrap around
         pass
     tl.debug_barrier()
 
 
 @triton.jit
 def _wait_for_sums(peer, mine, flags, launch):
-    """As `_wait_for`, where a peer cannot be further than we are, and may not have been here for more launches than an int32 can count."""
+    """As `wait_for`, where a peer cannot be further than we are, and may not have been here for more launches than an int32 can count."""
     flag = (mine + flags + peer * 4).to(tl.pointer_type(tl.int32))
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != launch:
         pass
@@ -61,7 +66,7 @@ def _wait_for_sums(peer, mine, flags, launch):
 
 
 @triton.jit
-def _row_of(address, ptr):
+def row_of(address, ptr):
     """A row in somebody's buffer, as what `ptr` points to."""
     return tl.multiple_of(address.to(ptr.dtype), 16)
 
@@ -76,7 +81,7 @@ def _sum_of_ranks(
         if peer == RANK:
             x_D = tl.load(x_row_ptr + cols_D, mask=ok_D, other=0.0)
         else:
-            theirs = _row_of(tl.load(addresses_ptr + peer) + place, x_row_ptr)
+            theirs = row_of(tl.load(addresses_ptr + peer) + place, x_row_ptr)
             x_D = tl.load(theirs + cols_D, mask=ok_D, other=0.0, volatile=True)  # not from a cache of an earlier launch
         total_D += x_D.to(tl.float32)
     return total_D
@@ -89,7 +94,7 @@ def _norm(rounded_D, weight_D, num_features, eps):
 
 
 @triton.jit
-def _store_row(
+def store_row(
     rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
     QUANTIZE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +142,7 @@ def _pushed_kernel(
         x_D = _bits_to_send(bits_ptr + row * x_stride, cols_D, ok_D, NOTHING)
         for peer in tl.static_range(SIZE):
             if peer != RANK:
-                theirs = _row_of(tl.load(addresses_ptr + peer) + place + RANK * row_bytes, bits_ptr)
+                theirs = row_of(tl.load(addresses_ptr + peer) + place + RANK * row_bytes, bits_ptr)
                 tl.store(theirs + cols_D, x_D, mask=ok_D)
         row += num_programs
         place += SIZE * row_bytes
@@ -147,7 +152,7 @@ def _pushed_kernel(
     for _ in range(num_before):
         for peer in tl.static_range(SIZE):
             if peer != RANK:
-                theirs = _row_of(mine + place + peer * row_bytes, bits_ptr)
+                theirs = row_of(mine + place + peer * row_bytes, bits_ptr)
                 tl.store(theirs + col_R, tl.full((ROW_BLOCK,), NOTHING, tl.int16), mask=col_R < ROW_VALUES)
         place += SIZE * row_bytes
 
@@ -158,13 +163,13 @@ def _pushed_kernel(
             if peer == RANK:
                 part_D = _bits_to_send(bits_ptr + row * x_stride, cols_D, ok_D, NOTHING)
             else:
-                theirs = _row_of(mine + place + peer * row_bytes, bits_ptr)
+                theirs = row_of(mine + place + peer * row_bytes, bits_ptr)
                 part_D = tl.load(theirs + cols_D, mask=ok_D, other=0, volatile=True)
                 while tl.max((part_D == NOTHING).to(tl.int32)) > 0:
                     part_D = tl.load(theirs + cols_D, mask=ok_D, other=0, volatile=True)
             total_D += part_D.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         rounded_D = total_D.to(sum_ptr.dtype.element_ty)
-        _store_row(
+        store_row(
             rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
             QUANTIZE, LARGEST_VALUE, BLOCK,
         )  # fmt: skip
@@ -196,13 +201,13 @@ def _one_shot_kernel(
     row, place = first_row, first_place
     for _ in range(program, num_rows, num_programs):
         x_D = tl.load(x_ptr + row * x_stride + cols_D, mask=ok_D, other=0.0)
-        tl.store(_row_of(mine + place, x_ptr) + cols_D, x_D, mask=ok_D)
+        tl.store(row_of(mine + place, x_ptr) + cols_D, x_D, mask=ok_D)
         row += num_programs
         place += row_bytes
-    _tell_others(addresses_ptr, flags, launch, RANK, SIZE, PADDED_SIZE)
+    tell_others(addresses_ptr, flags, launch, RANK, SIZE, PADDED_SIZE)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _wait_for(peer, mine, flags, launch)
+            wait_for(peer, mine, flags, launch)
 
     row, place = first_row, first_place
     for _ in range(program, num_rows, num_programs):
@@ -210,7 +215,7 @@ def _one_shot_kernel(
             addresses_ptr, place, x_ptr + row * x_stride, residual_ptr + row * residual_stride, cols_D, ok_D, RANK, SIZE
         )
         rounded_D = total_D.to(sum_ptr.dtype.element_ty)
-        _store_row(
+        store_row(
             rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
             QUANTIZE, LARGEST_VALUE, BLOCK,
         )  # fmt: skip
@@ -244,14 +249,14 @@ def _two_shot_kernel(
     for _ in range(program, num_rows, num_programs):
         if owner != RANK:
             x_D = tl.load(x_ptr + row * x_stride + cols_D, mask=ok_D, other=0.0)
-            tl.store(_row_of(mine + place, x_ptr) + cols_D, x_D, mask=ok_D)
+            tl.store(row_of(mine + place, x_ptr) + cols_D, x_D, mask=ok_D)
         row += num_programs
         place += row_bytes
         owner = (owner + 1) % SIZE
-    _tell_others(addresses_ptr, flags, launch, RANK, SIZE, PADDED_SIZE)
+    tell_others(addresses_ptr, flags, launch, RANK, SIZE, PADDED_SIZE)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _wait_for(peer, mine, flags, launch)
+            wait_for(peer, mine, flags, launch)
 
     # The sum of a row of ours goes where our own part of it would lie, which nobody else reads.
     row, place, owner = first_row, first_place, program % SIZE
@@ -259,11 +264,11 @@ def _two_shot_kernel(
         if owner == RANK:
             x_row, residual_row = x_ptr + row * x_stride, residual_ptr + row * residual_stride
             total_D = _sum_of_ranks(addresses_ptr, place, x_row, residual_row, cols_D, ok_D, RANK, SIZE)
-            tl.store(_row_of(mine + place, x_ptr) + cols_D, total_D.to(sum_ptr.dtype.element_ty), mask=ok_D)
+            tl.store(row_of(mine + place, x_ptr) + cols_D, total_D.to(sum_ptr.dtype.element_ty), mask=ok_D)
         row += num_programs
         place += row_bytes
         owner = (owner + 1) % SIZE
-    _tell_others(addresses_ptr, sum_flags, launch, RANK, SIZE, PADDED_SIZE)
+    tell_others(addresses_ptr, sum_flags, launch, RANK, SIZE, PADDED_SIZE)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             _wait_for_sums(peer, mine, sum_flags, launch)
@@ -271,9 +276,9 @@ def _two_shot_kernel(
     # Sums of ours are read back too: one and the same code gives all ranks the same bits of the norm.
     row, place, owner = first_row, first_place, program % SIZE
     for _ in range(program, num_rows, num_programs):
-        theirs = _row_of(tl.load(addresses_ptr + owner) + place, x_ptr)
+        theirs = row_of(tl.load(addresses_ptr + owner) + place, x_ptr)
         rounded_D = tl.load(theirs + cols_D, mask=ok_D, other=0.0, volatile=True)
-        _store_row(
+        store_row(
             rounded_D, row, cols_D, ok_D, weight_D, sum_ptr, out_ptr, quantized_ptr, scale_ptr, num_features, eps,
             QUANTIZE, LARGEST_VALUE, BLOCK,
         )  # fmt: skip
@@ -333,7 +338,7 @@ def one_shot_allreduce_add_rms_norm(
     quantized: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same for a message that `takes` takes. → s, y, each [T, D]"""
-    return _run(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized)
+    return run_over_places(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized)
 
 
 def two_shot_allreduce_add_rms_norm(
@@ -341,13 +346,14 @@ def two_shot_allreduce_add_rms_norm(
     quantized: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same, each row summed by one rank. → s, y, each [T, D], the same bits"""
-    return _run(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized)
+    return run_over_places(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized)
 
 
-def _run(
+def run_over_places(
     kernel: triton.JITFunction, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    peers: PeerMemory, quantized: Rounded | None,
+    peers: PeerMemory, quantized: Rounded | None, **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Launch a kernel that has places for its rows. more: arguments that it has beyond those of the kernels here. → s, y, each [T, D]"""
     num_rows, num_features = x_TD.shape
     layout = peers.layout
     assert takes(x_TD, peers), f"there is no room for {list(x_TD.shape)} in {layout}"
@@ -361,7 +367,7 @@ def _run(
         x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.launches, num_rows, num_features,
         x_TD.stride(0), residual_TD.stride(0), eps, layout.row_bytes, layout.rows_per_program * layout.row_bytes,
         layout.flags_offset, RANK=peers.rank, SIZE=layout.size, PADDED_SIZE=triton.next_power_of_2(layout.size),
-        NUM_PROGRAMS=layout.num_programs, BLOCK=block, PDL=pdl, **quantize_options(quantized), **launch_options(pdl),
-        **_resident(block, x_TD.device),
+        NUM_PROGRAMS=layout.num_programs, BLOCK=block, PDL=pdl, **more, **quantize_options(quantized),
+        **launch_options(pdl), **_resident(block, x_TD.device),
     )  # fmt: skip
     return total_TD, out_TD

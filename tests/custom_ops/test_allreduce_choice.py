@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from custom_ops import allreduce_choice
-from custom_ops.allreduce_choice import NCCL, ONE_SHOT, PUSHED, TWO_SHOT, AllreduceChoice, best_choice, choose_allreduce
+from custom_ops.allreduce_choice import (
+    NCCL,
+    ONE_SHOT,
+    PUSHED,
+    TWO_SHOT,
+    TWO_SHOT_STORES,
+    AllreduceChoice,
+    best_choice,
+    choose_allreduce,
+)
 from custom_ops.collectives import tensor_parallel_group
 from custom_ops.peer_memory import PeerLayout, PeerMemory, map_peer_memory, peer_memory
 from tests.support.ranks import run_ranks
@@ -46,12 +55,47 @@ def test_a_way_is_not_chosen_for_what_it_does_not_take() -> None:
     inf = float("inf")
     seconds = {NCCL: [5.0] * 4, PUSHED: [1, 1, inf, inf], ONE_SHOT: [2, 2, 2, 9.0], TWO_SHOT: [3, 3, 3, 3.0]}
     choice = best_choice(seconds, SIZES)
-    assert choice == AllreduceChoice(pushed_rows=16, one_shot_rows=64, two_shot_rows=256)
+    assert [choice.way(n) for n in SIZES] == [PUSHED, PUSHED, ONE_SHOT, TWO_SHOT]
     assert choice.sentence() == (
         "pushed up to 16 rows, in one shot up to 64 rows, in two shots up to 256 rows, then over NCCL"
     )
     del seconds[PUSHED]
     assert [best_choice(seconds, SIZES).way(n) for n in SIZES] == [ONE_SHOT, ONE_SHOT, ONE_SHOT, TWO_SHOT]
+
+
+def test_two_shots_by_stores_go_where_they_are_faster_than_two_by_loads() -> None:
+    inf = float("inf")
+    seconds = {NCCL: [9.0] * 4, PUSHED: [1, inf, inf, inf], ONE_SHOT: [2, 2, 6, 6.0], TWO_SHOT: [3, 3, 3, 5.0]}
+    seconds[TWO_SHOT_STORES] = [4, 4, 4, 4.0]
+    choice = best_choice(seconds, SIZES)
+    assert choice == AllreduceChoice(pushed_rows=1, one_shot_rows=16, two_shot_rows=64, two_shot_stores_rows=256)
+    assert [choice.way(n) for n in (*SIZES, 257)] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES, NCCL]
+    assert choice.sentence() == (
+        "pushed up to 1 rows, in one shot up to 16 rows, in two shots up to 64 rows, in two shots by stores up to 256 rows, "
+        "then over NCCL"
+    )
+    seconds[TWO_SHOT_STORES] = [1, 1, 1, 1.0]
+    choice = best_choice(seconds, SIZES)
+    assert {choice.way(n) for n in SIZES[1:]} == {TWO_SHOT_STORES}
+    del seconds[TWO_SHOT_STORES]  # which gave other sums than NCCL
+    assert [best_choice(seconds, SIZES).way(n) for n in SIZES] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT]
+
+
+def test_a_choice_that_was_kept_before_a_way_was_added_is_read() -> None:
+    choice = AllreduceChoice(**json.loads('{"pushed_rows": 16, "one_shot_rows": 64, "two_shot_rows": 256}'))
+    assert [choice.way(n) for n in (*SIZES, 257)] == [PUSHED, PUSHED, ONE_SHOT, TWO_SHOT, NCCL]
+
+
+def test_where_choices_are_kept_is_named_after_all_kernels_that_are_measured() -> None:
+    named = allreduce_choice._default_file()
+    original = Path.read_bytes
+    for kernels in Path(allreduce_choice.__file__).parent.glob("triton_allreduce*.py"):
+
+        def changed(file: Path, kernels: Path = kernels) -> bytes:
+            return original(file) + (b"#" if file == kernels else b"")
+
+        with mock.patch.object(Path, "read_bytes", changed):
+            assert allreduce_choice._default_file() != named, kernels.name
 
 
 def test_sizes_between_the_measured_ones_go_by_the_bounds() -> None:
@@ -99,7 +143,8 @@ def test_what_rank_0_kept_holds_for_all(tmp_path: Path) -> None:
     assert asked == 2
     assert choice == AllreduceChoice(one_shot_rows=300, two_shot_rows=1 << 20)
     kept = json.loads((tmp_path / "choices-of-rank-0.json").read_text())
-    assert list(kept.values()) == 2 * [{"pushed_rows": 0, "one_shot_rows": 300, "two_shot_rows": 1 << 20}]
+    bounds = {"pushed_rows": 0, "one_shot_rows": 300, "two_shot_rows": 1 << 20, "two_shot_stores_rows": 0}
+    assert list(kept.values()) == 2 * [bounds]
     assert not (tmp_path / "choices-of-rank-1.json").exists()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops.peer_memory import MAX_BYTES, PROGRAMS_PER_SM, PeerLayout, clear, layout_for, peer_memory
+from custom_ops.peer_memory import MAX_BYTES, PROGRAMS_PER_SM, PeerLayout, PeerMemory, layout_for, peer_memory
 from custom_ops.quantization import quantize_activations
 from custom_ops.triton_allreduce import (
     one_shot_allreduce_add_rms_norm,
@@ -23,9 +21,15 @@ from custom_ops.triton_allreduce import (
     takes_pushed,
     two_shot_allreduce_add_rms_norm,
 )
+from custom_ops.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
 from custom_ops.triton_quantize import quantize_rows
+from tests.support.peer_ranks import run_peers
 
-KERNELS = (one_shot_allreduce_add_rms_norm, two_shot_allreduce_add_rms_norm)
+KERNELS = (
+    one_shot_allreduce_add_rms_norm,
+    two_shot_allreduce_add_rms_norm,
+    two_shot_stores_allreduce_add_rms_norm,
+)
 # Launches by turns of all kernels, with more rows than programs and fewer: programs count each for itself, and all places are used.
 ROWS = (3, 1, 8, 7, 7, 3, 0, 2)
 FEATURES = (24, 24, 33, 33, 33, 33, 24, 24)
@@ -36,7 +40,8 @@ FIRST_LAUNCH = 2**31 - 3
 
 
 def kernel_of(step: int) -> int:
-    return step // 2 % 2
+    """That begins a step: each of them steps of both dtypes."""
+    return step // 2 % len(KERNELS)
 
 
 def quantizes(launch: int) -> bool:
@@ -73,63 +78,19 @@ def arrays_of(kernel: Any, rank: int, step: int, peers: Any, *, quantize: bool) 
     return [part.float().numpy() for part in (*result, *(quantized or ()))]
 
 
-def run_rank(rank: int, names: list[str], results: Any) -> None:
-    try:
-        results.put((rank, outputs(rank, names)))
-    except Exception as error:
-        results.put((rank, f"{error!r} from {error.__cause__!r}"))
-
-
-def outputs(rank: int, names: list[str]) -> list[Any]:
-    shared = [SharedMemory(name) for name in names]
-    views = [np.frombuffer(memory.buf, dtype=np.uint8) for memory in shared]
-    addresses = [view.ctypes.data for view in views]
-    peers = peer_memory(rank, layout(len(names)), addresses, torch.device("cpu"), owned=None)
-    peers.launches.fill_(FIRST_LAUNCH)
-    by_step = []
+def outputs(peers: PeerMemory) -> list[Any]:
+    rank, by_step = peers.rank, []
     for step in range(len(ROWS)):
         outs = []
-        for other in (0, 1):  # the same work with the other kernel too: the same bits
-            kernel = KERNELS[(kernel_of(step) + other) % 2]
+        for other in range(len(KERNELS)):  # the same work with the other kernels too: the same bits
+            kernel = KERNELS[(kernel_of(step) + other) % len(KERNELS)]
             outs.append(arrays_of(kernel, rank, step, peers, quantize=quantizes(len(outs))))
         if step % 2:
             assert takes_pushed(operands(rank, step)[0], peers)
             for _ in range(PUSHES):
                 outs.append(arrays_of(pushed_allreduce_add_rms_norm, rank, step, peers, quantize=quantizes(len(outs))))
         by_step.append(outs)
-    del views
-    for memory in shared:
-        memory.close()
     return by_step
-
-
-def run_ranks(size: int) -> dict[int, list[Any]]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    shared = [SharedMemory(create=True, size=layout(size).num_bytes) for _ in range(size)]
-    for memory in shared:  # as if FIRST_LAUNCH launches had been
-        clear(torch.frombuffer(memory.buf, dtype=torch.uint8)[: layout(size).num_bytes], layout(size))
-        flags = np.frombuffer(memory.buf, dtype=np.int32, offset=layout(size).flags_offset)
-        flags[: 2 * layout(size).num_programs * size] = FIRST_LAUNCH
-        del flags
-    names = [memory.name for memory in shared]
-    processes = [context.Process(target=run_rank, args=(rank, names, results), daemon=True) for rank in range(size)]
-    try:
-        for process in processes:
-            process.start()
-        by_rank = {}
-        for _ in range(size):
-            rank, outs = results.get(timeout=60)
-            assert not isinstance(outs, str), f"rank {rank}: {outs}"
-            by_rank[rank] = outs
-        return by_rank
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for memory in shared:
-            memory.close()
-            memory.unlink()
 
 
 def differing_bits(ours: Any, theirs: Any) -> list[tuple[Any, str, str]]:
@@ -141,11 +102,11 @@ def differing_bits(ours: Any, theirs: Any) -> list[tuple[Any, str, str]]:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def by_rank(request: pytest.FixtureRequest) -> dict[int, list[Any]]:
-    return run_ranks(request.param)
+def by_rank(request: pytest.FixtureRequest) -> list[list[Any]]:
+    return run_peers(layout(request.param), outputs, first_count=FIRST_LAUNCH)
 
 
-def test_ranks_sum_wait_and_normalize(by_rank: dict[int, list[Any]]) -> None:
+def test_ranks_sum_wait_and_normalize(by_rank: list[list[Any]]) -> None:
     size = len(by_rank)
     for step in range(len(ROWS)):
         parts = [operands(rank, step) for rank in range(size)]
@@ -154,7 +115,7 @@ def test_ranks_sum_wait_and_normalize(by_rank: dict[int, list[Any]]) -> None:
         limit = 2**-7 if step % 2 else 1e-5
         assert total.isnan().any() == (step in NAN_STEPS)
         expected, first = {"total": total, "normed": normed}, by_rank[0][step]
-        assert len(first) == 2 + (step % 2) * PUSHES
+        assert len(first) == len(KERNELS) + (step % 2) * PUSHES
         for rank in range(size):
             for number, (ours, of_rank_0) in enumerate(zip(by_rank[rank][step], first, strict=True)):
                 for name, value, theirs, same in zip(
@@ -168,10 +129,10 @@ def test_ranks_sum_wait_and_normalize(by_rank: dict[int, list[Any]]) -> None:
                     )
 
 
-def test_the_norm_comes_rounded_to_float8(by_rank: dict[int, list[Any]]) -> None:
+def test_the_norm_comes_rounded_to_float8(by_rank: list[list[Any]]) -> None:
     """To the bit as a kernel of its own would round it behind, in the rows that are not numbers, too."""
     for step in range(len(ROWS)):
-        for rank, of_rank in by_rank.items():
+        for rank, of_rank in enumerate(by_rank):
             for number, (_, normed, *rounded) in enumerate(of_rank[step]):
                 assert len(rounded) == 2 * quantizes(number)
                 if not rounded:
@@ -184,14 +145,14 @@ def test_the_norm_comes_rounded_to_float8(by_rank: dict[int, list[Any]]) -> None
                     assert differing_bits(rounded[1], scale.numpy()) == [], where
 
 
-def test_the_order_of_addition_is_that_of_ranks(by_rank: dict[int, list[Any]]) -> None:
-    """In float32 and from the residual on, so that all ranks and both kernels round alike."""
+def test_the_order_of_addition_is_that_of_ranks(by_rank: list[list[Any]]) -> None:
+    """In float32 and from the residual on, so that all ranks and kernels round alike."""
     for step in range(0, len(ROWS), 2):  # float32: nothing hides the order
         total = operands(0, step)[1]
         for rank in range(len(by_rank)):
             total = total + operands(rank, step)[0]
-        for rank in by_rank:
-            assert np.array_equal(by_rank[rank][step][0][0], total.numpy(), equal_nan=True)
+        for of_rank in by_rank:
+            assert np.array_equal(of_rank[step][0][0], total.numpy(), equal_nan=True)
 
 
 def test_only_what_there_is_room_for_is_taken() -> None:

@@ -17,13 +17,14 @@ from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
 
-ROWS, FEATURES, REPLAYS = (1, 3, 128, 130, 515), 4096, 5
+ROWS, FEATURES, REPLAYS = (1, 3, 128, 130, 515, 2200), 4096, 5
 EVERYTHING = 1 << 20
 CHOICES = {
     "pushed": AllreduceChoice(pushed_rows=EVERYTHING, one_shot_rows=EVERYTHING),
     "one shot": AllreduceChoice(one_shot_rows=EVERYTHING, two_shot_rows=EVERYTHING),
     "two shots": AllreduceChoice(one_shot_rows=0, two_shot_rows=EVERYTHING),
-    "by turns": AllreduceChoice(pushed_rows=1, one_shot_rows=3, two_shot_rows=128),
+    "two shots by stores": AllreduceChoice(two_shot_stores_rows=EVERYTHING),
+    "by turns": AllreduceChoice(pushed_rows=1, one_shot_rows=3, two_shot_rows=128, two_shot_stores_rows=1000),
 }
 
 

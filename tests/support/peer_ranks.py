@@ -1,0 +1,69 @@
+"""Ranks whose peer memory is shared memory of processes, where kernels run in Triton's interpreter and wait as on GPUs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import numpy as np
+import torch
+
+from custom_ops.peer_memory import FLAG_KINDS, PeerLayout, clear, peer_memory
+
+
+def run_peers(
+    layout: PeerLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 60.0
+) -> list[Any]:
+    """`work(peers, *args)` in a process a rank, as if every program had launched and stepped first_count times. → results by rank
+
+    work: a function of a module. Raises with a rank's traceback if one fails, and where one takes longer than `seconds`.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    shared = [SharedMemory(create=True, size=layout.num_bytes) for _ in range(layout.size)]
+    for memory in shared:
+        clear(torch.frombuffer(memory.buf, dtype=torch.uint8)[: layout.num_bytes], layout)
+        flags = np.frombuffer(memory.buf, dtype=np.int32, offset=layout.flags_offset)
+        flags[: FLAG_KINDS * layout.num_programs * layout.size] = first_count
+        del flags
+    names = [memory.name for memory in shared]
+    processes = [
+        context.Process(target=_run, args=(rank, layout, names, first_count, work, args, results), daemon=True)
+        for rank in range(layout.size)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        by_rank = {}
+        for _ in processes:
+            rank, result, error = results.get(timeout=seconds)
+            assert error is None, f"rank {rank} failed:\n{error}"
+            by_rank[rank] = result
+        return [by_rank[rank] for rank in range(layout.size)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for memory in shared:
+            memory.close()
+            memory.unlink()
+
+
+def _run(
+    rank: int, layout: PeerLayout, names: list[str], first_count: int, work: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:  # fmt: skip
+    try:
+        torch.set_num_threads(1)
+        shared = [SharedMemory(name) for name in names]
+        addresses = [np.frombuffer(memory.buf, dtype=np.uint8).ctypes.data for memory in shared]
+        peers = peer_memory(rank, layout, addresses, torch.device("cpu"), owned=None)
+        peers.launches.fill_(first_count)
+        peers.steps.fill_(first_count)
+        results.put((rank, work(peers, *args), None))
+        for memory in shared:
+            memory.close()
+    except Exception:
+        results.put((rank, None, traceback.format_exc()))
