@@ -41,9 +41,8 @@ from custom_ops.quantization import Rounded
 from custom_ops.triton_allreduce import row_of, run_over_places, store_row, tell_others, wait_for
 from custom_ops.triton_common import let_next_start, wait_for_previous
 
-MAX_CHUNKS = (
-    8  # that the rows of a program are cut into: each costs a flag, behind which all stores before it must have arrived
-)
+# That the rows of a program are cut into. Each costs a flag, behind which all stores before it must have arrived.
+MAX_CHUNKS = 8
 WIDEST_PAIR = 4096  # features of which two rows at once fit into a program's registers
 
 
