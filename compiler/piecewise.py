@@ -158,17 +158,17 @@ class PiecewiseGraphs:
                 actions.append(graph.replay)
             else:
                 op, arguments = _overload(step), [_value(argument, values) for argument in step.arguments]
-                outputs = []
+                held_outputs = []
                 for place, (name, output) in enumerate(zip(step.outputs, step.tensors(op(*arguments)), strict=True)):
                     if last_use.get(name) == index + 1:  # read by the next piece alone: layers share one buffer
                         output = buffers.setdefault((place, output.shape, output.dtype), output).copy_(output)
                     values[name] = output
-                    outputs.append(output)
+                    held_outputs.append(output)
                 # Not owned: what a piece returned may be overwritten by pieces that are replayed after this op.
                 held = [
                     self._borrowed(argument, value) for argument, value in zip(step.arguments, arguments, strict=True)
                 ]
-                actions.append(_copy_action(step, outputs, op, held))
+                actions.append(_copy_action(step, held_outputs, op, held))
             for name in _reads(step):
                 if last_use[name] == index and name.startswith("v"):
                     values.pop(name, None)  # its memory is free for the pieces that are captured next

@@ -253,7 +253,9 @@ def evaluate(
             for rank, value in zip(ranks, wholes, strict=True):
                 rank.values[node] = value
             if _is_split_point(node):
-                outcome.sites.append((node, torch.cat([_output(rank.values[node]).flatten(1) for rank in ranks], dim=1)))
+                outcome.sites.append(
+                    (node, torch.cat([_output(rank.values[node]).flatten(1) for rank in ranks], dim=1))
+                )
             for read in node.all_input_nodes:
                 if last_user[read] is node:
                     for rank in ranks:

@@ -246,7 +246,8 @@ def quantized_linear(
     x_TI: [T, I], rows may be strided; packed: `pack_quantized_weight(Q [O, I], scale, activations)`; scale: float32 [O], or
     [ceil(O / 128), ceil(I / 128)]; out_features: O; norm_weight_I: [I]; bias_O: [O]; residual_TO: [T, O] (with silu_mul:
     [T, O / 2]); input_scale: float32, one value; rounded: q(rms_norm(x)) and its scales where they are known, which saves rounding to a
-    kernel that does not round by itself (not read where `reads_rounded` says so). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
+    kernel that does not round by itself (where `reads_rounded` says so). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's
+    dtype.
 
     q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int8
     activations: in int32, but in float32 by the reference and for one token on CUDA), the scales multiply the sums in float32, and

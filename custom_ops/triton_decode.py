@@ -282,9 +282,11 @@ def decode_attention(
     if splits > 1:
         partial = torch.empty(num_seqs * splits * num_heads * (head_dim + 2), dtype=torch.float32, device=device)
         counters = split_counters(device)
-    rounded = None
+    rounded, limit = None, {}
     if round_to is not None:
         rounded = round_to.empty(out_THE.flatten(1))
+        if warps == 1 and kv_cache.itemsize == 2 and device.type == "cuda":
+            limit = {"maxnreg": 200}  # what it takes without rounding: as many programs at once
         if not rounds_heads(round_to, head_dim):
             counters = split_counters(device)
     pdl = supports_pdl(device)
@@ -299,6 +301,6 @@ def decode_attention(
         BLOCK_R=max(16, triton.next_power_of_2(head_dim // 2)), BLOCK_E=max(16, triton.next_power_of_2(head_dim)), BLOCK_C=block_c,
         SPLITS=splits, MIN_SPLIT=max(block_c, min_split), STAGES=stages,
         HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
-        PDL=pdl, **rounding_constants(round_to, num_heads, head_dim, warps), num_warps=warps, **launch_options(pdl),
+        PDL=pdl, **rounding_constants(round_to, num_heads, head_dim, warps), num_warps=warps, **limit, **launch_options(pdl),
     )  # fmt: skip
     return rounded

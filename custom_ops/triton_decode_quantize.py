@@ -83,34 +83,44 @@ def _round_row(
             x_I, token, cols_I, cols_I < NUM_FEATURES, rounded_ptr, scale_ptr, input_scale_ptr, NUM_FEATURES, IS_STATIC,
             LARGEST_VALUE, GROUP if GROUP > 0 else WIDTH, WIDTH,
         )  # fmt: skip
+    elif GROUP == 0:
+        _round_wide_row(
+            token, out_ptr, rounded_ptr, scale_ptr, input_scale_ptr, NUM_FEATURES, IS_STATIC, LARGEST_VALUE, WIDTH
+        )  # fmt: skip
     else:
-        PARTS: tl.constexpr = (NUM_FEATURES + WIDTH - 1) // WIDTH
-        dtype: tl.constexpr = rounded_ptr.dtype.element_ty
-        # Of the whole row, where it has one scale.
-        one_1 = tl.zeros((1,), dtype=tl.int32)
-        largest_1, num_nan_1 = tl.zeros((1,), dtype=tl.float32), one_1
-        if GROUP == 0:
-            for part in tl.static_range(PARTS):
-                x_1I = _load_part(out_ptr, token, part * WIDTH + tl.arange(0, WIDTH), NUM_FEATURES)[None, :]
-                largest_1 = tl.maximum(largest_1, tl.max(tl.abs(x_1I), 1))
-                num_nan_1 += count_nan(x_1I)
-        scale_1 = scale_of(largest_1, input_scale_ptr, IS_STATIC, LARGEST_VALUE)
-        scale_1 = tl.where(num_nan_1 > 0, float("nan"), scale_1)
-        if GROUP == 0:
-            tl.store(scale_ptr + token + one_1, scale_1)
-        for part in tl.static_range(PARTS):
+        NUM_GROUPS: tl.constexpr = (NUM_FEATURES + GROUP - 1) // GROUP
+        for part in tl.static_range((NUM_FEATURES + WIDTH - 1) // WIDTH):
             cols_I = part * WIDTH + tl.arange(0, WIDTH)
-            x_I = _load_part(out_ptr, token, cols_I, NUM_FEATURES)
-            if GROUP == 0:
-                values_I = tl.reshape(to_eight_bits(x_I[None, :], scale_1[:, None], dtype, LARGEST_VALUE), (WIDTH,))
-            else:
-                x_GB = tl.reshape(x_I, (WIDTH // GROUP, GROUP))
-                scale_G = scales_of(x_GB, None, False, LARGEST_VALUE)
-                values_I = tl.reshape(to_eight_bits(x_GB, scale_G[:, None], dtype, LARGEST_VALUE), (WIDTH,))
-                groups = part * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
-                NUM_GROUPS: tl.constexpr = (NUM_FEATURES + GROUP - 1) // GROUP
-                tl.store(scale_ptr + token * NUM_GROUPS + groups, scale_G, mask=groups < NUM_GROUPS)
-            tl.store(rounded_ptr + token * NUM_FEATURES + cols_I, values_I, mask=cols_I < NUM_FEATURES)
+            x_GB = tl.reshape(_load_part(out_ptr, token, cols_I, NUM_FEATURES), (WIDTH // GROUP, GROUP))
+            scale_G = scales_of(x_GB, None, False, LARGEST_VALUE)
+            values_GB = to_eight_bits(x_GB, scale_G[:, None], rounded_ptr.dtype.element_ty, LARGEST_VALUE)
+            at_I = rounded_ptr + token * NUM_FEATURES + cols_I
+            tl.store(at_I, tl.reshape(values_GB, (WIDTH,)), mask=cols_I < NUM_FEATURES)
+            groups = part * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
+            tl.store(scale_ptr + token * NUM_GROUPS + groups, scale_G, mask=groups < NUM_GROUPS)
+
+
+@triton.jit
+def _round_wide_row(
+    token, out_ptr, rounded_ptr, scale_ptr, input_scale_ptr,
+    NUM_FEATURES: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """With one scale for all of it; read twice, once to find the scale."""
+    one_1 = tl.zeros((1,), dtype=tl.int32)
+    largest_1, num_nan_1 = tl.zeros((1,), dtype=tl.float32), one_1
+    for part in tl.static_range((NUM_FEATURES + WIDTH - 1) // WIDTH):
+        x_1I = _load_part(out_ptr, token, part * WIDTH + tl.arange(0, WIDTH), NUM_FEATURES)[None, :]
+        largest_1 = tl.maximum(largest_1, tl.max(tl.abs(x_1I), 1))
+        num_nan_1 += count_nan(x_1I)
+    scale_1 = scale_of(largest_1, input_scale_ptr, IS_STATIC, LARGEST_VALUE)
+    scale_1 = tl.where(num_nan_1 > 0, float("nan"), scale_1)
+    tl.store(scale_ptr + token + one_1, scale_1)
+    for part in tl.static_range((NUM_FEATURES + WIDTH - 1) // WIDTH):
+        cols_I = part * WIDTH + tl.arange(0, WIDTH)
+        x_1I = _load_part(out_ptr, token, cols_I, NUM_FEATURES)[None, :]
+        values_1I = to_eight_bits(x_1I, scale_1[:, None], rounded_ptr.dtype.element_ty, LARGEST_VALUE)
+        at_I = rounded_ptr + token * NUM_FEATURES + cols_I
+        tl.store(at_I, tl.reshape(values_1I, (WIDTH,)), mask=cols_I < NUM_FEATURES)
 
 
 @triton.jit
@@ -147,4 +157,3 @@ def rounding_constants(
         "ROUNDS_HEADS": in_place, "ROUNDS_ROW": not in_place, "IS_STATIC": round_to.input_scale is not None,
         "LARGEST_VALUE": LARGEST[round_to.dtype], "ROUND_GROUP": BLOCK if round_to.per_group else 0, "ROUND_WIDTH": width,
     }  # fmt: skip
-

@@ -34,8 +34,8 @@ KINDS = {
     "group": {"per_group": True},
     "static": {"input_scale": torch.tensor([0.01])},
 }
-SEQ_LENS = [70, 3, 0, 33, 1, 0]  # of which two are padding
-HEADS = [(4, 2, 64), (8, 2, 80), (6, 3, 128), (3, 1, 24), (2, 2, 256), (5, 1, 128)]
+SEQ_LENS = [40, 3, 0, 17, 0]  # of which two are padding
+HEADS = [(4, 2, 64), (6, 2, 80), (6, 3, 128), (3, 1, 24), (2, 2, 256)]
 
 
 def decodes(seq_lens: list[int]) -> AttentionMetadata:
@@ -63,15 +63,14 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(*as_bytes)
 
 
-@pytest.mark.parametrize("config", [None, (16, 4, 1, 4, 16), (16, 1, 2, 1, 16)])
+@pytest.mark.parametrize("config", [(16, 4, 1, 4, 16), (16, 1, 2, 1, 16)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [FP8, INT8])
 @pytest.mark.parametrize("shape", HEADS)
 def test_the_decode_kernel_rounds_what_it_stores(shape, dtype, kind, config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one program or several, combined of splits or not; narrower than what is read back at once, or wider."""
     torch.manual_seed(sum(shape))
-    if config is not None:
-        monkeypatch.setattr(triton_decode, "decode_config", lambda *_: config)
+    monkeypatch.setattr(triton_decode, "decode_config", lambda *_: config)
     cache_dtype = FP8 if shape[2] == 128 else torch.float16
     metadata, args = decodes(SEQ_LENS), inputs(len(SEQ_LENS), *shape, torch.float16, cache_dtype)
     plain_args = (*args[:3], args[3].clone(), *args[4:])
@@ -89,8 +88,8 @@ def test_the_decode_kernel_rounds_what_it_stores(shape, dtype, kind, config, mon
         assert same(values, reference)
         torch.testing.assert_close(scale, reference_scale, rtol=1e-6, atol=0)
         assert not split_counters(torch.device("cpu")).any()
-    assert out[[2, 5]].count_nonzero() == 0
-    assert out[[0, 1, 3, 4]].float().abs().sum(1).all()
+    assert out[[2, 4]].count_nonzero() == 0
+    assert out[[0, 1, 3]].float().abs().sum(1).all()
 
 
 def test_wide_rows_are_read_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +124,9 @@ def test_which_steps_have_a_fused_way(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = triton_decode.decode_attention
     monkeypatch.setattr(
-        triton_decode, "decode_attention", lambda *args, **more: calls.append(more.get("round_to")) or real(*args, **more)
+        triton_decode,
+        "decode_attention",
+        lambda *args, **more: calls.append(more.get("round_to")) or real(*args, **more),
     )
     steps = {
         "decodes": (decodes([5, 9, 0]), 3, True),
@@ -184,7 +185,9 @@ def test_the_fake_has_the_shapes(kind: str) -> None:
     with attention_metadata(metadata):
         real = rope_attention_quantize(*args, dtype=INT8, **KINDS[kind])
     meta = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
-    options = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in KINDS[kind].items()}
+    options = {
+        key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in KINDS[kind].items()
+    }
     for ours, theirs in zip(rope_attention_quantize(*meta, dtype=INT8, **options), real, strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
 
