@@ -285,7 +285,7 @@ def decode_attention(
     rounded, limit = None, {}
     if round_to is not None:
         rounded = round_to.empty(out_THE.flatten(1))
-        if warps == 1 and kv_cache.itemsize == 2 and device.type == "cuda":
+        if warps == 1 and kv_cache.itemsize == 2 and head_dim <= 128 and device.type == "cuda":
             limit = {"maxnreg": 200}  # what it takes without rounding: as many programs at once
         if not rounds_heads(round_to, head_dim):
             counters = split_counters(device)

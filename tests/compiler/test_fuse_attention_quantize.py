@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiler import CompileConfig, compile_model, profile
+from compiler import kernels as kernels_of_devices
 from compiler.capture import CapturedGraph, capture, example_inputs
 from compiler.cudagraphs import CudaGraphRunner
 from compiler.environment import plan_fields
@@ -26,7 +27,10 @@ from compiler.run_dump import random_inputs
 from compiler.run_dump import run as run_dumped
 from compiler.stitch import stitched_source
 from compiler.verify import PassVerifier
+from custom_ops.attention_cpu import CpuAttention
+from custom_ops.attention_flashinfer import FlashInferAttention
 from custom_ops.attention_torch import TorchAttention
+from custom_ops.attention_triton import TritonAttention
 from models.registry import build_model
 from models.spec import ModelSpec
 from runtime.weights import load_weights, read_config
@@ -130,6 +134,21 @@ def test_it_runs_where_there_is_a_kernel() -> None:
     assert records[NAME].result == SkipReason(sentence=reason)
     assert len(calls(captured.gm, ROPE_ATTENTION)) == LAYERS
     assert FuseAttentionQuantize().guard(ctx) is not None
+
+
+def test_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs that have float8, of the backends whose decodes are Triton's."""
+    monkeypatch.setattr(kernels_of_devices, "triton_unsupported_reason", lambda device: None)
+    for reason in (None, "float8 needs a newer one"):
+        monkeypatch.setattr(kernels_of_devices, "cuda_unsupported_reason", lambda device, dtype, reason=reason: reason)
+        for backend in (TritonAttention(), FlashInferAttention(build=False), TorchAttention(), CpuAttention()):
+            found = kernels_of_devices.available_kernels(
+                device=torch.device("cuda"), dtype=torch.bfloat16, attention_backend=backend
+            )
+            ours = reason is None and backend.name in ("triton", "flashinfer")
+            assert ("rope_attention_quantize" in found) == ours, backend.name
+    found = kernels_of_devices.available_kernels(device=CPU, dtype=torch.bfloat16, attention_backend=TritonAttention())
+    assert "rope_attention_quantize" not in found
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8-weight-only", "int8-weight-only"])
