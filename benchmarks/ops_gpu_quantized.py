@@ -1,4 +1,6 @@
-"""Times every way to compute linears over 8-bit weights on a GPU, at a model's shapes. Prints JSON lines.
+"""Times every way to compute linears over 8-bit weights on a GPU, and attention that rounds its output for them, at a model's shapes.
+
+Prints JSON lines.
 
 usage: python -m benchmarks.ops_gpu_quantized [--models llama-8b] [--tokens 1,16,64] [--sites qkv,down] [--quantization fp8] [--sweep]
 Builds CUTLASS' products first where they are not built (a minute). Weights come from memory, as in a step over many layers.
@@ -15,15 +17,18 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import emit, relative_error, time_ms
-from benchmarks.ops_gpu import DTYPE, Shape
+from benchmarks.ops_gpu import DTYPE, Shape, make_batch, rope_tables
 from custom_ops.choices import fastest
 from custom_ops.cutlass_gemm import gemm_library
-from custom_ops.quantization import Activations, block_scales, quantize_weight, row_scales
+from custom_ops.quantization import Activations, Rounded, RoundTo, block_scales, quantize_weight, row_scales
 from custom_ops.quantized_linear import quantized_linear
 from custom_ops.quantized_linear_cuda import QuantizedLinear
 from custom_ops.quantized_mlp import quantized_mlp
+from custom_ops.triton_decode import decode_attention
+from custom_ops.triton_quantize import quantize_rows
 from custom_ops.triton_quantized_gemv import gemv
 from custom_ops.triton_quantized_matmul import matmul
+from custom_ops.triton_rope import split_qkv
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
 SCHEMES: dict[
@@ -36,6 +41,7 @@ SCHEMES: dict[
     "int8-weight-only": (torch.int8, False, "none"),
 }
 MEMORY_BYTES_PER_SECOND = 4.8e12  # of an H200, as NVIDIA gives it
+CONTEXTS = (192, 1024)  # tokens of each sequence, where attention is measured
 FEW_TOKENS = 256  # up to here the weight's bytes decide, and the copies of it that are timed exceed L2 together
 
 
@@ -187,6 +193,47 @@ def measure_mlp(shape: Shape, num_tokens: int, scheme: str) -> None:
     )
 
 
+def measure_attention(shape: Shape, num_tokens: int, scheme: str) -> None:
+    """Attention of so many decodes, alone, with a kernel behind it that rounds its output, and with the rounding inside.
+
+    Every round goes over several layers' caches; the longer one sequence is, the less rounding matters.
+    """
+    dtype, per_block, _ = SCHEMES[scheme]
+    round_to = RoundTo(dtype=dtype, per_group=per_block)
+    for length in CONTEXTS:
+        metadata, caches = make_batch(shape, [1] * num_tokens, [length] * num_tokens, None, layers=4)
+        qkv = torch.randn(num_tokens, shape.qkv_rows, device="cuda").to(DTYPE)
+        cos, sin = rope_tables(num_tokens, shape.head_dim)
+        q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
+        out = torch.empty(num_tokens, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
+
+        def attention(cache: torch.Tensor, round_to: RoundTo | None) -> Rounded | None:
+            return decode_attention(
+                q, k, v, cos, sin, cache, shape.head_dim**-0.5, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+                metadata.slot_mapping, out, num_tokens, round_to=round_to,
+            )  # fmt: skip
+
+        def alone() -> None:
+            for cache in caches:
+                attention(cache, None)
+
+        def then_rounded() -> None:
+            for cache in caches:
+                attention(cache, None)
+                quantize_rows(out.flatten(1), dtype, per_group=per_block)
+
+        def rounding() -> None:
+            for cache in caches:
+                attention(cache, round_to)
+
+        us = {run.__name__: round(time_ms(run, 15.0) * 1e3 / len(caches), 2) for run in (alone, then_rounded, rounding)}
+        fused = attention(caches[0], round_to)
+        assert fused is not None
+        expected = quantize_rows(out.flatten(1), dtype, per_group=per_block)
+        ok = all(torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(fused, expected, strict=True))
+        emit(work="attention_quantize", model=shape.name, scheme=scheme, tokens=num_tokens, context=length, **us, ok=ok)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama-8b")
@@ -213,6 +260,8 @@ def main() -> None:
                  ms=round(layers_ms, 3))  # fmt: skip
             if SCHEMES[args.quantization][2] != "none":
                 measure_mlp(shape, num_tokens, args.quantization)
+                if num_tokens <= FEW_TOKENS:
+                    measure_attention(shape, num_tokens, args.quantization)
             torch.cuda.empty_cache()
     emit(work="total", seconds=round(time.perf_counter() - started, 1))
 

@@ -6,7 +6,8 @@ One JSON line a pass and number of tokens (as many sequences of 512 tokens, one 
 pieces and split ops read and write before and after, and what share of the device's bandwidth and matrix rate, measured in the same run,
 the step reaches after it. Two passes act only where another has left them something, so they are measured without that one, and the line
 has what `auto` measured for each of their shapes; three have work only in models of the transformers package, so they are measured in its
-class. A pass without sites is not timed. Weights are random: only the config is read.
+class; two hand rounded activations to quantized linears, so they are measured with those. A pass without sites is not timed. Weights are
+random: only the config is read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from benchmarks.common import cpu_name, environment
 from compiler import CompileConfig, available_kernels, compile_model
+from compiler.config import Quantization
 from compiler.passes import default_passes
 from models.registry import build_model
 from runtime.attention_backends import backend_of_model
@@ -35,16 +37,19 @@ NOT_MEASURED = ("functionalize", "canonicalize", "quantize_linears")  # needed, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a pass is measured in: the model's implementation, and the passes that are off before and after."""
+    """What a pass is measured in: the model's implementation, the passes that are off before and after, and quantized linears."""
 
     model_impl: Any = "auto"
     without: frozenset[str] = frozenset()
+    quantization: Quantization | None = None
 
 
 SETTINGS = {
     "eliminate_noops": Setting(model_impl="transformers"),
     "drop_batch_axis": Setting(model_impl="transformers"),
     "lift_norms": Setting(model_impl="transformers"),
+    "fuse_attention_quantize": Setting(quantization="fp8"),
+    "fuse_quantized_mlp": Setting(quantization="fp8"),
     "fuse_silu_mul": Setting(without=WITHOUT_LINEARS | {"fuse_add_rms_norm"}),
     "fuse_add_rms_norm": Setting(without=WITHOUT_LINEARS | {"fuse_silu_mul"}),
 }
@@ -72,6 +77,7 @@ def profile(
             cache_dir=cache,
             disabled_passes=disabled,
             forced_passes=forced,
+            quantization=setting.quantization,
             profile_tokens=tuple(arguments.tokens) if measured else (),
         ),
         device=device,
@@ -92,7 +98,10 @@ def measure(name: str, config: dict[str, Any], arguments: argparse.Namespace, ca
         reports["after"].append(profile(config, setting, setting.without, forced, arguments, cache))
         row = next(row for row in reports["after"][0]["passes"] if row["name"] == name)
         if not row.get("matched"):
-            emit(**{"pass": name}, sites=0, note=row.get("skipped", ""), model_impl=setting.model_impl)
+            emit(
+                **{"pass": name}, sites=0, note=row.get("skipped", ""), model_impl=setting.model_impl,
+                quantization=setting.quantization,
+            )  # fmt: skip
             return
     chosen = profile(config, setting, setting.without, frozenset(), arguments, cache, measured=False)["passes"]
     device = {
@@ -116,6 +125,7 @@ def measure(name: str, config: dict[str, Any], arguments: argparse.Namespace, ca
             bandwidth_gb_per_s=device["bandwidth"] / 1e9,
             gemm_gflop_per_s=device["gemm_rate"] / 1e9,
             model_impl=setting.model_impl,
+            quantization=setting.quantization,
             without=sorted(setting.without),
         )
 

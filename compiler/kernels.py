@@ -28,6 +28,8 @@ def available_kernels(
             kernels |= {"allreduce_add_rms_norm", "quantized_mlp"}
             if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
                 kernels.add("allreduce_add_rms_norm_quantize")
+                if hasattr(attention_backend, "rope_quantize_forward"):
+                    kernels.add("rope_attention_quantize")
     if (device.type == "cuda" and linear_reason is None) or elementwise_unsupported_reason(
         device=device, dtype=dtype
     ) is None:

@@ -33,11 +33,15 @@ class PieceStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpStep:
-    """output = op(*arguments), e.g. op "cas::attention"; an argument "$v7" is a value, anything else a constant."""
+    """outputs = op(*arguments), e.g. op "cas::attention"; an argument "$v7" is a value, anything else a constant."""
 
     op: str
     arguments: tuple[Argument, ...]
-    output: str
+    outputs: tuple[str, ...]
+
+    def tensors(self, returned: Any) -> tuple[torch.Tensor, ...]:
+        """The values of `outputs`, of what the op returned: a tensor or a tuple of several."""
+        return tuple(returned) if len(self.outputs) > 1 else (returned,)
 
 
 Step = PieceStep | OpStep
@@ -79,7 +83,7 @@ class ExecutionPlan:
         steps = tuple(
             PieceStep(piece=s["piece"], inputs=tuple(s["inputs"]), outputs=tuple(s["outputs"]))
             if "piece" in s
-            else OpStep(op=s["op"], arguments=tuple(s["arguments"]), output=s["output"])
+            else OpStep(op=s["op"], arguments=tuple(s["arguments"]), outputs=tuple(s["outputs"]))
             for s in data["steps"]
         )
         transforms = tuple(
@@ -112,11 +116,14 @@ def make_plan(
     tokens = token_symbol(gm)
     graphs: dict[str, GraphModule] = {}
     steps: list[Step] = []
+    num_values = 0
     for stage in stages:
-        computed = stage.outputs if isinstance(stage, Piece) else [stage.node]
-        for node in computed:
-            names[node] = f"v{sum(name.startswith('v') for name in names.values())}"
-        steps.append(_step(stage, names, graphs))
+        outputs = []
+        for nodes in [[node] for node in stage.outputs] if isinstance(stage, Piece) else stage.outputs:
+            outputs.append(f"v{num_values}")
+            num_values += 1
+            names |= dict.fromkeys(nodes, outputs[-1])
+        steps.append(_step(stage, tuple(outputs), names, graphs))
     result: Any = next(iter(reversed(gm.graph.nodes))).args[0]
     assert len(result) == 1, "the model's forward must return one tensor"
     plan = ExecutionPlan(
@@ -143,20 +150,18 @@ def symbolic_lengths(gm: GraphModule) -> list[str]:
     return list(dict.fromkeys(str(size) for size in sizes if isinstance(size, torch.SymInt)))
 
 
-def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) -> Step:
+def _step(
+    stage: Stage, outputs: tuple[str, ...], names: dict[Node, str], graphs: dict[str, GraphModule]
+) -> Step:  # fmt: skip
     if isinstance(stage, SplitOp):
         target = stage.node.target
         assert isinstance(target, torch._ops.OpOverload)
         assert not stage.node.kwargs
         arguments = tuple(REF + names[arg] if isinstance(arg, Node) else arg for arg in stage.node.args)
-        return OpStep(op=target.name().split(".")[0], arguments=arguments, output=names[stage.node])  # type: ignore[arg-type]
+        return OpStep(op=target.name().split(".")[0], arguments=arguments, outputs=outputs)  # type: ignore[arg-type]
     key = fingerprint(stage.gm)
     graphs.setdefault(key, stage.gm)
-    return PieceStep(
-        piece=key,
-        inputs=tuple(names[node] for node in stage.inputs),
-        outputs=tuple(names[node] for node in stage.outputs),
-    )
+    return PieceStep(piece=key, inputs=tuple(names[node] for node in stage.inputs), outputs=outputs)
 
 
 def _tuples(expression: Any) -> Any:

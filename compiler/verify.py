@@ -34,6 +34,7 @@ from custom_ops.library import OPS, OpKind
 from custom_ops.quantization import LARGEST
 from custom_ops.quantized_linear import exact_quantized_linear
 from custom_ops.quantized_mlp import exact_quantized_mlp
+from custom_ops.rope_attention_quantize import exact_rope_attention_quantize
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,11 @@ ROWS = 3
 LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
 MAX_TOKEN_ID = 32  # every vocabulary is larger
 
-# Ops that round their input by design, and what they compute without that.
-EXACT: Mapping[Any, Callable[..., torch.Tensor]] = {
+# Ops that round their input or output by design, and what they compute without that.
+EXACT: Mapping[Any, Callable[..., Any]] = {
     torch.ops.cas.quantized_linear.default: exact_quantized_linear,
     torch.ops.cas.quantized_mlp.default: exact_quantized_mlp,
+    torch.ops.cas.rope_attention_quantize.default: exact_rope_attention_quantize,
 }
 
 _WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})
@@ -251,7 +253,9 @@ def evaluate(
             for rank, value in zip(ranks, wholes, strict=True):
                 rank.values[node] = value
             if _is_split_point(node):
-                outcome.sites.append((node, torch.cat([rank.values[node].flatten(1) for rank in ranks], dim=1)))
+                outcome.sites.append(
+                    (node, torch.cat([_output(rank.values[node]).flatten(1) for rank in ranks], dim=1))
+                )
             for read in node.all_input_nodes:
                 if last_user[read] is node:
                     for rank in ranks:
@@ -386,6 +390,11 @@ def _is_split_point(node: Node) -> bool:
         return False
     info = OPS.get(node.target.name().split(".")[0])
     return info is not None and info.kind is OpKind.SPLIT_POINT
+
+
+def _output(value: Any) -> torch.Tensor:
+    """A split op's output, without what is made of it."""
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch
 from custom_ops.attention import AttentionMetadata
 from custom_ops.attention_triton import TritonAttention
 from custom_ops.flashinfer_modules import FlashInferModules, Variant, flashinfer_unavailable_reason
+from custom_ops.quantization import RoundTo
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,27 @@ class FlashInferAttention:
         return self._run(
             q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
         ).flatten(1)
+
+    def rope_quantize_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+        round_to: RoundTo,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """As `rope_attention_quantize`, with the metadata handed over; None, and nothing done, but for decodes that fill the step."""
+        return self._triton.rope_quantize_forward(
+            qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata,
+            round_to,
+        )  # fmt: skip
 
     def _run(
         self,

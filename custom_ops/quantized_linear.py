@@ -55,6 +55,14 @@ def cuda_unsupported_reason(device: torch.device, weight_dtype: torch.dtype) -> 
     return None
 
 
+def reads_rounded(num_tokens: int, device: torch.device, *, per_block: bool) -> bool:
+    """Whether `quantized_linear` reads activations that come rounded to it: on CUDA the kernels of one token round by themselves.
+
+    per_block: whether the weight's scale is per block, for which they have no kernel.
+    """
+    return device.type != "cuda" or num_tokens > 1 or per_block
+
+
 def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, activations: Activations) -> torch.Tensor:
     """The weight in the layout that `quantized_linear` wants on its device; the same tensor where that is the plain one.
 
@@ -238,7 +246,8 @@ def quantized_linear(
     x_TI: [T, I], rows may be strided; packed: `pack_quantized_weight(Q [O, I], scale, activations)`; scale: float32 [O], or
     [ceil(O / 128), ceil(I / 128)]; out_features: O; norm_weight_I: [I]; bias_O: [O]; residual_TO: [T, O] (with silu_mul:
     [T, O / 2]); input_scale: float32, one value; rounded: q(rms_norm(x)) and its scales where they are known, which saves rounding to a
-    kernel that does not round by itself. → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
+    kernel that does not round by itself (where `reads_rounded` says so). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's
+    dtype.
 
     q rounds as `quantize_activations` does; the normalized x is rounded to x's dtype before. Products are summed in float32 (int8
     activations: in int32, but in float32 by the reference and for one token on CUDA), the scales multiply the sums in float32, and

@@ -20,7 +20,7 @@ import torch
 from custom_ops.choices import fastest
 from custom_ops.cutlass_gemm import load_gemms
 from custom_ops.quantization import Activations, Rounded
-from custom_ops.quantized_linear import check_arguments, pair_of
+from custom_ops.quantized_linear import check_arguments, pair_of, reads_rounded
 from custom_ops.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
@@ -111,9 +111,12 @@ class QuantizedLinear:
         assert self.residual_TO is None
         return self._product(way, *self.operand(), self.weight_OI)
 
+    def _reads_rounded(self) -> bool:
+        return reads_rounded(self.x_TI.shape[0], self.x_TI.device, per_block=self.scale.dim() == 2)
+
     def operand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x, normalized, rounded where it is to be, and then its scales."""
-        if self.rounded is not None:
+        if self.rounded is not None and self._reads_rounded():
             return self.rounded
         if self.activations != "none":
             return quantize_rows(

@@ -29,6 +29,38 @@ def round_to(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def count_nan(x_GB):
+    """How many values of each group are not numbers."""
+    return tl.sum((x_GB != x_GB).to(tl.int32), 1)
+
+
+@triton.jit
+def scale_of(largest_G, input_scale_ptr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr):
+    """The scale of values of which none is beyond ±largest, or the static one."""
+    if IS_STATIC:
+        scale_G = tl.zeros_like(largest_G) + tl.load(input_scale_ptr).to(tl.float32)
+    else:
+        scale_G = tl.maximum(tl.div_rn(largest_G, LARGEST_VALUE), 1e-12)
+    return scale_G
+
+
+@triton.jit
+def scales_of(x_GB, input_scale_ptr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr):
+    """The scale of each group of x_GB."""
+    scale_G = scale_of(tl.max(tl.abs(x_GB), 1), input_scale_ptr, IS_STATIC, LARGEST_VALUE)
+    # Maxima drop NaN, and a token that is not a number must not become one.
+    return tl.where(count_nan(x_GB) > 0, float("nan"), scale_G)
+
+
+@triton.jit
+def to_eight_bits(x, scale, DTYPE: tl.constexpr, LARGEST_VALUE: tl.constexpr):
+    """x over its scale, rounded to DTYPE."""
+    # Exact divisions, as the reference's: under a constant scale many values fall between two of float8's, to be rounded alike.
+    values = x * tl.div_rn(1.0, scale)
+    return round_to(tl.minimum(tl.maximum(values, -LARGEST_VALUE), LARGEST_VALUE), DTYPE)
+
+
+@triton.jit
 def store_quantized(
     x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features,
     IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -38,17 +70,9 @@ def store_quantized(
     All of a group, or of the row (GROUP = BLOCK), has one scale.
     """
     x_GB = tl.reshape(x_I, (BLOCK // GROUP, GROUP))
-    if IS_STATIC:
-        scale_G = tl.zeros((BLOCK // GROUP,), dtype=tl.float32) + tl.load(input_scale_ptr).to(tl.float32)
-    else:
-        scale_G = tl.maximum(tl.div_rn(tl.max(tl.abs(x_GB), 1), LARGEST_VALUE), 1e-12)
-    # Maxima drop NaN, and a token that is not a number must not become one.
-    scale_G = tl.where(tl.sum((x_GB != x_GB).to(tl.int32), 1) > 0, float("nan"), scale_G)
-    # Exact divisions, as the reference's: under a constant scale many values fall between two of float8's, to be rounded alike.
-    values_GB = x_GB * tl.div_rn(1.0, scale_G)[:, None]
-    values_GB = tl.minimum(tl.maximum(values_GB, -LARGEST_VALUE), LARGEST_VALUE)
-    out_I = round_to(tl.reshape(values_GB, (BLOCK,)), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * num_features + cols_I, out_I, mask=ok_I)
+    scale_G = scales_of(x_GB, input_scale_ptr, IS_STATIC, LARGEST_VALUE)
+    values_GB = to_eight_bits(x_GB, scale_G[:, None], out_ptr.dtype.element_ty, LARGEST_VALUE)
+    tl.store(out_ptr + row * num_features + cols_I, tl.reshape(values_GB, (BLOCK,)), mask=ok_I)
     groups = tl.arange(0, BLOCK // GROUP)
     num_groups = tl.cdiv(num_features, GROUP)
     tl.store(scale_ptr + row * num_groups + groups, scale_G, mask=groups < num_groups)

@@ -12,10 +12,11 @@
 10. fuse_allreduce_add_rms_norm  the ranks' sum, the residual and the next norm become one op
 11. quantize_linears             linears over weights of 8 bits, where that is asked for
 12. fuse_allreduce_quantize      the norm behind the ranks' sum comes rounded to float8, where linears round it
-13. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-14. fuse_quantized_mlp           quantized linears with SiLU-mul between them become one op that hands rounded activations over
-15. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
-16. fuse_add_rms_norm            residual add + RMSNorm likewise
+13. fuse_attention_quantize      attention's output comes rounded to 8 bits, where linears round it
+14. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+15. fuse_quantized_mlp           quantized linears with SiLU-mul between them become one op that hands rounded activations over
+16. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
+17. fuse_add_rms_norm            residual add + RMSNorm likewise
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from compiler.passes.functionalize import Functionalize
 from compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compiler.passes.fuse_allreduce_quantize import FuseAllreduceQuantize
+from compiler.passes.fuse_attention_quantize import FuseAttentionQuantize
 from compiler.passes.fuse_linears import FuseLinears
 from compiler.passes.fuse_quantized_mlp import FuseQuantizedMlp
 from compiler.passes.fuse_rope_attention import FuseRopeAttention
@@ -52,5 +54,5 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
         *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
-        FuseLinears(), FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),
+        FuseAttentionQuantize(), FuseLinears(), FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),
     )  # fmt: skip

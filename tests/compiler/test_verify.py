@@ -16,7 +16,7 @@ from tests.support.tiny_models import caches, fill, step, tiny_spec
 from tests.support.wrong_passes import DropsResidual
 
 CPU = torch.device("cpu")
-FUSED = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
+FUSED = frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"})
 
 
 class Raises(BasePass):

@@ -12,8 +12,11 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import json
+import torch
 from custom_ops.gpu_sampling import _draw_kernel, _filter_kernel
 from custom_ops.triton_decode import _decode_kernel, decode_config
+from custom_ops.quantization import RoundTo
+from custom_ops.triton_decode_quantize import rounding_constants
 from custom_ops.triton_prefill import _prefill_kernel
 from custom_ops.triton_rope import _rope_kv_kernel
 from custom_ops.triton_step import _begin_kernel, _end_kernel
@@ -47,7 +50,26 @@ for num_seqs in (1, 64, 256):
     tile, splits, stages, warps, min_split = decode_config(num_seqs, 8, 132, itemsize=1)
     constants = {"BLOCK_C": tile, "SPLITS": splits, "MIN_SPLIT": min_split, "STAGES": stages}
     constants |= {} if splits > 1 else {"partial_ptr": None, "counter_ptr": None}
+    constants |= rounding_constants(None, 32, 128, warps)
+    constants |= {n: None for n in ("rounded_ptr", "rounded_scale_ptr", "input_scale_ptr")}
     found[f"decode {num_seqs}"] = ptx(_decode_kernel, ATTENTION | constants, warps, cache)
+FP8 = torch.float8_e4m3fn
+for name, round_to, head_dim in (
+    ("token", RoundTo(dtype=FP8), 128), ("int8", RoundTo(dtype=torch.int8), 128), ("group", RoundTo(dtype=FP8, per_group=True), 128),
+    ("group of heads", RoundTo(dtype=FP8, per_group=True), 64), ("static", RoundTo(dtype=FP8, input_scale=torch.ones(1)), 128),
+):
+    for num_seqs in (1, 64, 256):
+        tile, splits, stages, warps, min_split = decode_config(num_seqs, 8, 132)
+        constants = {"BLOCK_C": tile, "SPLITS": splits, "MIN_SPLIT": min_split, "STAGES": stages}
+        constants |= {"HEAD_DIM": head_dim, "BLOCK_E": head_dim, "BLOCK_R": head_dim // 2}
+        constants |= rounding_constants(round_to, 32, head_dim, warps)
+        special = {"out_ptr": "*bf16", "rounded_scale_ptr": "*fp32", "input_scale_ptr": "*fp32"}
+        special["rounded_ptr"] = "*i8" if round_to.dtype == torch.int8 else "*fp8e4nv"
+        if round_to.input_scale is None:
+            constants["input_scale_ptr"] = None
+        if splits == 1:
+            constants |= {"partial_ptr": None} | ({"counter_ptr": None} if constants["ROUNDS_HEADS"] else {})
+        found[f"{name} {num_seqs}"] = ptx(_decode_kernel, ATTENTION | constants, warps, special)
 constants = {"BLOCK_Q": 64, "BLOCK_C": 64, "STAGES": 3, "SKIP_SINGLE": False}
 found["prefill"] = ptx(_prefill_kernel, ATTENTION | constants, 4, cache)
 nothing = {n: None for n in ("temperature_ptr", "top_k_ptr", "seed_ptr", "position_ptr", "block_max_ptr")}
@@ -81,6 +103,29 @@ def test_pages_come_as_bytes_and_are_widened_two_at_a_time(ptx: dict[str, str], 
     assert "cvt.rn.f16x2.e4m3x2" in ptx[name]
     if name != "decode 1":  # which keeps nothing on its way but what a tile needs
         assert "cp.async" in ptx[name]
+
+
+ROUNDED = [
+    f"{kind} {num_seqs}" for kind in ("token", "int8", "group", "group of heads", "static") for num_seqs in (1, 64, 256)
+]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_output_is_rounded_in_the_same_kernel(ptx: dict[str, str], name: str) -> None:
+    kind, _, num_seqs = name.rpartition(" ")
+    lines = ptx[name].splitlines()
+    assert any("cvt.rn.satfinite.e4m3x2.f32" in line for line in lines) == (kind != "int8")
+    assert any("griddepcontrol.wait" in line for line in lines)
+    # Programs count each other where splits are combined, and where a head is not rounded by itself: where its output may end.
+    has_splits, in_place = num_seqs != "64", kind in ("group", "static")
+    assert sum("atom." in line for line in lines) == has_splits + (0 if in_place else 2 + has_splits)
+    # What other programs stored is read past L1.
+    assert any("ld.global.cg.v4" in line for line in lines) == (has_splits or not in_place)
+
+
+def test_a_decode_that_is_not_rounded_counts_nothing(ptx: dict[str, str]) -> None:
+    """The one is that of splits."""
+    assert [ptx[f"decode {num_seqs}"].count("atom.") for num_seqs in (1, 64, 256)] == [1, 0, 1]
 
 
 def test_the_greedy_choice_reduces_once(ptx: dict[str, str]) -> None:

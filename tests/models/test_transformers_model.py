@@ -36,7 +36,7 @@ def rewrite(
     captured = capture(spec.module, example_inputs(shapes, dtype))
     ctx = PassContext(
         device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-        kernels=frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"}),
+        kernels=frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"}),
     )  # fmt: skip
     records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier(spec.buffers) if verify else None)
     return captured, ctx, {record.name: record for record in records}
