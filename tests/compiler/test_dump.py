@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,12 @@ def dumped(
     return tmp_path / "dump", compile_model(spec, config, device=CPU, dtype=dtype, kernels=kernels)
 
 
+@pytest.fixture(scope="module")
+def plain_dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
+    """`dumped` as it comes, for tests that only look at it; the store lies beside the dump."""
+    return dumped(tmp_path_factory.mktemp("plain"))
+
+
 def load(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"dumped_{file.stem}", file)
     assert spec is not None
@@ -59,8 +66,9 @@ def assert_pieces_compute_what_was_compiled(folder: Path, tolerance: float) -> i
     return len(pieces)
 
 
-def test_dumped_pieces_run_and_agree_with_the_compiled_ones(tmp_path: Path) -> None:
-    folder, model = dumped(tmp_path)
+def test_dumped_pieces_run_and_agree_with_the_compiled_ones(plain_dump: tuple[Path, Model], tmp_path: Path) -> None:
+    folder, model = tmp_path / "dump", plain_dump[1]
+    shutil.copytree(plain_dump[0], folder)  # gets kernels
     assert assert_pieces_compute_what_was_compiled(folder, 1e-4) == model.report["distinct_pieces"]
 
 
@@ -74,8 +82,8 @@ def test_dump_of_smollm2_runs(tmp_path: Path, smollm2_gguf: Path) -> None:
     assert assert_pieces_compute_what_was_compiled(tmp_path / "dump", 1e-3) == model.report["distinct_pieces"]
 
 
-def test_every_stage_is_a_file_and_their_names_sort(tmp_path: Path) -> None:
-    folder, _ = dumped(tmp_path)
+def test_every_stage_is_a_file_and_their_names_sort(plain_dump: tuple[Path, Model]) -> None:
+    folder, _ = plain_dump
     names = sorted(file.name for file in folder.iterdir())
     passes = [f"{i:02}_pass_{p.name}.py" for i, p in enumerate(default_passes(), start=2)]
     expected = ["00_dynamo_bytecode.py", "01_captured.py", *passes, "90_split", "91_compiled", "92_forward.py", REPORT]
@@ -131,9 +139,9 @@ def test_near_miss_is_in_the_report_with_its_line(tmp_path: Path) -> None:
     assert re.search(r"models/llama\.py:\d+", row["near_misses"][0]["source"])
 
 
-def test_dumping_changes_nothing(tmp_path: Path) -> None:
-    _, with_dump = dumped(tmp_path)
-    config = CompileConfig(cache_dir=tmp_path / "store")
+def test_dumping_changes_nothing(plain_dump: tuple[Path, Model]) -> None:
+    folder, with_dump = plain_dump
+    config = CompileConfig(cache_dir=folder.parent / "store")
     plain = compile_model(tiny_spec(layers=3), config, device=CPU, dtype=torch.float32, kernels=FUSED)
     assert plain.report["artifact"] == "hit"
     fill(with_dump)
@@ -166,8 +174,11 @@ def test_a_dump_replaces_an_older_one(tmp_path: Path) -> None:
     assert not (folder / "08_pass_of_an_older_version.py").exists()
 
 
-def test_facts_are_added_to_a_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, _ = dumped(tmp_path)
+def test_facts_are_added_to_a_report(
+    plain_dump: tuple[Path, Model], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "dump"
+    shutil.copytree(plain_dump[0], folder)
     before = json.loads((folder / REPORT).read_text())
     add_to_report(folder, "engine", {"kv_cache_tokens": 128, "share": float("nan")})
     facts = {"kv_cache_tokens": 128, "share": None}
