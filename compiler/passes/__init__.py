@@ -41,6 +41,8 @@ from compiler.passes.quantize_linears import QuantizeLinears
 from compiler.passes.select_rows_early import SelectRowsEarly
 from compiler.passes.tensor_parallel import TensorParallel
 
+ON_REQUEST = frozenset({FuseAttentionQuantize.name})  # which run only where `--force-pass` asks for them
+
 
 def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
     """The passes of every compilation, in the order in which they run; None: with a config's defaults.
@@ -49,10 +51,11 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
     """
     config = config or CompileConfig()
     has_ranks = config.tensor_parallel_size > 1
+    attention_quantize = FuseAttentionQuantize(is_wanted=FuseAttentionQuantize.name in config.forced_passes)
     return (
         Functionalize(), Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(),
         *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
-        FuseAttentionQuantize(), FuseLinears(), FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),
+        attention_quantize, FuseLinears(), FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),
     )  # fmt: skip

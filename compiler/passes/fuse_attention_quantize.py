@@ -5,8 +5,9 @@
 
 In a step of decodes the attention kernel rounds what it has in registers, or its last program of a sequence the whole row; in any other
 step a kernel of its own does, between the pieces instead of in one. x stays beside it, for the kernel that streams a weight for one token
-and rounds by itself. In the last layer rows of x are selected before the linear, and then of all three. How much it gains has not been
-measured yet: it is made wherever there is a kernel for it.
+and rounds by itself. In the last layer rows of x are selected before the linear, and then of all three.
+
+What it gains in a step of decodes, and costs in the others, has not been measured yet: `--force-pass fuse_attention_quantize` turns it on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ ROPE_ATTENTION_QUANTIZE = torch.ops.cas.rope_attention_quantize.default
 class FuseAttentionQuantize(BasePass):
     name = "fuse_attention_quantize"
 
+    def __init__(self, *, is_wanted: bool = True) -> None:
+        self._is_wanted = is_wanted
+
     def guard(self, ctx: PassContext) -> SkipReason | None:
+        if not self._is_wanted:
+            return SkipReason(sentence=f"nobody has measured yet what it gains: --force-pass {self.name} turns it on")
         if "rope_attention_quantize" in ctx.kernels:
             return None
         return SkipReason(

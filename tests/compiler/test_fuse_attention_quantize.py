@@ -63,7 +63,9 @@ def rewrite(
         device=CPU, dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=kernels,
         tensor_parallel_size=ranks, tp_plan=spec.tp_plan, quantized_weights=spec.quantized_weights,
     )  # fmt: skip
-    passes = passes or default_passes(CompileConfig(tensor_parallel_size=ranks, **options))
+    passes = passes or default_passes(
+        CompileConfig(tensor_parallel_size=ranks, forced_passes=frozenset({NAME}), **options)
+    )
     records = run_passes(captured.gm, passes, ctx, disabled, PassVerifier(spec.buffers) if verify else None)
     return captured, ctx, {record.name: record for record in records}
 
@@ -122,7 +124,7 @@ def test_every_layer_is_matched(model: str, scheme: Any, ranks: int) -> None:
         assert attention.args[10:] == (name, "block" in scheme, None, is_last)
 
     before = str(captured.gm.graph)
-    config = CompileConfig(quantization=scheme, tensor_parallel_size=ranks)
+    config = CompileConfig(quantization=scheme, tensor_parallel_size=ranks, forced_passes=frozenset({NAME}))
     for record in run_passes(captured.gm, default_passes(config), ctx):
         assert isinstance(record.result, SkipReason) or record.result.matched == 0, record.name
     assert str(captured.gm.graph) == before
@@ -228,7 +230,7 @@ def test_the_artifact_is_another_one() -> None:
 
 
 def compiled(spec: ModelSpec, cache_dir: Path, kernels: frozenset[str] = WITH_IT, **options: Any) -> Model:
-    config = CompileConfig(cache_dir=cache_dir, **options)
+    config = CompileConfig(cache_dir=cache_dir, forced_passes=frozenset({NAME}), **options)
     return compile_model(
         spec, config, device=CPU, dtype=torch.float16, kernels=kernels, attention_backend=TorchAttention()
     )

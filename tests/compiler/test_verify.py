@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 
 from compiler import CompileConfig, compile_model
 from compiler.graph_pass import BasePass, PassContext, PassResult
-from compiler.passes import default_passes
+from compiler.passes import ON_REQUEST, default_passes
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 from tests.support.wrong_passes import DropsResidual
 
 CPU = torch.device("cpu")
-FUSED = frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"})
+FUSED = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
 
 
 class Raises(BasePass):
@@ -67,6 +67,8 @@ def test_every_default_pass_is_right(tmp_path: Path, architecture: str, config: 
     rows = {row["name"]: row for row in model.report["passes"]}
     assert list(rows) == [p.name for p in default_passes()]
     for name, row in rows.items():
+        if name in ON_REQUEST:
+            continue
         assert row["verification"]["reason"] is None, name
         assert row["verification"]["relative_error"] < 1e-12
     sites = rows["fuse_rope_attention"]["verification"]["sites"]

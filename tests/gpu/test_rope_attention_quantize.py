@@ -169,11 +169,11 @@ def test_a_captured_decode_step_uses_it(tmp_path: Path, monkeypatch: pytest.Monk
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | wide))
     tokens, name = [], "fuse_attention_quantize"
-    for disabled in ((), (name,)):
+    for forced in ((name,), ()):
         core = EngineCore(
             tiny_config(
                 folder, device="cuda", dtype="bfloat16", block_size=16, num_kv_blocks=256, attention_backend="triton",
-                enforce_eager=False, async_scheduling=True, cache_dir=tmp_path / "cache", quantization=scheme, disabled_passes=disabled,
+                enforce_eager=False, async_scheduling=True, cache_dir=tmp_path / "cache", quantization=scheme, forced_passes=forced,
             )
         )  # fmt: skip
         asked = [request(f"r{i}", [(i * 37 + j * 11) % VOCAB_SIZE for j in range(1 + 7 * i)]) for i in range(6)]
@@ -181,5 +181,5 @@ def test_a_captured_decode_step_uses_it(tmp_path: Path, monkeypatch: pytest.Monk
         stats = core.stats()
         assert stats.graph_replays["full"] > 0
         report = core.info.compile_report
-        assert report.get(f"pass_sites.{name}.matched", 0) == (0 if disabled else 2)
+        assert report.get(f"pass_sites.{name}.matched", 0) == (2 if forced else 0)
     assert tokens[0] == tokens[1]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from compiler.capture import CapturedGraph, capture, example_inputs
+from compiler.config import CompileConfig
 from compiler.graph_pass import PassContext, PassResult
 from compiler.pass_manager import PassRecord, run_passes
-from compiler.passes import default_passes
+from compiler.passes import ON_REQUEST, default_passes
 from compiler.verify import PassVerifier
 from models.config import ModelConfigError
 from models.registry import build_model
@@ -23,6 +24,8 @@ from tests.support.transformers_models import SIZES, config_of, greedy_tokens, w
 LAYERS = SIZES["num_hidden_layers"]
 PROMPTS = [[7, 21, 300, 9, 44], [5], list(range(30, 53))]
 NUM_TOKENS = 24
+
+PASSES = default_passes(CompileConfig(forced_passes=ON_REQUEST))
 
 
 def build(architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> ModelSpec:
@@ -38,7 +41,7 @@ def rewrite(
         device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode,
         kernels=frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"}),
     )  # fmt: skip
-    records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier(spec.buffers) if verify else None)
+    records = run_passes(captured.gm, PASSES, ctx, verifier=PassVerifier(spec.buffers) if verify else None)
     return captured, ctx, {record.name: record for record in records}
 
 
@@ -66,7 +69,7 @@ def test_every_site_is_matched(architecture: str, norms: int) -> None:
         assert layer_ops(captured) == layer_ops(theirs)
 
     before = str(captured.gm.graph)
-    for record in run_passes(captured.gm, default_passes(), ctx):
+    for record in run_passes(captured.gm, PASSES, ctx):
         assert isinstance(record.result, PassResult)
         assert record.result.matched == 0, record.name
     assert str(captured.gm.graph) == before

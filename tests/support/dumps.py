@@ -16,7 +16,7 @@ from serve.inspect.data import load_dump
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 4
-FUSED = frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"})
+FUSED = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
 
 
 def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED) -> Path:
