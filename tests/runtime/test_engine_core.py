@@ -203,6 +203,11 @@ def test_stop_ids_end_a_request_but_not_before_min_tokens(core: EngineCore) -> N
         (request("bad", [1], logit_bias={999: 1.0}), "logit_bias has token id 999"),
         (request("bad", [1], allowed_token_ids=[-2]), "allowed_token_ids has token id -2"),
         (request("bad", [1], bad_words_token_ids=[[1, 5000]]), "bad_words has token id 5000"),
+        (request("bad", [1], bad_words_token_ids=[[1] * 257]), "may have 256 tokens, but one has at least 257"),
+        (
+            request("bad", [1], bad_words_token_ids=[[1, 2]] * 9000),
+            "16384 tokens together, but they have at least 18000",
+        ),
         (request("bad", [1], stop_token_ids=[320]), "stop_token_ids has token id 320"),
     ],
     ids=lambda value: value[:12].replace(" ", "-") if isinstance(value, str) else "",
