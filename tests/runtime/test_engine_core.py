@@ -254,6 +254,19 @@ def test_utility_calls(core: EngineCore) -> None:
         core.utility("dance")
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_every_step_says_how_many_tokens_it_had(model_dir: Path, async_scheduling: bool) -> None:
+    engine = EngineCore(tiny_config(model_dir, async_scheduling=async_scheduling))
+    engine.add_request(request("a", prompt_of(1, 100), max_tokens=3))
+    seen = []
+    while engine.has_work():
+        stats = engine.step().stats
+        assert stats is not None
+        seen.append(stats.step_tokens)
+    assert seen == [100, 1, 1]
+    assert engine.stats().step_tokens == 0
+
+
 def test_abort_all_ends_every_request_with_an_output(model_dir: Path) -> None:
     engine = EngineCore(tiny_config(model_dir, async_scheduling=True))
     for i in range(3):
