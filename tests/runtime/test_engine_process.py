@@ -211,6 +211,9 @@ async def test_shutdown_drains_then_refuses(model_dir: Path) -> None:
     async with started(model_dir) as (client, reader):
         await client.add_request(request("running", [1], max_tokens=100))
         await reader.until(lambda got: "running" in got)
+        assert client.pid is not None
+        for number in (signal.SIGINT, signal.SIGTERM):  # as from a terminal and from systemd: they are for the parent
+            os.kill(client.pid, number)
         await asyncio.wait_for(client.shutdown(drain=True), PATIENCE)
         await asyncio.wait_for(reader.task, PATIENCE)
         assert reader.error is None
