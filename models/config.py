@@ -83,8 +83,22 @@ def _positive_int(config: Mapping[str, Any], name: str, default: int | None = No
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings of config.json: rope_parameters (transformers 5), or rope_theta beside rope_scaling."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
+    """Both spellings of config.json: rope_parameters (transformers 5), or rope_theta beside rope_scaling.
+
+    Who adds one to a file that has the other must mean the same: transformers would take rope_scaling, and forget the other's rope_theta.
+    """
+    spellings = {name: dict(config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    rope: dict[str, Any] = {}
+    for spelling in spellings.values():
+        older_name = spelling.pop("type", "default")
+        spelling.setdefault("rope_type", older_name)
+        for name in rope.keys() & spelling.keys():
+            if rope[name] != spelling[name]:
+                raise ModelConfigError(
+                    f"rope_parameters and rope_scaling in the model's config disagree about {name} ({rope[name]!r} and "
+                    f"{spelling[name]!r}): move everything to rope_parameters, rope_theta too, and remove rope_scaling."
+                )
+        rope |= spelling
+    rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     return rope

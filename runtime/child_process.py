@@ -63,12 +63,15 @@ def read_bootstrap() -> Any:
 
 
 def settle_in(*, who: str, log_level: int, folder: str | None) -> None:
-    """Leave Ctrl-C to the parent, log to standard error, and end with the parent.
+    """Leave Ctrl-C and SIGTERM to the parent, log to standard error, and end with the parent.
 
     who: precedes every line of the log, e.g. "rank 1". folder: removed by a process that its parent left behind.
     """
-    # Ctrl-C reaches the whole terminal's group: when to stop is the parent's decision.
+    # Ctrl-C reaches the whole terminal's group, and SIGTERM from systemd or a container's runtime may reach every process of a service:
+    # when to stop is the parent's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _do_nothing)  # SIG_IGN would be inherited by compilers, which we end by it
+    signal.siginterrupt(signal.SIGTERM, False)
     line = f"%(levelname)s {who} %(name)s: %(message)s" if who else "%(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.WARNING, format=line, stream=sys.stderr)
     for name in ("compiler", "custom_ops", "models", "runtime"):
@@ -112,6 +115,9 @@ def remove_after_us(folder: str) -> None:
     subprocess.run(["sh", "-c", wait_and_remove, "sh", folder], stdin=ours_is_open, start_new_session=True, check=False)
     os.close(ours_is_open)
     _held_open.append(ours)
+
+
+def _do_nothing(*_: object) -> None: ...
 
 
 def _exit_with_parent(folder: str | None) -> None:

@@ -81,7 +81,8 @@ class DataParallelClient:
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_waiting=self.config.scheduler.max_waiting,
             num_blocks=num_blocks,
-            block_size=cache.block_size if cache.enable_prefix_caching else None,
+            block_size=cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
         )
         self._readers = [asyncio.create_task(self._read(index)) for index in range(len(self.replicas))]
         return self._info

@@ -74,8 +74,7 @@ class WindowDetokenizer:
         if self._skip and token_id in self._tokenizer.special_ids:
             return ""
         self._pending.append(token_id)
-        before = self._decode(self._context)
-        text = self._decode(self._context + self._pending)
+        before, text = self._texts()
         waits = text.endswith(_REPLACEMENT) or len(text) <= len(before)
         if waits and len(self._pending) < _MAX_PENDING:
             return ""
@@ -84,7 +83,15 @@ class WindowDetokenizer:
     def flush(self) -> str:
         if not self._pending:
             return ""
-        return self._emit(self._decode(self._context), self._decode(self._context + self._pending))
+        return self._emit(*self._texts())
+
+    def _texts(self) -> tuple[str, str]:
+        """What the window was before, as far as it still is that, and what it is with the pending tokens."""
+        before = self._decode(self._context)
+        text = self._decode(self._context + self._pending)
+        while before.endswith(_REPLACEMENT) and not text.startswith(before):
+            before = before[:-1]  # half a character (of the prompt, say) that is being completed
+        return before, text
 
     def _emit(self, before: str, text: str) -> str:
         self._context, self._pending = self._pending, []

@@ -115,7 +115,9 @@ class EngineCore:
         outputs = scheduler.update(scheduled, result)
         if not scheduler.has_work():
             self._idle_since = None
-        return StepOutputs(outputs=outputs, stats=self.stats())
+        stats = self.stats()
+        stats.step_tokens = scheduled.total_num_scheduled_tokens
+        return StepOutputs(outputs=outputs, stats=stats)
 
     def idle(self) -> bool:
         """Do one piece of work that can wait (capture one more graph); False when there is none. Raises
@@ -127,7 +129,7 @@ class EngineCore:
         return self._executor.idle()
 
     def stats(self) -> EngineStats:
-        """State after the last step."""
+        """State after the last step; `step_tokens` is left at 0."""
         stats, worker = self._scheduler.stats(), self._executor.stats()
         stats.padded_tokens = worker.padded_tokens
         stats.steps_on_device = worker.steps_on_device

@@ -75,6 +75,7 @@ class EngineProcess:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._refused: list[RequestOutput] = []
+        self._has_aborted = False  # since the last word of how things stand
         self._shutdown: Shutdown | None = None
 
     def run(self) -> int:
@@ -106,13 +107,14 @@ class EngineProcess:
                 return
             if core.has_work():
                 outputs = core.step()
-            elif self._refused:
+            elif self._refused or self._has_aborted:
                 outputs = StepOutputs(stats=core.stats())
             else:
                 continue
             if self._refused:
                 outputs.outputs.extend(self._refused)
                 self._refused.clear()
+            self._has_aborted = False
             self._send(outputs)
 
     def _take_in(self, *, wait: bool) -> None:
@@ -127,6 +129,7 @@ class EngineProcess:
             self._add(message)
         elif isinstance(message, AbortRequests):
             self._core.abort(message.request_ids)
+            self._has_aborted = True
         elif isinstance(message, UtilityCall):
             self._call(message)
         else:

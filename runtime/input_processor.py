@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from runtime.messages import EngineInfo, EngineRequest
-from runtime.sampling_checks import verify_token_ids
+from runtime.sampling_checks import verify_bad_words, verify_token_ids
 from runtime.sampling_params import SamplingParams, SamplingParamsError
 from runtime.tokenizer import Tokenizer
 
@@ -57,13 +57,15 @@ class InputProcessor:
             self.require_tokenizer("stop strings and bad words")
         if params.stop and not params.detokenize:
             raise SamplingParamsError("stop", "stop strings need detokenize=True: they are looked for in the text.")
-        changes: dict[str, object] = {"max_tokens": room if params.max_tokens is None else params.max_tokens}
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        changes: dict[str, object] = {"max_tokens": max_tokens}
         if params.min_tokens > room:
             raise SamplingParamsError(
                 "min_tokens", f"min_tokens is {params.min_tokens}, but the prompt leaves room for {room} tokens only."
             )
         if params.bad_words:
-            changes["bad_words_token_ids"] = self._bad_words(params.bad_words)
+            words = self._bad_words(params.bad_words)
+            changes["bad_words_token_ids"] = [word for word in words if len(word) <= max_tokens]  # others never come up
         return prompt, msgspec.structs.replace(params, **changes)
 
     def engine_request(
@@ -135,6 +137,7 @@ class InputProcessor:
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences of each word at the start of a text and after a space."""
         tokenizer = self.require_tokenizer("bad words")
+        verify_bad_words(len(word) // tokenizer.max_token_chars for word in words)  # at least; before they take time
         sequences: list[list[int]] = []
         for word in words:
             plain = tokenizer.encode(word, add_special_tokens=False)
@@ -143,4 +146,5 @@ class InputProcessor:
             # A variant of another length is not the word but the word behind a token of its own for the space.
             if spaced != plain and len(spaced) == len(plain):
                 sequences.append(spaced)
+        verify_bad_words(map(len, sequences))
         return [sequence for sequence in sequences if sequence]

@@ -51,7 +51,7 @@ class PenaltyState:
         assert len(prompt), "a request has a prompt"
         if not self._free_rows:
             self._grow_rows()
-        row = self._free_rows.pop()
+        row = self._free_rows[-1]
         tokens, counts = np.unique(output, return_counts=True)
         seen = np.concatenate([np.unique(prompt), tokens])
         self._fit_columns(len(seen))
@@ -62,6 +62,7 @@ class PenaltyState:
         self._counts_CV[row].zero_()
         if len(tokens):
             self._counts_CV[row].index_copy_(0, self._upload(tokens), self._upload(counts.astype(np.int32)))
+        self._free_rows.pop()  # only now: a row is not lost where there is no memory for it
         return row
 
     def remove(self, row: int) -> None:

@@ -90,7 +90,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0  # tokens
     num_preemptions: int = 0
-    step_tokens: int = 0  # tokens of this step
+    step_tokens: int = 0  # tokens of the step that this came with; 0 without one
     padded_tokens: int = 0
     steps_on_device: int = 0
     graph_replays: dict[str, int] = {}  # by mode

@@ -10,6 +10,7 @@ CPU `launch` computes at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,10 +33,13 @@ from runtime.sampling_params import SamplingParams
 from runtime.schedule import ModelRunnerOutput, SchedulerOutput
 from runtime.staging import StagedArrays
 
+logger = logging.getLogger(__name__)
+
 NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) for this request."
 NOTHING_LEFT = (
     "No token can follow: allowed_token_ids, bad_words, logit_bias and min_tokens together exclude every one."
 )
+NOT_TAKEN_IN = "The engine failed on this request's sampling options; its log has the details."
 
 
 class RunnableModel(Protocol):
@@ -68,7 +72,7 @@ class _PromptResult:
 class PendingStep:
     """A launched step; `result` waits for it and may be called once."""
 
-    __slots__ = ("_best", "_event", "_logprobs", "_plan", "_prompts", "_sampled_ids", "_tokens", "step")
+    __slots__ = ("_best", "_errors", "_event", "_logprobs", "_plan", "_prompts", "_sampled_ids", "_tokens", "step")
 
     def __init__(
         self,
@@ -80,8 +84,10 @@ class PendingStep:
         logprobs: RowLogprobs | None,
         prompts: list[_PromptResult],
         event: torch.cuda.Event | None,
+        errors: dict[str, str],
     ) -> None:
         self.step = step
+        self._errors = errors
         self._sampled_ids = sampled_ids
         self._tokens = tokens
         self._best = best
@@ -99,7 +105,7 @@ class PendingStep:
             sampled_token_ids=dict(zip(self._sampled_ids, self._tokens.tolist(), strict=True)),
             logprobs={},
             prompt_logprobs={},
-            errors={},
+            errors=self._errors,
         )
         if self._logprobs is not None:
             assert self._plan is not None
@@ -112,6 +118,9 @@ class PendingStep:
         finite = np.isfinite(self._best)
         if not finite.all():
             self._report_errors(output, np.flatnonzero(~finite))
+        for request_id in self._errors:
+            output.sampled_token_ids.pop(request_id, None)
+            output.logprobs.pop(request_id, None)
         return output
 
     def _report_errors(self, output: ModelRunnerOutput, rows: np.ndarray) -> None:
@@ -162,6 +171,8 @@ class ModelRunner:
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
         self._last_inputs: StepInputs | None = None
+        self._errors: dict[str, str] = {}  # of the requests that this step could not take in
+        self._is_alone = config.num_ranks == 1
         self._is_cpu = device.type == "cpu"
         if not self._is_cpu:
             # Two steps may be in flight, and the result of a third may still be read.
@@ -315,7 +326,16 @@ class ModelRunner:
         for data in scheduled.new_requests:
             request = batch.add(data)
             tokens, num_prompt = request.token_ids, data.num_prompt_tokens
-            sampler.add(request.slot, request.params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
+            try:
+                sampler.add(request.slot, request.params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
+            except Exception:
+                if not self._is_alone:  # the other ranks may have taken it in, and would go on with other tokens
+                    raise
+                logger.exception("Request %s could not be taken in.", data.request_id)
+                self._errors[data.request_id] = NOT_TAKEN_IN
+                sampler.add(
+                    request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0]
+                )  # until it is gone
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
 
@@ -415,7 +435,8 @@ class ModelRunner:
             self._num_launched += 1
             event = torch.cuda.Event()
             event.record()
-        return PendingStep(step, layout.sampled_ids, tokens, best, self._plan, logprobs, prompts, event)
+        errors, self._errors = self._errors, {}
+        return PendingStep(step, layout.sampled_ids, tokens, best, self._plan, logprobs, prompts, event, errors)
 
 
 def _pad(layout: BatchLayout, host: dict[str, np.ndarray], size: int) -> tuple[int, int]:

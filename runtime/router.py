@@ -30,7 +30,8 @@ class _Replica:
 class Router:
     """`route` a request, `finish` it, and `observe` what replicas say. max_num_seqs, num_blocks: of each replica.
 
-    block_size: of the prefix caches; None: there are none. max_waiting: requests that a replica takes beyond max_num_seqs.
+    block_size: tokens of a block. enable_prefix_caching: whether replicas remember prompts. max_waiting: requests that a replica takes
+    beyond max_num_seqs.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class Router:
         *,
         max_num_seqs: int,
         num_blocks: int,
-        block_size: int | None,
+        block_size: int,
+        enable_prefix_caching: bool = True,
         max_waiting: int | None = None,
     ) -> None:
         self._replicas = [_Replica() for _ in range(num_replicas)]
@@ -47,7 +49,8 @@ class Router:
         self._max_num_seqs = max_num_seqs
         self._limits = [max_num_seqs] + ([] if max_waiting is None else [max_num_seqs + max_waiting])
         self._block_size = block_size
-        self._num_tokens = num_blocks * (block_size or 1)
+        self._has_caches = enable_prefix_caching
+        self._num_tokens = num_blocks * block_size
         # Which replicas were sent a block (bit r: replica r), the least recently sent first.
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._max_seen = num_replicas * num_blocks
@@ -109,9 +112,9 @@ class Router:
         return range(len(self._replicas))
 
     def _hashes(self, request: EngineRequest) -> list[bytes]:
-        size = self._block_size
-        if size is None or request.sampling_params.prompt_logprobs is not None:  # it does not read the cache
+        if not self._has_caches or request.sampling_params.prompt_logprobs is not None:  # it does not read the cache
             return []
+        size = self._block_size
         num_blocks = min(len(request.prompt_token_ids) // size, MAX_HASHED_BLOCKS)
         return hash_blocks(root_hash(request.cache_salt), request.prompt_token_ids[: num_blocks * size], size)
 

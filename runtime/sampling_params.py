@@ -6,6 +6,9 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 256  # of one bad word
+MAX_BAD_TOKENS = 16384  # of all bad words of a request: every step compares them with its output
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -16,7 +19,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop: strings, stop_token_ids: ids; include_stop_str_in_output keeps the stop string in the text.
     logprobs / prompt_logprobs: None is off; k returns the chosen token's and the k likeliest. -1 is not supported.
     logit_bias: token id → added to its logit. allowed_token_ids: only these. bad_words: never these strings
-        (`bad_words_token_ids` are their token sequences, filled in by whoever holds the tokenizer).
+        (`bad_words_token_ids` are their token sequences, filled in by whoever holds the tokenizer); at most MAX_BAD_WORDS
+        of at most MAX_BAD_WORD_TOKENS tokens, and of MAX_BAD_TOKENS together.
     seed: None draws from the engine's generator; otherwise the request's own stream, the same alone or in a batch.
     detokenize: False skips making text.
     """
@@ -78,6 +82,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "not empty", "[]"
         )
+        _check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} words", len(self.bad_words))
         _check(all(self.bad_words), "bad_words", "without empty strings", self.bad_words)
         _check(
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1,

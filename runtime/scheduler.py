@@ -31,6 +31,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from runtime.config import CacheConfig, SchedulerConfig
 from runtime.kv_cache_manager import KVCacheManager
 from runtime.messages import EngineRequest, EngineStats, FinishReason, RequestOutput
@@ -100,7 +102,6 @@ class Scheduler:
         self._next_step = 0
         self._rows_left = 0  # of PROMPT_LOGPROB_ROWS, in the step that is being scheduled
         self._num_preemptions = 0
-        self._step_tokens = 0
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -169,7 +170,7 @@ class Scheduler:
         return self.manager.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """What the scheduler knows of EngineStats; the model runner's fields are left at their defaults."""
+        """What the scheduler knows of EngineStats; the model runner's fields and the step's are left at their defaults."""
         manager = self.manager
         return EngineStats(
             num_running=len(self._running),
@@ -180,7 +181,6 @@ class Scheduler:
             prefix_cache_queries=manager.prefix_queries,
             prefix_cache_hits=manager.prefix_hits,
             num_preemptions=self._num_preemptions,
-            step_tokens=self._step_tokens,
         )
 
     def schedule(self) -> SchedulerOutput | None:
@@ -219,14 +219,13 @@ class Scheduler:
 
         self._next_step += 1
         self._in_flight.append(step)
-        self._step_tokens = self.config.token_budget - budget
         forget_ids, self._forget_ids = self._forget_ids, []
         return SchedulerOutput(
             step=step.step,
             new_requests=new_requests,
             cached_requests=grown,
             num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=self._step_tokens,
+            total_num_scheduled_tokens=self.config.token_budget - budget,
             finished_request_ids=forget_ids,
         )
 
@@ -359,6 +358,8 @@ class Scheduler:
             assert len(request.prompt_logprobs) == request.num_prompt_tokens, (request_id, len(request.prompt_logprobs))
             output.prompt_logprobs = request.prompt_logprobs
             request.wants_prompt_logprobs = False
+            # The runner is not to make them again, without a limit of rows, when the request resumes after a preemption.
+            request.sampling_params = msgspec.structs.replace(request.sampling_params, prompt_logprobs=None)
         if request.max_total_tokens == request.num_prompt_tokens:
             output.finish_reason = "length"  # max_tokens=0: only the prompt was of interest
         else:

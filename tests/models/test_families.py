@@ -135,3 +135,6 @@ def test_rope_frequencies_equal_transformers(rope_type: str) -> None:
     older = build_model(config | {"rope_scaling": old, "rope_theta": 500000.0}, dtype=torch.bfloat16)
     torch.testing.assert_close(older.buffers["model.rotary_emb.inv_freq"], frequencies, rtol=0, atol=0)
     assert spec.max_model_len == (131072 * 8 if rope_type == "linear" else 131072)
+    # and both in one file, where they mean the same
+    both = build_model(config | {"rope_parameters": rope, "rope_scaling": old}, dtype=torch.bfloat16)
+    torch.testing.assert_close(both.buffers["model.rotary_emb.inv_freq"], frequencies, rtol=0, atol=0)

@@ -91,6 +91,19 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
             "'yarn' is not supported: expected one of default",
         ),
         (config_of(rope_scaling={"rope_type": "linear"}), "RoPE type 'linear' needs 'factor'"),
+        (
+            config_of(
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+                rope_scaling={"type": "linear", "factor": 2.0},
+            ),
+            "rope_parameters and rope_scaling in the model's config disagree about rope_type ('default' and 'linear')",
+        ),
+        (
+            config_of(
+                rope_parameters={"rope_type": "linear", "factor": 4.0}, rope_scaling={"type": "linear", "factor": 2.0}
+            ),
+            "disagree about factor (4.0 and 2.0): move everything to rope_parameters",
+        ),
         (config_of(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.child_process import EXIT_ORPHANED
 from tests.support.processes import is_running, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,29 @@ child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")  # which outlives it
 print(folder, child, flush=True)
 sys.stdin.read()
 """
+
+SETTLED = """
+import logging, os, signal, subprocess, sys, time
+from runtime.child_process import settle_in
+settle_in(who="", log_level=logging.WARNING, folder=None)
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGINT)
+compiler = subprocess.Popen(["sleep", "600"])
+compiler.terminate()
+print(compiler.wait(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_child_leaves_signals_to_its_parent_and_what_it_starts_does_not() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SETTLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{-signal.SIGTERM}\n"
+    process.stdin.close()
+    assert process.wait() == EXIT_ORPHANED
 
 
 @pytest.mark.parametrize("how", ["by itself", "by a signal"])

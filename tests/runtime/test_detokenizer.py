@@ -59,6 +59,16 @@ def test_space_at_the_beginning_of_a_continuation_is_kept() -> None:
     assert "".join(deltas_of(tokenizer, rest[len(prompt) :], prompt=prompt)) == " two three"
 
 
+@pytest.mark.parametrize("num_of_prompt", [0, 1, 2, 3, 4])
+def test_a_character_that_begins_in_the_prompt_costs_none_of_the_text(num_of_prompt: int) -> None:
+    tokenizer = sentencepiece_tokenizer(["one", "two"])
+    ids = tokenizer.encode("one🙂 two three", add_special_tokens=False)
+    first = ids.index(tokenizer.backend.token_to_id("<0xF0>"))
+    prompt, rest = ids[: first + num_of_prompt], ids[first + num_of_prompt :]
+    deltas = deltas_of(tokenizer, rest, prompt=prompt)
+    assert "".join(deltas) == ("" if num_of_prompt == 4 else "🙂") + " two three"
+
+
 def test_half_a_character_at_the_end_is_one_replacement(tokenizer: Tokenizer) -> None:
     ids = byte_level_tokenizer([]).encode("🙂", add_special_tokens=False)[:3]
     assert deltas_of(byte_level_tokenizer([]), ids) == ["", "", "", "\ufffd"]

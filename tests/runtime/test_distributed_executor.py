@@ -210,6 +210,21 @@ def test_a_long_step_is_not_given_up_while_ranks_move(model_dir: Path, monkeypat
     executor.shutdown()
 
 
+def test_a_signal_that_is_meant_for_the_parent_ends_no_rank(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches a terminal's whole group, SIGTERM from systemd every process of a service."""
+    use_fake_workers(monkeypatch, model_dir, pause=0.1)
+    ranks = Ranks()
+    executor = start(model_dir, ranks)
+    in_flight = executor.launch(step(0, "a"))
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+    assert executor.result(in_flight).sampled_token_ids == {"a": 0}
+    assert run(executor, range(1, 3)) == [{"a": 1}, {"a": 2}]
+    executor.shutdown()
+    assert [process.returncode for process in ranks._processes] == [0, 0]
+
+
 @pytest.mark.parametrize("next_call", ["idle", "launch", "shutdown"])
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: str
@@ -218,10 +233,10 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(
     ranks = Ranks()
     executor = start(model_dir, ranks)
     assert not executor.idle()
-    os.kill(ranks.pids[1], signal.SIGTERM)
+    os.kill(ranks.pids[1], signal.SIGKILL)
     wait_until(lambda: 1 in ranks.ended())
     if next_call != "shutdown":
-        with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 15"):
+        with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 9"):
             executor.idle() if next_call == "idle" else executor.result(executor.launch(step(0, "a")))
     executor.shutdown()
     assert not is_running(ranks.pids[0])

@@ -203,6 +203,11 @@ def test_stop_ids_end_a_request_but_not_before_min_tokens(core: EngineCore) -> N
         (request("bad", [1], logit_bias={999: 1.0}), "logit_bias has token id 999"),
         (request("bad", [1], allowed_token_ids=[-2]), "allowed_token_ids has token id -2"),
         (request("bad", [1], bad_words_token_ids=[[1, 5000]]), "bad_words has token id 5000"),
+        (request("bad", [1], bad_words_token_ids=[[1] * 257]), "may have 256 tokens, but one has at least 257"),
+        (
+            request("bad", [1], bad_words_token_ids=[[1, 2]] * 9000),
+            "16384 tokens together, but they have at least 18000",
+        ),
         (request("bad", [1], stop_token_ids=[320]), "stop_token_ids has token id 320"),
     ],
     ids=lambda value: value[:12].replace(" ", "-") if isinstance(value, str) else "",
@@ -247,6 +252,19 @@ def test_utility_calls(core: EngineCore) -> None:
     assert core.utility("reset_prefix_cache") == {"ok": True}
     with pytest.raises(ValueError, match="no method 'dance': known are ping, reset_prefix_cache, stats"):
         core.utility("dance")
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_every_step_says_how_many_tokens_it_had(model_dir: Path, async_scheduling: bool) -> None:
+    engine = EngineCore(tiny_config(model_dir, async_scheduling=async_scheduling))
+    engine.add_request(request("a", prompt_of(1, 100), max_tokens=3))
+    seen = []
+    while engine.has_work():
+        stats = engine.step().stats
+        assert stats is not None
+        seen.append(stats.step_tokens)
+    assert seen == [100, 1, 1]
+    assert engine.stats().step_tokens == 0
 
 
 def test_abort_all_ends_every_request_with_an_output(model_dir: Path) -> None:

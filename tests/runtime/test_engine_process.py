@@ -196,10 +196,24 @@ async def test_a_full_queue_is_told_apart_from_a_bad_request(model_dir: Path) ->
         assert (second.finish_reason, second.error_kind) == ("error", "overloaded")
 
 
+async def test_the_abort_of_the_last_request_is_seen_in_the_numbers(model_dir: Path) -> None:
+    async with started(model_dir, async_scheduling=False) as (client, reader):
+        await client.add_request(request("only", [1], max_tokens=250))
+        await reader.until(lambda got: "only" in got)
+        assert client.stats.num_running == 1
+        await client.abort(["only"])
+        await reader.until(lambda _: client.stats.num_running == 0)
+        assert client.stats.num_free_blocks == client.stats.num_total_blocks
+        assert reader.outputs["only"][-1].finish_reason is None
+
+
 async def test_shutdown_drains_then_refuses(model_dir: Path) -> None:
     async with started(model_dir) as (client, reader):
         await client.add_request(request("running", [1], max_tokens=100))
         await reader.until(lambda got: "running" in got)
+        assert client.pid is not None
+        for number in (signal.SIGINT, signal.SIGTERM):  # as from a terminal and from systemd: they are for the parent
+            os.kill(client.pid, number)
         await asyncio.wait_for(client.shutdown(drain=True), PATIENCE)
         await asyncio.wait_for(reader.task, PATIENCE)
         assert reader.error is None

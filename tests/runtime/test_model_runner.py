@@ -16,7 +16,7 @@ from models.spec import KVCacheSpec, ModelSpec
 from runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from runtime.decode_step import begin_step, end_step
 from runtime.messages import EngineRequest, RequestOutput
-from runtime.model_runner import NOT_FINITE, NOTHING_LEFT, ModelRunner, PendingStep, RunnableModel
+from runtime.model_runner import NOT_FINITE, NOT_TAKEN_IN, NOTHING_LEFT, ModelRunner, PendingStep, RunnableModel
 from runtime.sampling_params import SamplingParams
 from runtime.schedule import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from runtime.scheduler import Scheduler
@@ -292,6 +292,28 @@ def test_a_request_with_bad_logits_ends_with_a_sentence_and_the_others_go_on() -
     assert not result.logprobs
     result = runner.launch(step(1, {"good": 1}, finished_request_ids=["nan", "none"])).result()
     assert result.sampled_token_ids == {"good": next_token([1, 2, next_token([1, 2])])}
+
+
+def test_a_request_that_cannot_be_taken_in_ends_with_a_sentence_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = make_runner(PagedModel())
+    new = [new_request("good", [1, 2], [0]), new_request("big", [5], [1], presence_penalty=1.0, logprobs=1)]
+
+    def no_memory(*_: object) -> int:
+        raise MemoryError("Unable to allocate 236 GiB")
+
+    monkeypatch.setattr("runtime.logits_penalties.PenaltyState.add", no_memory)
+    first = runner.launch(step(0, {"good": 2, "big": 1}, new_requests=new))
+    second = runner.launch(step(1, {"good": 1, "big": 1}))  # the scheduler has not heard of it yet
+    assert first.result().errors == {"big": NOT_TAKEN_IN}
+    good = next_token([1, 2])
+    result = second.result()
+    assert result.sampled_token_ids["good"] == next_token([1, 2, good])
+    monkeypatch.undo()
+    again = new_request("big", [5], [1], presence_penalty=1.0)
+    result = runner.launch(step(2, {"big": 1}, finished_request_ids=["big", "good"], new_requests=[again])).result()
+    assert (result.sampled_token_ids, result.errors) == ({"big": next_token([5])}, {})
 
 
 def test_a_chunk_that_does_not_finish_its_prompt_samples_nothing() -> None:

@@ -201,6 +201,27 @@ def test_bad_words_are_spelled_with_and_without_a_space() -> None:
     assert all(tokenizer.decode(ids).strip() == "fox" for ids in params.bad_words_token_ids)
 
 
+@pytest.mark.parametrize("words,says", [
+    (["ab"] * 1025, "at most 1024 words, got 1025"), (["ab", "xy" * 300], "one has at least 600"),
+    (["xy" * 1_000_000], "one has at least"), (["xy" * 50] * 170, "together, but they have at least 17000"),
+])  # fmt: skip
+def test_bad_words_beyond_the_limits_are_refused(words: list[str], says: str) -> None:
+    tokenizer = byte_level_tokenizer([])
+    info = EngineInfo(max_model_len=9999, vocab_size=300, num_kv_blocks=9999, block_size=16, dtype="x", device="cpu")
+    with pytest.raises(SamplingParamsError, match=says) as error:
+        InputProcessor(tokenizer, info).prepare([5], SamplingParams(bad_words=words))
+    assert error.value.param == "bad_words"
+
+
+def test_bad_words_longer_than_the_output_are_left_out() -> None:
+    info = EngineInfo(max_model_len=99, vocab_size=300, num_kv_blocks=99, block_size=16, dtype="x", device="cpu")
+    inputs = InputProcessor(byte_level_tokenizer([]), info)
+    for max_tokens, lengths in ((None, {3, 98}), (98, {3, 98}), (97, {3}), (2, set())):
+        params = SamplingParams(bad_words=["xyz", "x" * 98], max_tokens=max_tokens)
+        _, prepared = inputs.prepare([5], params)
+        assert {len(word) for word in prepared.bad_words_token_ids} == lengths
+
+
 def test_without_a_tokenizer_text_is_refused() -> None:
     inputs = InputProcessor(None, INFO)
     with pytest.raises(ValueError, match="skip_tokenizer_init"):

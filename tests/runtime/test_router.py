@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from runtime.messages import EngineStats
 from runtime.router import AFFINITY, Router
 from tests.support.engines import request
@@ -122,6 +124,13 @@ def test_memory_is_bounded_by_what_the_caches_hold() -> None:
 
 
 def test_without_prefix_caches_only_load_counts() -> None:
-    router = make_router(2, block_size=None)
+    router = make_router(2, enable_prefix_caching=False)
     chosen = [router.route(request(f"r{i}", prompt(0))) for i in range(10)]
     assert chosen.count(0) == chosen.count(1) == 5
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_prompt_is_a_load_of_its_share_of_the_kv_cache(enable_prefix_caching: bool) -> None:
+    router = make_router(1, max_num_seqs=10, num_blocks=100, enable_prefix_caching=enable_prefix_caching)
+    router.route(request("a", prompt(0, 200)))
+    assert router.load(0) == 1 / 10 + 200 / (100 * BLOCK)

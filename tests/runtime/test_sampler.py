@@ -294,6 +294,52 @@ def test_a_longer_bad_word_of_a_later_request_keeps_the_earlier_history() -> Non
     assert tokens(sampler, logits) == [11, 11]
 
 
+def test_bad_words_of_many_lengths_and_rows_are_as_a_search_finds_them() -> None:
+    generator = np.random.default_rng(5)
+    draw = lambda length: generator.integers(0, 3, length).tolist()  # noqa: E731
+    words = [[draw(length) for length in generator.integers(1, 12, 40)] for _ in range(3)]
+    outputs = [draw(length) for length in (20, 3, 9)]
+    sampler = make_sampler()
+    for slot, output in enumerate(outputs):
+        add(sampler, slot, SamplingParams(temperature=0.0, bad_words_token_ids=words[slot]), output=output)
+    logits = torch.zeros(3, VOCAB)
+    logits[:, :3] = torch.tensor([3.0, 2.0, 1.0])
+    for _ in range(6):
+        expected = []
+        for row, output in enumerate(outputs):
+            bad = {
+                word[-1]
+                for word in words[row]
+                if len(word) <= len(output) + 1 and output[len(output) - len(word) + 1 :] == word[:-1]
+            }
+            expected.append(next(token for token in range(4) if token not in bad))
+        assert tokens(sampler, logits) == expected
+        for output, token in zip(outputs, expected, strict=True):
+            output.append(token)
+
+
+def test_one_long_bad_word_makes_nobody_elses_longer() -> None:
+    """Memory is that of the words' own tokens, twice at most, and goes with the requests."""
+    sampler = make_sampler()
+    many = [[1, token] for token in range(VOCAB)]
+    add(sampler, 0, SamplingParams(temperature=0.0, bad_words_token_ids=[[7] * 200, *many]))
+    add(sampler, 1, SamplingParams(temperature=0.0, bad_words_token_ids=[[5, 5, 6]]), output=[5, 5])
+    assert sampler._processors._history_SH is not None
+    assert sampler._processors._history_SH.shape == (16, 256)
+    plan = sampler.plan([0, 1])
+    assert plan.logits is not None
+    assert plan.logits.bad_sequences is not None
+    widths = {tuple(words.prefixes_JW.shape) for words in plan.logits.bad_sequences.words}
+    assert widths == {(VOCAB, 1), (1, 2), (1, 256)}
+    sampler.remove(0)
+    assert sampler._processors._history_SH.shape == (16, 2)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 6] = 1.0
+    assert tokens(sampler, logits, [1]) == [0]  # the history of who is left is still there
+    sampler.remove(1)
+    assert sampler._processors._history_SH is None
+
+
 def test_logprobs_are_the_models_own() -> None:
     torch.manual_seed(9)
     logits = torch.randn(3, VOCAB)

@@ -193,6 +193,26 @@ def test_logits_of_prompts_take_so_many_rows_of_a_step(depth: int, monkeypatch: 
         assert_as_alone(answers[request.request_id], request, 128)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_request_that_resumes_asks_no_second_time_for_what_its_prompt_brought(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.scheduler.PROMPT_LOGPROB_ROWS", 7)
+    driver = Driver(make_scheduler(num_blocks=9, budget=40), depth)
+    requests = [
+        make_request("first", [3], max_tokens=30),
+        make_request("asks", range(1, 13), prompt_logprobs=0, max_tokens=18),
+    ]
+    driver.add(*requests)
+    answers = driver.run()
+    begun, *resumed = [new for step in driver.steps for new in step.new_requests if new.request_id == "asks"]
+    assert begun.sampling_params.prompt_logprobs == 0
+    assert [new.sampling_params.prompt_logprobs for new in resumed if len(new.token_ids) > 12] == [None] * len(resumed)
+    assert len(resumed) > 0
+    for request in requests:
+        assert_as_alone(answers[request.request_id], request, 36)
+
+
 def test_more_sequences_than_budget_still_all_advance() -> None:
     scheduler = make_scheduler(budget=4, max_num_seqs=8)
     driver = Driver(scheduler)

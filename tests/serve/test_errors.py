@@ -34,6 +34,7 @@ OUT_OF_RANGE = [
     ("stop", ["x"] * 17), ("stop", [""]), ("stop", [1]), ("stop", {"a": 1}), ("repetition_penalty", 0),
     ("logit_bias", {"100000": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {"5": 1000}), ("stop_token_ids", [-1]),
     ("stop_token_ids", [10**12]), ("allowed_token_ids", []), ("allowed_token_ids", [99999]), ("bad_words", [""]),
+    ("bad_words", ["ab"] * 1025), ("bad_words", ["x" * 100_000]),
     ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", 9999),
     ("seed", 2**63), ("seed", "x"), ("min_tokens", -1), ("min_tokens", 101), ("temperature", "hot"),
     ("temperature", []), ("stream", "perhaps"), ("priority", 2**40), ("cache_salt", ""), ("request_id", "x" * 257),
