@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
-    answer = await _Answer.prepare(body, request, context)
+    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -62,7 +62,7 @@ class _Answer:
         self.echo = self._echo()
 
     @classmethod
-    async def prepare(cls, body: ChatCompletionRequest, request: Request, context: ServerContext) -> _Answer:
+    def prepare(cls, body: ChatCompletionRequest, request: Request, context: ServerContext) -> _Answer:
         """Everything that can be wrong with the request is found here, before an answer begins."""
         model = context.check_model(body.model)
         check_fields(body)
@@ -77,7 +77,7 @@ class _Answer:
                 template=context.settings.chat_template,
                 **body.template_options(),
             )
-        ids = await context.encode(text, params, add_special_tokens=bool(body.add_special_tokens))
+        ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens))
         with user_errors():
             prompt, params = context.inputs.prepare(ids, params)
         head = {

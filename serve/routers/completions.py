@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue one or more prompts. With `stream`, server-sent events of chunks, then `[DONE]`."""
-    answer = await _Answer.prepare(body, request, context)
+    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -64,7 +64,7 @@ class _Answer:
         self.offsets = [0] * (len(prompts) * self.n)
 
     @classmethod
-    async def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
+    def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
         """Everything that can be wrong with the request is found here, before an answer begins."""
         model = context.check_model(body.model)
         check_fields(body)
@@ -86,7 +86,7 @@ class _Answer:
         for given in texts:
             ids = given
             if isinstance(ids, str):
-                ids = await context.encode(ids, asked, add_special_tokens=body.add_special_tokens is not False)
+                ids = context.encode(ids, asked, add_special_tokens=body.add_special_tokens is not False)
             with user_errors():
                 prompt, prompt_params = context.inputs.prepare(ids, asked)
             prompts.append(prompt)
