@@ -65,16 +65,12 @@ def run(
 
 
 def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerSettings:
-    """`settings` with its chat template read, the model's sampling defaults, and the limit on requests in flight."""
+    """`settings` with its chat template read and the model's sampling defaults."""
     changes: dict[str, object] = {}
     if settings.chat_template is not None:
         changes["chat_template"] = read_chat_template(settings.chat_template)
     if not settings.default_sampling:
         changes["default_sampling"] = load_generation_defaults(config.model.path)
-    scheduler = config.scheduler
-    if settings.max_in_flight is None and scheduler.max_waiting is not None:
-        per_replica = scheduler.max_num_seqs + scheduler.max_waiting
-        changes["max_in_flight"] = per_replica * config.parallel.data_parallel_size
     return replace(settings, **changes)  # type: ignore[arg-type]
 
 

@@ -136,7 +136,7 @@ class _Answer:
             events: list[bytes] = []
             for delta in deltas:
                 if delta.error is not None:
-                    yield b"".join(events) + failure_event(self.context, delta.error) + DONE
+                    yield b"".join(events) + failure_event(self.context, delta) + DONE
                     return
                 self.usage.completion_tokens += len(delta.token_ids)
                 if delta.num_cached_tokens:

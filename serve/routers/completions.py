@@ -144,7 +144,7 @@ class _Answer:
             events: list[bytes] = []
             for delta in deltas:
                 if delta.error is not None:
-                    yield b"".join(events) + failure_event(self.context, delta.error) + DONE
+                    yield b"".join(events) + failure_event(self.context, delta) + DONE
                     return
                 events += self._events(writer, delta, first=delta.index not in begun)
                 begun.add(delta.index)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from tests.serve.conftest import ANSWER, Server, StartServer
+from runtime.messages import ErrorKind
+from tests.serve.conftest import ANSWER, Server, StartServer, eventually
 from tests.support.sse import read_events
 from tests.support.tokenizers import byte_level_tokenizer
 
@@ -31,7 +33,7 @@ def assert_error(response: Any, status: int, *, param: str | None = None, says: 
 OUT_OF_RANGE = [
     ("temperature", 2.1), ("temperature", -0.1), ("top_p", 0), ("top_p", 1.5), ("presence_penalty", 2.5),
     ("frequency_penalty", -2.5), ("n", 0), ("n", 1000), ("max_tokens", -1), ("top_k", -2), ("min_p", 2),
-    ("stop", ["x"] * 17), ("stop", [""]), ("stop", [1]), ("stop", {"a": 1}), ("repetition_penalty", 0),
+    ("stop", ["x"] * 17), ("stop", [""]), ("stop", [1]), ("stop", {"a": 1}), ("repetition_penalty", 0), ("repetition_penalty", 1e-44),
     ("logit_bias", {"100000": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {"5": 1000}), ("stop_token_ids", [-1]),
     ("stop_token_ids", [10**12]), ("allowed_token_ids", []), ("allowed_token_ids", [99999]), ("bad_words", [""]),
     ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", 9999),
@@ -204,20 +206,38 @@ async def test_engine_without_tokenizer_takes_ids_only(start_server: StartServer
     assert answer.json()["choices"][0]["token_ids"] == server.tokenizer.encode(ANSWER)[:3]
 
 
-async def test_engine_error_is_a_500_and_an_event_in_a_stream(server: Server) -> None:
-    server.engine.fail_requests = "The logits are not finite."
-    assert_error(await server.chat(), 500, says="not finite")
+@pytest.mark.parametrize("kind,status", [("invalid", 400), ("overloaded", 503), ("internal", 500)])
+async def test_engine_error_has_the_status_of_its_kind_and_is_an_event_in_a_stream(
+    server: Server, kind: ErrorKind, status: int
+) -> None:
+    server.engine.fail_requests, server.engine.fail_kind = "The engine says why.", kind
+    response = await server.chat()
+    assert_error(response, status, says="The engine says why.")
+    assert ("retry-after" in response.headers) == (status == 503)
     role, error, done = read_events((await server.chat(stream=True)).text)
     assert role["choices"][0]["delta"]["role"] == "assistant"
-    assert error["error"]["code"] == 500
+    assert error["error"]["code"] == status
     assert done == "[DONE]"
     server.engine.fail_requests = None
     assert (await server.chat()).status_code == 200
 
 
 async def test_full_queue_is_a_503_with_retry_after(start_server: StartServer) -> None:
-    server = await start_server(max_in_flight=2)
-    response = await server.chat(n=3)
+    server = await start_server(engine={"max_in_flight": 2})
+    server.engine.hold.clear()
+    first = asyncio.create_task(server.chat())
+    await eventually(lambda: server.engine.num_running == 1)
+    response = await server.chat(n=2)
     assert_error(response, 503)
     assert int(response.headers["retry-after"]) >= 1
+    server.engine.hold.set()
+    assert (await first).status_code == 200
     assert (await server.chat(n=2)).status_code == 200
+
+
+@pytest.mark.parametrize("fields,param", [({"n": 3}, "n"), ({"prompt": ["a", "b", "c"]}, "prompt")])
+async def test_more_sequences_than_are_ever_taken_are_a_400(
+    start_server: StartServer, fields: dict[str, Any], param: str
+) -> None:
+    server = await start_server(engine={"max_in_flight": 2})
+    assert_error(await server.complete(**fields), 400, param=param, says="takes 2 at once")
