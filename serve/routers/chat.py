@@ -103,8 +103,7 @@ class _Answer:
         """The answer as one JSON object."""
         choices = []
         for completion in completions:
-            self.usage.completion_tokens += len(completion.token_ids)
-            self.usage.cached[completion.index] = completion.num_cached_tokens
+            self._count(completion.index, len(completion.token_ids), completion.num_cached_tokens)
             message = {"role": self.role, "content": self.echo + completion.text, "refusal": None, "reasoning": None}
             choice: dict[str, Any] = {
                 "index": completion.index,
@@ -138,9 +137,7 @@ class _Answer:
                 if delta.error is not None:
                     yield b"".join(events) + failure_event(self.context, delta) + DONE
                     return
-                self.usage.completion_tokens += len(delta.token_ids)
-                if delta.num_cached_tokens:
-                    self.usage.cached[delta.index] = delta.num_cached_tokens
+                self._count(delta.index, len(delta.token_ids), delta.num_cached_tokens)
                 if not delta.text and delta.finish_reason is None and not (with_tokens and delta.token_ids):
                     continue
                 events.append(
@@ -158,6 +155,12 @@ class _Answer:
         if include_usage:
             yield writer.usage_chunk()
         yield DONE
+
+    def _count(self, index: int, num_tokens: int, num_cached: int) -> None:
+        self.usage.completion_tokens += num_tokens
+        # All completions share the prompt: its cached tokens count once, as its tokens do.
+        if num_cached and index == 0:
+            self.usage.cached_tokens = num_cached
 
     def _echo(self) -> str:
         last = self.body.messages[-1]

@@ -210,7 +210,7 @@ class _Answer:
         self.usage.completion_tokens += num_tokens
         # The n completions of a prompt share it: its cached tokens count once, as its tokens do.
         if num_cached and index % self.n == 0:
-            self.usage.cached[index] = num_cached
+            self.usage.cached_tokens += num_cached
 
 
 def _text_body(text: bytes) -> bytes:

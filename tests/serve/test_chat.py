@@ -81,6 +81,13 @@ async def test_n_completions_have_indices_and_seeds_of_their_own(server: Server)
     assert all(r.sampling_params.n == 1 for r in server.engine.requests)
 
 
+async def test_cached_tokens_of_the_shared_prompt_count_once(server: Server) -> None:
+    usage = (await server.chat(n=3)).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] // 2}
+    *_, last, _ = read_events((await server.chat(n=3, stream=True, stream_options={"include_usage": True})).text)
+    assert last["usage"]["prompt_tokens_details"] == usage["prompt_tokens_details"]
+
+
 async def test_n_completions_stream_by_index(server: Server) -> None:
     *chunks, _ = read_events((await server.chat(n=2, stream=True)).text)
     texts = {0: "", 1: ""}
