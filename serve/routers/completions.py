@@ -193,7 +193,7 @@ class _Answer:
         tokens = [*prompt, *token_ids][: len(known)]
         shown = self.logprobs.completion(tokens, known, offset=self.offsets[index])
         if shown["tokens"]:
-            self.offsets[index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
+            self.offsets[index] = shown["text_offset"][-1] + self.logprobs.num_chars(tokens[-1])
         return shown
 
     def _echoed_entries(self, entries: list[TokenLogprobs | None] | None) -> list[TokenLogprobs | None]:
