@@ -62,6 +62,16 @@ class ServerContext:
             raise ApiError(404, f"The model '{name:.200}' does not exist; this server has {', '.join(names)}.", "model")
         return name or names[0]
 
+    def check_priority(self, priority: int | None) -> None:
+        """400 for a priority that would have no effect."""
+        if priority and not self.settings.priorities:
+            raise ApiError(
+                400,
+                f"priority is {priority}, but requests run in the order of their arrival: leave it out, or start the server "
+                "with --scheduling-policy priority.",
+                "priority",
+            )
+
     def request_id(self, prefix: str, wanted: str | None, request: Request) -> str:
         """Public id of a request: the body's, else the X-Request-Id header's, else a new one."""
         given = wanted or request.headers.get("x-request-id", "")[:256]

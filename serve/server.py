@@ -68,10 +68,10 @@ def run(
 
 
 def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerSettings:
-    """`settings` with its chat template read and the model's sampling defaults. Raises the `ValueError` family where requests
+    """`settings` with its chat template read, the scheduling policy's part and the model's sampling defaults. Raises the `ValueError` family where requests
     could not use them.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"priorities": config.scheduler.policy == "priority"}
     if settings.chat_template is not None:
         template = changes["chat_template"] = read_chat_template(settings.chat_template)
         check_template(template)

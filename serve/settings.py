@@ -15,6 +15,7 @@ class ServerSettings:
     api_keys: any of them is accepted as `Authorization: Bearer`; empty: no key is asked for.
     chat_template: source (or file) of a template that replaces the model's own.
     default_sampling: sampling fields used where a request leaves them out (from the model's generation_config.json).
+    priorities: whether requests may have a priority (scheduling policy "priority").
     max_body_bytes: larger request bodies are refused.
     shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM; then they are cancelled.
     health_timeout: seconds in which the engine must answer /health.
@@ -34,6 +35,7 @@ class ServerSettings:
     response_role: str = "assistant"
     return_tokens_as_token_ids: bool = False
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
+    priorities: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
     shutdown_timeout: float = 30.0
     health_timeout: float = 10.0

@@ -65,7 +65,9 @@ class GenerationFields(RequestModel):
     logit_bias: dict[int, float] | None = None
 
     request_id: str | None = Field(default=None, max_length=_MAX_ID)
-    priority: int | None = Field(default=0, ge=-(2**31), lt=2**31, description="Lower runs first (policy priority).")
+    priority: int | None = Field(
+        default=0, ge=-(2**31), lt=2**31, description="Lower runs first; only with --scheduling-policy priority."
+    )
     cache_salt: str | None = Field(
         default=None, min_length=1, max_length=_MAX_ID, description="Prefixes are shared only within one salt."
     )

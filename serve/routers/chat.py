@@ -66,6 +66,7 @@ class _Answer:
         """Everything that can be wrong with the request is found here, before an answer begins."""
         model = context.check_model(body.model)
         check_fields(body)
+        context.check_priority(body.priority)
         body.check_tools()
         params = sampling_params(
             body, context.settings.default_sampling, max_tokens=body.max_new_tokens(), logprobs=body.num_logprobs()

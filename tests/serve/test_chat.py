@@ -183,7 +183,8 @@ async def test_continue_final_message_leaves_it_open_and_echo_repeats_it(server:
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "Well, " + ANSWER
 
 
-async def test_request_fields_reach_the_engine(server: Server) -> None:
+async def test_request_fields_reach_the_engine(start_server: StartServer) -> None:
+    server = await start_server(priorities=True)
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.1, "frequency_penalty": 0.2,
         "repetition_penalty": 1.1, "min_tokens": 3, "logit_bias": {"5": -1.5}, "allowed_token_ids": [5, 6],

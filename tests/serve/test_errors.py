@@ -98,6 +98,12 @@ async def test_field_without_effect_here_is_refused(server: Server, field: str) 
     assert server.engine.requests == []
 
 
+async def test_priority_without_its_policy_is_refused(server: Server) -> None:
+    for answer in (await server.chat(priority=1), await server.complete(priority=-1)):
+        assert_error(answer, 400, param="priority", says="--scheduling-policy priority")
+    assert (await server.chat(priority=0)).status_code == 200
+
+
 async def test_suffix_is_refused(server: Server) -> None:
     assert_error(await server.complete(suffix="end"), 400, param="suffix")
 

@@ -46,6 +46,11 @@ def test_a_chat_template_that_is_no_jinja(model_dir: Path) -> None:
         complete_settings(tiny_config(model_dir), settings)
 
 
+def test_priorities_are_for_their_policy(model_dir: Path) -> None:
+    assert not complete_settings(tiny_config(model_dir), SETTINGS).priorities
+    assert complete_settings(tiny_config(model_dir, scheduling_policy="priority"), SETTINGS).priorities
+
+
 def test_sampling_defaults_out_of_range(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text('{"temperature": 3.0}')
     with pytest.raises(
