@@ -134,7 +134,10 @@ def engine_flags(
     ] = None,
     max_waiting: Annotated[
         int | None,
-        typer.Option(help="Requests that may wait; more are refused (HTTP 503).", rich_help_panel=SCHEDULER_PANEL),
+        typer.Option(
+            help="Requests that may wait for a seat; more are refused (HTTP 503). By default any number: none is refused.",
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
     ] = None,
     quantization: Annotated[
         Quantization | None,
