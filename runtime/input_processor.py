@@ -16,6 +16,8 @@ from runtime.tokenizer import Tokenizer
 class PromptTooLongError(ValueError):
     """Prompt and requested completion do not fit into the model's limit."""
 
+    param = "prompt"
+
 
 class InputProcessor:
     """Checks and completes requests. Stateless after construction, which raises `ValueError` for a tokenizer that is not the

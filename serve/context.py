@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -77,9 +77,11 @@ class ServerContext:
         given = wanted or request.headers.get("x-request-id", "")[:256]
         return f"{prefix}-{given or uuid.uuid4().hex}"
 
-    def encode(self, text: str, params: SamplingParams, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt; 400 for one that cannot fit."""
-        with user_errors():
+    def encode(
+        self, text: str, params: SamplingParams, *, add_special_tokens: bool, names: Mapping[str, str] | None = None
+    ) -> list[int]:
+        """Token ids of a prompt; 400 for one that cannot fit. names: as of `user_errors`."""
+        with user_errors(names):
             return self.inputs.encode(
                 text,
                 add_special_tokens=add_special_tokens,

@@ -68,8 +68,9 @@ def run(
 
 
 def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerSettings:
-    """`settings` with its chat template read, the scheduling policy's part and the model's sampling defaults. Raises the `ValueError` family where requests
-    could not use them.
+    """`settings` with the chat template read, the model's sampling defaults, and whether there are priorities.
+
+    Raises the `ValueError` family where requests could not use them.
     """
     changes: dict[str, Any] = {"priorities": config.scheduler.policy == "priority"}
     if settings.chat_template is not None:

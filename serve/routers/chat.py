@@ -68,8 +68,13 @@ class _Answer:
         check_fields(body)
         context.check_priority(body.priority)
         body.check_tools()
+        names = body.names()
         params = sampling_params(
-            body, context.settings.default_sampling, max_tokens=body.max_new_tokens(), logprobs=body.num_logprobs()
+            body,
+            context.settings.default_sampling,
+            max_tokens=body.max_new_tokens(),
+            logprobs=body.num_logprobs(),
+            names=names,
         )
         with user_errors():
             text = render_chat(
@@ -78,8 +83,8 @@ class _Answer:
                 template=context.settings.chat_template,
                 **body.template_options(),
             )
-        ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens))
-        with user_errors():
+        ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens), names=names)
+        with user_errors(names):
             prompt, params = context.inputs.prepare(ids, params)
         head = {
             "id": context.request_id("chatcmpl", body.request_id, request),

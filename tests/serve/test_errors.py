@@ -63,8 +63,19 @@ async def test_wrong_value_is_a_400(server: Server, field: str, value: Any) -> N
 
 
 async def test_logprobs_beyond_20_are_a_400(server: Server) -> None:
-    assert_error(await server.chat(logprobs=True, top_logprobs=21), 400, param="logprobs")
-    assert_error(await server.complete(logprobs=21), 400, param="logprobs")
+    message = assert_error(await server.chat(logprobs=True, top_logprobs=30), 400, param="top_logprobs")
+    assert message == "top_logprobs must be in [0, 20], got 30."
+    message = assert_error(await server.complete(logprobs=21), 400, param="logprobs")
+    assert message == "logprobs must be in [0, 20], got 21."
+
+
+async def test_the_field_that_the_request_has_is_named(server: Server) -> None:
+    says = "max_completion_tokens must be at least 0"
+    assert_error(await server.chat(max_completion_tokens=-1), 400, param="max_completion_tokens", says=says)
+    assert_error(await server.chat(max_tokens=-1), 400, param="max_tokens", says="max_tokens must be at least 0")
+    long = [{"role": "user", "content": "word " * 400}]
+    assert_error(await server.chat(messages=long), 400, param="messages", says="100 tokens of completion")
+    assert_error(await server.chat(messages=[{"role": "user", "content": "x" * 100_000}]), 400, param="messages")
 
 
 async def test_nan_is_a_400(server: Server) -> None:
@@ -135,6 +146,19 @@ async def test_body_that_is_no_request_is_a_400(server: Server, path: str, conte
     assert len(response.text) < 1000
 
 
+@pytest.mark.parametrize(
+    "content,says",
+    [
+        (b"[" * 100_000, "The body's JSON is nested too deeply."),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "The body holds a number of more than 4300 digits."),
+        (b'{"prompt": "\xff"}', "The body is not valid UTF-8 (byte 12)."),
+    ],
+    ids=["nested", "digits", "utf-8"],
+)
+async def test_body_that_the_parser_gives_up_on_is_told_why(server: Server, content: bytes, says: str) -> None:
+    assert assert_error(await server.http.post("/v1/completions", content=content), 400) == says
+
+
 async def test_form_content_type_is_a_400_that_names_the_header(server: Server) -> None:
     response = await server.http.post("/v1/completions", data={"prompt": "x"})
     assert_error(response, 400, says="Content-Type: application/json")
@@ -175,12 +199,16 @@ async def test_unknown_model_route_and_method(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_too_long_prompt_names_all_three_lengths_before_a_stream_opens(server: Server, stream: bool) -> None:
-    message = assert_error(await server.complete(prompt=[5] * 200, max_tokens=100, stream=stream), 400)
+    response = await server.complete(prompt=[5] * 200, max_tokens=100, stream=stream)
+    message = assert_error(response, 400, param="prompt")
     assert "256" in message
     assert "200 tokens" in message
     assert "100 tokens" in message
-    assert_error(await server.complete(prompt=[5] * 256, max_tokens=None, stream=stream), 400, says="256")
-    assert_error(await server.complete(prompt="word " * 100_000, stream=stream), 400, says="at least")
+    for fields, says in (
+        ({"prompt": [5] * 256, "max_tokens": None}, "256"),
+        ({"prompt": "word " * 100_000}, "at least"),
+    ):
+        assert_error(await server.complete(**fields, stream=stream), 400, param="prompt", says=says)
     assert server.engine.requests == []
 
 
