@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,3 +51,7 @@ class ServerSettings:
             raise ValueError(f"port must be in [0, 65535], got {self.port}.")
         if not all(self.api_keys):
             raise ValueError("api_keys must not hold an empty key.")
+        if not self.response_role:
+            raise ValueError("response_role must not be empty.")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise ValueError(f"shutdown_timeout must be a number of seconds from 0, got {self.shutdown_timeout}.")
