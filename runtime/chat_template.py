@@ -93,6 +93,11 @@ def _iterates_content(tree: jinja2.nodes.Template) -> bool:
     return any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
 
 
+def check_template(source: str) -> None:
+    """Raise `ChatTemplateError` for a template that no messages can be rendered with."""
+    _compile(source)
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],

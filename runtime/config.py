@@ -65,12 +65,24 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool | None = None
-    max_waiting: int | None = None  # requests that may wait; beyond it new ones are refused (HTTP 503)
+    max_waiting: int | None = (
+        None  # sequences that may wait; beyond it new ones are refused (HTTP 503). None: any number
+    )
 
     @property
     def token_budget(self) -> int:
         """Tokens of one step at most."""
         return CPU_TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that run at once at most: each of them takes a token of every step."""
+        return min(self.max_num_seqs, self.token_budget)
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """Sequences that may run or wait; more are refused. None: any number."""
+        return None if self.max_waiting is None else self.num_seats + self.max_waiting
 
     def for_device(self, device_type: str) -> SchedulerConfig:
         """The same with the device's values where none was given: a GPU is busy only with long steps and no waiting host."""

@@ -74,11 +74,17 @@ class DataParallelClient:
             await self.shutdown(drain=False)
             raise
         num_blocks = min(info.num_kv_blocks for info in infos)
-        self._info = msgspec.structs.replace(infos[0], num_kv_blocks=num_blocks)
+        limit = infos[0].max_in_flight
+        self._info = msgspec.structs.replace(
+            infos[0],
+            num_kv_blocks=num_blocks,
+            num_seats=sum(info.num_seats for info in infos),
+            max_in_flight=None if limit is None else limit * len(infos),
+        )
         cache = self.config.cache
         self._router = Router(
             len(self.replicas),
-            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_seqs=infos[0].num_seats,
             max_waiting=self.config.scheduler.max_waiting,
             num_blocks=num_blocks,
             block_size=cache.block_size,

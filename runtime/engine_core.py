@@ -60,6 +60,8 @@ class EngineCore:
             block_size=config.cache.block_size,
             dtype=found.dtype,
             device=found.device,
+            num_seats=options.num_seats,
+            max_in_flight=options.max_in_flight,
             compile_report=found.compile_report,
         )
 

@@ -16,14 +16,24 @@ from runtime.tokenizer import Tokenizer
 class PromptTooLongError(ValueError):
     """Prompt and requested completion do not fit into the model's limit."""
 
+    param = "prompt"
+
 
 class InputProcessor:
-    """Checks and completes requests. Stateless after construction; methods raise the `ValueError` family with one sentence."""
+    """Checks and completes requests. Stateless after construction, which raises `ValueError` for a tokenizer that is not the
+    model's; methods raise the `ValueError` family with one sentence.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, info: EngineInfo) -> None:
         self.tokenizer = tokenizer
         self.info = info
         self.limit = min(info.max_model_len, info.num_kv_blocks * info.block_size)
+        for token_id in [] if tokenizer is None else tokenizer.eos_token_ids:
+            if not 0 <= token_id < info.vocab_size:
+                raise ValueError(
+                    f"The end-of-sequence id {token_id} is no token of the model, whose ids are 0 to {info.vocab_size - 1}: "
+                    "correct eos_token_id in generation_config.json, or the tokenizer."
+                )
 
     def encode(
         self,

@@ -120,6 +120,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     block_size: int
     dtype: str
     device: str
+    num_seats: int = 1  # sequences that run at once at most
+    max_in_flight: int | None = None  # sequences that may run or wait; more are refused. None: any number
     compile_report: dict[str, int | float | str] = {}
 
 

@@ -30,15 +30,12 @@ from runtime.sampler import Sampler, SamplingPlan
 from runtime.sampler_logprobs import RowLogprobs, row_logprobs
 from runtime.sampling_ops import SAMPLING_FIELDS
 from runtime.sampling_params import SamplingParams
-from runtime.schedule import ModelRunnerOutput, SchedulerOutput
+from runtime.schedule import NOTHING_LEFT, ModelRunnerOutput, SchedulerOutput
 from runtime.staging import StagedArrays
 
 logger = logging.getLogger(__name__)
 
 NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) for this request."
-NOTHING_LEFT = (
-    "No token can follow: allowed_token_ids, bad_words, logit_bias and min_tokens together exclude every one."
-)
 NOT_TAKEN_IN = "The engine failed on this request's sampling options; its log has the details."
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from runtime.detokenizer import TextStream, make_detokenizer
 from runtime.input_processor import InputProcessor
-from runtime.messages import EngineRequest, FinishReason, TokenLogprobs
+from runtime.messages import EngineRequest, ErrorKind, FinishReason, TokenLogprobs
 from runtime.messages import RequestOutput as EngineOutput
 from runtime.sampling_params import SamplingParams
 from runtime.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ class CompletionDelta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_kind: ErrorKind = "internal"  # with `error`: whose fault it is
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
 
@@ -48,7 +49,8 @@ class CompletionDelta:
             self.logprobs = [*(self.logprobs or []), *later.logprobs]
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
-        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error, self.error_kind = later.error, later.error_kind
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
 
 
@@ -212,6 +214,7 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
         stop_reason=stop_reason,
         num_cached_tokens=output.num_cached_tokens,
         error=output.error,
+        error_kind=output.error_kind,
         queue_seconds=output.queue_seconds,
         prefill_seconds=output.prefill_seconds,
     )

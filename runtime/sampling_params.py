@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
         _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]", self.presence_penalty)
         _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]", self.frequency_penalty)
-        _check(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty", "in (0, 2]", self.repetition_penalty)
+        _check(0.01 <= self.repetition_penalty <= 2.0, "repetition_penalty", "in [0.01, 2]", self.repetition_penalty)
         _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0", self.max_tokens)
         _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         if self.max_tokens is not None:

@@ -20,6 +20,10 @@ import msgspec
 from runtime.messages import TokenLogprobs
 from runtime.sampling_params import SamplingParams
 
+NOTHING_LEFT = (
+    "No token can follow: allowed_token_ids, bad_words, logit_bias and min_tokens together exclude every one."
+)
+
 
 class NewRequestData(msgspec.Struct, kw_only=True):
     """A request that the runner does not hold yet (first scheduled, or resumed after a preemption).
@@ -67,7 +71,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: for a request that asks for them and whose step computed positions a … b-1 of a prompt of P
         tokens: the entries of the prompt tokens a+1 … min(b, P-1), in order (a position's logits speak of the token
         after it). May be left out when empty.
-    errors: request → sentence; that request ends with finish_reason "error" and needs no other entry.
+    errors: request → sentence; that request ends with finish_reason "error" and needs no other entry. NOTHING_LEFT is the
+        user's mistake, everything else ours.
     """
 
     step: int

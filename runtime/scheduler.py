@@ -35,9 +35,9 @@ import msgspec
 
 from runtime.config import CacheConfig, SchedulerConfig
 from runtime.kv_cache_manager import KVCacheManager
-from runtime.messages import EngineRequest, EngineStats, FinishReason, RequestOutput
+from runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
 from runtime.request import Request, RequestStatus
-from runtime.schedule import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from runtime.schedule import NOTHING_LEFT, CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,7 @@ class Scheduler:
                 "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end at %d tokens.",
                 self.max_len, max_model_len, self.max_len,
             )  # fmt: skip
-        # Every running sequence takes at least one token of each step, so that none is left out.
-        self.max_num_seqs = min(config.max_num_seqs, config.token_budget)
+        self.max_num_seqs = config.num_seats
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # heap
@@ -107,7 +106,7 @@ class Scheduler:
         """Queue a request.
 
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
-        in use) and QueueFullError beyond max_num_seqs + max_waiting unfinished requests.
+        in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished requests.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
         num_needed = num_prompt_tokens + (request.sampling_params.max_tokens != 0)
@@ -125,8 +124,8 @@ class Scheduler:
                 f"The prompt has {num_prompt_tokens} tokens, but the whole KV cache holds {self.max_len}; "
                 "shorten it or give the cache more memory."
             )
-        max_waiting = self.config.max_waiting
-        if max_waiting is not None and len(self._requests) >= self.max_num_seqs + max_waiting:
+        limit = self.config.max_in_flight
+        if limit is not None and len(self._requests) >= limit:
             raise QueueFullError(
                 f"{len(self._requests)} requests are running or waiting, which is the limit; try again later."
             )
@@ -375,7 +374,10 @@ class Scheduler:
             if request.request_id in errors and request.status is not RequestStatus.FINISHED:
                 self._finish(request, "error")
                 error = errors[request.request_id]
-                outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=error))
+                kind: ErrorKind = "invalid" if error == NOTHING_LEFT else "internal"
+                outputs.append(
+                    RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind)
+                )
 
     def _finish(self, request: Request, reason: FinishReason | None) -> None:
         """Give back what the request holds. The queues still have it until `_drop_finished`."""

@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+# The package releases the GIL only in its calls for batches, which cost more to begin: a text of so many characters, or ids,
+# takes a millisecond of it at most.
+_SHORT = 4096
+
 
 class TokenizerError(ValueError):
     """The tokenizer cannot be loaded, or cannot encode this text; the message is one sentence for the user."""
@@ -69,15 +73,21 @@ class Tokenizer:
         return max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their ids. Releases the GIL while it works."""
+        """Token ids of `text`; special tokens written out in it become their ids. Lets other threads run meanwhile."""
+        backend = self.backend
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= _SHORT:
+                return backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise TokenizerError("The text holds a lone surrogate, which is no valid Unicode character.") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids without a token are left out, bytes that are no UTF-8 become U+FFFD."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) <= _SHORT:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes which one token adds to a text; empty for an id without a token."""

@@ -41,7 +41,7 @@ def create_app(
     metrics.describe_engine(client.info)
     if num_replicas > 1:
         metrics.describe_replicas(num_replicas)
-    engine = AsyncEngine(client, inputs, metrics, max_in_flight=settings.max_in_flight, on_death=on_engine_death)
+    engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
@@ -20,8 +21,10 @@ from serve.errors import ApiError, user_errors
 from serve.metrics import Metrics
 from serve.settings import ServerSettings
 
-# Texts that tokenize in well under a millisecond stay on the event loop.
-_INLINE_CHARS = 4096
+T = TypeVar("T")
+
+# Bodies whose templates and texts take about a millisecond stay on the event loop.
+_INLINE_BYTES = 4096
 
 
 @cache
@@ -59,24 +62,39 @@ class ServerContext:
             raise ApiError(404, f"The model '{name:.200}' does not exist; this server has {', '.join(names)}.", "model")
         return name or names[0]
 
+    def check_priority(self, priority: int | None) -> None:
+        """400 for a priority that would have no effect."""
+        if priority and not self.settings.priorities:
+            raise ApiError(
+                400,
+                f"priority is {priority}, but requests run in the order of their arrival: leave it out, or start the server "
+                "with --scheduling-policy priority.",
+                "priority",
+            )
+
     def request_id(self, prefix: str, wanted: str | None, request: Request) -> str:
         """Public id of a request: the body's, else the X-Request-Id header's, else a new one."""
         given = wanted or request.headers.get("x-request-id", "")[:256]
         return f"{prefix}-{given or uuid.uuid4().hex}"
 
-    async def encode(self, text: str, params: SamplingParams, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt; long ones are tokenized in a thread, so that streams go on meanwhile."""
+    def encode(
+        self, text: str, params: SamplingParams, *, add_special_tokens: bool, names: Mapping[str, str] | None = None
+    ) -> list[int]:
+        """Token ids of a prompt; 400 for one that cannot fit. names: as of `user_errors`."""
+        with user_errors(names):
+            return self.inputs.encode(
+                text,
+                add_special_tokens=add_special_tokens,
+                truncate=params.truncate_prompt_tokens,
+                max_tokens=params.max_tokens,
+            )
 
-        def work() -> list[int]:
-            with user_errors():
-                return self.inputs.encode(
-                    text,
-                    add_special_tokens=add_special_tokens,
-                    truncate=params.truncate_prompt_tokens,
-                    max_tokens=params.max_tokens,
-                )
-
-        return work() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(work)
+    async def prepare(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of `work`, which makes what the engine needs of the request's body; a large body's in a thread, so that
+        streams go on meanwhile.
+        """
+        large = len(await request.body()) > _INLINE_BYTES
+        return await asyncio.to_thread(work) if large else work()
 
 
 def get_context(request: Request) -> ServerContext:

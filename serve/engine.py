@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from runtime.engine_client import EngineDeadError
@@ -16,7 +16,7 @@ from runtime.input_processor import InputProcessor
 from runtime.messages import EngineInfo, EngineRequest, FinishReason, StepOutputs
 from runtime.output_processor import CompletionDelta, OutputProcessor
 from runtime.sampling_params import SamplingParams
-from serve.errors import QueueFullError
+from serve.errors import ApiError, QueueFullError
 from serve.metrics import Metrics, SequenceClock
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Generation:
 class AsyncEngine:
     """One engine for many concurrent requests; lives on one event loop.
 
-    max_in_flight: sequences that may wait or run at once. on_death: called once, with the reason, when the engine dies.
+    on_death: called once, with the reason, when the engine dies.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class AsyncEngine:
         inputs: InputProcessor,
         metrics: Metrics,
         *,
-        max_in_flight: int | None = None,
         on_death: Callable[[str], None] | None = None,
     ) -> None:
         self.client = client
@@ -111,7 +110,6 @@ class AsyncEngine:
         self.dead_reason: str | None = None
         self.draining = False
         self._processor = OutputProcessor(inputs)
-        self._max_in_flight = max_in_flight
         self._on_death = on_death
         self._reader: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -141,17 +139,20 @@ class AsyncEngine:
     ) -> Generation:
         """Send prompts (prepared, one `SamplingParams` each) as one request.
 
-        Completion i of prompt p gets the index p * n + i. Raises `EngineDeadError` and `QueueFullError`.
+        Completion i of prompt p gets the index p * n + i. Raises `EngineDeadError`, `QueueFullError`, and a 400 for more
+        sequences than are ever taken.
         """
-        count = sum(p.n for p in params)
-        self._check_accepts(count)
-        generation = Generation(self, count)
+        while self._background:  # the engine knows that others left before it hears of whoever takes their places
+            await asyncio.wait(self._background)
+        self._check_accepts(params)
+        generation = Generation(self, sum(p.n for p in params))
         first_index = 0
+        requests: list[EngineRequest] = []
         try:
             for prompt, prompt_params in zip(prompts, params, strict=True):
                 for index in range(first_index, first_index + prompt_params.n):
                     generation.clocks[index] = self.metrics.start(len(prompt))
-                requests = self._processor.add(
+                added = self._processor.add(
                     request_id,
                     prompt,
                     prompt_params,
@@ -161,9 +162,10 @@ class AsyncEngine:
                     cache_salt=cache_salt,
                 )
                 first_index += prompt_params.n
-                generation.engine_ids += [request.request_id for request in requests]
-                for request in requests:
-                    await self.client.add_request(request)
+                generation.engine_ids += [request.request_id for request in added]
+                requests += added
+            for request in requests:
+                await self.client.add_request(request)
         except BaseException:
             generation.close()
             raise
@@ -207,16 +209,24 @@ class AsyncEngine:
             self._reader.cancel()
         self._processor.end_all("abort")
 
-    def _check_accepts(self, count: int) -> None:
+    def _check_accepts(self, params: Sequence[SamplingParams]) -> None:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if self.draining:
             raise QueueFullError("The server is shutting down.")
-        if self._max_in_flight is not None and self.num_in_flight + count > self._max_in_flight:
-            raise QueueFullError(
-                f"{self.num_in_flight} sequences wait or run and this request brings {count}; "
-                f"the server takes {self._max_in_flight}: try again later."
+        limit, count = self.client.info.max_in_flight, sum(p.n for p in params)
+        if limit is None or self.num_in_flight + count <= limit:
+            return
+        if count > limit:
+            raise ApiError(
+                400,
+                f"This request brings {count} sequences, but the server takes {limit} at once: send fewer.",
+                "n" if params[0].n > 1 else "prompt",
             )
+        raise QueueFullError(
+            f"{self.num_in_flight} sequences wait or run and this request brings {count}; "
+            f"the server takes {limit}: try again later."
+        )
 
     async def _read(self) -> None:
         try:

@@ -6,6 +6,7 @@ Whatever goes wrong with a request leaves as such a body, FastAPI's own validati
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 
 from runtime.chat_template import ChatTemplateError
 from runtime.engine_client import EngineDeadError
+from runtime.input_processor import PromptTooLongError
 from runtime.sampling_params import SamplingParamsError
 
 logger = logging.getLogger(__name__)
@@ -50,13 +52,19 @@ class QueueFullError(Exception):
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Inside, a `ValueError` of the runtime is the user's mistake and becomes a 400."""
+def user_errors(names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Inside, a `ValueError` of the runtime is the user's mistake and becomes a 400.
+
+    names: the runtime's name of a field → the request's, where it has another.
+    """
     try:
         yield
     except ValueError as error:
-        param = error.param if isinstance(error, SamplingParamsError) else None
-        raise ApiError(400, str(error), "messages" if isinstance(error, ChatTemplateError) else param) from error
+        message, param = str(error), "messages" if isinstance(error, ChatTemplateError) else None
+        if isinstance(error, (SamplingParamsError, PromptTooLongError)):
+            param = (names or {}).get(error.param, error.param)
+            message = message.replace(f"{error.param} must", f"{param} must")
+        raise ApiError(400, message, param) from error
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
@@ -102,6 +110,10 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"There is no {request.method} {request.url.path[:MAX_ECHO]} on this server."
         elif error.status_code == 405:
             message = f"{request.url.path[:MAX_ECHO]} does not take {request.method}."
+        elif isinstance(
+            error.__cause__, (RecursionError, ValueError)
+        ):  # FastAPI's word for what the JSON parser raised
+            message = _parsing_problem(error.__cause__)
         return error_response(error.status_code, message, headers=error.headers)
 
     async def on_validation(request: Request, error: Exception) -> Response:
@@ -129,6 +141,14 @@ def describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple
     if first["type"] == "missing":
         return f"The field {param} is missing.", param
     return f"{param}: {first['msg'].rstrip('.')}, got {first.get('input')!r:.{MAX_ECHO}}.", param
+
+
+def _parsing_problem(error: RecursionError | ValueError) -> str:
+    if isinstance(error, RecursionError):
+        return "The body's JSON is nested too deeply."
+    if isinstance(error, UnicodeDecodeError):
+        return f"The body is not valid UTF-8 (byte {error.start})."
+    return f"The body holds a number of more than {sys.get_int_max_str_digits()} digits."
 
 
 def _encodable(message: str) -> str:

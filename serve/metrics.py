@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from runtime.messages import EngineInfo, EngineStats
+from runtime.messages import EngineInfo, EngineStats, FinishReason
 from runtime.output_processor import CompletionDelta
 
 PREFIX = "cas:"
@@ -139,10 +139,16 @@ class Metrics:
     def observe(self, clock: SequenceClock, delta: CompletionDelta, now: float) -> None:
         """Record one delta of a sequence; `now` (time.monotonic) is when its step came in."""
         count = len(delta.token_ids)
+        if delta.queue_seconds is not None:  # comes once, when the prompt is done
+            self._prompt_tokens.inc(clock.prompt_tokens)
+            self._queue.observe(delta.queue_seconds)
+        if delta.prefill_seconds is not None:
+            self._prefill.observe(delta.prefill_seconds)
         if count:
             self._generation_tokens.inc(count)
             if clock.new_tokens == 0:
-                self._first_token(clock, delta, now)
+                clock.first_token = now
+                self._ttft.observe(now - clock.arrival)
             else:
                 gap = (now - clock.last_token) / count
                 for _ in range(count):
@@ -150,17 +156,13 @@ class Metrics:
             clock.new_tokens += count
             clock.last_token = now
         if delta.finish_reason is not None:
-            self._success.labels(self._model, delta.finish_reason).inc()
-            self._e2e.observe(now - clock.arrival)
-            self._request_prompt.observe(clock.prompt_tokens)
-            self._request_generated.observe(clock.new_tokens)
-            if clock.new_tokens:
-                self._decode.observe(clock.last_token - clock.first_token)
+            self._finished(clock, delta.finish_reason, now)
 
     def observe_aborted(self, clocks: Sequence[SequenceClock]) -> None:
         """Record sequences that ended because nobody waits for them any more."""
-        if clocks:
-            self._success.labels(self._model, "abort").inc(len(clocks))
+        now = time.monotonic()
+        for clock in clocks:
+            self._finished(clock, "abort", now)
 
     def describe_replicas(self, count: int) -> None:
         """Publish each replica's state as well, under `replica_…`; the other metrics are of all together."""
@@ -193,14 +195,13 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _first_token(self, clock: SequenceClock, delta: CompletionDelta, now: float) -> None:
-        clock.first_token = now
-        self._prompt_tokens.inc(clock.prompt_tokens)
-        self._ttft.observe(now - clock.arrival)
-        if delta.queue_seconds is not None:
-            self._queue.observe(delta.queue_seconds)
-        if delta.prefill_seconds is not None:
-            self._prefill.observe(delta.prefill_seconds)
+    def _finished(self, clock: SequenceClock, reason: FinishReason, now: float) -> None:
+        self._success.labels(self._model, reason).inc()
+        self._e2e.observe(now - clock.arrival)
+        self._request_prompt.observe(clock.prompt_tokens)
+        self._request_generated.observe(clock.new_tokens)
+        if clock.new_tokens:
+            self._decode.observe(clock.last_token - clock.first_token)
 
     def _describe_replica(self, replica: int, stats: EngineStats) -> None:
         for name, gauge in self._replica_gauges.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -17,8 +18,13 @@ _PUBLIC = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", 
 _PUBLIC_PREFIXES = ("/docs/", "/static-offline-docs/")
 
 
+# A page for browsers, which ask for a password themselves but cannot be told to send a bearer token.
+_PAGES = frozenset({"/graphs"})
+_ASK_BROWSER = 'Basic realm="compile-and-serve: any user name, the API key as the password", charset="UTF-8"'
+
+
 class ApiKeyMiddleware:
-    """401 unless the request carries one of the keys as `Authorization: Bearer KEY`."""
+    """401 unless the request carries one of the keys as `Authorization: Bearer KEY`; a page takes it as Basic's password, too."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
         self.app = app
@@ -28,14 +34,18 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or scope["method"] == "OPTIONS" or _is_public(scope) or self._allowed(scope):
             await self.app(scope, receive, send)
             return
-        response = error_response(401, "This server asks for an API key: send it as 'Authorization: Bearer KEY'.")
-        await response(scope, receive, send)
+        headers = {"WWW-Authenticate": _ASK_BROWSER} if _path(scope) in _PAGES else None
+        message = "This server asks for an API key: send it as 'Authorization: Bearer KEY'."
+        await error_response(401, message, headers=headers)(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        if kind.lower() != "bearer":
+        key = key.strip()
+        if kind.lower() == "basic" and _path(scope) in _PAGES:
+            key = _password(key)
+        elif kind.lower() != "bearer":
             return False
-        given = _digest(key.strip())
+        given = _digest(key)
         # Digests of one length and no early exit: the time taken says nothing of the keys.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return any(matches)
@@ -71,8 +81,21 @@ class BodyLimitMiddleware:
 
 
 def _is_public(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+    path = _path(scope)
     return path in _PUBLIC or path.startswith(_PUBLIC_PREFIXES)
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
+def _password(credentials: str) -> str:
+    """The password of Basic's credentials (base64 of user:password); empty, which no key is, for anything else."""
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def _digest(key: str) -> bytes:

@@ -16,10 +16,13 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from runtime.chat_template import ChatTemplateError, check_template
 from runtime.config import EngineConfig
 from runtime.data_parallel import DataParallelClient, make_client
 from runtime.engine_client import AsyncEngineClient, EngineStartError
+from runtime.input_processor import InputProcessor
 from runtime.messages import EngineInfo
+from runtime.sampling_params import SamplingParams
 from runtime.tokenizer import Tokenizer, load_generation_defaults, load_tokenizer
 from serve.app import create_app
 from serve.context import ServerContext
@@ -65,17 +68,23 @@ def run(
 
 
 def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerSettings:
-    """`settings` with its chat template read, the model's sampling defaults, and the limit on requests in flight."""
-    changes: dict[str, object] = {}
+    """`settings` with the chat template read, the model's sampling defaults, and whether there are priorities.
+
+    Raises the `ValueError` family where requests could not use them.
+    """
+    changes: dict[str, Any] = {"priorities": config.scheduler.policy == "priority"}
     if settings.chat_template is not None:
-        changes["chat_template"] = read_chat_template(settings.chat_template)
+        template = changes["chat_template"] = read_chat_template(settings.chat_template)
+        check_template(template)
     if not settings.default_sampling:
-        changes["default_sampling"] = load_generation_defaults(config.model.path)
-    scheduler = config.scheduler
-    if settings.max_in_flight is None and scheduler.max_waiting is not None:
-        per_replica = scheduler.max_num_seqs + scheduler.max_waiting
-        changes["max_in_flight"] = per_replica * config.parallel.data_parallel_size
-    return replace(settings, **changes)  # type: ignore[arg-type]
+        changes["default_sampling"] = defaults = load_generation_defaults(config.model.path)
+        try:
+            SamplingParams(**defaults).verify()  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ServerStartError(
+                f"The sampling defaults in generation_config.json cannot be used: {error}"
+            ) from error
+    return replace(settings, **changes)
 
 
 def read_chat_template(given: str) -> str:
@@ -153,11 +162,14 @@ async def _start(
     files = asyncio.create_task(asyncio.to_thread(_read_files, config, settings))
     try:
         await asyncio.gather(engine, files)
+        tokenizer, settings = files.result()
+        InputProcessor(tokenizer, client.info)  # raises where tokenizer and model do not fit
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
+        await client.shutdown(drain=False)
         raise
-    return files.result()
+    return tokenizer, settings
 
 
 async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, hurry: asyncio.Event) -> None:
@@ -254,7 +266,13 @@ def _read_files(config: EngineConfig, settings: ServerSettings) -> tuple[Tokeniz
     if config.model.skip_tokenizer_init:
         return None, settings
     given = config.model.tokenizer
-    return load_tokenizer(config.model.path if given is None else Path(given)), settings
+    tokenizer = load_tokenizer(config.model.path if given is None else Path(given))
+    if settings.chat_template is None and "default" in tokenizer.chat_templates:
+        try:
+            check_template(tokenizer.chat_templates["default"])
+        except ChatTemplateError as error:  # completions work without
+            logger.warning("Chat requests will be refused, unless you give another --chat-template. %s", error)
+    return tokenizer, settings
 
 
 def _bind_problem(host: str, port: int, error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ class ServerSettings:
     api_keys: any of them is accepted as `Authorization: Bearer`; empty: no key is asked for.
     chat_template: source (or file) of a template that replaces the model's own.
     default_sampling: sampling fields used where a request leaves them out (from the model's generation_config.json).
-    max_in_flight: requests (sequences) that may wait or run at once; more are refused with 503. None: no limit.
+    priorities: whether requests may have a priority (scheduling policy "priority").
     max_body_bytes: larger request bodies are refused.
     shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM; then they are cancelled.
     health_timeout: seconds in which the engine must answer /health.
@@ -35,7 +36,7 @@ class ServerSettings:
     response_role: str = "assistant"
     return_tokens_as_token_ids: bool = False
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
-    max_in_flight: int | None = None
+    priorities: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
     shutdown_timeout: float = 30.0
     health_timeout: float = 10.0
@@ -50,3 +51,7 @@ class ServerSettings:
             raise ValueError(f"port must be in [0, 65535], got {self.port}.")
         if not all(self.api_keys):
             raise ValueError("api_keys must not hold an empty key.")
+        if not self.response_role:
+            raise ValueError("response_role must not be empty.")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise ValueError(f"shutdown_timeout must be a number of seconds from 0, got {self.shutdown_timeout}.")

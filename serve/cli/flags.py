@@ -121,7 +121,10 @@ def engine_flags(
     ] = None,
     scheduling_policy: Annotated[
         Policy,
-        typer.Option(help="priority: requests of lower priority numbers run first.", rich_help_panel=SCHEDULER_PANEL),
+        typer.Option(
+            help="fcfs: in order of arrival, requests with a priority are refused; priority: lower numbers run first.",
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
     ] = "fcfs",
     async_scheduling: Annotated[
         bool | None,
@@ -131,7 +134,10 @@ def engine_flags(
     ] = None,
     max_waiting: Annotated[
         int | None,
-        typer.Option(help="Requests that may wait; more are refused (HTTP 503).", rich_help_panel=SCHEDULER_PANEL),
+        typer.Option(
+            help="Requests that may wait for a seat; more are refused (HTTP 503). By default any number: none is refused.",
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
     ] = None,
     quantization: Annotated[
         Quantization | None,

@@ -18,9 +18,16 @@ USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 _OURS = ("benchmarks", "compiler", "custom_ops", "models", "runtime", "serve")
 
 
+class _Console(Console):
+    """A console whose reader may go away: what is said from then on is lost, and the command goes on."""
+
+    def on_broken_pipe(self) -> None:  # rich would end whatever printed: the answer to a request that is logged, say
+        self.quiet = True
+
+
 @cache
 def _console_on(stream: TextIO) -> Console:
-    return Console(file=stream, highlight=False, soft_wrap=True)
+    return _Console(file=stream, highlight=False, soft_wrap=True)
 
 
 def error_console() -> Console:
@@ -39,7 +46,10 @@ class _ConsoleHandler(logging.Handler):
             text = f"[yellow]{record.levelname.capitalize()}:[/yellow] {text}"
         else:
             text = f"[dim]· {text}[/dim]"
-        error_console().print(text)
+        try:
+            error_console().print(text)
+        except Exception:  # a full disk, say
+            self.handleError(record)
 
 
 class StageDisplay:

@@ -32,7 +32,10 @@ def serve_command(
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="Ask for this bearer token (may be given again).", rich_help_panel=SERVER_PANEL),
+        typer.Option(
+            help="Ask for this bearer token (may be given again); /graphs takes it as a password, too.",
+            rich_help_panel=SERVER_PANEL,
+        ),
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
@@ -119,7 +122,8 @@ def serve_command(
             error_console().print(f"[bold]Serving {settings.served_model_names[0]} on {url}[/bold]  [dim]{where}[/dim]")
             error_console().print(f"[dim]ready after {seconds:.1f} s; API page at {url}/docs; Ctrl-C stops[/dim]")
             if enable_graphs:
-                error_console().print(f"[dim]what the compiler did: {url}/graphs[/dim]")
+                how = " (a browser asks for a password: the API key)" if settings.api_keys else ""
+                error_console().print(f"[dim]what the compiler did: {url}/graphs{how}[/dim]")
 
         status = run(config, settings, on_stage=stages, on_ready=on_ready)
     if status:

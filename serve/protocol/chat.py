@@ -79,6 +79,11 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
         """Tokens asked for; None: up to the model's limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def names(self) -> dict[str, str]:
+        """What the fields of other endpoints and of the engine are called here."""
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
     def num_logprobs(self) -> int | None:
         """Likeliest tokens a position; None: no logprobs."""
         if not self.logprobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,11 +13,11 @@ _encode = msgspec.json.encode
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one HTTP request. cached: prompt tokens found in the prefix cache, by completion index."""
+    """Token counts of one HTTP request. cached_tokens: of prompt_tokens, those found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int = 0
-    cached: dict[int, int] = field(default_factory=dict)
+    cached_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
@@ -25,7 +25,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": min(sum(self.cached.values()), self.prompt_tokens)},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

@@ -65,7 +65,9 @@ class GenerationFields(RequestModel):
     logit_bias: dict[int, float] | None = None
 
     request_id: str | None = Field(default=None, max_length=_MAX_ID)
-    priority: int | None = Field(default=0, ge=-(2**31), lt=2**31, description="Lower runs first (policy priority).")
+    priority: int | None = Field(
+        default=0, ge=-(2**31), lt=2**31, description="Lower runs first; only with --scheduling-policy priority."
+    )
     cache_salt: str | None = Field(
         default=None, min_length=1, max_length=_MAX_ID, description="Prefixes are shared only within one salt."
     )
@@ -135,25 +137,30 @@ def check_fields(body: RequestModel) -> None:
 
 
 def sampling_params(
-    body: GenerationFields, defaults: Mapping[str, float | int], *, max_tokens: int | None, logprobs: int | None
+    body: GenerationFields,
+    defaults: Mapping[str, float | int],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """The request's `SamplingParams`, verified; `defaults` stand in for what it leaves out."""
+    """The request's `SamplingParams`, verified; `defaults` stand in for what it leaves out. names: as of `user_errors`."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs cannot be streamed: set stream to false.", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true.", "stream_options")
-    names = (
+    fields = (
         "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
         "seed", "stop_token_ids", "min_tokens", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
         "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words",
         "logit_bias",
     )  # fmt: skip
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    given = {name: value for name in fields if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
         if not all(_is_unicode(text) for text in given["stop"]):
             raise ApiError(400, "stop holds a lone surrogate, which is no valid Unicode character.", "stop")
-    with user_errors():
+    with user_errors(names):
         params = SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
         params.verify()
     return params

@@ -24,6 +24,11 @@ class LogprobsWriter:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
 
+    def num_chars(self, token_id: int) -> int:
+        """Characters of the text that begin with this token; 0 for one that goes on with a character."""
+        raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+        return sum(byte & 0xC0 != 0x80 for byte in raw)
+
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """`choices[].logprobs` of a chat completion."""
         content = []
@@ -41,25 +46,34 @@ class LogprobsWriter:
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for token_id, entry in zip(token_ids, entries, strict=True):
-            name = self.token(token_id)
+            name = self._key(token_id)
             tokens.append(name)
             offsets.append(offset)
-            offset += len(name)
+            offset += self.num_chars(token_id)
             if entry is None:
                 chosen.append(None)
                 top.append(None)
             else:
                 chosen.append(_finite(entry.logprobs[0]))
-                pairs = list(zip(entry.ids, entry.logprobs, strict=True))
-                # The chosen token comes first in an entry; in the answer the likeliest does.
-                likeliest = {self.token(i): _finite(p) for i, p in pairs[1:]}
-                likeliest.setdefault(name, _finite(pairs[0][1]))
+                # The chosen token comes first in an entry; in the answer the likeliest does, also of two that have one name.
+                first, *others = zip(entry.ids, entry.logprobs, strict=True)
+                likeliest: dict[str, float] = {}
+                for other_id, logprob in [*others, first]:
+                    likeliest.setdefault(self._key(other_id), _finite(logprob))
                 top.append(likeliest)
         return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
 
     def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
         """`prompt_logprobs`: for each prompt token, token id → {logprob, rank, decoded_token}; None for the first."""
         return [None if entry is None else self._ranked(entry) for entry in entries]
+
+    def _key(self, token_id: int) -> str:
+        """The token's name where names must tell tokens apart: parts of a character have OpenAI's name of their bytes."""
+        name = self.token(token_id)
+        if "\ufffd" not in name or self._tokenizer is None:
+            return name
+        raw = self._tokenizer.token_bytes(token_id)
+        return name if raw == name.encode() else "bytes:" + repr(raw)[2:-1]
 
     def _ranked(self, entry: TokenLogprobs) -> dict[str, Any]:
         ranked: dict[str, Any] = {}

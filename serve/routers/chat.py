@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
-    answer = await _Answer.prepare(body, request, context)
+    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -62,13 +62,19 @@ class _Answer:
         self.echo = self._echo()
 
     @classmethod
-    async def prepare(cls, body: ChatCompletionRequest, request: Request, context: ServerContext) -> _Answer:
+    def prepare(cls, body: ChatCompletionRequest, request: Request, context: ServerContext) -> _Answer:
         """Everything that can be wrong with the request is found here, before an answer begins."""
         model = context.check_model(body.model)
         check_fields(body)
+        context.check_priority(body.priority)
         body.check_tools()
+        names = body.names()
         params = sampling_params(
-            body, context.settings.default_sampling, max_tokens=body.max_new_tokens(), logprobs=body.num_logprobs()
+            body,
+            context.settings.default_sampling,
+            max_tokens=body.max_new_tokens(),
+            logprobs=body.num_logprobs(),
+            names=names,
         )
         with user_errors():
             text = render_chat(
@@ -77,8 +83,8 @@ class _Answer:
                 template=context.settings.chat_template,
                 **body.template_options(),
             )
-        ids = await context.encode(text, params, add_special_tokens=bool(body.add_special_tokens))
-        with user_errors():
+        ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens), names=names)
+        with user_errors(names):
             prompt, params = context.inputs.prepare(ids, params)
         head = {
             "id": context.request_id("chatcmpl", body.request_id, request),
@@ -103,8 +109,7 @@ class _Answer:
         """The answer as one JSON object."""
         choices = []
         for completion in completions:
-            self.usage.completion_tokens += len(completion.token_ids)
-            self.usage.cached[completion.index] = completion.num_cached_tokens
+            self._count(completion.index, len(completion.token_ids), completion.num_cached_tokens)
             message = {"role": self.role, "content": self.echo + completion.text, "refusal": None, "reasoning": None}
             choice: dict[str, Any] = {
                 "index": completion.index,
@@ -136,11 +141,9 @@ class _Answer:
             events: list[bytes] = []
             for delta in deltas:
                 if delta.error is not None:
-                    yield b"".join(events) + failure_event(self.context, delta.error) + DONE
+                    yield b"".join(events) + failure_event(self.context, delta) + DONE
                     return
-                self.usage.completion_tokens += len(delta.token_ids)
-                if delta.num_cached_tokens:
-                    self.usage.cached[delta.index] = delta.num_cached_tokens
+                self._count(delta.index, len(delta.token_ids), delta.num_cached_tokens)
                 if not delta.text and delta.finish_reason is None and not (with_tokens and delta.token_ids):
                     continue
                 events.append(
@@ -158,6 +161,12 @@ class _Answer:
         if include_usage:
             yield writer.usage_chunk()
         yield DONE
+
+    def _count(self, index: int, num_tokens: int, num_cached: int) -> None:
+        self.usage.completion_tokens += num_tokens
+        # All completions share the prompt: its cached tokens count once, as its tokens do.
+        if num_cached and index == 0:
+            self.usage.cached_tokens = num_cached
 
     def _echo(self) -> str:
         last = self.body.messages[-1]

@@ -7,13 +7,15 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from runtime.output_processor import CompletionOutput
+from runtime.messages import ErrorKind
+from runtime.output_processor import CompletionDelta, CompletionOutput
 from serve.context import ServerContext
 from serve.engine import Generation
 from serve.errors import ApiError, error_body
 from serve.protocol.fields import GenerationFields
 from serve.responses import ClientGoneError, client_gone_response, event, until_disconnect
 
+_STATUS: dict[ErrorKind, int] = {"invalid": 400, "overloaded": 503, "internal": 500}
 _ERROR_EXAMPLE = error_body(400, "temperature must be in [0, 2], got 3.0.", "temperature")
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {
@@ -34,14 +36,15 @@ def usage_options(body: GenerationFields) -> tuple[bool, bool]:
     return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)
 
 
-def failure(context: ServerContext, error: str) -> ApiError:
+def failure(context: ServerContext, delta: CompletionDelta) -> ApiError:
     """The answer when the engine ended a request with an error."""
-    return ApiError(503 if context.engine.dead_reason is not None else 500, error)
+    status = 503 if context.engine.dead_reason is not None else _STATUS[delta.error_kind]
+    return ApiError(status, delta.error or "")
 
 
-def failure_event(context: ServerContext, error: str) -> bytes:
+def failure_event(context: ServerContext, delta: CompletionDelta) -> bytes:
     """The same inside a stream that has begun."""
-    failed = failure(context, error)
+    failed = failure(context, delta)
     return event(error_body(failed.status, failed.message))
 
 
@@ -61,7 +64,7 @@ async def collect(
                 for delta in deltas:
                     completions[delta.index].add(delta)
                     if delta.error is not None:
-                        raise failure(context, delta.error)
+                        raise failure(context, delta)
             return complete(completions)
         finally:
             generation.close()

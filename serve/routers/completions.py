@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue one or more prompts. With `stream`, server-sent events of chunks, then `[DONE]`."""
-    answer = await _Answer.prepare(body, request, context)
+    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -64,10 +64,11 @@ class _Answer:
         self.offsets = [0] * (len(prompts) * self.n)
 
     @classmethod
-    async def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
+    def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
         """Everything that can be wrong with the request is found here, before an answer begins."""
         model = context.check_model(body.model)
         check_fields(body)
+        context.check_priority(body.priority)
         asked = sampling_params(
             body, context.settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs
         )
@@ -86,7 +87,7 @@ class _Answer:
         for given in texts:
             ids = given
             if isinstance(ids, str):
-                ids = await context.encode(ids, asked, add_special_tokens=body.add_special_tokens is not False)
+                ids = context.encode(ids, asked, add_special_tokens=body.add_special_tokens is not False)
             with user_errors():
                 prompt, prompt_params = context.inputs.prepare(ids, asked)
             prompts.append(prompt)
@@ -144,7 +145,7 @@ class _Answer:
             events: list[bytes] = []
             for delta in deltas:
                 if delta.error is not None:
-                    yield b"".join(events) + failure_event(self.context, delta.error) + DONE
+                    yield b"".join(events) + failure_event(self.context, delta) + DONE
                     return
                 events += self._events(writer, delta, first=delta.index not in begun)
                 begun.add(delta.index)
@@ -193,7 +194,7 @@ class _Answer:
         tokens = [*prompt, *token_ids][: len(known)]
         shown = self.logprobs.completion(tokens, known, offset=self.offsets[index])
         if shown["tokens"]:
-            self.offsets[index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
+            self.offsets[index] = shown["text_offset"][-1] + self.logprobs.num_chars(tokens[-1])
         return shown
 
     def _echoed_entries(self, entries: list[TokenLogprobs | None] | None) -> list[TokenLogprobs | None]:
@@ -210,7 +211,7 @@ class _Answer:
         self.usage.completion_tokens += num_tokens
         # The n completions of a prompt share it: its cached tokens count once, as its tokens do.
         if num_cached and index % self.n == 0:
-            self.usage.cached[index] = num_cached
+            self.usage.cached_tokens += num_cached
 
 
 def _text_body(text: bytes) -> bytes:

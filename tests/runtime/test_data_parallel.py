@@ -110,7 +110,10 @@ async def test_requests_spread_and_equal_prompts_meet(
 
 async def test_an_abort_goes_where_the_request_is(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.01)
-    async with started(model_dir) as (client, reader):
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 8, "max_waiting": 1}
+    async with started(model_dir, **limits) as (client, reader):
+        assert (client.info.num_seats, client.info.max_in_flight) == (16, 18)
+        assert client._router._limits == [8, 9]
         names = [f"r{i}" for i in range(6)]
         for i, name in enumerate(names):
             await client.add_request(request(name, prompt(i), max_tokens=200))

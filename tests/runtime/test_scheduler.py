@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.schedule import NOTHING_LEFT
 from runtime.scheduler import QueueFullError
 from tests.runtime.scheduler_harness import (
     BLOCK,
@@ -365,15 +366,17 @@ def test_salts_share_nothing() -> None:
     assert cached == [0, 0, 0, 8]
 
 
-def test_one_failed_request_takes_no_other_down() -> None:
+@pytest.mark.parametrize("error,kind", [("Its logits are not finite.", "internal"), (NOTHING_LEFT, "invalid")])
+def test_one_failed_request_takes_no_other_down(error: str, kind: str) -> None:
     driver = Driver(make_scheduler())
     good = make_request("good", [1, 2], max_tokens=5)
     driver.add(good, make_request("bad", [3, 4], max_tokens=5))
     driver.step()
-    driver.runner.fail_on["bad"] = "Its logits are not finite."
+    driver.runner.fail_on["bad"] = error
     answers = driver.run()
     assert answers["bad"].finish_reason == "error"
-    assert answers["bad"].outputs[-1].error == "Its logits are not finite."
+    last = answers["bad"].outputs[-1]
+    assert (last.error, last.error_kind) == (error, kind)
     assert_as_alone(answers["good"], good, 128)
 
 

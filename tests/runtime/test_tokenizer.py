@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,43 @@ def test_gguf_pre_tokenizers_split_digits_as_named(pre: str, text: str, pieces: 
 def test_unknown_gguf_kinds_name_the_supported_ones(key: str, value: Any, says: str) -> None:
     with pytest.raises(TokenizerError, match=says):
         tokenizer_from_gguf_metadata(gguf_metadata(byte_level_tokenizer([]), kind="gpt2", **{key: value}))
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    tokenizer = byte_level_tokenizer([])
+    text = "word " * 20_000
+    encoding, ran = threading.Event(), threading.Event()
+
+    def run() -> None:
+        encoding.wait()
+        ran.set()
+
+    other = threading.Thread(target=run)
+    other.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # from now on a thread runs only where this one gives the GIL away
+    try:
+        encoding.set()
+        for _ in range(100):
+            ids = tokenizer.encode(text)
+            ran_meanwhile = ran.is_set()
+            if ran_meanwhile:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+    other.join()
+    assert ran_meanwhile
+    assert tokenizer.decode(ids) == text
+
+
+def test_long_texts_and_ids_are_treated_as_short_ones() -> None:
+    for tokenizer in (byte_level_tokenizer(TEXTS), sentencepiece_tokenizer(TEXTS)):
+        for text in TEXTS:
+            long = "<|end|>" + text * 1000
+            assert tokenizer.encode(long) == tokenizer.backend.encode(long).ids
+            ids = tokenizer.encode(text) * 1000
+            for skip in (True, False):
+                whole = tokenizer.backend.decode(ids, skip_special_tokens=skip)
+                assert tokenizer.decode(ids, skip_special_tokens=skip) == whole
+    with pytest.raises(TokenizerError, match="surrogate"):
+        byte_level_tokenizer([]).encode("\ud800" * 5000)

@@ -81,6 +81,13 @@ async def test_n_completions_have_indices_and_seeds_of_their_own(server: Server)
     assert all(r.sampling_params.n == 1 for r in server.engine.requests)
 
 
+async def test_cached_tokens_of_the_shared_prompt_count_once(server: Server) -> None:
+    usage = (await server.chat(n=3)).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] // 2}
+    *_, last, _ = read_events((await server.chat(n=3, stream=True, stream_options={"include_usage": True})).text)
+    assert last["usage"]["prompt_tokens_details"] == usage["prompt_tokens_details"]
+
+
 async def test_n_completions_stream_by_index(server: Server) -> None:
     *chunks, _ = read_events((await server.chat(n=2, stream=True)).text)
     texts = {0: "", 1: ""}
@@ -176,7 +183,8 @@ async def test_continue_final_message_leaves_it_open_and_echo_repeats_it(server:
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "Well, " + ANSWER
 
 
-async def test_request_fields_reach_the_engine(server: Server) -> None:
+async def test_request_fields_reach_the_engine(start_server: StartServer) -> None:
+    server = await start_server(priorities=True)
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.1, "frequency_penalty": 0.2,
         "repetition_penalty": 1.1, "min_tokens": 3, "logit_bias": {"5": -1.5}, "allowed_token_ids": [5, 6],

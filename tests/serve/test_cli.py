@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from serve.cli.flags import parse_counts, parse_size
 from serve.cli.main import app
-from serve.cli.output import FAILURE, INTERRUPTED, USER_ERROR, StageDisplay, run_command
+from serve.cli.output import FAILURE, INTERRUPTED, USER_ERROR, StageDisplay, _ConsoleHandler, run_command
 
 ENGINE_FLAGS = {
     "--tokenizer", "--dtype", "--max-model-len", "--model-impl", "--load-format", "--seed", "--block-size", "--num-gpu-blocks-override",
@@ -164,6 +165,9 @@ def test_counts() -> None:
         (["compile", "smollm2-135m", "--output", "a", "--cache-dir", "b"], "--output and --cache-dir both say"),
         (["serve", "smollm2-135m", "--port", "70000"], "port must be in [0, 65535], got 70000"),
         (["serve", "smollm2-135m", "--api-key", ""], "api_keys must not hold an empty key"),
+        (["serve", "smollm2-135m", "--response-role", ""], "response_role must not be empty"),
+        (["serve", "smollm2-135m", "--shutdown-timeout", "-5"], "shutdown_timeout must be a number of seconds from 0"),
+        (["serve", "smollm2-135m", "--shutdown-timeout", "nan"], "shutdown_timeout must be a number of seconds from 0"),
         (["generate", "smollm2-135m", "Hi", "--temperature", "3"], "temperature must be in [0, 2], got 3.0"),
         (["generate", "smollm2-135m", "Hi", "--prompts-file", "x"], "both as arguments and as --prompts-file"),
         (["generate", "smollm2-135m", "--prompts-file", "/nowhere.txt"], "--prompts-file /nowhere.txt cannot be read"),
@@ -270,6 +274,32 @@ def test_stages_are_lines_with_times(capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].split() == ["✓", "capture", "1.23", "s", "1473", "nodes"]
     assert lines[1].split() == ["✓", "warm", "up", "12.00", "s"]
+
+
+def without_reader() -> TextIO:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    return open(write_end, "w", buffering=1)
+
+
+def on_a_full_disk() -> TextIO:
+    return open("/dev/full", "w", buffering=1)
+
+
+@pytest.mark.parametrize("make_stream", [without_reader, on_a_full_disk])
+def test_log_lines_that_cannot_be_written_stop_nothing(
+    make_stream: Callable[[], TextIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = make_stream()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        for _ in range(2):
+            _ConsoleHandler().handle(logging.LogRecord("serve", logging.INFO, "", 0, "a request", (), None))
+        if make_stream is without_reader:
+            with StageDisplay() as stages:
+                stages("capture", 1.0)
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 def test_generate_answers_in_the_order_of_the_prompts(tiny_llama_dir: Path) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import ANSWER, Server
+from runtime.messages import TokenLogprobs
+from runtime.tokenizer import Tokenizer
+from serve.protocol.logprobs import LogprobsWriter
+from tests.serve.conftest import ANSWER, Server, StartServer
 from tests.support.sse import read_events
 
 
@@ -68,7 +71,31 @@ async def test_logprobs_cover_prompt_and_completion_with_echo(server: Server) ->
     assert shown["token_logprobs"][0] is None
     assert shown["top_logprobs"][0] is None
     assert shown["token_logprobs"][1:] == [-0.5] * (len(shown["tokens"]) - 1)
-    assert shown["text_offset"] == [sum(len(t) for t in shown["tokens"][:i]) for i in range(len(shown["tokens"]))]
+    for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
+        if not token.startswith(("bytes:", "<|end|>")):
+            assert choice["text"].startswith(token, offset)
+    assert shown["text_offset"][-1] == len(choice["text"])
+
+
+async def test_parts_of_a_character_have_names_of_their_own(start_server: StartServer, tokenizer: Tokenizer) -> None:
+    parts = tokenizer.encode("🙂")
+    assert len(parts) > 1
+    server = await start_server(script=lambda request: parts)
+    shown = (await server.complete(logprobs=3, max_tokens=2 * len(parts))).json()["choices"][0]["logprobs"]
+    raw = [tokenizer.token_bytes(token) for token in parts] * 2
+    assert shown["tokens"] == ["bytes:" + "".join(f"\\x{byte:02x}" for byte in part) for part in raw]
+    assert shown["text_offset"] == [0] + [1] * len(parts) + [2] * (len(parts) - 1)
+    for name, likeliest in zip(shown["tokens"], shown["top_logprobs"], strict=True):
+        assert list(likeliest.values()) == [-0.5, -1.5, -2.5]
+        assert likeliest[name] == -0.5
+
+
+def test_of_two_tokens_with_one_name_the_likelier_is_shown(tokenizer: Tokenizer) -> None:
+    writer = LogprobsWriter(tokenizer, as_ids=False)
+    beyond = tokenizer.vocab_size  # ids without a token have one name
+    entry = TokenLogprobs([5, beyond, beyond + 1, 6], [-9.0, -1.0, -2.0, -3.0], 7)
+    [likeliest] = writer.completion([5], [entry], offset=0)["top_logprobs"]
+    assert likeliest == {"": -1.0, tokenizer.token_text(6): -3.0, tokenizer.token_text(5): -9.0}
 
 
 @pytest.mark.parametrize("stream", [False, True])

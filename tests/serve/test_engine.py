@@ -53,3 +53,17 @@ async def test_text_that_waited_is_shown_before_the_error(start_server: StartSer
     assert text.text.startswith(ANSWER)
     assert (text.error, text.finish_reason) == (None, None)
     assert error.error == "The engine process was ended by signal 9."
+
+
+async def test_a_place_is_taken_after_the_engine_knows_that_it_is_free(
+    start_server: StartServer, tokenizer: Any
+) -> None:
+    server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"max_in_flight": 1, "pause": 0.001})
+    for _ in range(3):
+        generation = await submitted(server, max_tokens=200, ignore_eos=True)
+        await anext(generation)
+        generation.close()
+    last = await submitted(server, max_tokens=2)
+    deltas = [delta async for some in last for delta in some]
+    assert [delta.error for delta in deltas if delta.error] == []
+    assert len(server.engine.aborted) == 3

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from tests.serve.conftest import ANSWER, Server, StartServer
+from runtime.messages import ErrorKind
+from tests.serve.conftest import ANSWER, Server, StartServer, eventually
 from tests.support.sse import read_events
 from tests.support.tokenizers import byte_level_tokenizer
 
@@ -31,7 +33,7 @@ def assert_error(response: Any, status: int, *, param: str | None = None, says: 
 OUT_OF_RANGE = [
     ("temperature", 2.1), ("temperature", -0.1), ("top_p", 0), ("top_p", 1.5), ("presence_penalty", 2.5),
     ("frequency_penalty", -2.5), ("n", 0), ("n", 1000), ("max_tokens", -1), ("top_k", -2), ("min_p", 2),
-    ("stop", ["x"] * 17), ("stop", [""]), ("stop", [1]), ("stop", {"a": 1}), ("repetition_penalty", 0),
+    ("stop", ["x"] * 17), ("stop", [""]), ("stop", [1]), ("stop", {"a": 1}), ("repetition_penalty", 0), ("repetition_penalty", 1e-44),
     ("logit_bias", {"100000": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {"5": 1000}), ("stop_token_ids", [-1]),
     ("stop_token_ids", [10**12]), ("allowed_token_ids", []), ("allowed_token_ids", [99999]), ("bad_words", [""]),
     ("bad_words", ["ab"] * 1025), ("bad_words", ["x" * 100_000]),
@@ -62,8 +64,19 @@ async def test_wrong_value_is_a_400(server: Server, field: str, value: Any) -> N
 
 
 async def test_logprobs_beyond_20_are_a_400(server: Server) -> None:
-    assert_error(await server.chat(logprobs=True, top_logprobs=21), 400, param="logprobs")
-    assert_error(await server.complete(logprobs=21), 400, param="logprobs")
+    message = assert_error(await server.chat(logprobs=True, top_logprobs=30), 400, param="top_logprobs")
+    assert message == "top_logprobs must be in [0, 20], got 30."
+    message = assert_error(await server.complete(logprobs=21), 400, param="logprobs")
+    assert message == "logprobs must be in [0, 20], got 21."
+
+
+async def test_the_field_that_the_request_has_is_named(server: Server) -> None:
+    says = "max_completion_tokens must be at least 0"
+    assert_error(await server.chat(max_completion_tokens=-1), 400, param="max_completion_tokens", says=says)
+    assert_error(await server.chat(max_tokens=-1), 400, param="max_tokens", says="max_tokens must be at least 0")
+    long = [{"role": "user", "content": "word " * 400}]
+    assert_error(await server.chat(messages=long), 400, param="messages", says="100 tokens of completion")
+    assert_error(await server.chat(messages=[{"role": "user", "content": "x" * 100_000}]), 400, param="messages")
 
 
 async def test_nan_is_a_400(server: Server) -> None:
@@ -97,6 +110,12 @@ async def test_field_without_effect_here_is_refused(server: Server, field: str) 
     assert server.engine.requests == []
 
 
+async def test_priority_without_its_policy_is_refused(server: Server) -> None:
+    for answer in (await server.chat(priority=1), await server.complete(priority=-1)):
+        assert_error(answer, 400, param="priority", says="--scheduling-policy priority")
+    assert (await server.chat(priority=0)).status_code == 200
+
+
 async def test_suffix_is_refused(server: Server) -> None:
     assert_error(await server.complete(suffix="end"), 400, param="suffix")
 
@@ -126,6 +145,19 @@ async def test_body_that_is_no_request_is_a_400(server: Server, path: str, conte
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] == 400
     assert len(response.text) < 1000
+
+
+@pytest.mark.parametrize(
+    "content,says",
+    [
+        (b"[" * 100_000, "The body's JSON is nested too deeply."),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "The body holds a number of more than 4300 digits."),
+        (b'{"prompt": "\xff"}', "The body is not valid UTF-8 (byte 12)."),
+    ],
+    ids=["nested", "digits", "utf-8"],
+)
+async def test_body_that_the_parser_gives_up_on_is_told_why(server: Server, content: bytes, says: str) -> None:
+    assert assert_error(await server.http.post("/v1/completions", content=content), 400) == says
 
 
 async def test_form_content_type_is_a_400_that_names_the_header(server: Server) -> None:
@@ -168,12 +200,16 @@ async def test_unknown_model_route_and_method(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_too_long_prompt_names_all_three_lengths_before_a_stream_opens(server: Server, stream: bool) -> None:
-    message = assert_error(await server.complete(prompt=[5] * 200, max_tokens=100, stream=stream), 400)
+    response = await server.complete(prompt=[5] * 200, max_tokens=100, stream=stream)
+    message = assert_error(response, 400, param="prompt")
     assert "256" in message
     assert "200 tokens" in message
     assert "100 tokens" in message
-    assert_error(await server.complete(prompt=[5] * 256, max_tokens=None, stream=stream), 400, says="256")
-    assert_error(await server.complete(prompt="word " * 100_000, stream=stream), 400, says="at least")
+    for fields, says in (
+        ({"prompt": [5] * 256, "max_tokens": None}, "256"),
+        ({"prompt": "word " * 100_000}, "at least"),
+    ):
+        assert_error(await server.complete(**fields, stream=stream), 400, param="prompt", says=says)
     assert server.engine.requests == []
 
 
@@ -205,20 +241,38 @@ async def test_engine_without_tokenizer_takes_ids_only(start_server: StartServer
     assert answer.json()["choices"][0]["token_ids"] == server.tokenizer.encode(ANSWER)[:3]
 
 
-async def test_engine_error_is_a_500_and_an_event_in_a_stream(server: Server) -> None:
-    server.engine.fail_requests = "The logits are not finite."
-    assert_error(await server.chat(), 500, says="not finite")
+@pytest.mark.parametrize("kind,status", [("invalid", 400), ("overloaded", 503), ("internal", 500)])
+async def test_engine_error_has_the_status_of_its_kind_and_is_an_event_in_a_stream(
+    server: Server, kind: ErrorKind, status: int
+) -> None:
+    server.engine.fail_requests, server.engine.fail_kind = "The engine says why.", kind
+    response = await server.chat()
+    assert_error(response, status, says="The engine says why.")
+    assert ("retry-after" in response.headers) == (status == 503)
     role, error, done = read_events((await server.chat(stream=True)).text)
     assert role["choices"][0]["delta"]["role"] == "assistant"
-    assert error["error"]["code"] == 500
+    assert error["error"]["code"] == status
     assert done == "[DONE]"
     server.engine.fail_requests = None
     assert (await server.chat()).status_code == 200
 
 
 async def test_full_queue_is_a_503_with_retry_after(start_server: StartServer) -> None:
-    server = await start_server(max_in_flight=2)
-    response = await server.chat(n=3)
+    server = await start_server(engine={"max_in_flight": 2})
+    server.engine.hold.clear()
+    first = asyncio.create_task(server.chat())
+    await eventually(lambda: server.engine.num_running == 1)
+    response = await server.chat(n=2)
     assert_error(response, 503)
     assert int(response.headers["retry-after"]) >= 1
+    server.engine.hold.set()
+    assert (await first).status_code == 200
     assert (await server.chat(n=2)).status_code == 200
+
+
+@pytest.mark.parametrize("fields,param", [({"n": 3}, "n"), ({"prompt": ["a", "b", "c"]}, "prompt")])
+async def test_more_sequences_than_are_ever_taken_are_a_400(
+    start_server: StartServer, fields: dict[str, Any], param: str
+) -> None:
+    server = await start_server(engine={"max_in_flight": 2})
+    assert_error(await server.complete(**fields), 400, param=param, says="takes 2 at once")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
 import pytest
 
+from runtime.sampling_params import SamplingParams
+from runtime.tokenizer import Tokenizer
 from serve.metrics import Metrics
 from tests.serve.conftest import ANSWER, Server, StartServer
+from tests.support.fake_engine import says
 
 
 async def test_models_list_every_name(server: Server) -> None:
@@ -97,16 +101,40 @@ async def test_metrics_count_the_sites_of_passes(server: Server) -> None:
     assert 'cas:pass_failed{graph_pass="fuse_linears",model_name="m"} 1.0' in text
 
 
-async def test_metrics_count_a_request(server: Server) -> None:
-    await server.chat(stop=["wör"])
-    await server.complete()
-    text = (await server.http.get("/metrics")).text
-
+def metrics_in(text: str) -> Callable[..., float]:
     def value(name: str, labels: str = "") -> float:
         found = re.search(rf'^cas:{name}{{{labels}model_name="test-model"[^}}]*}} ([0-9.e+-]+)$', text, re.MULTILINE)
         assert found is not None, (name, text)
         return float(found[1])
 
+    return value
+
+
+async def test_metrics_count_prompts_that_are_scored_and_sequences_that_were_left(
+    start_server: StartServer, tokenizer: Tokenizer
+) -> None:
+    server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.001})
+    await server.complete(prompt=[5] * 20, echo=True, logprobs=0, max_tokens=0)
+    value = metrics_in((await server.http.get("/metrics")).text)
+    assert (value("prompt_tokens_total"), value("time_to_first_token_seconds_count")) == (20, 0)
+    assert value("request_queue_time_seconds_sum") == pytest.approx(0.01)
+    assert value("request_prefill_time_seconds_sum") == pytest.approx(0.02)
+    engine = server.app.state.context.engine
+    prompt, params = engine.inputs.prepare([5] * 7, SamplingParams(max_tokens=200, ignore_eos=True))
+    generation = await engine.submit("left", [prompt], [params])
+    await anext(generation)
+    generation.close()
+    value = metrics_in((await server.http.get("/metrics")).text)
+    assert value("request_success_total", 'finished_reason="abort",') == 1
+    assert value("prompt_tokens_total") == value("request_prompt_tokens_sum") == 27
+    assert value("request_generation_tokens_sum") == value("generation_tokens_total") >= 1
+    assert value("e2e_request_latency_seconds_count") == 2
+
+
+async def test_metrics_count_a_request(server: Server) -> None:
+    await server.chat(stop=["wör"])
+    await server.complete()
+    value = metrics_in((await server.http.get("/metrics")).text)
     prompts = sum(len(request.prompt_token_ids) for request in server.engine.requests)
     assert value("prompt_tokens_total") == prompts
     assert value("request_success_total", 'finished_reason="stop",') == 2

@@ -6,7 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from runtime.engine_client import EngineDeadError
-from runtime.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput, StepOutputs, TokenLogprobs
+from runtime.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    ErrorKind,
+    RequestOutput,
+    StepOutputs,
+    TokenLogprobs,
+)
 from runtime.tokenizer import Tokenizer
 
 Script = Callable[[EngineRequest], Sequence[int]]
@@ -18,7 +26,15 @@ class FakeEngineClient:
     pause: seconds between steps. hold: no step is made while it is cleared. `aborted`: ids that the server aborted.
     """
 
-    def __init__(self, tokenizer: Tokenizer, script: Script, *, max_model_len: int = 256, pause: float = 0.0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        script: Script,
+        *,
+        max_model_len: int = 256,
+        max_in_flight: int | None = None,
+        pause: float = 0.0,
+    ) -> None:
         self.info = EngineInfo(
             max_model_len=max_model_len,
             vocab_size=tokenizer.vocab_size,
@@ -26,6 +42,7 @@ class FakeEngineClient:
             block_size=16,
             dtype="float32",
             device="cpu",
+            max_in_flight=max_in_flight,
             compile_report={
                 "stages.capture": 1.0,
                 "stages.compile": 0.5,
@@ -46,6 +63,8 @@ class FakeEngineClient:
         self.answers_ping = True
         self.stopped = False
         self.fail_requests: str | None = None
+        self.fail_kind: ErrorKind = "internal"
+        self._refused: list[RequestOutput] = []
         self._running: dict[str, tuple[EngineRequest, list[int], int]] = {}
         self._wake = asyncio.Event()
 
@@ -56,8 +75,14 @@ class FakeEngineClient:
     async def add_request(self, request: EngineRequest) -> None:
         self._check()
         self.requests.append(request)
-        self._running[request.request_id] = (request, list(self.script(request)), 0)
         self._wake.set()
+        if self.info.max_in_flight is not None and len(self._running) >= self.info.max_in_flight:
+            full = RequestOutput(
+                request_id=request.request_id, finish_reason="error", error="Full.", error_kind="overloaded"
+            )
+            self._refused.append(full)
+            return
+        self._running[request.request_id] = (request, list(self.script(request)), 0)
 
     async def abort(self, request_ids: list[str]) -> None:
         self._check()
@@ -85,6 +110,9 @@ class FakeEngineClient:
         while not self.stopped:
             await self.hold.wait()
             self._check()
+            if self._refused:
+                refused, self._refused = self._refused, []
+                yield StepOutputs(outputs=refused)
             if not self._running:
                 self._wake.clear()
                 await self._wake.wait()
@@ -101,7 +129,9 @@ class FakeEngineClient:
         output = RequestOutput(request_id=request_id)
         if self.fail_requests is not None:
             del self._running[request_id]
-            return RequestOutput(request_id=request_id, finish_reason="error", error=self.fail_requests)
+            return RequestOutput(
+                request_id=request_id, finish_reason="error", error=self.fail_requests, error_kind=self.fail_kind
+            )
         if position == 0:
             output.queue_seconds, output.prefill_seconds = 0.01, 0.02
             output.num_cached_tokens = len(request.prompt_token_ids) // 2

@@ -1,0 +1,60 @@
+"""A large body is made into a prompt in a thread: the event loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+import serve.routers.chat
+import serve.routers.tokens
+from runtime.tokenizer import Tokenizer
+from tests.serve.conftest import Server, eventually
+
+LONG = "word " * 2000
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Gate:
+    """Holds up whoever calls the function that it wraps, until it is opened."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.reached.set()
+        assert self.opened.wait(5), "the event loop waits for what it was to go on beside"
+        return self._function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "path,body,held",
+    [
+        (CHAT, {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": -1}, "encode"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}] * 200, "truncate_prompt_tokens": -1}, "render_chat"),
+        (COMPLETIONS, {"prompt": LONG, "truncate_prompt_tokens": -1}, "encode"),
+        (COMPLETIONS, {"prompt": [5] * 3000, "truncate_prompt_tokens": -1, "bad_words": ["fox"]}, "encode"),
+        ("/tokenize", {"prompt": LONG}, "encode"),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "render_chat"),
+        ("/detokenize", {"tokens": [5] * 5000}, "decode"),
+    ],
+)
+async def test_the_server_answers_others_while_a_large_body_is_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], held: str
+) -> None:
+    if held == "render_chat":
+        gate = Gate(serve.routers.chat.render_chat)
+        monkeypatch.setattr(serve.routers.chat, held, gate)
+        monkeypatch.setattr(serve.routers.tokens, held, gate)
+    else:
+        gate = Gate(getattr(server.tokenizer, held))
+        monkeypatch.setattr(Tokenizer, held, lambda self, *args, **kwargs: gate(*args, **kwargs))
+    answer = asyncio.create_task(server.http.post(path, json=body))
+    await eventually(gate.reached.is_set)
+    assert (await server.http.get("/ping")).status_code == 200
+    assert not answer.done()
+    gate.opened.set()
+    assert (await answer).status_code == 200, answer.result().text

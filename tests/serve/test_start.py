@@ -1,0 +1,78 @@
+"""What is wrong with the server is said when it starts, not to its clients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runtime.chat_template import ChatTemplateError
+from runtime.messages import EngineInfo
+from serve.server import ServerStartError, _start, complete_settings
+from serve.settings import ServerSettings
+from tests.support.engines import tiny_config, write_tiny_model
+from tests.support.tokenizers import byte_level_tokenizer
+
+SETTINGS = ServerSettings(served_model_names=("m",))
+
+
+class Client:
+    """A client whose engine has started."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.info = EngineInfo(
+            max_model_len=64, vocab_size=vocab_size, num_kv_blocks=8, block_size=16, dtype="float32", device="cpu"
+        )
+        self.is_stopped = False
+
+    async def start(self) -> EngineInfo:
+        return self.info
+
+    async def shutdown(self, drain: bool) -> None:
+        self.is_stopped = True
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = write_tiny_model(tmp_path / "tiny")
+    byte_level_tokenizer([]).backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_chat_template_that_is_no_jinja(model_dir: Path) -> None:
+    settings = ServerSettings(served_model_names=("m",), chat_template="{% if %}")
+    with pytest.raises(ChatTemplateError, match="The chat template is not valid jinja"):
+        complete_settings(tiny_config(model_dir), settings)
+
+
+def test_priorities_are_for_their_policy(model_dir: Path) -> None:
+    assert not complete_settings(tiny_config(model_dir), SETTINGS).priorities
+    assert complete_settings(tiny_config(model_dir, scheduling_policy="priority"), SETTINGS).priorities
+
+
+def test_sampling_defaults_out_of_range(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text('{"temperature": 3.0}')
+    with pytest.raises(
+        ServerStartError, match=r"generation_config.json cannot be used: temperature must be in \[0, 2\]"
+    ):
+        complete_settings(tiny_config(model_dir), SETTINGS)
+
+
+async def test_an_end_id_that_the_model_does_not_have(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": [2, 9999]}')
+    client = Client(vocab_size=320)
+    with pytest.raises(ValueError, match="id 9999 is no token of the model, whose ids are 0 to 319"):
+        await _start(client, tiny_config(model_dir), SETTINGS)  # type: ignore[arg-type]
+    assert client.is_stopped
+
+
+async def test_a_model_whose_own_template_is_broken_serves_completions(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
+    client = Client(vocab_size=320)
+    await _start(client, tiny_config(model_dir), SETTINGS)  # type: ignore[arg-type]
+    [record] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.message.startswith("Chat requests will be refused, unless you give another --chat-template. The chat")
+    assert not client.is_stopped
