@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,19 +22,18 @@ from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_
 from models.spec import ModelSpec
 from runtime.config import EngineConfig
 from runtime.decode_step import begin_step, end_step
-from runtime.input_batch import BatchLayout, InputBatch, PromptRows
+from runtime.input_batch import BatchLayout, InputBatch
 from runtime.kv_cache import allocate_kv_cache
-from runtime.messages import TokenLogprobs
+from runtime.pending_step import PendingStep, PromptResult
 from runtime.sampler import Sampler, SamplingPlan
 from runtime.sampler_logprobs import RowLogprobs, row_logprobs
 from runtime.sampling_ops import SAMPLING_FIELDS
 from runtime.sampling_params import SamplingParams
-from runtime.schedule import NOTHING_LEFT, ModelRunnerOutput, SchedulerOutput
+from runtime.schedule import SchedulerOutput
 from runtime.staging import StagedArrays
 
 logger = logging.getLogger(__name__)
 
-NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) for this request."
 NOT_TAKEN_IN = "The engine failed on this request's sampling options; its log has the details."
 
 
@@ -58,74 +56,6 @@ class RunnableModel(Protocol):
     ) -> torch.Tensor:
         """int64 [T], int64 [T], one [N, 2, K, P, E] a layer, int64 [L] → logits [L, V]."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PromptResult:
-    rows: PromptRows
-    logprobs: RowLogprobs
-
-
-class PendingStep:
-    """A launched step; `result` waits for it and may be called once."""
-
-    __slots__ = ("_best", "_errors", "_event", "_logprobs", "_plan", "_prompts", "_sampled_ids", "_tokens", "step")
-
-    def __init__(
-        self,
-        step: int,
-        sampled_ids: list[str],
-        tokens: np.ndarray,
-        best: np.ndarray,
-        plan: SamplingPlan | None,
-        logprobs: RowLogprobs | None,
-        prompts: list[_PromptResult],
-        event: torch.cuda.Event | None,
-        errors: dict[str, str],
-    ) -> None:
-        self.step = step
-        self._errors = errors
-        self._sampled_ids = sampled_ids
-        self._tokens = tokens
-        self._best = best
-        self._plan = plan
-        self._logprobs = logprobs
-        self._prompts = prompts
-        self._event = event
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the device; what the step sampled."""
-        if self._event is not None:
-            self._event.synchronize()
-        output = ModelRunnerOutput(
-            step=self.step,
-            sampled_token_ids=dict(zip(self._sampled_ids, self._tokens.tolist(), strict=True)),
-            logprobs={},
-            prompt_logprobs={},
-            errors=self._errors,
-        )
-        if self._logprobs is not None:
-            assert self._plan is not None
-            messages = self._logprobs.to_messages(self._plan.logprob_counts)
-            output.logprobs = {
-                self._sampled_ids[row]: message for row, message in zip(self._plan.logprob_rows, messages, strict=True)
-            }
-        for prompt in self._prompts:
-            output.prompt_logprobs[prompt.rows.request_id] = _prompt_messages(prompt)
-        finite = np.isfinite(self._best)
-        if not finite.all():
-            self._report_errors(output, np.flatnonzero(~finite))
-        for request_id in self._errors:
-            output.sampled_token_ids.pop(request_id, None)
-            output.logprobs.pop(request_id, None)
-        return output
-
-    def _report_errors(self, output: ModelRunnerOutput, rows: np.ndarray) -> None:
-        for row in rows:
-            request_id = self._sampled_ids[row]
-            output.errors[request_id] = NOTHING_LEFT if self._best[row] == -np.inf else NOT_FINITE
-            output.sampled_token_ids.pop(request_id)
-            output.logprobs.pop(request_id, None)
 
 
 class ModelRunner:
@@ -399,12 +329,12 @@ class ModelRunner:
         with attention_metadata(inputs.metadata):
             return self.compiled(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
 
-    def _prompt_results(self, layout: BatchLayout, logits_LV: torch.Tensor) -> list[_PromptResult]:
+    def _prompt_results(self, layout: BatchLayout, logits_LV: torch.Tensor) -> list[PromptResult]:
         results = []
         for rows in layout.prompt_rows:
             targets = torch.from_numpy(rows.targets).to(self.device, non_blocking=True)
             logits = logits_LV[rows.begin : rows.begin + len(rows.targets)]
-            results.append(_PromptResult(rows=rows, logprobs=row_logprobs(logits, targets, rows.count).to_host()))
+            results.append(PromptResult(rows=rows, logprobs=row_logprobs(logits, targets, rows.count).to_host()))
         return results
 
     def _pending(
@@ -414,7 +344,7 @@ class ModelRunner:
         tokens_S: torch.Tensor | None,
         best_S: torch.Tensor | None,
         logprobs: RowLogprobs | None,
-        prompts: list[_PromptResult],
+        prompts: list[PromptResult],
     ) -> PendingStep:
         if logprobs is not None:
             logprobs = logprobs.to_host()
@@ -459,8 +389,3 @@ def _pad_rows(host: dict[str, np.ndarray], begin: int, size: int) -> None:
     host["seq_lens"][begin:size] = 0
     host["logits_indices"][begin:size] = 0
     host["temperatures"][begin:size] = 0.0
-
-
-def _prompt_messages(prompt: _PromptResult) -> list[TokenLogprobs]:
-    counts: Sequence[int] = [prompt.rows.count] * len(prompt.rows.targets)
-    return prompt.logprobs.to_messages(list(counts))

@@ -44,7 +44,7 @@ from runtime.rank_messages import (
 if TYPE_CHECKING:
     import torch
 
-    from runtime.model_runner import PendingStep
+    from runtime.pending_step import PendingStep
     from runtime.schedule import WorkerStats
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,8 @@ from runtime.device import (
 )
 from runtime.kv_cache import GIB, KVCacheTooSmallError, bytes_per_block, free_cpu_bytes, plan_num_blocks
 from runtime.memory import MemoryPlan, measured_memory, memory_for
-from runtime.model_runner import ModelRunner, PendingStep
+from runtime.model_runner import ModelRunner
+from runtime.pending_step import PendingStep
 from runtime.schedule import SchedulerOutput, WorkerInfo, WorkerStats
 from runtime.scheduler import PROMPT_LOGPROB_ROWS
 from runtime.weights import load_weights, read_config

@@ -16,9 +16,10 @@ from models.spec import KVCacheSpec, ModelSpec
 from runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from runtime.decode_step import begin_step, end_step
 from runtime.messages import EngineRequest, RequestOutput
-from runtime.model_runner import NOT_FINITE, NOT_TAKEN_IN, NOTHING_LEFT, ModelRunner, PendingStep, RunnableModel
+from runtime.model_runner import NOT_TAKEN_IN, ModelRunner, RunnableModel
+from runtime.pending_step import NOT_FINITE, PendingStep
 from runtime.sampling_params import SamplingParams
-from runtime.schedule import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from runtime.schedule import NOTHING_LEFT, CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from runtime.scheduler import Scheduler
 from tests.support.fake_graphs import FakeDevice
 
