@@ -25,7 +25,6 @@ import torch
 from custom_ops.attention import AttentionMetadata
 from custom_ops.attention_triton import TritonAttention
 from custom_ops.flashinfer_modules import FlashInferModules, Variant, flashinfer_unavailable_reason
-from custom_ops.quantization import RoundTo
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +57,13 @@ class _StepPlan:
     wrappers: dict[_Shape, Any]
 
 
-class FlashInferAttention:
-    """One instance an engine: it holds FlashInfer's workspace and wrappers."""
+class FlashInferAttention(TritonAttention):
+    """Triton's kernels but for prompts that FlashInfer takes. One instance an engine: it holds FlashInfer's workspace and wrappers."""
 
     name = "flashinfer"
-    decode_capturable = True  # a step of decodes runs on our kernel, which reads all lengths from the device
 
     def __init__(self, module_dir: Path | None = None, *, build: bool = True) -> None:
         """module_dir: where built modules are kept, None: the user's cache folder. build: build missing modules in the background."""
-        self._triton = TritonAttention()
         self._module_dir = module_dir
         self._build = build
         self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
@@ -94,7 +91,7 @@ class FlashInferAttention:
             return f"FlashInfer computes in bfloat16 or float16, not {dtype}"
         if head_dim not in _HEAD_DIMS:
             return f"FlashInfer's kernels are used for head sizes {_HEAD_DIMS}, not {head_dim}"
-        return self._triton.unsupported_reason(
+        return super().unsupported_reason(
             device=device,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
@@ -145,61 +142,6 @@ class FlashInferAttention:
             wrappers={},
         )
 
-    def forward(
-        self,
-        q_THE: torch.Tensor,
-        k_TKE: torch.Tensor,
-        v_TKE: torch.Tensor,
-        kv_cache: torch.Tensor,
-        scale: float,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Write k and v at slot_mapping, then attend. → [T, H, E]"""
-        return self._run(q_THE, k_TKE, v_TKE, None, None, kv_cache, scale, None, None, 1e-6, metadata)
-
-    def rope_forward(
-        self,
-        qkv: torch.Tensor,
-        cos_TE: torch.Tensor,
-        sin_TE: torch.Tensor,
-        kv_cache: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        scale: float,
-        q_norm_weight_E: torch.Tensor | None,
-        k_norm_weight_E: torch.Tensor | None,
-        eps: float,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """As `rope_attention`, with the metadata handed over. → [T, H*E]"""
-        from custom_ops.triton_rope import split_qkv
-
-        q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
-        return self._run(
-            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
-        ).flatten(1)
-
-    def rope_quantize_forward(
-        self,
-        qkv: torch.Tensor,
-        cos_TE: torch.Tensor,
-        sin_TE: torch.Tensor,
-        kv_cache: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        scale: float,
-        q_norm_weight_E: torch.Tensor | None,
-        k_norm_weight_E: torch.Tensor | None,
-        eps: float,
-        metadata: AttentionMetadata,
-        round_to: RoundTo,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """As `rope_attention_quantize`, with the metadata handed over; None, and nothing done, but for decodes that fill the step."""
-        return self._triton.rope_quantize_forward(
-            qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata,
-            round_to,
-        )  # fmt: skip
-
     def _run(
         self,
         q_THE: torch.Tensor,
@@ -221,7 +163,7 @@ class FlashInferAttention:
         shape = _Shape(num_heads, k_TKE.shape[1], head_dim, kv_cache.shape[3], q_THE.dtype, kv_cache.dtype, scale)
         wrapper = self._planned_wrapper(shape, q_THE.device, metadata)
         if wrapper is None:
-            return self._triton._run(
+            return super()._run(
                 q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
             )
         assert self._step is not None

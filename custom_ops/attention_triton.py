@@ -145,6 +145,7 @@ class TritonAttention:
         eps: float,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
+        """Write the step's keys and values, attend. → [T, H, E]"""
         from custom_ops.triton_decode import decode_attention
         from custom_ops.triton_prefill import prefill_attention
         from custom_ops.triton_rope import rope_kv_write
