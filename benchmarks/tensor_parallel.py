@@ -31,6 +31,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import environment
 from custom_ops.allreduce_choice import (
+    ALL_WAYS,
     NCCL,
     ONE_SHOT,
     PUSHED,
@@ -115,7 +116,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     if has_devices:
         start = time.perf_counter()
         how = choose_allreduce(num_features=args.hidden, dtype=torch.bfloat16, max_rows=max(args.tokens), device=device,
-                               file=Path(folder) / "choices.json")  # fmt: skip
+                               file=Path(folder) / "choices.json", ways=ALL_WAYS)  # fmt: skip
         chosen = tensor_parallel_group().choice
         if rank == 0:
             seconds = round(time.perf_counter() - start, 2)
@@ -169,7 +170,7 @@ def measure(operands: Operands, variant: str, choice: AllreduceChoice | None) ->
     if choice is not None and group.peers is not None:
         use_peer_memory(group.peers, choice)
     if operands.x.is_cuda:
-        seconds, (_, normed) = graph_seconds(work, repeats=REPEATS, rounds=ROUNDS)
+        seconds, [(_, normed)] = graph_seconds(variant, [work], repeats=REPEATS, rounds=ROUNDS)
     else:
         seconds, normed = _host_seconds(work), work()[1]
     error = ((normed.double() - operands.expected).norm() / operands.expected.norm()).item()

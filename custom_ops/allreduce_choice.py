@@ -28,10 +28,13 @@ from custom_ops.peer_memory import PeerMemory, layout_for, map_peer_memory
 log = logging.getLogger(__name__)
 
 NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES = "nccl", "pushed", "one_shot", "two_shot", "two_shot_stores"
+ALL_WAYS = (NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES)
+CHOSEN_AMONG = ALL_WAYS[:-1]  # two shots by stores have not run on GPUs yet: `benchmarks.tensor_parallel` measures them
 # Rows that are measured, as far as there is room for them.
 SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 EPS = 1e-6
-REPEATS, ROUNDS = 20, 5
+REPEATS, ROUNDS = 21, 5
+MESSAGES = (1.0, -1.0, 0.5)  # times x, by turns: what lay in either of two places before makes a wrong sum
 FIRST_RUN_SECONDS = 60.0  # for a kernel that another rank may still have to compile
 
 _IN_WORDS = {
@@ -99,18 +102,19 @@ def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) ->
 
 
 def choose_allreduce(
-    *, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device, file: Path | None = None
-) -> str:
+    *, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device, file: Path | None = None,
+    ways: Sequence[str] = CHOSEN_AMONG,
+) -> str:  # fmt: skip
     """Have the group's all-reduces before a norm go the fastest way from now on. Every rank calls it, outside of a capture.
 
     num_features, dtype: D and the dtype of the messages. max_rows: of the largest one. file: where choices are kept; None: in the
-    user's cache. → a sentence that says how they go, and why where it is over NCCL alone. Raises `RuntimeError` where a kernel never
-    ends: the process has then to end too.
+    user's cache. ways: to choose among, NCCL first. → a sentence that says how they go, and why where it is over NCCL alone. Raises
+    `RuntimeError` where a kernel never ends: the process has then to end too.
     """
     from custom_ops.triton_common import num_sms
 
     group = tensor_parallel_group()
-    layout = layout_for(group.size, num_features, dtype, max_rows, num_sms(device))
+    layout = layout_for(group.size, num_features, dtype, max_rows, num_sms(device), has_parts=TWO_SHOT_STORES in ways)
     peers = map_peer_memory(group.rank, layout, group.process_group, device)
     if isinstance(peers, str):
         if group.rank == 0:
@@ -118,14 +122,15 @@ def choose_allreduce(
         return f"over NCCL: {peers}"
     file = _default_file() if file is None else file
     problem = (
-        f"{torch.cuda.get_device_name(device)}, {group.size} ranks, {num_features} x {dtype}, {layout.max_rows} rows"
+        f"{torch.cuda.get_device_name(device)}, {group.size} ranks, {num_features} x {dtype}, {layout.max_rows} rows, "
+        f"{', '.join(ways)}"
     )
     kept: list[dict[str, int] | None] = [read_kept(file).get(problem) if group.rank == 0 else None]
     dist.broadcast_object_list(kept, src=0, group=group.process_group, device=device)
     if kept[0] is not None:
         choice = AllreduceChoice(**kept[0])
     else:
-        choice = _measured(group, peers, num_features, dtype, device)
+        choice = _measured(group, peers, num_features, dtype, device, ways)
         if group.rank == 0:
             keep(file, {problem: asdict(choice)})
     if choice != AllreduceChoice():  # else the memory is given back
@@ -156,22 +161,28 @@ def runs(
     if over_peers.takes(x_TD, peers):
         all_runs[ONE_SHOT] = lambda: over_peers.one_shot_allreduce_add_rms_norm(*args)
         all_runs[TWO_SHOT] = lambda: over_peers.two_shot_allreduce_add_rms_norm(*args)
-        all_runs[TWO_SHOT_STORES] = lambda: two_shot_stores_allreduce_add_rms_norm(*args)
+        if peers.layout.has_parts:
+            all_runs[TWO_SHOT_STORES] = lambda: two_shot_stores_allreduce_add_rms_norm(*args)
     return all_runs
 
 
-def graph_seconds(run: Run, *, repeats: int, rounds: int) -> tuple[list[float], tuple[torch.Tensor, torch.Tensor]]:
-    """Device time of one call in each round, as part of a CUDA graph of `repeats`, and what the last call gave. Every rank calls it."""
+def graph_seconds(
+    way: str, calls: Sequence[Run], *, repeats: int, rounds: int
+) -> tuple[list[float], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Device time of one call in each round, as part of a CUDA graph of `repeats` calls, one after the other by turns, and what the last
+    of each gave. Every rank calls it. Raises `RuntimeError` where they never end.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
+        calls[0]()
+        _wait(way)
     graph = torch.cuda.CUDAGraph()
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
     # NCCL's watchdog looks at events of other collectives meanwhile.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(repeats):
-            result = run()
+        for i in range(repeats):
+            results = [*results, calls[i % len(calls)]()][-len(calls) :]
     seconds = []
     for i in range(rounds + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -179,35 +190,49 @@ def graph_seconds(run: Run, *, repeats: int, rounds: int) -> tuple[list[float], 
         start.record()
         graph.replay()
         end.record()
-        end.synchronize()
+        _wait(way)
         if i:  # the first replay uploads the graph
             seconds.append(start.elapsed_time(end) / 1e3 / repeats)
-    return seconds, (result[0].clone(), result[1].clone())
+    first = repeats % len(calls)  # the call that the oldest of the results is of
+    by_call = [results[(i - first) % len(calls)] for i in range(len(calls))]
+    return seconds, [(total.clone(), normed.clone()) for total, normed in by_call]
 
 
 def _measured(
-    group: TensorParallelGroup, peers: PeerMemory, num_features: int, dtype: torch.dtype, device: torch.device
-) -> AllreduceChoice:
+    group: TensorParallelGroup, peers: PeerMemory, num_features: int, dtype: torch.dtype, device: torch.device,
+    among: Sequence[str],
+) -> AllreduceChoice:  # fmt: skip
     sizes = [size for size in SIZES if size <= peers.layout.max_rows]
     shared = torch.Generator(device).manual_seed(0)
     own = torch.Generator(device).manual_seed(1 + group.rank)
     residual_TD = torch.randn(sizes[-1], num_features, generator=shared, device=device).to(dtype)
     weight_D = torch.randn(num_features, generator=shared, device=device).to(dtype)
     x_TD = torch.randn(sizes[-1], num_features, generator=own, device=device).to(dtype)
-    seconds: dict[str, list[float]] = {way: [] for way in (NCCL, *AllreduceChoice().bounds())}
-    for way, run in runs(x_TD[:1], residual_TD[:1], weight_D, EPS, peers).items():
-        _run_first(way, run)
+    messages = [x_TD * factor for factor in MESSAGES]
+
+    def calls(size: int) -> dict[str, list[Run]]:
+        all_runs = [runs(x_TD[:size], residual_TD[:size], weight_D, EPS, peers) for x_TD in messages]
+        return {way: [by_way[way] for by_way in all_runs] for way in among if way in all_runs[0]}
+
+    for size in (1, sizes[-1]):  # a kernel that waits for what never comes would wait for ever
+        for way, run in calls(size).items():
+            run[0]()
+            _wait(way)
+    seconds: dict[str, list[float]] = {way: [] for way in among}
     for size in sizes:
         expected = None
-        ways = runs(x_TD[:size], residual_TD[:size], weight_D, EPS, peers)
+        ways = calls(size)
         for way in list(seconds):
             if way not in ways:
                 seconds[way].append(math.inf)
                 continue
-            run = ways[way]
-            times, result = graph_seconds(run, repeats=REPEATS, rounds=ROUNDS)
-            expected = result if expected is None else expected  # NCCL's, which is the first
-            error = max(_relative_error(ours, theirs) for ours, theirs in zip(result, expected, strict=True))
+            times, results = graph_seconds(way, ways[way], repeats=REPEATS, rounds=ROUNDS)
+            expected = results if expected is None else expected  # NCCL's, which is the first
+            error = max(
+                _relative_error(ours, theirs)
+                for result, right in zip(results, expected, strict=True)
+                for ours, theirs in zip(result, right, strict=True)
+            )
             told = torch.tensor([*times, error], dtype=torch.float64, device=device)
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group.process_group)
             *slowest, error = told.tolist()
@@ -226,9 +251,8 @@ def _measured(
     return best_choice(seconds, sizes)
 
 
-def _run_first(way: str, run: Run) -> None:
-    """Run once, and see that it ends: a kernel that waits for what never comes would wait for ever."""
-    run()
+def _wait(way: str) -> None:
+    """For all that this stream was given, unless it never ends."""
     done = torch.cuda.Event()
     done.record()
     until = time.monotonic() + FIRST_RUN_SECONDS
@@ -238,7 +262,7 @@ def _run_first(way: str, run: Run) -> None:
                 f"an all-reduce ({way}) did not end within {FIRST_RUN_SECONDS:g} seconds: do without, with "
                 "--disable-custom-all-reduce"
             )
-        time.sleep(0.005)
+        time.sleep(0.0005)
 
 
 def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -32,13 +32,15 @@ class PeerLayout:
     """What lies in a rank's buffer: two places for each row of each program, used in turn, then the programs' flags, then three places
     for a few rows of each program from each rank, then one for every other rank's part of each row that this rank may have to sum.
 
-    num_programs: that one kernel has at most; each has room for `rows_per_program` rows of `row_bytes` (a multiple of 16).
+    num_programs: that one kernel has at most; each has room for `rows_per_program` rows of `row_bytes` (a multiple of 16). has_parts:
+    without, there is no room for parts.
     """
 
     size: int
     row_bytes: int
     rows_per_program: int
     num_programs: int
+    has_parts: bool = True
 
     @property
     def max_rows(self) -> int:
@@ -73,7 +75,7 @@ class PeerLayout:
     @property
     def owned_rows(self) -> int:
         """Of each program, that one rank sums at most, where the ranks take turns."""
-        return -(-self.rows_per_program // self.size)
+        return -(-self.rows_per_program // self.size) if self.has_parts else 0
 
     @property
     def program_parts_bytes(self) -> int:
@@ -86,12 +88,14 @@ class PeerLayout:
         return self.parts_offset + self.num_programs * self.program_parts_bytes
 
 
-def layout_for(size: int, num_features: int, dtype: torch.dtype, max_rows: int, num_sms: int) -> PeerLayout:
+def layout_for(
+    size: int, num_features: int, dtype: torch.dtype, max_rows: int, num_sms: int, *, has_parts: bool = True
+) -> PeerLayout:
     """For messages of up to max_rows rows, or fewer where they would take more than MAX_BYTES. num_sms: of each device."""
     programs = PROGRAMS_PER_SM * num_sms
     row_bytes = -(-num_features * dtype.itemsize // 16) * 16
     rows = -(-min(max_rows, MAX_BYTES // (2 * row_bytes)) // programs)
-    return PeerLayout(size=size, row_bytes=row_bytes, rows_per_program=rows, num_programs=programs)
+    return PeerLayout(size=size, row_bytes=row_bytes, rows_per_program=rows, num_programs=programs, has_parts=has_parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -182,6 +182,8 @@ def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: An
     if x_TI.device.type != "cpu":  # there, packing has said so
         reason = cuda_unsupported_reason(packed.device, packed.dtype) if x_TI.device.type == "cuda" else None
         _warn_slow(reason or f"there is no kernel for {_name(packed.dtype)} weights on {x_TI.device.type}")
+        if not reads_rounded(x_TI.shape[0], x_TI.device, per_block=args[0].dim() == 2):  # then nobody has written it
+            args, kwargs = args[:9], {n: v for n, v in kwargs.items() if not n.startswith("rounded")}
     return _quantized_linear(x_TI, packed, *args, **kwargs)
 
 

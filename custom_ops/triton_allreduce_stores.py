@@ -189,11 +189,13 @@ def two_shot_stores_allreduce_add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
     quantized: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `cas::allreduce_add_rms_norm`, for a message that `triton_allreduce.takes` takes. → s, y, each [T, D], the same bits as there
+    """As `cas::allreduce_add_rms_norm`, for a message that `triton_allreduce.takes` takes, in memory with room for parts. → s, y, each
+    [T, D], the same bits as there
 
     quantized: where `quantize_rows` of y is written, too: of 8 bits [T, D], float32 [T, 1].
     """
     layout = peers.layout
+    assert layout.has_parts, "the ranks' memory has no room for parts"
     return run_over_places(
         _two_shot_stores_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized,
         steps_ptr=peers.steps, parts_offset=layout.parts_offset, program_parts_bytes=layout.program_parts_bytes,

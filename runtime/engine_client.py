@@ -251,7 +251,10 @@ class AsyncEngineClient:
         if self._stopping and not isinstance(message, (Shutdown, AbortRequests)):
             raise EngineDeadError("The engine is shutting down.")
         assert self._context is not None, "the engine has not started"
-        await self._input.send(self._encoder.encode(message))
+        try:
+            await self._input.send(self._encoder.encode(message), zmq.NOBLOCK)  # the queue has no limit
+        except zmq.Again as error:  # nobody is connected: the process is gone, and its end will be reported
+            raise EngineDeadError("The engine process takes no messages any more.") from error
 
     def _with_device(self) -> tuple[EngineConfig, dict[str, str]]:
         """Our options and the engine's environment: a replica that is one rank sees its own device alone."""

@@ -91,10 +91,12 @@ class ServerContext:
 
     async def prepare(self, request: Request, work: Callable[[], T]) -> T:
         """The result of `work`, which makes what the engine needs of the request's body; a large body's in a thread, so that
-        streams go on meanwhile.
+        streams go on meanwhile, and not at all where the server takes no request now.
         """
-        large = len(await request.body()) > _INLINE_BYTES
-        return await asyncio.to_thread(work) if large else work()
+        if len(await request.body()) <= _INLINE_BYTES:
+            return work()
+        self.engine.check_accepts(())
+        return await asyncio.to_thread(work)
 
 
 def get_context(request: Request) -> ServerContext:

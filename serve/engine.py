@@ -142,9 +142,10 @@ class AsyncEngine:
         Completion i of prompt p gets the index p * n + i. Raises `EngineDeadError`, `QueueFullError`, and a 400 for more
         sequences than are ever taken.
         """
-        while self._background:  # the engine knows that others left before it hears of whoever takes their places
-            await asyncio.wait(self._background)
-        self._check_accepts(params)
+        self.check_accepts(params)
+        if self._background:  # the engine knows that others left before it hears of whoever takes their places
+            await asyncio.wait(set(self._background))
+            self.check_accepts(params)
         generation = Generation(self, sum(p.n for p in params))
         first_index = 0
         requests: list[EngineRequest] = []
@@ -209,12 +210,13 @@ class AsyncEngine:
             self._reader.cancel()
         self._processor.end_all("abort")
 
-    def _check_accepts(self, params: Sequence[SamplingParams]) -> None:
+    def check_accepts(self, params: Sequence[SamplingParams]) -> None:
+        """Raises as `submit` does where a request with these parameters, one a prompt, would be refused now; (): where any would."""
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if self.draining:
             raise QueueFullError("The server is shutting down.")
-        limit, count = self.client.info.max_in_flight, sum(p.n for p in params)
+        limit, count = self.client.info.max_in_flight, sum(p.n for p in params) or 1
         if limit is None or self.num_in_flight + count <= limit:
             return
         if count > limit:
@@ -269,5 +271,7 @@ class AsyncEngine:
     async def _quietly(self, message: Coroutine[Any, Any, None]) -> None:
         try:
             await message
+        except EngineDeadError:
+            pass  # whoever reads its outputs hears of it, and why
         except Exception as error:
             self._die(error)

@@ -148,7 +148,9 @@ def _parsing_problem(error: RecursionError | ValueError) -> str:
         return "The body's JSON is nested too deeply."
     if isinstance(error, UnicodeDecodeError):
         return f"The body is not valid UTF-8 (byte {error.start})."
-    return f"The body holds a number of more than {sys.get_int_max_str_digits()} digits."
+    if "integer string conversion" in str(error):
+        return f"The body holds a number of more than {sys.get_int_max_str_digits()} digits."
+    return f"The body could not be parsed: {error}."
 
 
 def _encodable(message: str) -> str:

@@ -33,7 +33,9 @@ class FuseAttentionQuantize(BasePass):
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
         if not self._is_wanted:
-            return SkipReason(sentence=f"nobody has measured yet what it gains: --force-pass {self.name} turns it on")
+            return SkipReason(
+                sentence=f"there is no measurement yet of what it gains: --force-pass {self.name} turns it on"
+            )
         if "rope_attention_quantize" in ctx.kernels:
             return None
         return SkipReason(

@@ -11,16 +11,18 @@ import torch.nn.functional as F
 
 from compiler.autotune import Choice
 from compiler.capture import CapturedGraph, capture, example_inputs
+from compiler.config import CompileConfig
 from compiler.graph_pass import PassContext, PassResult, SkipReason
 from compiler.pass_manager import PassRecord, run_passes
-from compiler.passes import default_passes
+from compiler.passes import ON_REQUEST, default_passes
 from compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compiler.passes.fuse_linears import FuseLinears
 from compiler.passes.fuse_silu_mul import FuseSiluMul
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 3
-ALL_KERNELS = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
+ALL_KERNELS = frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"})
+PASSES = default_passes(CompileConfig(forced_passes=ON_REQUEST))
 
 
 def run(
@@ -40,7 +42,7 @@ def run(
         fake_mode=captured.fake_mode,
         kernels=kernels,
     )
-    records = run_passes(captured.gm, default_passes(), ctx, disabled)
+    records = run_passes(captured.gm, PASSES, ctx, disabled)
     return captured, ctx, {record.name: record for record in records}
 
 
@@ -69,7 +71,7 @@ def test_every_site_is_matched(architecture: str) -> None:
 def test_a_second_run_changes_nothing(architecture: str) -> None:
     captured, ctx, _ = run(architecture)
     before = str(captured.gm.graph)
-    for record in run_passes(captured.gm, default_passes(), ctx):
+    for record in run_passes(captured.gm, PASSES, ctx):
         assert isinstance(record.result, PassResult), record.name
         assert record.result.matched == 0, record.name
     assert str(captured.gm.graph) == before
@@ -141,7 +143,7 @@ def test_row_wise_ops_are_fused_where_no_linear_takes_them(architecture: str) ->
     assert records["fuse_add_rms_norm"].result == PassResult(matched=2 * LAYERS, measured=("fused without measuring",))
     assert targets(captured).count(F.silu) == 0
     assert targets(captured).count(torch.rms_norm) == 1
-    again = run_passes(captured.gm, default_passes(), ctx, WITHOUT_LINEARS)
+    again = run_passes(captured.gm, PASSES, ctx, WITHOUT_LINEARS)
     assert {record.result.matched for record in again if isinstance(record.result, PassResult)} == {0}
     _, _, with_linears = run(architecture)
     assert with_linears["fuse_silu_mul"].result == with_linears["fuse_add_rms_norm"].result == PassResult(matched=0)

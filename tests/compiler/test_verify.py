@@ -122,4 +122,5 @@ def test_a_plan_with_a_pass_left_out_is_not_found_without_verification(tmp_path:
     assert plain.report["artifact"] == "made"
     _, again = make(tmp_path)
     assert again.report["artifact"] == "hit"
-    assert all(row["verification"]["reason"] is None for row in again.report["passes"])
+    ran = [row for row in again.report["passes"] if row["name"] not in ON_REQUEST]
+    assert all(row["verification"]["reason"] is None for row in ran)

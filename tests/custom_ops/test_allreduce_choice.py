@@ -12,6 +12,8 @@ import torch
 
 from custom_ops import allreduce_choice
 from custom_ops.allreduce_choice import (
+    ALL_WAYS,
+    CHOSEN_AMONG,
     NCCL,
     ONE_SHOT,
     PUSHED,
@@ -22,7 +24,7 @@ from custom_ops.allreduce_choice import (
     choose_allreduce,
 )
 from custom_ops.collectives import tensor_parallel_group
-from custom_ops.peer_memory import PeerLayout, PeerMemory, map_peer_memory, peer_memory
+from custom_ops.peer_memory import PeerLayout, PeerMemory, layout_for, map_peer_memory, peer_memory
 from tests.support.ranks import run_ranks
 
 SIZES = (1, 16, 64, 256)
@@ -79,6 +81,13 @@ def test_two_shots_by_stores_go_where_they_are_faster_than_two_by_loads() -> Non
     assert {choice.way(n) for n in SIZES[1:]} == {TWO_SHOT_STORES}
     del seconds[TWO_SHOT_STORES]  # which gave other sums than NCCL
     assert [best_choice(seconds, SIZES).way(n) for n in SIZES] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT]
+
+
+def test_what_has_not_run_on_gpus_is_not_chosen_and_takes_no_memory() -> None:
+    assert set(ALL_WAYS) - set(CHOSEN_AMONG) == {TWO_SHOT_STORES}
+    options = (2, 4096, torch.bfloat16, 1 << 14, 132)
+    assert layout_for(*options, has_parts=False).num_bytes < layout_for(*options).num_bytes * 0.85
+    assert layout_for(*options, has_parts=False).max_rows == layout_for(*options).max_rows
 
 
 def test_a_choice_that_was_kept_before_a_way_was_added_is_read() -> None:

@@ -250,6 +250,21 @@ async def test_the_death_of_the_process_wakes_every_waiter(model_dir: Path) -> N
             await client.add_request(request("late", [1]))
 
 
+async def test_nothing_waits_for_a_process_that_is_gone(model_dir: Path) -> None:
+    """Whatever is sent between its end and the news of it: a socket without a peer would keep the sender for ever."""
+    async with started(model_dir) as (client, _):
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+
+        async def abort_for_ever() -> None:
+            while True:
+                await asyncio.wait_for(client.abort(["nobody"]), PATIENCE)
+                await asyncio.sleep(0)
+
+        with pytest.raises(EngineDeadError):
+            await abort_for_ever()
+
+
 async def test_a_crash_in_a_step_becomes_one_sentence(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sabotage = textwrap.dedent("""\
         import runtime.engine_core
