@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import signal
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PieceCallable = Callable[[list[Any]], Sequence[torch.Tensor]]
 
+READY_SECONDS = 4.0  # that processes which compile kernels are waited for
 MAX_TOKENS = 1 << 16  # upper bound of a symbolic length: lets generated kernels index with 32 bits
 
 OPTIONS: dict[str, Any] = {
@@ -124,12 +126,12 @@ def prepared(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None
 
     For a CPU that is finding out which instruction set its kernels are for (work_dir: gets the test libraries; where they lie beside a
     piece's kernels, loading it builds none again). For a GPU it is starting the processes that compile kernels. They are for what is
-    compiled inside the block; where they are not there yet, Inductor compiles by itself, so that nothing waits for them.
+    compiled inside the block; as long as they are not there, Inductor compiles by itself.
     """
     if device.type == "cuda":
-        with _kernel_compilers():
+        with _kernel_compilers() as wait:
             import_inductor()
-            yield lambda: None
+            yield wait
         return
     import_inductor()
     if device.type != "cpu":
@@ -229,8 +231,9 @@ _compilers: Any = None  # Inductor's pool of processes, while it is ours
 
 
 @contextmanager
-def _kernel_compilers() -> Iterator[None]:
-    """Inductor's processes that compile Triton kernels, from their start on, which takes seconds, until the block has ended.
+def _kernel_compilers() -> Iterator[Callable[[], None]]:
+    """Inductor's processes that compile Triton kernels, from their start on, which takes seconds, until the block has ended. Yields a
+    function that waits for them, but no longer than it takes to compile a kernel or two without them.
 
     A pool that is there already stays.
     """
@@ -239,13 +242,19 @@ def _kernel_compilers() -> Iterator[None]:
 
     compile_here = async_compile.AsyncCompile
     if compile_here.process_pool.cache_info().currsize or async_compile.get_compile_threads() <= 1:
-        yield
+        yield lambda: None
         return
     _name_ptxas()  # they have the environment that they begin with
-    compile_here.use_process_pool()
+    with _bytecode_named():
+        compile_here.use_process_pool()
     _compilers = compile_here.process_pool()
+
+    def wait() -> None:
+        with suppress(Exception):  # said by `_only_a_working_pool`
+            compile_here._ready_future.result(READY_SECONDS)
+
     try:
-        yield
+        yield wait
     finally:
         pool, _compilers = _compilers, None
         # Inductor forgets it first: whoever compiles next starts another.
@@ -253,6 +262,20 @@ def _kernel_compilers() -> Iterator[None]:
         compile_here.process_pool.cache_clear()
         async_compile._pool_set.discard(pool)
         Thread(target=pool.shutdown, name="close-compilers").start()
+
+
+@contextmanager
+def _bytecode_named() -> Iterator[None]:
+    """Processes that start in the block take torch's bytecode from where this one keeps it, instead of compiling all of torch again."""
+    name = "PYTHONPYCACHEPREFIX"
+    if sys.pycache_prefix is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = sys.pycache_prefix
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def end_kernel_compilers() -> None:

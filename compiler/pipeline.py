@@ -112,10 +112,9 @@ def compile_model(
         )
     all_passes = with_user_passes(passes or default_passes(config), config.user_passes)
     names = [graph_pass.name for graph_pass in all_passes]
+    # Asked here: an artifact of the same key may have been made without such a wish.
     for verb, wanted in (("force", config.forced_passes), ("disable", config.disabled_passes)):
-        if unknown := wanted - set(
-            names
-        ):  # said here: an artifact of the same key may have been made without such a wish
+        if unknown := wanted - set(names):
             raise PassError(f"Cannot {verb} unknown pass {sorted(unknown)[0]!r}: the passes are {', '.join(names)}.")
     job = _Compilation(spec, config, device, dtype, kernels, all_passes, on_stage,
                        attention_backend=attention_backend, kv_cache_dtype=kv_cache_dtype or dtype)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -109,16 +110,23 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 @pytest.mark.usefixtures("no_ptxas_named")
 @pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "starting"])
-def test_processes_that_compile_kernels_are_gone_after_the_block(is_ready: bool) -> None:
+def test_processes_that_compile_kernels_are_gone_after_the_block(
+    is_ready: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile
 
-    with suppress(KeyError), _kernel_compilers():
+    monkeypatch.setattr("compiler.inductor.READY_SECONDS", 60.0)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    with suppress(KeyError), _kernel_compilers() as wait:
         pool = AsyncCompile.process_pool()
         if is_ready:
-            AsyncCompile.wait_pool_ready()
+            wait()
+            assert AsyncCompile.use_process_pool()
             assert pool.submit(os.getpid).result(timeout=60) != os.getpid()
+            assert pool.submit(os.getenv, "PYTHONPYCACHEPREFIX").result(timeout=60) == str(tmp_path)
         raise KeyError("the block fails")
+    assert "PYTHONPYCACHEPREFIX" not in os.environ
     wait_until(lambda: pool.process.poll() is not None)
     assert not AsyncCompile.process_pool.cache_info().currsize  # the next to compile starts another
 
