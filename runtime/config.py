@@ -65,9 +65,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool | None = None
-    max_waiting: int | None = (
-        None  # sequences that may wait; beyond it new ones are refused (HTTP 503). None: any number
-    )
+    # Sequences that may wait; beyond it new ones are refused (HTTP 503). None: any number.
+    max_waiting: int | None = None
 
     @property
     def token_budget(self) -> int:

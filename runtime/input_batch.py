@@ -4,7 +4,7 @@ Shape legend: R slots, S sequences of the step (rows of the batch), T tokens of 
 
 A request keeps a slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of
 array operations. A step that decodes the same sequences as the step before reuses its `BatchLayout` and only moves
-positions on; where the step before has done that on the device, nothing is filled in at all.
+positions on; where the device does that, nothing is filled in at all.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class BatchLayout:
     prompt_rows: list[PromptRows] = field(default_factory=list)
     num_logits: int = 0
     max_seq_len: int = 0
-    is_on_device: bool = (
-        False  # the step before advanced the device's arrays to this one's inputs; the host's are not filled
-    )
+    # The device makes this step's inputs of the step before's; the host's arrays are not filled.
+    is_on_device: bool = False
 
 
 class InputBatch:

@@ -84,7 +84,7 @@ class ModelRunner:
         self.kv_caches = allocate_kv_cache(spec.kv_cache_specs, num_blocks, block_size, dtype=dtype, device=device)
         self.padded_tokens = 0  # since the start
         self.decode_misses = 0  # steps of decodes for which the model had no graph, since the start
-        self.steps_on_device = 0  # whose inputs the step before had left on the device, since the start
+        self.steps_on_device = 0  # whose inputs the device made of the step before's, since the start
         self._padded_size: Callable[[int, int, int], int | None] | None = getattr(compiled, "padded_size", None)
         self.batch = InputBatch(
             num_slots=scheduler.max_num_seqs,
@@ -260,9 +260,8 @@ class ModelRunner:
                     raise
                 logger.exception("Request %s could not be taken in.", data.request_id)
                 self._errors[data.request_id] = NOT_TAKEN_IN
-                sampler.add(
-                    request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0]
-                )  # until it is gone
+                # Until it is gone:
+                sampler.add(request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0])
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
 
@@ -313,7 +312,7 @@ class ModelRunner:
         return self._call(self._last_inputs)
 
     def _run_again(self, layout: BatchLayout) -> torch.Tensor:
-        """The step before once more, on what it left in its inputs."""
+        """The step before once more, on the inputs that the device makes of what it left."""
         inputs = self._last_inputs
         assert inputs is not None
         inputs.metadata.max_seq_len = layout.max_seq_len

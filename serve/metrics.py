@@ -24,7 +24,7 @@ _ENGINE_COUNTERS = {
     "prefix_cache_hits": "Tokens found in the prefix cache.",
     "num_preemptions": "Requests put back to be computed again.",
     "padded_tokens": "Tokens computed only to fill up to a captured size.",
-    "steps_on_device": "Steps whose inputs the step before had left on the device.",
+    "steps_on_device": "Steps whose inputs the device made of those of the step before.",
 }
 _REPLICA_GAUGES = {
     "num_running": ("num_requests_running", "Requests in a replica's running batch."),
