@@ -110,9 +110,7 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"There is no {request.method} {request.url.path[:MAX_ECHO]} on this server."
         elif error.status_code == 405:
             message = f"{request.url.path[:MAX_ECHO]} does not take {request.method}."
-        elif isinstance(
-            error.__cause__, (RecursionError, ValueError)
-        ):  # FastAPI's word for what the JSON parser raised
+        elif isinstance(error.__cause__, (RecursionError, ValueError)):  # of the JSON parser, in FastAPI's words
             message = _parsing_problem(error.__cause__)
         return error_response(error.status_code, message, headers=error.headers)
 

@@ -9,14 +9,17 @@ VIEWS.push({
     const measured = DATA.compilation.passes.flatMap((row) => (row.measured || []).map((sentence) => [row.name, sentence]));
     function draw() {
       const wanted = filter.value.toLowerCase();
-      const rows = DATA.near_misses.filter((row) => JSON.stringify(row).toLowerCase().includes(wanted));
+      const matches = (row) => JSON.stringify(row).toLowerCase().includes(wanted);
+      const rows = DATA.near_misses.filter(matches);
       holder.replaceChildren(
         DATA.near_misses.length
           ? table("Places that looked like a site of a pass and were left alone", ["pass", "#times", "node", "source", "reason"],
             rows.map((row) => [row.pass, row.count, h("code", {}, row.nodes.slice(0, 3).join(", ") + (row.count > 3 ? " …" : "")),
               h("code", {}, row.source), row.reason]))
           : h("p", {}, "Every place that a pass looked for was rewritten."),
-        skipped.length ? table("Passes that did not run", ["pass", "reason"], skipped.map((row) => [row.name, row.skipped])) : "",
+        skipped.length
+          ? table("Passes that did not run", ["pass", "reason"], skipped.map((row) => [row.name, row.skipped]).filter(matches))
+          : "",
         measured.length ? table("Fusions that were measured on this device", ["pass", "outcome"], measured) : "");
     }
     draw();
