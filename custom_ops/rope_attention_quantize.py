@@ -9,7 +9,7 @@ gives.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -44,23 +44,9 @@ class RopeQuantizeBackend(Protocol):
         ...
 
 
-def _rope_attention_quantize(
-    qkv: torch.Tensor,
-    cos_TE: torch.Tensor,
-    sin_TE: torch.Tensor,
-    kv_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float,
-    q_norm_weight_E: torch.Tensor | None,
-    k_norm_weight_E: torch.Tensor | None,
-    eps: float,
-    dtype: str,
-    per_group: bool,
-    input_scale: torch.Tensor | None,
-    round_one_token: bool,
-) -> Three:
-    args = (qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps)
+def _rope_attention_quantize(qkv: torch.Tensor, *rest: Any) -> Three:
+    *rope, dtype, per_group, input_scale, round_one_token = rest  # of the op's schema
+    args: tuple[Any, ...] = (qkv, *rope)
     round_to = _round_to(dtype, per_group, input_scale)
     if not (round_one_token or reads_rounded(qkv.shape[0], qkv.device, per_block=per_group)):
         out_TI = _rope_attention(*args)
@@ -68,7 +54,7 @@ def _rope_attention_quantize(
     metadata = current_metadata()
     if hasattr(metadata.backend, "rope_quantize_forward"):
         backend = cast(RopeQuantizeBackend, metadata.backend)
-        if (fused := backend.rope_quantize_forward(*args, metadata, round_to)) is not None:
+        if (fused := backend.rope_quantize_forward(*(*args, metadata, round_to))) is not None:
             return fused
     out_TI = _rope_attention(*args)
     return out_TI, *_quantize(out_TI, round_to)
@@ -78,9 +64,7 @@ def _quantize(x_TI: torch.Tensor, round_to: RoundTo) -> Rounded:
     if x_TI.is_cuda and cuda_unsupported_reason(x_TI.device, round_to.dtype) is None:
         from custom_ops.triton_quantize import quantize_rows  # Triton is imported where it is used
 
-        return quantize_rows(
-            x_TI, round_to.dtype, per_group=round_to.per_group, input_scale=round_to.input_scale
-        )  # fmt: skip
+        return quantize_rows(x_TI, round_to.dtype, per_group=round_to.per_group, input_scale=round_to.input_scale)
     values_TI, scale = quantize_activations(
         x_TI, round_to.dtype, per_group=round_to.per_group, input_scale=round_to.input_scale
     )
@@ -91,34 +75,16 @@ def _round_to(dtype: str, per_group: bool, input_scale: torch.Tensor | None) -> 
     return RoundTo(dtype=getattr(torch, dtype), per_group=per_group, input_scale=input_scale)
 
 
-def _rope_attention_quantize_fake(
-    qkv: torch.Tensor,
-    cos_TE: torch.Tensor,
-    sin_TE: torch.Tensor,
-    kv_cache: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float,
-    q_norm_weight_E: torch.Tensor | None,
-    k_norm_weight_E: torch.Tensor | None,
-    eps: float,
-    dtype: str,
-    per_group: bool,
-    input_scale: torch.Tensor | None,
-    round_one_token: bool,
-) -> Three:
-    out_TI = _rope_attention_fake(qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale)
+def _rope_attention_quantize_fake(*args: Any) -> Three:
+    *rope, dtype, per_group, input_scale, _ = args
+    out_TI = _rope_attention_fake(*rope)
     return out_TI, *_round_to(dtype, per_group, input_scale).empty(out_TI)
 
 
-def exact_rope_attention_quantize(
-    qkv: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor, num_heads: int, num_kv_heads: int,
-    scale: float, q_norm_weight_E: torch.Tensor | None, k_norm_weight_E: torch.Tensor | None, eps: float, *round_to: object,
-) -> Three:  # fmt: skip
+def exact_rope_attention_quantize(*args: Any) -> Three:
     """`rope_attention_quantize`, but nothing is rounded and all scales are 1: what verification compares."""
-    out_TI = _rope_attention(
-        qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps
-    )
+    *rope, _, _, _, _ = args
+    out_TI = _rope_attention(*rope)
     return out_TI, out_TI.clone(), out_TI.new_ones(out_TI.shape[0], 1)
 
 
