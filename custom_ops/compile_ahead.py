@@ -6,7 +6,9 @@ it. Most of that is outside of Python's lock, so that kernels which are known to
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -23,14 +25,51 @@ if TYPE_CHECKING:  # which may be missing where there is no GPU
 log = logging.getLogger(__name__)
 
 _is_ahead = False
+_launched: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # compiled kernels, each with its constants
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)`; inside `compile_ahead`, the kernel is compiled and not run."""
+    """`kernel[grid](*args, **options)`; inside `compile_ahead`, the kernel is compiled and not run.
+
+    args: the kernel's first parameters, a tensor, then tensors, numbers or None. options: the others, which are constants of the kernel
+    (they are kept, and no tensors), and Triton's own options. A kernel compiled for the like already is launched without Triton's search
+    for it, which takes the host longer than all else here.
+    """
     if _is_ahead:
         kernel.warmup(*args, grid=grid, **options)
-    else:
-        kernel[grid](*args, **options)
+        return
+    key = (kernel, args[0].device, *map(_kind, args), *options, *options.values())
+    found = _launched.get(key)
+    if found is None:
+        constants = tuple(options.get(name, default) for name, default in _constants(kernel, len(args)))
+        compiled = kernel[grid](*args, **options)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            _launched[key] = getattr(compiled, "result", lambda: compiled)(), constants
+        return
+    compiled, constants = found
+    compiled[(*grid, 1, 1)[:3]](*args, *constants)
+
+
+@functools.cache
+def _constants(kernel: triton.JITFunction, begin: int) -> tuple[tuple[str, Any], ...]:
+    """Names and defaults of a kernel's parameters from `begin` on, all of them constants."""
+    parameters = list(inspect.signature(kernel.fn).parameters.values())[begin:]
+    for parameter in parameters:
+        assert "constexpr" in str(parameter.annotation), (
+            f"{kernel} takes {parameter.name}, no constant, by position only"
+        )
+    return tuple((parameter.name, parameter.default) for parameter in parameters)
+
+
+def _kind(value: Any) -> Any:
+    """Arguments of one kind make Triton compile a kernel once: it looks at types, alignments to 16 bytes, and integers that are 1 or
+    multiples of 16.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if type(value) is int:
+        return value == 1 or (value % 16 == 0, max(value, ~value).bit_length() // 32)
+    return type(value)
 
 
 def is_compiling_ahead() -> bool:

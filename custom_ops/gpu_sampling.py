@@ -23,8 +23,10 @@ import triton.language as tl
 
 from custom_ops.compile_ahead import launch
 from custom_ops.triton_common import (
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     num_sms,
     split_counters,
     supports_pdl,
@@ -333,7 +335,7 @@ def sample_tokens(
             torch.empty(num_seqs * _CANDIDATES, dtype=torch.float32, device=device),
             torch.empty(num_seqs * _CANDIDATES, dtype=torch.int32, device=device), split_counters(device), tokens_S, best_S,
             vocab, logits_SV.stride(0), num_seqs, CHUNK=chunk, CHUNKS=chunks, STEP=min(chunk, _STEP), BLOCK=_BLOCK,
-            BLOCKS=triton.next_power_of_2(chunks * (chunk // _BLOCK)), CANDIDATES=_CANDIDATES,
+            BLOCKS=next_power_of_2(chunks * (chunk // _BLOCK)), CANDIDATES=_CANDIDATES,
             KEY_BITS=16 if logits_SV.dtype == torch.bfloat16 else 32, GATHERED_K=_MAX_GATHERED_K,
             PDL=pdl, num_warps=8, **launch_options(pdl),
         )  # fmt: skip
@@ -342,8 +344,8 @@ def sample_tokens(
 
 def _chunks(vocab: int) -> tuple[int, int]:
     """(logits that one program reads, programs a row)"""
-    chunk = max(_BLOCK, min(_CHUNK, triton.next_power_of_2(vocab)))
-    return chunk, triton.cdiv(vocab, chunk)
+    chunk = max(_BLOCK, min(_CHUNK, next_power_of_2(vocab)))
+    return chunk, cdiv(vocab, chunk)
 
 
 def _draw(
@@ -367,7 +369,7 @@ def _draw(
         _draw_kernel, (num_seqs, chunks),
         logits_SV, temperature_S, top_k_S, seed_S, position_S, ranks, block_max, split_counters(device), out_S, out_best_S,
         vocab, logits_SV.stride(0), CHUNK=chunk, CHUNKS=chunks, STEP=min(chunk, _STEP), BLOCK=_BLOCK,
-        BLOCK_J=triton.next_power_of_2(chunks), GREEDY=temperature_S is None, GATHERED_K=_MAX_GATHERED_K, PDL=pdl,
+        BLOCK_J=next_power_of_2(chunks), GREEDY=temperature_S is None, GATHERED_K=_MAX_GATHERED_K, PDL=pdl,
         num_warps=8, **launch_options(pdl),
     )  # fmt: skip
     return out_S, out_best_S

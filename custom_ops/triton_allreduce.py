@@ -32,8 +32,8 @@ import triton.language as tl
 from custom_ops.compile_ahead import launch
 from custom_ops.peer_memory import EMPTY, PROGRAMS_PER_SM, PeerMemory
 from custom_ops.quantization import Rounded
-from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
-from custom_ops.triton_quantize import quantize_options, store_quantized
+from custom_ops.triton_common import launch_options, let_next_start, next_power_of_2, supports_pdl, wait_for_previous
+from custom_ops.triton_quantize import quantize_constants, store_quantized
 
 
 @triton.jit
@@ -320,15 +320,15 @@ def pushed_allreduce_add_rms_norm(
     total_TD, out_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
     if not num_rows:
         return total_TD, out_TD
-    block, pdl = triton.next_power_of_2(num_features), supports_pdl(x_TD.device)
+    block, pdl = next_power_of_2(num_features), supports_pdl(x_TD.device)
     row_values = layout.row_bytes // 2
     launch(
         _pushed_kernel, (min(num_rows, layout.num_programs),),
         x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.turns, num_rows, num_features,
-        x_TD.stride(0), residual_TD.stride(0), eps, layout.pushed_offset, RANK=peers.rank, SIZE=layout.size,
+        x_TD.stride(0), residual_TD.stride(0), eps, layout.pushed_offset, *(quantized or (None, None)), RANK=peers.rank, SIZE=layout.size,
         NUM_PROGRAMS=layout.num_programs, PUSHED_ROWS=layout.pushed_rows, BLOCK=block,
-        ROW_BLOCK=triton.next_power_of_2(row_values), ROW_VALUES=row_values, NOTHING=EMPTY, PDL=pdl,
-        **quantize_options(quantized), **launch_options(pdl), **_resident(block, x_TD.device),
+        ROW_BLOCK=next_power_of_2(row_values), ROW_VALUES=row_values, NOTHING=EMPTY, PDL=pdl,
+        **quantize_constants(quantized), **launch_options(pdl), **_resident(block, x_TD.device),
     )  # fmt: skip
     return total_TD, out_TD
 
@@ -351,9 +351,9 @@ def two_shot_allreduce_add_rms_norm(
 
 def run_over_places(
     kernel: triton.JITFunction, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    peers: PeerMemory, quantized: Rounded | None, **more: Any,
+    peers: PeerMemory, quantized: Rounded | None, *more: Any, **constants: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Launch a kernel that has places for its rows. more: arguments that it has beyond those of the kernels here. → s, y, each [T, D]"""
+    """Launch a kernel that has places for its rows. more, constants: what it takes beyond the kernels here. → s, y, each [T, D]"""
     num_rows, num_features = x_TD.shape
     layout = peers.layout
     assert takes(x_TD, peers), f"there is no room for {list(x_TD.shape)} in {layout}"
@@ -361,13 +361,14 @@ def run_over_places(
     total_TD, out_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
     if not num_rows:
         return total_TD, out_TD
-    block, pdl = triton.next_power_of_2(num_features), supports_pdl(x_TD.device)
+    block, pdl = next_power_of_2(num_features), supports_pdl(x_TD.device)
     launch(
         kernel, (min(num_rows, layout.num_programs),),
         x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.launches, num_rows, num_features,
         x_TD.stride(0), residual_TD.stride(0), eps, layout.row_bytes, layout.rows_per_program * layout.row_bytes,
-        layout.flags_offset, RANK=peers.rank, SIZE=layout.size, PADDED_SIZE=triton.next_power_of_2(layout.size),
-        NUM_PROGRAMS=layout.num_programs, BLOCK=block, PDL=pdl, **more, **quantize_options(quantized),
+        layout.flags_offset, *(quantized or (None, None)), *more,
+        RANK=peers.rank, SIZE=layout.size, PADDED_SIZE=next_power_of_2(layout.size), NUM_PROGRAMS=layout.num_programs, BLOCK=block,
+        PDL=pdl, **constants, **quantize_constants(quantized),
         **launch_options(pdl), **_resident(block, x_TD.device),
     )  # fmt: skip
     return total_TD, out_TD

@@ -198,6 +198,6 @@ def two_shot_stores_allreduce_add_rms_norm(
     assert layout.has_parts, "the ranks' memory has no room for parts"
     return run_over_places(
         _two_shot_stores_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized,
-        steps_ptr=peers.steps, parts_offset=layout.parts_offset, program_parts_bytes=layout.program_parts_bytes,
+        peers.steps, layout.parts_offset, layout.program_parts_bytes,
         ROUNDS=2 if x_TD.shape[1] <= WIDEST_PAIR else 1, MAX_CHUNKS=MAX_CHUNKS,
     )  # fmt: skip

@@ -107,6 +107,16 @@ def weight_tile(w_ptr, block, start, num_rows, num_blocks, row_size, BLOCK_O: tl
     return tl.load(at_OI, mask=ok_1I, other=0, eviction_policy="evict_first")
 
 
+def cdiv(x: int, y: int) -> int:
+    """x / y, rounded up. On the host, where Triton's own is a kernel's function and takes as long as a launch's arguments."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n, for n of at least 1; on the host, as `cdiv`."""
+    return 1 << (n - 1).bit_length()
+
+
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether kernels on this device may be launched with `launch_pdl`."""

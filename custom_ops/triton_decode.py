@@ -23,6 +23,7 @@ from custom_ops.triton_common import (
     SPLIT_COUNTERS,
     launch_options,
     let_next_start,
+    next_power_of_2,
     num_sms,
     prefetch_rows_l2,
     split_counters,
@@ -235,7 +236,7 @@ def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2)
     if groups <= sms // 8:
         return 128, MAX_SPLITS, 1, 4, 128
     if groups < sms:
-        return 128, triton.next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 1, 4, 256
+        return 128, next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 1, 4, 256
     widening = 2 if itemsize == 1 else 1
     if groups < 5 * sms:
         return widening * 64, 1, 2, 4, widening * 64
@@ -297,8 +298,8 @@ def decode_attention(
         q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0,
         kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E, eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        BLOCK_R=max(16, triton.next_power_of_2(head_dim // 2)), BLOCK_E=max(16, triton.next_power_of_2(head_dim)), BLOCK_C=block_c,
+        BLOCK_G=max(16, next_power_of_2(num_heads // num_kv_heads)),
+        BLOCK_R=max(16, next_power_of_2(head_dim // 2)), BLOCK_E=max(16, next_power_of_2(head_dim)), BLOCK_C=block_c,
         SPLITS=splits, MIN_SPLIT=max(block_c, min_split), STAGES=stages,
         HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
         PDL=pdl, **rounding_constants(round_to, num_heads, head_dim, warps), num_warps=warps, **limit, **launch_options(pdl),

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from custom_ops.quantization import BLOCK, LARGEST, RoundTo
-from custom_ops.triton_common import SPLIT_COUNTERS
+from custom_ops.triton_common import SPLIT_COUNTERS, next_power_of_2
 from custom_ops.triton_quantize import count_nan, scale_of, scales_of, store_quantized, to_eight_bits
 
 _FEATURES_A_WARP = 1024  # of a row that are read back at once: 32 a thread
@@ -152,7 +152,7 @@ def rounding_constants(
             "ROUND_WIDTH": None,
         }  # fmt: skip
     in_place = rounds_heads(round_to, head_dim)
-    width = min(max(BLOCK, triton.next_power_of_2(num_heads * head_dim)), _FEATURES_A_WARP * num_warps)
+    width = min(max(BLOCK, next_power_of_2(num_heads * head_dim)), _FEATURES_A_WARP * num_warps)
     return {
         "ROUNDS_HEADS": in_place, "ROUNDS_ROW": not in_place, "IS_STATIC": round_to.input_scale is not None,
         "LARGEST_VALUE": LARGEST[round_to.dtype], "ROUND_GROUP": BLOCK if round_to.per_group else 0, "ROUND_WIDTH": width,

@@ -11,8 +11,15 @@ import triton.language as tl
 
 from custom_ops.compile_ahead import launch
 from custom_ops.quantization import Rounded
-from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
-from custom_ops.triton_quantize import quantize_options, store_quantized
+from custom_ops.triton_common import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    supports_pdl,
+    wait_for_previous,
+)
+from custom_ops.triton_quantize import quantize_constants, store_quantized
 
 
 @triton.jit
@@ -89,13 +96,14 @@ def _rms_norm(
     out_TI = x_TI.new_empty(num_tokens, num_features)
     sum_TI = x_TI if residual_TI is None else torch.empty_like(out_TI)
     if num_tokens:
-        block = triton.next_power_of_2(num_features)
+        block = next_power_of_2(num_features)
         pdl = supports_pdl(x_TI.device)
         launch(
             _rms_norm_kernel, (num_tokens,),
             x_TI, residual_TI, weight_I, sum_TI, out_TI, num_features, x_TI.stride(0),
-            residual_TI.stride(0) if residual_TI is not None else 0, eps, HAS_RESIDUAL=residual_TI is not None,
-            BLOCK=block, PDL=pdl, num_warps=max(1, min(16, block // 512)), **quantize_options(quantized), **launch_options(pdl),
+            residual_TI.stride(0) if residual_TI is not None else 0, eps, *(quantized or (None, None)),
+            HAS_RESIDUAL=residual_TI is not None, BLOCK=block, PDL=pdl, **quantize_constants(quantized),
+            num_warps=max(1, min(16, block // 512)), **launch_options(pdl),
         )  # fmt: skip
     return out_TI, sum_TI
 
@@ -105,11 +113,11 @@ def silu_mul_rows(x_TI: torch.Tensor) -> torch.Tensor:
     num_tokens, half = x_TI.shape[0], x_TI.shape[1] // 2
     out_TI = x_TI.new_empty(num_tokens, half)
     if num_tokens:
-        block = min(1024, triton.next_power_of_2(half))
+        block = min(1024, next_power_of_2(half))
         pdl = supports_pdl(x_TI.device)
         launch(
             _silu_mul_kernel,
-            (num_tokens, triton.cdiv(half, block)),
+            (num_tokens, cdiv(half, block)),
             x_TI,
             out_TI,
             half,

@@ -22,8 +22,10 @@ from custom_ops.compile_ahead import launch
 from custom_ops.silu_mul_gemm import silu_mul_gemm
 from custom_ops.triton_common import (
     add_pairs,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     num_sms,
     prefetch_l2,
     silu,
@@ -223,7 +225,7 @@ def small_batch_config(
     num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, sms: int
 ) -> tuple[int, int, int, int, int]:
     """(BLOCK_O, BLOCK_I, splits, stages, warps) of the 2 … 64-token kernel."""
-    tiles, splits = triton.cdiv(num_rows, 64), 1
+    tiles, splits = cdiv(num_rows, 64), 1
     while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
     if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # wider tiles of x and two of W do not fit beside each other
@@ -287,7 +289,7 @@ def _gemv(
     lanes = 16 // x_1I.element_size()
     out = x_1I.new_empty(1, num_rows)
     pdl = supports_pdl(device)
-    num_programs = min(triton.cdiv(num_rows, rows), per_sm * num_sms(device))
+    num_programs = min(cdiv(num_rows, rows), per_sm * num_sms(device))
     block_bytes = rows * in_features * x_1I.element_size()
     round_bytes = num_programs * block_bytes * (2 if silu_mul else 1)
     # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
@@ -317,8 +319,8 @@ def _small_batch(
     block_o, block_i, splits, stages, warps = config or small_batch_config(
         num_tokens, num_rows, in_features, silu_mul, num_sms(x_TI.device)
     )
-    block_t = max(16, triton.next_power_of_2(num_tokens))
-    tiles = triton.cdiv(num_rows, block_o)
+    block_t = max(16, next_power_of_2(num_tokens))
+    tiles = cdiv(num_rows, block_o)
     out = x_TI.new_empty(num_tokens, num_rows)
     partial = counters = None
     if splits > 1:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from custom_ops.compile_ahead import launch
-from custom_ops.triton_common import to_products
+from custom_ops.triton_common import next_power_of_2, to_products
 from custom_ops.triton_decode import LOG2_E
 
 
@@ -119,7 +119,7 @@ def prefill_attention(
     """
     num_tokens, num_heads, head_dim = q_THE.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
-    block_e = max(16, triton.next_power_of_2(head_dim))
+    block_e = max(16, next_power_of_2(head_dim))
     block_q, block_c, stages, warps = config or ((64, 64, 3, 4) if block_e <= 128 else (64, 32, 2, 4))
     if q_THE.dtype == torch.float32:
         block_q, block_c, stages = min(block_q, 64), min(block_c, 32), min(stages, 2)

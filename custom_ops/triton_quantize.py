@@ -13,7 +13,14 @@ import triton.language as tl
 
 from custom_ops.compile_ahead import launch
 from custom_ops.quantization import BLOCK, LARGEST, Rounded
-from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, wait_for_previous
+from custom_ops.triton_common import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    supports_pdl,
+    wait_for_previous,
+)
 
 _HALF_EVEN = tl.constexpr(
     12582912.0
@@ -78,12 +85,9 @@ def store_quantized(
     tl.store(scale_ptr + row * num_groups + groups, scale_G, mask=groups < num_groups)
 
 
-def quantize_options(quantized: Rounded | None) -> dict[str, Any]:
-    """Arguments of a kernel that may `store_quantized` its rows, too. quantized: what it then writes, values and scales."""
-    if quantized is None:
-        return {"quantized_ptr": None, "scale_ptr": None, "QUANTIZE": False, "LARGEST_VALUE": None}
-    values, scale = quantized
-    return {"quantized_ptr": values, "scale_ptr": scale, "QUANTIZE": True, "LARGEST_VALUE": LARGEST[values.dtype]}
+def quantize_constants(quantized: Rounded | None) -> dict[str, Any]:
+    """Constants of a kernel that may `store_quantized` its rows, too. quantized: the values and scales that it then writes."""
+    return {"QUANTIZE": quantized is not None, "LARGEST_VALUE": LARGEST[quantized[0].dtype] if quantized else None}
 
 
 @triton.jit
@@ -128,8 +132,8 @@ def quantize_rows(
     """
     assert input_scale is None or not per_group, "a static scale is per tensor"
     num_tokens, num_features = x_TI.shape[0], x_TI.shape[1] // (2 if silu_mul else 1)
-    width = max(BLOCK, triton.next_power_of_2(num_features))
-    num_groups = triton.cdiv(num_features, BLOCK) if per_group else 1
+    width = max(BLOCK, next_power_of_2(num_features))
+    num_groups = cdiv(num_features, BLOCK) if per_group else 1
     out_TI = torch.empty(num_tokens, num_features, dtype=dtype, device=x_TI.device)
     scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x_TI.device)
     if num_tokens:
@@ -168,11 +172,11 @@ def scale_sums(
     num_tokens, num_features = sums_TO.shape
     out_TO = torch.empty(num_tokens, num_features, dtype=dtype, device=sums_TO.device)
     if num_tokens:
-        block = min(1024, triton.next_power_of_2(num_features))
+        block = min(1024, next_power_of_2(num_features))
         pdl = supports_pdl(sums_TO.device)
         launch(
             _scale_kernel,
-            (num_tokens, triton.cdiv(num_features, block)),
+            (num_tokens, cdiv(num_features, block)),
             sums_TO,
             x_scale_T1,
             scale_O,

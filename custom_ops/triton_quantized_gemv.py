@@ -17,8 +17,10 @@ from custom_ops.quantization import LARGEST
 from custom_ops.triton_common import (
     TRITON_TYPES,
     add_pairs,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     num_sms,
     prefetch_l2,
     silu,
@@ -272,8 +274,8 @@ def gemv_config(
     rounded in a few instructions, and there, where rows are few, it counts more that all programs get as many blocks.
     """
     if rounds_float8 and not silu_mul:
-        blocks = triton.cdiv(num_rows, 8)
-        return 8, 4, max((4, 3, 2), key=lambda per_sm: blocks / (triton.cdiv(blocks, per_sm * sms) * per_sm)), 16
+        blocks = cdiv(num_rows, 8)
+        return 8, 4, max((4, 3, 2), key=lambda per_sm: blocks / (cdiv(blocks, per_sm * sms) * per_sm)), 16
     warps = 8 if in_features > 2048 else 4
     return (4 if silu_mul else 8), warps, 16 // warps, 16
 
@@ -304,7 +306,7 @@ def gemv(
     )
     out = x_1I.new_empty(1, num_rows)
     pdl = supports_pdl(device)
-    num_programs = min(triton.cdiv(num_rows, rows), per_sm * num_sms(device))
+    num_programs = min(cdiv(num_rows, rows), per_sm * num_sms(device))
     block_bytes = rows * in_features
     round_bytes = num_programs * block_bytes * (2 if silu_mul else 1)
     # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
@@ -317,7 +319,7 @@ def gemv(
         in_features // 4, eps, prefetch_blocks, HAS_NORM=norm_weight_I is not None, ROUNDS=activations != "none",
         IS_STATIC=activations == "static", DTYPE=TRITON_TYPES[weight_OI.dtype], LARGEST_VALUE=LARGEST[weight_OI.dtype],
         HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None, SILU_MUL=silu_mul,
-        WIDTH=triton.next_power_of_2(in_features), BLOCK_O=rows, BLOCK_I=32 * warps * _THREAD_BYTES, THREADS=32 * warps, PDL=pdl,
+        WIDTH=next_power_of_2(in_features), BLOCK_O=rows, BLOCK_I=32 * warps * _THREAD_BYTES, THREADS=32 * warps, PDL=pdl,
         num_warps=warps, **limit, **launch_options(pdl),
     )  # fmt: skip
     return out

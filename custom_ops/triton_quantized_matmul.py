@@ -18,8 +18,10 @@ from custom_ops.compile_ahead import launch
 from custom_ops.quantization import BLOCK
 from custom_ops.triton_common import (
     TRITON_TYPES,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     num_sms,
     prefetch_rows_l2,
     silu,
@@ -144,7 +146,7 @@ def matmul_config(
     num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, x_bytes: int, per_block: bool, sms: int
 ) -> tuple[int, int, int, int, int]:
     """(BLOCK_O, BLOCK_I, splits, stages, warps) of the tile kernel. x_bytes: of a value of x, 1 if it is rounded."""
-    tiles = triton.cdiv(num_rows, 64) * triton.cdiv(num_tokens, MAX_BLOCK_T)
+    tiles = cdiv(num_rows, 64) * cdiv(num_tokens, MAX_BLOCK_T)
     splits = 1
     while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
@@ -182,8 +184,8 @@ def matmul(
     block_o, block_i, splits, stages, warps = config or matmul_config(
         num_tokens, num_rows, in_features, silu_mul, x_TI.element_size(), per_block, num_sms(device)
     )
-    block_t = min(MAX_BLOCK_T, max(16, triton.next_power_of_2(num_tokens)))
-    tiles, token_tiles = triton.cdiv(num_rows, block_o), triton.cdiv(num_tokens, block_t)
+    block_t = min(MAX_BLOCK_T, max(16, next_power_of_2(num_tokens)))
+    tiles, token_tiles = cdiv(num_rows, block_o), cdiv(num_tokens, block_t)
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=device)
     if not num_tokens:
         return out

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from custom_ops.compile_ahead import launch
-from custom_ops.triton_common import launch_options, let_next_start, supports_pdl, to_cache, wait_for_previous
+from custom_ops.triton_common import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    supports_pdl,
+    to_cache,
+    wait_for_previous,
+)
 
 
 @triton.jit
@@ -143,16 +151,16 @@ def rope_kv_write(
     q_out = q_THE.new_empty(num_tokens, num_heads, head_dim) if write_q else q_THE
     if num_tokens == 0:
         return q_out
-    block_h = min(8 if num_tokens < 64 else 32, triton.next_power_of_2(num_heads))
-    block_k = min(8, triton.next_power_of_2(num_kv_heads))
-    parts = (triton.cdiv(num_heads, block_h) if write_q else 0) + triton.cdiv(num_kv_heads, block_k)
+    block_h = min(8 if num_tokens < 64 else 32, next_power_of_2(num_heads))
+    block_k = min(8, next_power_of_2(num_kv_heads))
+    parts = (cdiv(num_heads, block_h) if write_q else 0) + cdiv(num_kv_heads, block_k)
     pdl = supports_pdl(q_THE.device)
     launch(
         _rope_kv_kernel, (num_tokens, parts),
         q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, q_out, k_out_TKE, kv_cache, slot_mapping_T,
         q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0, kv_cache.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_R=triton.next_power_of_2(head_dim // 2),
+        BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_R=next_power_of_2(head_dim // 2),
         WRITE_Q=write_q, WRITE_K=k_out_TKE is not None, HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None,
         HAS_ROPE=cos_TE is not None, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from custom_ops.compile_ahead import launch
-from custom_ops.triton_common import launch_options, supports_pdl, wait_for_previous
+from custom_ops.triton_common import cdiv, launch_options, supports_pdl, wait_for_previous
 
 _ROWS = 128  # of a program
 
@@ -77,7 +77,7 @@ def begin_decodes(
     """
     num_rows = slots_S.shape[0]
     launch(
-        _begin_kernel, (triton.cdiv(num_rows, _ROWS),),
+        _begin_kernel, (cdiv(num_rows, _ROWS),),
         last_tokens_R, slots_S, has_run_S, positions_S, seq_lens_S, sample_positions_S, block_table_SM, input_ids_S, slot_mapping_S,
         num_rows, block_table_SM.stride(0), BLOCK_SIZE=block_size, ROWS=_ROWS, num_warps=4,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def end_decodes(
     """
     num_rows, pdl = slots_S.shape[0], supports_pdl(slots_S.device)
     launch(
-        _end_kernel, (triton.cdiv(num_rows, _ROWS),),
+        _end_kernel, (cdiv(num_rows, _ROWS),),
         tokens_S, last_tokens_R, slots_S, has_run_S, seq_lens_S, num_rows,
         ROWS=_ROWS, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
