@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES = "nccl", "pushed", "one_shot", "two_shot", "two_shot_stores"
 ALL_WAYS = (NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES)
-CHOSEN_AMONG = ALL_WAYS[:-1]  # two shots by stores have not run on GPUs yet: `benchmarks.tensor_parallel` measures them
 # Rows that are measured, as far as there is room for them.
 SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 EPS = 1e-6
@@ -103,7 +102,7 @@ def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) ->
 
 def choose_allreduce(
     *, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device, file: Path | None = None,
-    ways: Sequence[str] = CHOSEN_AMONG,
+    ways: Sequence[str] = ALL_WAYS,
 ) -> str:  # fmt: skip
     """Have the group's all-reduces before a norm go the fastest way from now on. Every rank calls it, outside of a capture.
 

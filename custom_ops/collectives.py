@@ -103,6 +103,13 @@ def collectives_entered() -> int:
     return _num_entered
 
 
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's value, which can be pickled, in the order of ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 def gather_parts(x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:
     """Every rank's x, in the order of ranks. [...] → [N, ...]"""
     global _num_entered

@@ -22,7 +22,8 @@ from custom_ops.choices import choices_of, fastest
 log = logging.getLogger(__name__)
 
 TORCH = "torch"  # in the place of an algorithm: F.linear
-_CANDIDATES = 5  # of the heuristic's list: each costs start-up some milliseconds a shape and range
+_CANDIDATES = 5  # of the heuristic's list: each costs some milliseconds a shape and range
+_MANY_TOKENS, _CANDIDATES_OF_MANY = 257, 8  # which are measured in idle moments
 _WORKSPACE_BYTES = 64 << 20
 _CUDA_R_32F, _CUDA_R_16BF, _COMPUTE_32F = 0, 14, 68
 _DESC_TRANSA, _PREF_MAX_WORKSPACE_BYTES = 3, 1
@@ -94,6 +95,7 @@ class _Product:
         library = _library()
         assert library is not None
         self._library, self._handle = library, _handle(device)
+        self._num_tokens = num_tokens
         self._shapes = f"{num_tokens} x {in_features} by {out_features}"
         self._operation = ctypes.c_void_p()
         status = library.cublasLtMatmulDescCreate(ctypes.byref(self._operation), _COMPUTE_32F, _CUDA_R_32F)
@@ -139,14 +141,15 @@ class _Product:
 
     def _found(self) -> list[str]:
         preference, count = ctypes.c_void_p(), ctypes.c_int()
-        found = (_Heuristic * _CANDIDATES)()
+        most = _CANDIDATES_OF_MANY if self._num_tokens >= _MANY_TOKENS else _CANDIDATES
+        found = (_Heuristic * most)()
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "cublasLtMatmulPreferenceCreate")
         set_preference = functools.partial(_set, self._library.cublasLtMatmulPreferenceSetAttribute, preference)
         set_preference(_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(_WORKSPACE_BYTES))
         for attribute in _PREF_MIN_ALIGNMENTS:
             set_preference(attribute, ctypes.c_uint32(_ALIGNMENT))
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, self._operation, *self._layouts, preference, _CANDIDATES, found, ctypes.byref(count)
+            self._handle, self._operation, *self._layouts, preference, most, found, ctypes.byref(count)
         )
         self._library.cublasLtMatmulPreferenceDestroy(preference)
         _check(status, "cublasLtMatmulAlgoGetHeuristic")

@@ -11,10 +11,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from custom_ops.collectives import gather_objects
 
 # Programs of one kernel, a multiprocessor. They wait for other ranks', so all of them must be on the device at once; and each waits for
 # its own row, so that more of them keep more of the link busy.
@@ -139,7 +140,7 @@ def clear(buffer: torch.Tensor, layout: PeerLayout) -> None:
 def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:
     """A buffer on every rank of a group, mapped by all; every rank calls it. → or a sentence why not, on all ranks if on one"""
     socket_folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
-    everyone = _gathered((socket.gethostname(), _boot_id(), layout, len(os.fsencode(socket_folder))), group)
+    everyone = gather_objects((socket.gethostname(), _boot_id(), layout, len(os.fsencode(socket_folder))), group)
     # The mapping would wait for ever for what another host cannot send.
     if len({(host, boot) for host, boot, *_ in everyone}) > 1:
         return "the ranks are on several hosts"
@@ -151,7 +152,7 @@ def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, dev
         mapped, why_not = _map(rank, layout, group, device), ""
     except RuntimeError as error:  # of CUDA: no access from one device to the other, mostly
         mapped, why_not = None, str(error).splitlines()[0]
-    return next((f"rank {i}: {text}" for i, text in enumerate(_gathered(why_not, group)) if text), mapped)  # type: ignore[return-value]
+    return next((f"rank {i}: {text}" for i, text in enumerate(gather_objects(why_not, group)) if text), mapped)  # type: ignore[return-value]
 
 
 def _map(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
@@ -165,12 +166,6 @@ def _map(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.
     handle = symmetric_memory.rendezvous(buffer, group)
     begin = buffer.data_ptr() - handle.buffer_ptrs[rank]  # 0, unless the tensor lies within a larger allocation
     return peer_memory(rank, layout, [address + begin for address in handle.buffer_ptrs], device, (buffer, handle))
-
-
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
 
 
 def _boot_id() -> str:

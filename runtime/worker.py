@@ -22,7 +22,7 @@ from compiler.cudagraphs import CudaGraphRunner
 from compiler.dump import add_to_report
 from compiler.graph_capture import CudaGraphs
 from custom_ops.choices import no_measuring, token_range, token_ranges, unmeasured_token_counts
-from custom_ops.collectives import join_tensor_parallel_group
+from custom_ops.collectives import gather_objects, join_tensor_parallel_group, tensor_parallel_group
 from custom_ops.compile_ahead import compile_ahead
 from custom_ops.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
 from models.registry import build_model
@@ -175,15 +175,16 @@ class Worker:
         """Do one piece of work that can wait (measure how linears run, capture one more graph); False when there is none. Nothing may be
         in flight. Which piece it is depends on the steps so far alone, so that ranks do the same.
         """
+        if self._graphs is not None and self._graphs.capture_next():
+            return True
         if self._to_measure:
-            self._measure(self._to_measure.pop())
-            if not self._to_measure and self._graphs is not None:
-                self._graphs.capture_pieces_up_to(None)
+            count = self._to_measure.pop()
+            self._measure(count)
+            if self._graphs is not None:
+                self._graphs.capture_pieces_up_to(count if self._to_measure else None)
             return True
         if self._graphs is None:
             return False
-        if self._graphs.capture_next():
-            return True
         while (size := self._graphs.next_piecewise_size()) is not None:
             if size <= self.runner.max_num_tokens:  # no step is longer
                 self.runner.warm_up(size, 1)
@@ -354,9 +355,8 @@ class Worker:
         runner.warm_up(1, 1)
         runner.warm_up(min(8, runner.max_num_tokens), 1)
         # Each range of token counts once, where linears still have to find out by measuring how they run: those of decodes before their
-        # graphs are captured, the others in idle moments, and no graph of these is captured before. Ranks do all ranges: what is known
-        # may differ from one to the next, and they have to make the same calls.
-        unmeasured = unmeasured_token_counts(self.device, runner.max_num_tokens, all_ranges=self.rank.size > 1)
+        # graphs are captured, the others in idle moments, from few to many, and no graph of these is captured before.
+        unmeasured = self._of_any_rank(unmeasured_token_counts(self.device, runner.max_num_tokens))
         most_decodes = token_range(self._config.scheduler.max_num_seqs)
         for count in unmeasured:
             if count <= most_decodes:
@@ -376,6 +376,12 @@ class Worker:
             self._graphs.capture(2)
         report = self._graphs.report()
         return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {self._graph_memory()}"
+
+    def _of_any_rank(self, counts: tuple[int, ...]) -> list[int]:
+        """Those of all ranks, which have to make the same calls, although one may know what another does not."""
+        if self.rank.size == 1:
+            return list(counts)
+        return sorted(set().union(*gather_objects(counts, tensor_parallel_group().process_group)))
 
     def _measure(self, num_tokens: int) -> None:
         """Run a step with about as many rows of logits as a step of so many tokens may have, so that the output head is measured too; not

@@ -12,8 +12,6 @@ import torch
 
 from custom_ops import allreduce_choice
 from custom_ops.allreduce_choice import (
-    ALL_WAYS,
-    CHOSEN_AMONG,
     NCCL,
     ONE_SHOT,
     PUSHED,
@@ -83,8 +81,7 @@ def test_two_shots_by_stores_go_where_they_are_faster_than_two_by_loads() -> Non
     assert [best_choice(seconds, SIZES).way(n) for n in SIZES] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT]
 
 
-def test_what_has_not_run_on_gpus_is_not_chosen_and_takes_no_memory() -> None:
-    assert set(ALL_WAYS) - set(CHOSEN_AMONG) == {TWO_SHOT_STORES}
+def test_two_shots_by_stores_take_memory_only_where_they_may_be_chosen() -> None:
     options = (2, 4096, torch.bfloat16, 1 << 14, 132)
     assert layout_for(*options, has_parts=False).num_bytes < layout_for(*options).num_bytes * 0.85
     assert layout_for(*options, has_parts=False).max_rows == layout_for(*options).max_rows

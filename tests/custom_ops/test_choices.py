@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from custom_ops.choices import Choices, fastest, no_measuring, token_range, unmeasured_token_counts
+from custom_ops.choices import Choices, fastest, no_measuring, token_range, token_ranges, unmeasured_token_counts
 
 
 def times(asked: list[str], seconds: dict[str, float]) -> Callable[[str], float]:
@@ -61,13 +62,12 @@ def test_a_file_that_several_write_or_nobody_can(tmp_path: Path) -> None:
 
 def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
     choices, seconds = Choices(tmp_path / "choices.json"), times([], {"a": 1.0, "b": 2.0})
-    assert choices.unmeasured(100, all_ranges=True) == ()  # nobody asked for anything
+    assert choices.unmeasured(100) == ()  # nobody asked for anything
     choices.get("x", 1, ("a",), seconds)
     choices.get("x", 40, ("a", "b"), seconds)
     assert choices.unmeasured(100) == (16, 32)  # nobody asked for it with more
     choices.get("x", 100, ("a", "b"), None)
     assert choices.unmeasured(100) == (16, 32, 100)
-    assert choices.unmeasured(100, all_ranges=True) == (1, 16, 32, 64, 100)
     assert choices.unmeasured(1) == ()
     choices.get("y", 40, ("a", "b"), None)  # inside a capture
     assert choices.unmeasured(64) == (1, 16, 32, 64)
@@ -80,11 +80,17 @@ def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
     choices.get("large", 100, ("a", "b"), seconds, first=65)  # nobody asks for it with fewer
     assert choices.known("large", 100, first=65) == "a"
     assert choices.unmeasured(64) == ()
-    assert choices.unmeasured(300) == (256, 300)
+    assert choices.unmeasured(300) == (192, 256, 300)
 
 
 def test_ranges_of_token_counts() -> None:
     assert [token_range(n) for n in (0, 1, 2, 16, 17, 64, 65, 4096)] == [1, 1, 16, 16, 32, 64, 128, 4096]
+    ends = token_ranges(16384)
+    assert ends[:10] == [1, 16, 32, 64, 128, 192, 256, 320, 384, 448]
+    assert ends[-7:] == [4096, 6144, 8192, 10240, 12288, 14336, 16384]
+    assert max(b / a for a, b in pairwise(ends) if 512 <= a < 4096) <= 1.125
+    assert all(token_range(end) == end for end in ends)
+    assert all(token_range(n) == next(end for end in ends if end >= n) for n in range(1, 16385, 7))
 
 
 def test_nobody_waits_for_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,4 +146,4 @@ def test_ahead_all_that_will_be_measured_runs_once(tmp_path: Path, monkeypatch: 
 def test_without_a_gpu_nothing_is_measured() -> None:
     runs = {"a": lambda weight: weight, "b": lambda weight: weight}
     assert fastest("x", 100, runs, torch.zeros(4)) == "a"
-    assert unmeasured_token_counts(torch.device("cpu"), 100, all_ranges=True) == ()
+    assert unmeasured_token_counts(torch.device("cpu"), 100) == ()

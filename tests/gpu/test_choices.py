@@ -48,7 +48,7 @@ def test_the_faster_one(kept: choices.Choices, size: int, num_tokens: int) -> No
     assert choices.fastest("matmul", num_tokens, runs, weight) == "fast"
     assert len(calls) == count
     assert choices.unmeasured_token_counts(CUDA, num_tokens) == tuple(
-        n for n in (1, 16, 32, 64, 128, 256) if n < num_tokens
+        n for n in choices.token_ranges(256) if n < num_tokens
     )
 
 

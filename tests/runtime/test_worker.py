@@ -16,12 +16,12 @@ from tests.support.engines import tiny_config, write_tiny_model
 def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_serving_or_when_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[torch.device, bool]] = []
+    asked: list[torch.device] = []
     ran: list[int] = []
     warm_up = ModelRunner.warm_up
 
-    def counts(device: torch.device, max_tokens: int, *, all_ranges: bool) -> tuple[int, ...]:
-        asked.append((device, all_ranges))
+    def counts(device: torch.device, max_tokens: int) -> tuple[int, ...]:
+        asked.append(device)
         assert ran, "what has not run yet has asked for nothing"
         return (5, max_tokens)
 
@@ -33,7 +33,7 @@ def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_servi
     monkeypatch.setattr(ModelRunner, "warm_up", recorded)
     config = tiny_config(write_tiny_model(tmp_path))
     executor = InProcessExecutor(config, lambda *_: None)
-    assert asked == [(torch.device("cpu"), False)]
+    assert asked == [torch.device("cpu")]
     assert ran[-1] == 5  # what decodes need at once, the rest when there is time
     assert executor.idle()
     assert ran[-2:] == [5, max(config.scheduler.token_budget, config.scheduler.max_num_seqs)]
