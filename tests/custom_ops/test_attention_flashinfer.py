@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from custom_ops.attention_flashinfer import FA3_MIN_QUERY_LEN, WORKSPACE_BYTES, FlashInferAttention, _Shape, _StepPlan
+from custom_ops.attention_flashinfer import (
+    FA3_MIN_QUERY_LEN,
+    FA3_MIN_TOKENS,
+    WORKSPACE_BYTES,
+    FlashInferAttention,
+    _Shape,
+    _StepPlan,
+)
 from tests.support import attention_cases as cases
 
 CPU = torch.device("cpu")
@@ -32,25 +39,29 @@ def choices(variants: tuple[str, ...], kv_cache_dtype: torch.dtype) -> dict[str,
     shape = _Shape(8, 2, 64, 16, torch.bfloat16, kv_cache_dtype, 0.125)
     metadata, _ = cases.make_metadata(cases.BATCHES["prefill"], backend)
     result: dict[str, str | None] = {}
-    for length in (FA3_MIN_QUERY_LEN - 1, FA3_MIN_QUERY_LEN):
+    least = FA3_MIN_TOKENS // 512
+    for kind, lengths in {
+        "short": [FA3_MIN_QUERY_LEN - 1], "some": [512] * (least - 1), "many": [512] * least, "long": [FA3_MIN_QUERY_LEN]
+    }.items():  # fmt: skip
         for is_fresh in (True, False):
             step = _StepPlan(
-                metadata=metadata, num_single=0, max_query_len=length, query_start_loc=np.array([0, length]),
-                seq_lens=np.array([length]), is_fresh=is_fresh, wrappers={},
+                metadata=metadata, num_single=0, max_query_len=max(lengths), query_start_loc=np.cumsum([0, *lengths]),
+                seq_lens=np.array(lengths), is_fresh=is_fresh, wrappers={},
             )  # fmt: skip
-            kind = ("long" if length >= FA3_MIN_QUERY_LEN else "short") + (" fresh" if is_fresh else " continued")
-            result[kind] = backend._choose(shape, CPU, step)
+            result[f"{kind} fresh" if is_fresh else f"{kind} continued"] = backend._choose(shape, CPU, step)
     return result
 
 
 def test_on_hopper_float8_pages_are_left_to_triton(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="custom_ops"):
         assert choices(("fa2", "fa3"), torch.bfloat16) == {
-            "short fresh": None, "short continued": None, "long fresh": "fa3", "long continued": "fa3",
+            "short fresh": None, "short continued": None, "some fresh": None, "some continued": None,
+            "many fresh": "fa3", "many continued": None, "long fresh": "fa3", "long continued": "fa3",
         }  # fmt: skip
         assert "float8" not in caplog.text
         assert choices(("fa2", "fa3"), torch.float8_e4m3fn) == {
-            "short fresh": None, "short continued": None, "long fresh": "fa3", "long continued": None,
+            "short fresh": None, "short continued": None, "some fresh": None, "some continued": None,
+            "many fresh": "fa3", "many continued": None, "long fresh": "fa3", "long continued": None,
         }  # fmt: skip
     assert caplog.text.count("long prompts with a cached prefix use Triton: FlashInfer fa3 does not read float8") == 1
 
