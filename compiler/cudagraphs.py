@@ -19,14 +19,18 @@ from typing import Any, Protocol
 import torch
 
 from compiler.config import CudaGraphMode
-from compiler.graph_capture import Graph, GraphDevice
-from compiler.piecewise import PiecewiseGraphs, piecewise_unsupported_reason
+from compiler.graph_capture import Graph, GraphDevice, capturing
+from compiler.piecewise import (
+    PIECEWISE_TOKENS,
+    PiecewiseGraphs,
+    most_piecewise_tokens,
+    piecewise_unsupported_reason,
+)
 from custom_ops.attention import AttentionMetadata, attention_metadata, current_metadata
 
 logger = logging.getLogger(__name__)
 
 ESTIMATED_TOKENS = 8  # of the prompt that an estimate runs: kernels for long ones are not asked for during start-up
-MAX_PIECEWISE_TOKENS = 2048  # beyond, a step keeps the device busy longer than the host needs to launch it
 
 
 class StepModel(Protocol):
@@ -116,12 +120,16 @@ def default_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None) -> tupl
     return tuple(sorted({size for size in wanted if 1 <= size <= max_num_seqs}))
 
 
-def piecewise_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Ascending sizes of piecewise graphs, each at most an eighth larger than the one before from 64 tokens on; or `sizes`."""
+def piecewise_sizes(
+    max_num_seqs: int, sizes: Sequence[int] | None = None, most_tokens: int = PIECEWISE_TOKENS
+) -> tuple[int, ...]:
+    """Ascending sizes of piecewise graphs up to most_tokens or max_num_seqs, each at most an eighth larger than the one before from 64
+    tokens on; or `sizes`.
+    """
     if sizes is not None:
         return tuple(sorted(set(sizes)))
     wanted, step = [1, 2, 4, *range(8, 64, 8)], 8
-    while wanted[-1] < max(max_num_seqs, MAX_PIECEWISE_TOKENS):
+    while wanted[-1] < max(max_num_seqs, most_tokens):
         step = 2 * step if wanted[-1] >= 16 * step else step
         wanted.append(wanted[-1] + step)
     return tuple(wanted)
@@ -172,7 +180,9 @@ class CudaGraphRunner:
         if mode in ("piecewise", "full_and_piecewise"):
             reason = piecewise_unsupported_reason(model)
             if reason is None:
-                wanted = piecewise_sizes(max_num_seqs, sizes if mode == "piecewise" else None)
+                wanted = piecewise_sizes(
+                    max_num_seqs, sizes if mode == "piecewise" else None, most_piecewise_tokens(model)
+                )
                 self._piecewise = PiecewiseGraphs(model, device, wanted)
             else:
                 logger.warning("no piecewise CUDA graphs: %s", reason)
@@ -228,7 +238,8 @@ class CudaGraphRunner:
                 logits = self.model(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
             return logits, *(self._decode_tail(logits, inputs) if self._decode_tail else ())
 
-        graph, outputs, seconds = self._device.capture(step)
+        with capturing(f"{size} decodes"):
+            graph, outputs, seconds = self._device.capture(step)
         self._full[size] = _FullGraph(graph, inputs.addresses(), outputs[0], tuple(outputs[1:]))
         stats = self.stats
         stats.captured["full"] += 1
@@ -283,7 +294,7 @@ class CudaGraphRunner:
         num_tokens = input_ids.shape[0]
         self.tail, self.is_missed = None, False
         is_decode = metadata.max_query_len == 1 and metadata.seq_lens.shape[0] == num_tokens == logits_indices.shape[0]
-        if self.sizes and is_decode:
+        if is_decode and self.sizes and num_tokens <= self.sizes[-1]:
             full = self._full.get(num_tokens)
             if full is not None:
                 inputs = StepInputs(

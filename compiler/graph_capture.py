@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,25 @@ class GraphDevice(Protocol):
         ...
 
 
+class GraphCaptureError(RuntimeError):
+    """Work could not be captured as a CUDA graph."""
+
+
+@contextmanager
+def capturing(what: str) -> Iterator[None]:
+    """What fails inside says that it was the capture of a graph of `what`, and how to do without: as `GraphCaptureError`, or as
+    `torch.OutOfMemoryError` where it is one.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else GraphCaptureError
+        raise kind(
+            f"The CUDA graph of {what} could not be captured: {type(error).__name__}: {error} (--cudagraph-mode none does without graphs, "
+            "a lower --gpu-memory-utilization leaves them more memory.)"
+        ) from error
+
+
 class CudaGraphs:
     """`GraphDevice` of one CUDA device: one memory pool, one capture stream."""
 
@@ -75,8 +95,11 @@ class CudaGraphs:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     outputs = tuple(fn())
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(Exception):  # what it says is but what follows
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             if was_enabled:
                 gc.enable()

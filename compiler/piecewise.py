@@ -9,6 +9,7 @@ without a graph.
 from __future__ import annotations
 
 import bisect
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiler.graph_capture import GraphDevice
+from compiler.graph_capture import GraphDevice, capturing
 from compiler.plan import REF, OpStep, PieceStep
 from compiler.stitch import _overload
 
 if TYPE_CHECKING:
     from compiler.cudagraphs import GraphStats
 
+PIECEWISE_TOKENS = 2048  # a longer step keeps the device busy for longer than the host needs to launch it
+SMALL_LAYERS_TOKENS = 4096  # the same where a layer has few weights:
+SMALL_LAYER_WEIGHTS = (
+    30_000_000  # with 4096 tokens 0.25 TFLOP, which a large GPU computes faster than the host launches a layer
+)
 ASKED_BEFORE_CAPTURE = 3  # a size is captured once this many steps came with it: a capture costs several steps
 
 
@@ -31,6 +37,17 @@ def piecewise_unsupported_reason(model: object) -> str | None:
     if not all(hasattr(model, name) for name in ("plan", "pieces", "pieces_at", "weights")):
         return "the model is not compiled into pieces"
     return None
+
+
+def most_piecewise_tokens(model: Any) -> int:
+    """Tokens of the longest step worth replaying piece by piece; decided by the weights that a compiled model's pieces read."""
+    weights = [
+        sum(model.weights[name.removeprefix("weight.")].numel() for name in step.inputs if name.startswith("weight."))
+        for step in model.plan.steps
+        if isinstance(step, PieceStep)
+    ]
+    is_small = weights and statistics.median(weights) <= SMALL_LAYER_WEIGHTS
+    return SMALL_LAYERS_TOKENS if is_small else PIECEWISE_TOKENS
 
 
 @dataclass(slots=True)
@@ -76,7 +93,8 @@ class PiecewiseGraphs:
                 return None
             started = time.perf_counter()
             before = self._device.used_bytes()
-            captured = self._captured[size] = self._capture(input_ids, positions, kv_caches, stats)
+            with capturing(f"a step of {size} tokens, piece by piece,"):
+                captured = self._captured[size] = self._capture(input_ids, positions, kv_caches, stats)
             stats.capture_seconds += time.perf_counter() - started
             stats.used_bytes += max(0, self._device.used_bytes() - before)
         captured.input_ids.copy_(input_ids)

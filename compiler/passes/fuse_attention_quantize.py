@@ -7,7 +7,8 @@ In a step of decodes the attention kernel rounds what it has in registers, or it
 step a kernel of its own does, between the pieces instead of in one. x stays beside it, for the kernel that streams a weight for one token
 and rounds by itself. In the last layer rows of x are selected before the linear, and then of all three.
 
-What it gains in a step of decodes, and costs in the others, has not been measured yet: `--force-pass fuse_attention_quantize` turns it on.
+It has never won: on an H200 a step of Llama-3.1-8B's shape in float8 took 2.695 ms with it and 2.691 without at one sequence, 4.007 and
+3.974 at 64, 7.511 and 7.266 at 256. So it is off, and `--force-pass fuse_attention_quantize` turns it on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FuseAttentionQuantize(BasePass):
     def guard(self, ctx: PassContext) -> SkipReason | None:
         if not self._is_wanted:
             return SkipReason(
-                sentence=f"there is no measurement yet of what it gains: --force-pass {self.name} turns it on"
+                sentence=f"no step of decodes was faster with it on an H200: --force-pass {self.name} turns it on"
             )
         if "rope_attention_quantize" in ctx.kernels:
             return None

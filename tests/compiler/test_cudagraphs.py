@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from compiler import CompileConfig, compile_model
 from compiler.cudagraphs import CudaGraphRunner, StepInputs, default_sizes, piecewise_sizes
+from compiler.graph_capture import GraphCaptureError
+from compiler.model import CompiledModel
+from compiler.piecewise import most_piecewise_tokens
+from compiler.plan import PieceStep
 from custom_ops.attention import AttentionMetadata, attention_metadata
 from custom_ops.attention_torch import TorchAttention
+from models.spec import ModelSpec
 from tests.support.fake_graphs import FakeDevice
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
@@ -91,8 +97,10 @@ def run(runner: CudaGraphRunner, inputs: StepInputs) -> torch.Tensor:
         return runner(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
 
 
-def make(backend: Backend | None = None, **options: object) -> tuple[CudaGraphRunner, Model, Buffers, FakeDevice]:
-    model, buffers, device = Model(), Buffers(backend or Backend()), FakeDevice()
+def make(
+    backend: Backend | None = None, device: FakeDevice | None = None, **options: object
+) -> tuple[CudaGraphRunner, Model, Buffers, FakeDevice]:
+    model, buffers, device = Model(), Buffers(backend or Backend()), device or FakeDevice()
     runner = CudaGraphRunner(
         model,
         mode="full",
@@ -103,6 +111,16 @@ def make(backend: Backend | None = None, **options: object) -> tuple[CudaGraphRu
     )
     runner.bind(buffers.inputs)
     return runner, model, buffers, device
+
+
+def compiled(cache_dir: Path) -> tuple[ModelSpec, CompiledModel]:
+    """A tiny model in pieces, with weights."""
+    spec, kernels = tiny_spec(), frozenset({"rope_attention", "fused_linear"})
+    config = CompileConfig(cache_dir=cache_dir)
+    model = compile_model(spec, config, device=torch.device("cpu"), dtype=torch.float32, kernels=kernels)
+    assert isinstance(model, CompiledModel)
+    fill(model)
+    return spec, model
 
 
 def test_sizes() -> None:
@@ -116,6 +134,18 @@ def test_piecewise_sizes_waste_little() -> None:
     assert sizes[-1] == 2048
     assert max(b / a for a, b in pairwise(sizes) if a >= 64) <= 1.125
     assert piecewise_sizes(256, (16, 4)) == (4, 16)
+    assert piecewise_sizes(256, None, 4096)[: len(sizes)] == sizes
+    assert piecewise_sizes(256, None, 4096)[-1] == 4096
+
+
+def test_steps_over_small_layers_are_worth_graphs_for_longer() -> None:
+    def layers(*num_weights: int) -> SimpleNamespace:
+        weights = {f"w{i}": torch.empty(number, device="meta") for i, number in enumerate(num_weights)}
+        steps = [PieceStep(piece="p", inputs=("v1", f"weight.{name}"), outputs=("v2",)) for name in weights]
+        return SimpleNamespace(weights=weights, plan=SimpleNamespace(steps=steps))
+
+    assert most_piecewise_tokens(layers(150_000_000, 15_000_000, 15_000_000)) == 4096
+    assert most_piecewise_tokens(layers(15_000_000, 218_000_000, 218_000_000)) == 2048
 
 
 def test_padding() -> None:
@@ -253,12 +283,7 @@ def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
 
 def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
     """A compiled model, piece by piece: prompts of the same padded size with other tokens, rows of logits and lengths."""
-    spec = tiny_spec()
-    kernels = frozenset({"rope_attention", "fused_linear"})
-    model = compile_model(
-        spec, CompileConfig(cache_dir=tmp_path), device=torch.device("cpu"), dtype=torch.float32, kernels=kernels
-    )
-    fill(model)
+    spec, model = compiled(tmp_path)
     runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice())
     ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
     for number, length in enumerate((8, 16, 8, 8, 8, 16, 16, 9, 8)):
@@ -272,20 +297,56 @@ def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
     assert runner.padded_size(3, 3, 1) == 4
 
 
-def test_idle_moments_capture_every_piecewise_size_once(tmp_path: Path) -> None:
-    spec = tiny_spec()
-    kernels = frozenset({"rope_attention", "fused_linear"})
-    model = compile_model(
-        spec, CompileConfig(cache_dir=tmp_path), device=torch.device("cpu"), dtype=torch.float32, kernels=kernels
+def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piece(tmp_path: Path) -> None:
+    spec, model = compiled(tmp_path)
+    runner = CudaGraphRunner(
+        model, mode="full_and_piecewise", max_num_seqs=8, backend=Backend(), device=FakeDevice(), sizes=(1, 2)
     )
-    fill(model)
+    assert runner.padded_size(3, 3, 1) == 4
+    backend, kv = TorchAttention(), caches(spec, torch.float32)
+    lengths = torch.ones(4, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        backend=backend, query_start_loc=torch.arange(5, dtype=torch.int32), seq_lens=lengths, num_seqs=4, num_tokens=4,
+        block_table=torch.arange(4, dtype=torch.int32)[:, None], slot_mapping=torch.arange(4) * kv[0].shape[3],
+        max_query_len=1, max_seq_len=1,
+    )  # fmt: skip
+    ids, zeros = torch.tensor([5, 6, 7, 8]), torch.zeros(4, dtype=torch.int64)
+    for _ in range(3):
+        with attention_metadata(metadata):
+            logits = runner(ids, zeros, kv, torch.arange(4))
+    with attention_metadata(metadata):
+        torch.testing.assert_close(logits, model(ids, zeros, kv, torch.arange(4)), rtol=1e-5, atol=1e-5)
+    assert runner.stats.replays == {"full": 0, "piecewise": 1}
+
+
+def test_a_capture_that_fails_says_of_what() -> None:
+    class Full(FakeDevice):
+        error: Exception = torch.OutOfMemoryError("CUDA out of memory")
+
+        def capture(self, *args: object, **options: object) -> object:  # type: ignore[override]
+            raise self.error
+
+    runner, *_ = make(device=Full())
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"graph of 40 decodes could not be captured: .*out of memory \(--cudagraph-mode none",
+    ):
+        runner.capture_next()
+    Full.error = ValueError("odd")
+    runner, *_ = make(device=Full())
+    with pytest.raises(GraphCaptureError, match="ValueError: odd"):
+        runner.capture_next()
+
+
+def test_idle_moments_capture_every_piecewise_size_once(tmp_path: Path) -> None:
+    spec, model = compiled(tmp_path)
     runner = CudaGraphRunner(
         model, mode="full_and_piecewise", max_num_seqs=8, backend=Backend(), device=FakeDevice(), sizes=(1, 2, 4, 8)
     )
     wanted = []
     while (size := runner.next_piecewise_size()) is not None and len(wanted) < 1000:
         wanted.append(size)
-    assert wanted == sorted(piecewise_sizes(8), reverse=True)
+    assert wanted == sorted(piecewise_sizes(8, None, 4096), reverse=True)
 
     piecewise = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice())
     size = piecewise.next_piecewise_size()
