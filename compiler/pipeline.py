@@ -151,6 +151,7 @@ class _Compilation:
     stores: list[ArtifactStore] = field(default_factory=list)
     dump: Dump | None = None
     attention_backend: AttentionBackend | None = None
+    useless: set[Path] = field(default_factory=set)  # artifacts that are whole and, one of them at least, do not load
 
     def run(self) -> CompiledModel:
         self.stores = _stores(self.config)
@@ -210,7 +211,11 @@ class _Compilation:
         entry = self._get("plan", fields)
         if entry is None:
             return None
-        stored = json.loads((entry.path / PLAN).read_text())
+        try:
+            stored = json.loads((entry.path / PLAN).read_text())
+        except OSError as error:  # removed by somebody else meanwhile
+            log.info("The artifact %s is gone: %s.", entry.path, error)
+            return None
         plan, ops = ExecutionPlan.from_json(stored["plan"]), stored["ops"]
         entries = {}
         for piece, tokens in self._wanted(plan):
@@ -223,8 +228,18 @@ class _Compilation:
         loading = threads.submit(_load_timed, entries, self.device, work_dir)
         threads.shutdown(wait=False)
 
-        def join() -> dict[str, PieceCallable]:
-            pieces, seconds = loading.result()
+        def join() -> Mapping[str, PieceCallable]:
+            try:
+                pieces, seconds = loading.result()
+            except Exception as error:
+                self._do_without(error, *entries.values())
+                made_plan, join_made = self._make(fields, work_dir)
+                if made_plan != plan:  # by which the weights have been read
+                    raise PieceCompileError(
+                        f"The artifact {entry.path} cannot be loaded ({type(error).__name__}: {error}), and what was made in its place "
+                        "goes by other measured choices. It is kept: start once more."
+                    ) from error
+                return join_made()
             self._stage("load artifact", seconds, f"{len(pieces)} pieces beside the weights, {entry.path}")
             return {piece: compiled.run for piece, compiled in pieces.items()}
 
@@ -284,16 +299,13 @@ class _Compilation:
         begun: list[tuple[_WantedPiece, CompiledPiece | PieceInWork, float]] = []
         for piece in wanted:
             start = time.perf_counter()
-            entry = self._get("piece", piece.fields)
-            try:
-                made: CompiledPiece | PieceInWork
-                if entry is not None:
-                    made = _load_entries({piece.name: entry}, self.device, work_dir)[piece.name]
-                else:
+            made: CompiledPiece | PieceInWork | None = self._load_piece(piece, work_dir)
+            if made is None:
+                try:
                     made = start_piece(piece.graph, self.device, piece.folder / KERNELS, piece.lengths)
-            except PieceCompileError as error:
-                failure = error
-                break
+                except PieceCompileError as error:
+                    failure = error
+                    break
             begun.append((piece, made, time.perf_counter() - start))
         pieces = {}
         for piece, made, seconds in begun:
@@ -314,6 +326,25 @@ class _Compilation:
         if failure is not None:
             raise failure
         return pieces
+
+    def _load_piece(self, piece: _WantedPiece, work_dir: Path) -> CompiledPiece | None:
+        entry = self._get("piece", piece.fields)
+        if entry is None:
+            return None
+        try:
+            return _load_entries({piece.name: entry}, self.device, work_dir)[piece.name]
+        except Exception as error:
+            self._do_without(error, entry)
+            return None
+
+    def _do_without(self, error: Exception, *entries: Entry) -> None:
+        """Have artifacts, one of which does not load although it is whole, made again; what is made takes their place where it is kept."""
+        log.warning(
+            "Not using the artifact %s: %s cannot be loaded (%s: %s). It is made again.",
+            " and ".join(str(entry.path) for entry in entries), "it" if len(entries) == 1 else "one of them", type(error).__name__, error,
+        )  # fmt: skip
+        log.debug("Where it failed:", exc_info=error)
+        self.useless |= {entry.path for entry in entries}
 
     def _wanted(self, plan: ExecutionPlan) -> list[tuple[str, int | None]]:
         """The distinct pieces, each for any number of tokens; then those that depend on it for each chosen number."""
@@ -398,7 +429,7 @@ class _Compilation:
 
     def _get(self, kind: str, fields: dict[str, Any]) -> Entry | None:
         for store in self.stores:
-            if entry := store.get(kind, fields):
+            if store.path(kind, fields) not in self.useless and (entry := store.get(kind, fields)):
                 return entry
         if self.config.artifact_dir is not None:
             reason = self.stores[0].explain_miss(kind, fields) or f"it holds no {kind}"
@@ -410,7 +441,10 @@ class _Compilation:
         for name, text in content.items():
             (folder / name).write_text(text)
         if self.stores:
-            self.stores[-1].put(kind, fields, folder)
+            store = self.stores[-1]
+            # A plan holds what was measured, and is of use with the pieces that belong to it alone.
+            replaces = kind == "plan" or store.path(kind, fields) in self.useless
+            store.put(kind, fields, folder, replaces=replaces)
 
     def _stage(self, stage: str, seconds: float, detail: str) -> None:
         self.report["stages"][stage] = round(self.report["stages"].get(stage, 0.0) + seconds, 4)

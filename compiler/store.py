@@ -94,10 +94,13 @@ class ArtifactStore:
         self.root = root
         self._writable: bool | None = None
 
+    def path(self, kind: str, fields: Mapping[str, Any]) -> Path:
+        """Where the artifact with these fields lies, if it is there."""
+        return self.root / kind / key_of(fields)
+
     def get(self, kind: str, fields: Mapping[str, Any]) -> Entry | None:
         """The verified artifact with these fields, or None. A damaged one is logged with its reason, and removed if possible."""
-        key = key_of(fields)
-        entry = Entry(kind=kind, key=key, path=self.root / kind / key)
+        entry = Entry(kind=kind, key=key_of(fields), path=self.path(kind, fields))
         if not (entry.path / MANIFEST).exists():
             return None
         try:
@@ -110,10 +113,12 @@ class ArtifactStore:
             os.utime(entry.path / MANIFEST)
         return entry
 
-    def put(self, kind: str, fields: Mapping[str, Any], content: Path) -> Entry | None:
-        """Keep a copy of the folder `content` under the fields' key; None (and one warning) where the store cannot be written."""
-        key = key_of(fields)
-        target = self.root / kind / key
+    def put(self, kind: str, fields: Mapping[str, Any], content: Path, *, replaces: bool = False) -> Entry | None:
+        """Keep a copy of the folder `content` under the fields' key; None (and one warning) where the store cannot be written.
+
+        replaces: it takes the place of a whole one, too, which else stays.
+        """
+        target = self.path(kind, fields)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".new-") as folder:
@@ -123,6 +128,9 @@ class ArtifactStore:
                 manifest = {"schema": SCHEMA, "kind": kind, "fields": dict(fields), "files": files}
                 (staged / MANIFEST).write_text(json.dumps(manifest, indent=1))
                 _sync(staged)
+                if replaces:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(target, Path(folder) / "replaced")
                 self._move(staged, target)
         except OSError as error:
             if self._writable is not False:
@@ -131,7 +139,7 @@ class ArtifactStore:
                 )
             self._writable = False
             return None
-        return Entry(kind=kind, key=key, path=target)
+        return Entry(kind=kind, key=target.name, path=target)
 
     def _move(self, staged: Path, target: Path) -> None:
         """One whole artifact stays: another process may be reading the one that is there, and one may be put by two at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -10,13 +11,17 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from compiler import CompileConfig, compile_model
-from compiler.store import MANIFEST, ArtifactError, ArtifactStore
+from compiler.inductor import PieceCompileError
+from compiler.pipeline import _Compilation
+from compiler.store import MANIFEST, ArtifactError, ArtifactStore, Entry
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 FIELDS = {"torch": "2.13.0", "fingerprint": "abc"}
@@ -162,6 +167,112 @@ def test_compiling_works_without_a_writable_store(tmp_path: Path) -> None:
         tiny_spec(layers=1), CompileConfig(cache_dir=tmp_path / "store"), device=CPU, dtype=torch.float32, kernels=FUSED
     )
     assert model.report["artifact"] == "made"
+
+
+class _Starts:
+    """Starts of one model over a store and, where there is one, an artifact folder; `spoil` makes a piece fail to load, whole as it is."""
+
+    def __init__(self, cache_dir: Path, artifact_dir: Path | None = None) -> None:
+        self.spec = tiny_spec(layers=1)
+        self.config = CompileConfig(cache_dir=cache_dir, artifact_dir=artifact_dir)
+
+    def start(self) -> tuple[str, torch.Tensor]:
+        model = compile_model(self.spec, self.config, device=CPU, dtype=torch.float32, kernels=FUSED)
+        fill(model)
+        return model.report["artifact"], step(model, [1, 2, 3, 4, 5], 0, caches(self.spec, torch.float32))
+
+    @staticmethod
+    def pieces(folder: Path) -> list[Entry]:
+        return [entry for entry in ArtifactStore(folder).entries() if entry.kind == "piece"]
+
+    @staticmethod
+    def spoil(entry: Entry) -> None:
+        source = next(entry.path.glob("*.py"))
+        source.write_text("import a_module_that_is_not_here\n")
+        manifest = entry.manifest
+        manifest["files"][source.name] = hashlib.sha256(source.read_bytes()).hexdigest()
+        (entry.path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_an_artifact_that_does_not_load_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Found out while the weights are read, or, where another piece is missing, while those that are there are loaded."""
+    starts = _Starts(tmp_path)
+    _, expected = starts.start()
+    for is_one_missing in (False, True):
+        first, second = starts.pieces(tmp_path)[:2]
+        starts.spoil(first)
+        if is_one_missing:
+            second.remove()
+        how, logits = starts.start()
+        assert how == "made"
+        torch.testing.assert_close(logits, expected)
+        assert "cannot be loaded (ModuleNotFoundError: No module named 'a_module" in caplog.text
+        caplog.clear()
+        assert starts.start()[0] == "hit"
+        assert not caplog.text
+
+
+def test_a_folder_of_artifacts_that_do_not_load_is_left_as_it_is(tmp_path: Path) -> None:
+    ahead = tmp_path / "ahead"
+    _, expected = _Starts(ahead).start()
+    starts = _Starts(tmp_path / "cache", artifact_dir=ahead)
+    starts.spoil(starts.pieces(ahead)[0])
+    before = {file: file.read_bytes() for file in ahead.rglob("*") if file.is_file()}
+    for _ in range(2):
+        how, logits = starts.start()
+        assert how == "made"
+        torch.testing.assert_close(logits, expected)
+    assert {file: file.read_bytes() for file in ahead.rglob("*") if file.is_file()} == before
+    assert len(starts.pieces(tmp_path / "cache")) == len(starts.pieces(ahead))
+
+
+def test_a_full_disk_costs_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = _Starts(tmp_path)
+    _, expected = starts.start()
+
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("compiler.pipeline._copy_new", full)
+        patch.setattr("compiler.pipeline.start_piece", full)
+        with pytest.raises(OSError, match="No space left"):
+            starts.start()
+    how, logits = starts.start()
+    assert how == "hit"
+    torch.testing.assert_close(logits, expected)
+
+
+def test_what_is_made_by_other_choices_serves_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights have been read by the plan whose pieces do not load."""
+    starts = _Starts(tmp_path)
+    _, expected = starts.start()
+    starts.spoil(starts.pieces(tmp_path)[0])
+    make = _Compilation._make
+
+    def otherwise(self: _Compilation, *args: Any) -> Any:
+        plan, join = make(self, *args)
+        return replace(plan, num_kv_caches=plan.num_kv_caches + 1), join
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Compilation, "_make", otherwise)
+        with pytest.raises(PieceCompileError, match="start once more"):
+            starts.start()
+    how, logits = starts.start()
+    assert how == "hit"
+    torch.testing.assert_close(logits, expected)
+
+
+def test_a_plan_is_replaced_with_its_pieces(store: ArtifactStore, content: Path) -> None:
+    entry = store.put("piece", FIELDS, content)
+    assert entry is not None
+    (content / "more").write_text("more")
+    store.put("piece", FIELDS, content)
+    assert not (entry.path / "more").exists()
+    store.put("piece", FIELDS, content, replaces=True)
+    assert (entry.path / "more").exists()
+    assert store.get("piece", FIELDS) is not None
+    assert not store.leftovers()
 
 
 def _start(cache_dir: str, expected: torch.Tensor, report: str, compile_anew: bool = False) -> None:
