@@ -59,12 +59,15 @@ class SchedulerConfig:
 
     max_num_batched_tokens: the token budget that decodes and prefill chunks share; None: by device, 2048 on the CPU.
     async_scheduling: launch a step before the result of the one before it is read; None: by device, off on the CPU.
+    fills_seats_together: leave seats that become free in a full batch until several requests can take them; None: on a GPU, where requests
+    come in their order of arrival.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool | None = None
+    fills_seats_together: bool | None = None
     # Sequences that may wait; beyond it new ones are refused (HTTP 503). None: any number.
     max_waiting: int | None = None
 
@@ -90,6 +93,11 @@ class SchedulerConfig:
             self,
             max_num_batched_tokens=budget if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
             async_scheduling=device_type == "cuda" if self.async_scheduling is None else self.async_scheduling,
+            fills_seats_together=(
+                device_type == "cuda" and self.policy == "fcfs"
+                if self.fills_seats_together is None
+                else self.fills_seats_together
+            ),
         )
 
 

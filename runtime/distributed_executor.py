@@ -228,7 +228,11 @@ class DistributedExecutor:
             except zmq.Again:
                 self._look_for_ended()
                 # One rank waits for nobody: its steps may take long, and that it is gone is seen otherwise.
-                if self.num_ranks > 1 and kind is StepDone and time.monotonic() > self._moved + STUCK_SECONDS:
+                if (
+                    self.num_ranks > 1
+                    and kind in (StepDone, IdleDone)
+                    and time.monotonic() > self._moved + STUCK_SECONDS
+                ):
                     self._give_up()
                 continue
             if isinstance(message, RankBusy):
@@ -262,7 +266,8 @@ class DistributedExecutor:
             raise RankFailedError(f"{_ranks(silent)} of {many} said nothing {how_long}, in which the others waited.")
         if len(behind) < many:
             raise RankFailedError(f"{_ranks(behind)} of {many} did not move {how_long}, and the others waited.")
-        raise RankFailedError(f"No rank of {many} moved {how_long} in the middle of a step.")
+        what = "a step" if busy else "work for idle moments"
+        raise RankFailedError(f"No rank of {many} moved {how_long} in the middle of {what}.")
 
     def _look_for_ended(self) -> None:
         if self._host.ended():

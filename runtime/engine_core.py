@@ -16,6 +16,7 @@ import msgspec
 
 from runtime.config import EngineConfig
 from runtime.executor import Executor, StepHandle, make_executor
+from runtime.interrupts import InterruptWaits
 from runtime.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput, StepOutputs
 from runtime.sampling_checks import verify_token_ids
 from runtime.schedule import SchedulerOutput
@@ -53,6 +54,7 @@ class EngineCore:
         self._decode_misses = 0  # those before the last graph was captured
         self._host_gap = 0.0
         self._idle_since: float | None = None
+        self._broken_by: BaseException | None = None  # what a step failed with
         self.info = EngineInfo(
             max_model_len=found.max_model_len,
             vocab_size=found.vocab_size,
@@ -92,8 +94,13 @@ class EngineCore:
 
     def step(self) -> StepOutputs:
         """Launch what can be launched, wait for the oldest step in flight; what it brought (nothing when there is no
-        work). Raises what a rank raised, and `RankFailedError` for one that is gone.
+        work). Raises what a rank raised, and `RankFailedError` for one that is gone; `RuntimeError` once a launch has failed.
         """
+        if self._broken_by is not None:
+            raise RuntimeError(
+                f"A step failed before ({type(self._broken_by).__name__}: {self._broken_by}), which leaves the engine in an unknown state: "
+                "make a new one."
+            ) from self._broken_by
         scheduler, in_flight, executor = self._scheduler, self._in_flight, self._executor
         depth = self._depth
         if executor.stats().decode_misses - self._decode_misses >= MISSES_BEFORE_CAPTURE:
@@ -101,12 +108,17 @@ class EngineCore:
             if not in_flight:
                 self.idle()
         while len(in_flight) < depth:
-            scheduled = scheduler.schedule()
-            if scheduled is None:
-                break
-            if not in_flight and self._idle_since is not None:
-                self._host_gap += time.perf_counter() - self._idle_since
-            in_flight.append((scheduled, executor.launch(scheduled)))
+            with InterruptWaits():  # on the CPU, launching a step is computing it
+                scheduled = scheduler.schedule()
+                if scheduled is None:
+                    break
+                if not in_flight and self._idle_since is not None:
+                    self._host_gap += time.perf_counter() - self._idle_since
+                try:
+                    in_flight.append((scheduled, executor.launch(scheduled)))
+                except BaseException as error:
+                    self._broken_by = error
+                    raise
         if not in_flight:
             self._idle_since = None
             return StepOutputs(stats=self.stats())

@@ -6,6 +6,8 @@ arrival for "priority"), nobody is overtaken by a request behind him, and when b
 is preempted: it loses its blocks, waits at its old place in the order and recomputes prompt and generated tokens (its
 cached blocks are usually still there). The first in order is never preempted, so there is always progress.
 
+Where every seat is taken and requests wait, seats that become free may be filled several at once (SEATS_TOKENS).
+
 Prompts whose logprobs are wanted get PROMPT_LOGPROB_ROWS tokens of a step in all: their logits take memory.
 
 A request gets the blocks of its whole prompt when it is admitted, so a prefill that has begun never lacks one; only
@@ -41,6 +43,11 @@ from runtime.schedule import NOTHING_LEFT, CachedRequestData, ModelRunnerOutput,
 
 logger = logging.getLogger(__name__)
 
+# `SchedulerConfig.fills_seats_together`: a step with few prompt tokens runs its products at a lower rate than a longer one, and is launched
+# piece by piece, where decodes alone replay one graph. Seats that become free are taken
+SEATS_TOKENS = 2048  # once so many prompt tokens come at once,
+SEATS_PART = 16  # or this part of all seats is free,
+SEATS_STEPS = 8  # or so many steps have gone by.
 PROMPT_LOGPROB_ROWS = 256  # prompt tokens of a step whose logits are wanted: each is a row of the whole vocabulary
 
 
@@ -101,6 +108,8 @@ class Scheduler:
         self._next_step = 0
         self._rows_left = 0  # of PROMPT_LOGPROB_ROWS, in the step that is being scheduled
         self._num_preemptions = 0
+        self._was_full = False  # with requests waiting, when there was last a budget for them
+        self._steps_waited = 0  # that seats which have become free since were left so
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -286,6 +295,8 @@ class Scheduler:
         self, budget: int, step: _StepInFlight, scheduled: dict[str, int], new_requests: list[NewRequestData]
     ) -> int:
         """Start waiting requests, in order, until the first that does not fit; the budget that is left."""
+        if budget <= 0 or self._waits_for_seats(budget, step):
+            return budget
         while self._waiting and budget > 0 and len(self._running) < self.max_num_seqs:
             request = self._waiting[0][1]
             if request.num_pending_tokens > 0 or not self._has_rows(request):
@@ -316,7 +327,24 @@ class Scheduler:
                 )
             )
             budget -= self._schedule_chunk(request, budget, step, scheduled)
+        self._was_full = bool(self._waiting) and len(self._running) == self.max_num_seqs
         return budget
+
+    def _waits_for_seats(self, budget: int, step: _StepInFlight) -> bool:
+        """Whether seats that have become free in a full batch stay so for this step of decodes, to be taken by several requests in a later
+        one.
+        """
+        if not self._waiting:
+            self._was_full = False
+        num_free = self.max_num_seqs - len(self._running)
+        is_due = not 0 < num_free < self.max_num_seqs // SEATS_PART or self._steps_waited == SEATS_STEPS
+        if self.config.fills_seats_together and self._was_full and step.decodes and not step.chunks and not is_due:
+            next_ones = self._waiting[:num_free]  # about those: it is a heap
+            if sum(len(request.token_ids) for _, request in next_ones) < min(SEATS_TOKENS, budget):
+                self._steps_waited += 1
+                return True
+        self._steps_waited = 0
+        return False
 
     def _has_rows(self, request: Request) -> bool:
         return self._rows_left > 0 or not request.wants_prompt_logprobs

@@ -195,10 +195,11 @@ class Driver:
 
 def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
-    policy: str = "fcfs", max_waiting: int | None = None,
+    policy: str = "fcfs", max_waiting: int | None = None, fills_seats_together: bool = False,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy, max_waiting=max_waiting  # type: ignore[arg-type]
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy, max_waiting=max_waiting,  # type: ignore[arg-type]
+        fills_seats_together=fills_seats_together,
     )  # fmt: skip
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
     return Scheduler(config, cache, num_blocks=num_blocks, max_model_len=max_model_len)

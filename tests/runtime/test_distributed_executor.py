@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.distributed_executor import DistributedExecutor, LocalRanks
+from runtime.distributed_executor import _POLL_MS, DistributedExecutor, LocalRanks
 from runtime.engine_client import AsyncEngineClient, EngineDeadError
 from runtime.executor import RankFailedError
 from runtime.schedule import SchedulerOutput
@@ -32,12 +32,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where sockets go; nothing may be left there."""
+    """Where sockets go; nothing may be left there. Executors of a test that failed end with it, not in a later one."""
     folder = tmp_path / "t"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
-    assert list(folder.iterdir()) == []
+    left = list(folder.iterdir())
+    while _started:
+        _started.pop().shutdown()
+    assert left == []
+
+
+_started: list[DistributedExecutor] = []
 
 
 class Ranks(LocalRanks):
@@ -54,7 +60,9 @@ class Ranks(LocalRanks):
 
 def start(model_dir: Path, ranks: Ranks, size: int = 2) -> DistributedExecutor:
     config = tiny_config(model_dir, tensor_parallel_size=size)
-    return DistributedExecutor(config, ranks, lambda *stage: ranks.stages.append(stage))
+    executor = DistributedExecutor(config, ranks, lambda *stage: ranks.stages.append(stage))
+    _started.append(executor)
+    return executor
 
 
 def step(number: int, *ids: str) -> SchedulerOutput:
@@ -200,6 +208,22 @@ def test_ranks_that_wait_for_ever_are_given_up(
     assert fail_in_the_fourth_step(model_dir, message) > 1.7
 
 
+def test_work_for_idle_moments_that_never_ends_is_given_up(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.distributed_executor.STUCK_SECONDS", 1.2)
+    use_fake_workers(monkeypatch, model_dir, device="cuda")
+    ranks = Ranks()
+    executor = start(model_dir, ranks)
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    try:
+        with pytest.raises(
+            RankFailedError, match=r"No rank of 2 moved for 1.2 seconds in the middle of work for idle moments\."
+        ):
+            executor.idle()
+    finally:
+        os.kill(ranks.pids[0], signal.SIGCONT)
+        executor.shutdown()
+
+
 def test_a_long_step_is_not_given_up_while_ranks_move(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.distributed_executor.STUCK_SECONDS", 1.2)
     use_fake_workers(monkeypatch, model_dir, pause=0.4, collectives=5)
@@ -229,7 +253,8 @@ def test_a_signal_that_is_meant_for_the_parent_ends_no_rank(model_dir: Path, mon
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: str
 ) -> None:
-    use_fake_workers(monkeypatch, model_dir)
+    # Rank 0 waits for nobody here: its step takes longer than the engine waits before it looks for ranks that ended.
+    use_fake_workers(monkeypatch, model_dir, pause=10 * _POLL_MS / 1000)
     ranks = Ranks()
     executor = start(model_dir, ranks)
     assert not executor.idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,44 @@ def test_interrupt_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.Monkey
     while llm.engine.has_work():
         llm.engine.step()
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.fixture
+def pythons_own_interrupts() -> Iterator[None]:
+    """As in an interactive process; one in a shell's background has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_own_interrupts")
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_inside_a_step_waits_for_its_end_but_the_second_does_not(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    options = {"max_num_seqs": 2, "max_model_len": 64, "num_kv_blocks": 16, "num_threads": 1, "enforce_eager": True}
+    with LLM(str(tiny_llama_dir), dtype="float32", device="cpu", **options) as llm:
+        expected = llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        executor = llm.engine.core._executor
+        launch, ended = executor.launch, []
+
+        def interrupted(scheduled: object) -> object:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+            ended.append(launch(scheduled))
+            return ended[-1]
+
+        monkeypatch.setattr(executor, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("a", GREEDY, use_tqdm=False)
+        monkeypatch.undo()
+        assert len(ended) == (times == 1)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if times == 1:
+            assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+        else:
+            with pytest.raises(RuntimeError, match=r"A step failed before \(KeyboardInterrupt: \).*make a new one"):
+                llm.generate("a", GREEDY, use_tqdm=False)
 
 
 def test_without_a_tokenizer_ids_go_in_and_out(tiny_llama_dir: Path) -> None:

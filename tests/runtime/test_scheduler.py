@@ -1,11 +1,14 @@
 """The scheduler: whatever the limits, every request gets the tokens that it would get alone, and every block comes back."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import runtime.scheduler
+from runtime.config import SchedulerConfig
 from runtime.schedule import NOTHING_LEFT
 from runtime.scheduler import QueueFullError
 from tests.runtime.scheduler_harness import (
@@ -33,10 +36,11 @@ from tests.runtime.scheduler_harness import (
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
     num_aborts=st.integers(0, 3),
+    fills_seats_together=st.booleans(),
 )
 def test_random_workloads(
     seed: int, num_requests: int, num_blocks: int, max_num_seqs: int, budget: int, depth: int, caching: bool, policy: str,
-    num_aborts: int,
+    num_aborts: int, fills_seats_together: bool,
 ) -> None:  # fmt: skip
     """Whatever the limits, arrivals, preemptions and aborts: every other request gets its tokens, and every block comes back."""
     rng = random.Random(seed)
@@ -47,6 +51,7 @@ def test_random_workloads(
         max_model_len=60,
         caching=caching,
         policy=policy,
+        fills_seats_together=fills_seats_together,
     )
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(14))] for _ in range(2)]
     requests = []
@@ -76,7 +81,8 @@ def test_random_workloads(
             if request_id in driver.answers:
                 scheduler.abort([request_id, "unknown"])
                 driver.check(None)
-    answers = driver.run()
+    with patch.object(runtime.scheduler, "SEATS_PART", 1):  # so that few seats wait, too
+        answers = driver.run()
 
     for request in requests:
         if request.request_id not in aborted:
@@ -455,3 +461,82 @@ def test_a_chunk_known_only_after_its_request_was_preempted_and_resumed_names_no
     driver.scheduler.abort(["long"])
     driver.add(make_request("same", range(12), max_tokens=2))
     assert driver.run()["same"].outputs[0].num_cached_tokens == 4
+
+
+def _full_batch(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """32 seats, all taken by requests of which one ends with each step, and 9 more that wait, each with 8 tokens."""
+    monkeypatch.setattr(runtime.scheduler, "SEATS_PART", 4)
+    driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=32, budget=512, fills_seats_together=True))
+    driver.add(*(make_request(f"r{i}", [1] * 8, max_tokens=3 + i) for i in range(32)))
+    driver.add(*(make_request(f"w{i}", [1] * 8, max_tokens=30) for i in range(9)))
+    return driver
+
+
+def _admitted(driver: Driver, num_steps: int) -> list[int]:
+    steps = [driver.step() for _ in range(num_steps)]
+    return [len(step.new_requests) for step in steps if step is not None]
+
+
+def test_seats_of_a_full_batch_are_filled_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first ends with its third step; a quarter of the seats is free eight steps later, in the eleventh.
+    assert _admitted(_full_batch(monkeypatch), 11) == [32, *[0] * 9, 8]
+
+    monkeypatch.setattr(runtime.scheduler, "SEATS_TOKENS", 24)
+    assert _admitted(_full_batch(monkeypatch), 9) == [32, 0, 0, 0, 0, 3, 0, 0, 3]
+
+    monkeypatch.setattr(runtime.scheduler, "SEATS_STEPS", 1)
+    assert _admitted(_full_batch(monkeypatch), 7) == [32, 0, 0, 0, 2, 0, 2]
+
+
+def test_a_free_seat_waits_for_company_only_where_others_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _full_batch(monkeypatch)
+    _admitted(driver, 5)
+    assert driver.scheduler.stats().num_running == 29
+    driver.scheduler.abort([f"w{i}" for i in range(9)])
+    assert _admitted(driver, 1) == [0]
+    driver.add(make_request("late", [1] * 8))
+    assert _admitted(driver, 1) == [1]
+
+
+@pytest.mark.parametrize(("num_seats", "fills_together"), [(8, True), (32, False)])
+def test_seats_are_filled_at_once_in_a_small_batch_and_where_it_is_not_wanted(
+    num_seats: int, fills_together: bool
+) -> None:
+    driver = Driver(
+        make_scheduler(num_blocks=400, max_num_seqs=num_seats, budget=64, fills_seats_together=fills_together)
+    )
+    driver.add(*(make_request(f"r{i}", [1], max_tokens=3 + i) for i in range(num_seats + 1)))
+    assert _admitted(driver, 5) == [num_seats, 0, 0, 1, 0]
+
+
+def test_a_step_that_has_a_prompt_anyway_takes_more_of_them() -> None:
+    driver = Driver(
+        make_scheduler(num_blocks=400, max_num_seqs=64, budget=128, max_model_len=256, fills_seats_together=True)
+    )
+    driver.add(*(make_request(f"r{i}", [1], max_tokens=2 + i) for i in range(3)))
+    driver.add(*(make_request(f"s{i}", [1], max_tokens=30) for i in range(60)))
+    driver.add(make_request("long", [1] * 150, max_tokens=30))
+    driver.add(*(make_request(f"w{i}", [1] * 8, max_tokens=30) for i in range(4)))
+    steps = [step for _ in range(4) if (step := driver.step()) is not None]
+    assert [step.num_scheduled_tokens["long"] for step in steps] == [65, 65, 20, 1]
+    assert [len(step.new_requests) for step in steps] == [
+        64,
+        0,
+        1,
+        0,
+    ]  # a seat of the second kind becomes free for the fourth
+
+
+def test_seats_are_filled_together_on_a_gpu_where_nobody_overtakes() -> None:
+    fills = {
+        (device, policy): SchedulerConfig(policy=policy).for_device(device).fills_seats_together
+        for device in ("cpu", "cuda")
+        for policy in ("fcfs", "priority")
+    }  # fmt: skip
+    assert fills == {
+        ("cpu", "fcfs"): False,
+        ("cpu", "priority"): False,
+        ("cuda", "fcfs"): True,
+        ("cuda", "priority"): False,
+    }
+    assert SchedulerConfig(fills_seats_together=True).for_device("cpu").fills_seats_together
