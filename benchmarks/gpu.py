@@ -1,15 +1,16 @@
 """Decode, prefill, mixed load and start-up on one GPU or several, with random weights. Prints one JSON line a workload.
 
     python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
-                             [--work startup,decode,prefill,mixed]
+                             [--work startup,decode,prefill,mixed] [--force-pass NAME]
 
 MODEL_DIR needs a config.json only. Prompts are random token ids; every request is greedy and runs to its full length.
 decode: (time of 129 new tokens - time of 1 new token) / 128 at prompt 128, the better of two runs of each, after runs in which whatever
-is captured at need has been captured; `device_ms` is the captured step
-replayed by itself, `host_gap` the share of a step in which the device does not run it. prefill: prompts of one length, one new token,
-the best of three runs. mixed: 512 requests at once, prompts of 64 to 1024 and outputs of 32 to 320 tokens. startup: from the start of
-this process to the first token. profile (only when asked for): kernels by name, of captured decode steps and of a prefill of 4 × 4096;
-a kernel's time includes its wait for the one before it where both overlap, so that their sum may exceed the step.
+is captured at need has been captured; `device_ms` and `host_gap` come of one more run: how long a step keeps the device, and the share of
+a step in which the device is idle. prefill: prompts of one length, one new token, the best of three runs. mixed: 512 requests at once,
+prompts of 64 to 1024 and outputs of 32 to 320 tokens, the same requests for every engine (`peer-*.jsonl`); `with_prompts`: its steps that
+had some. startup: from the start of this process to the first token. profile (only when asked for): kernels by name, of captured decode
+steps and of a prefill of 4 × 4096; a kernel's time includes its wait for the one before it where both overlap, so that their sum may
+exceed the step.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import json
 import os
 import random
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from runtime.bytecode import keep_bytecode
 
+PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # prompts, tokens of each
 WORKS = ("startup", "decode", "prefill", "mixed", "profile")
 
 
@@ -71,6 +74,7 @@ class Bench:
             tensor_parallel_size=args.tp,
             disable_custom_all_reduce=args.disable_custom_all_reduce,
             num_kv_blocks=args.num_kv_blocks,
+            forced_passes=args.force_pass,
             on_stage=on_stage,
         )
         ready = time.perf_counter()
@@ -130,26 +134,18 @@ class Bench:
                 many = min(many, self.generate(prompts, [new + 1] * batch)[0])
             best = (many - one) / new
             row: dict[str, Any] = {"step_ms": round(best * 1e3, 3), "tok_s": round(batch / best, 1)}
-            if (device_ms := self.device_ms(batch, prompt + new // 2)) is not None:
-                row |= {"device_ms": round(device_ms, 3), "host_gap": round(max(0.0, 1 - device_ms / (best * 1e3)), 3)}
+            row |= self.times_of_decodes(batch, prompt, new)
             self.emit(work="decode", batch=batch, prompt=prompt, **row)
 
-    def device_ms(self, batch: int, length: int) -> float | None:
-        """The captured step of that many decodes, just generated, replayed by itself at about this length; None where there is none."""
-        from benchmarks.gpu_timing import replay_ms
+    def times_of_decodes(self, batch: int, prompt: int, new: int) -> dict[str, float]:
+        """As `StepTimes.of_decodes` has them, of one run; nothing where the ranks are other processes."""
+        from benchmarks.gpu_timing import StepTimes
 
-        graph = self.captured_graph(batch)
-        if graph is None:
-            return None
-        inputs = self.worker.runner.batch
-        step = inputs.decode_arrays.device
-        inputs.forget_advanced()
-
-        def before(repeats: int) -> None:  # each replay makes every sequence longer by one
-            step["positions"][:batch] = length - repeats // 2 - 1
-            step["seq_lens"][:batch] = length - repeats // 2
-
-        return replay_ms(graph, 100.0, before=before, most_repeats=64)  # within the blocks that the sequences had
+        if self.worker is None:
+            return {}
+        with StepTimes(self.executor) as times:
+            self.generate(self.prompts(batch, prompt), [new + 1] * batch)
+        return times.of_decodes(batch)
 
     def captured_graph(self, batch: int) -> Any:
         """None also where the ranks are other processes."""
@@ -157,22 +153,41 @@ class Bench:
         return graphs.captured_graph(batch) if graphs is not None else None
 
     @property
+    def executor(self) -> Any:
+        return self.llm.engine.core._executor
+
+    @property
     def worker(self) -> Any:
-        return getattr(self.llm.engine.core._executor, "worker", None)
+        return getattr(self.executor, "worker", None)
 
     def prefill(self) -> None:
-        for count, length in ((8, 4096),) if self.args.quick else ((1, 1024), (1, 4096), (16, 4096)):
+        for count, length in ((8, 4096),) if self.args.quick else PREFILLS:
             best = min(self.generate(self.prompts(count, length), [1] * count)[0] for _ in range(3))
             self.emit(work="prefill", n=count, prompt=length, s=round(best, 4), tok_s=round(count * length / best, 1))
 
-    def mixed(self) -> None:
-        count = 128 if self.args.quick else 512
+    def mixed_load(self, count: int) -> tuple[list[Any], list[int]]:
+        """Prompts and numbers of new tokens, whatever was done before: what the peers' benchmark draws after its decodes and prefills."""
+        kept, self.rng = self.rng, random.Random(0)
+        decodes = [(batch, 128) for batch in (1, 8, 32, 64, 128, 256) for _ in range(2)]
+        for number, length in ((4, 64), *decodes, *(prefill for prefill in PREFILLS for _ in range(3))):
+            self.prompts(number, length)
         prompts = self.prompts(count, 64, 1024)
-        seconds, output_tokens = self.generate(prompts, [self.rng.randint(32, 320) for _ in range(count)])
+        new_tokens = [self.rng.randint(32, 320) for _ in range(count)]
+        self.rng = kept
+        return prompts, new_tokens
+
+    def mixed(self) -> None:
+        from benchmarks.gpu_timing import StepTimes
+
+        count = 128 if self.args.quick else 512
+        prompts, new_tokens = self.mixed_load(count)
+        with nullcontext() if self.worker is None else StepTimes(self.executor) as times:
+            seconds, output_tokens = self.generate(prompts, new_tokens)
         all_tokens = output_tokens + sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
         self.emit(
             work="mixed", n=count, s=round(seconds, 3), out_tok_s=round(output_tokens / seconds, 1),
             total_tok_s=round(all_tokens / seconds, 1), req_s=round(count / seconds, 2),
+            with_prompts=times and times.of_prompts(),
         )  # fmt: skip
 
     def profile(self) -> None:
@@ -182,13 +197,8 @@ class Bench:
             self.generate(self.prompts(batch, 128), [12] * batch)
             graph = self.captured_graph(batch)
             if graph is not None:
-                self.emit(
-                    work="profile",
-                    of="decode",
-                    batch=batch,
-                    device_ms=self.device_ms(batch, 132),
-                    **kernels_of(graph.replay, repeats=4),
-                )
+                times = self.times_of_decodes(batch, 128, 12)
+                self.emit(work="profile", of="decode", batch=batch, **times, **kernels_of(graph.replay, repeats=4))
         for _ in range(2):
             self.generate(self.prompts(4, 4096), [1] * 4)
         prompts = self.prompts(4, 4096)
@@ -218,6 +228,7 @@ def main() -> None:
     parser.add_argument("--num-kv-blocks", type=int)
     parser.add_argument("--cudagraph-mode", default="full_and_piecewise")
     parser.add_argument("--attention-backend")
+    parser.add_argument("--force-pass", action="append", default=[], help="as the server's flag (give it a --label)")
     args = parser.parse_args()
     if unknown := set(args.work) - set(WORKS):
         parser.error(f"--work knows {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")

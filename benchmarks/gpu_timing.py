@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,26 +43,17 @@ def capture(fn: Callable[[], Any], warmup: int = 2) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_ms(
-    graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5, before: Callable[[int], None] | None = None,
-    most_repeats: int = 200,
-) -> float:  # fmt: skip
-    """Median over groups of the time of one replay, in milliseconds, by device events.
-
-    before: called with the number of replays that follow in a row, outside of what is timed.
-    """
-    before = before or (lambda repeats: None)
-    before(2)
+def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5) -> float:
+    """Median over groups of the time of one replay, in milliseconds, by device events."""
     graph.replay()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     graph.replay()
     end.record()
     end.synchronize()
-    repeats = max(1, min(most_repeats, int(budget_ms / groups / max(start.elapsed_time(end), 1e-3))))
+    repeats = max(1, min(200, int(budget_ms / groups / max(start.elapsed_time(end), 1e-3))))
     times = []
     for _ in range(groups):
-        before(repeats)
         start.record()
         for _ in range(repeats):
             graph.replay()
@@ -68,6 +61,63 @@ def replay_ms(
         end.synchronize()
         times.append(start.elapsed_time(end) / repeats)
     return sorted(times)[groups // 2]
+
+
+class StepTimes:
+    """Device events around the steps that an executor of this process launches inside the `with` block."""
+
+    LATE_MS = 0.005  # the device was idle for longer: the host came too late
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._launch = executor.launch
+        self._steps: list[tuple[int, int, torch.cuda.Event, torch.cuda.Event, float]] = []
+
+    def __enter__(self) -> StepTimes:
+        def launch(scheduled: Any) -> Any:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            started = time.perf_counter()
+            begin.record()
+            handle = self._launch(scheduled)
+            end.record()
+            host_ms = (time.perf_counter() - started) * 1e3
+            tokens, requests = scheduled.total_num_scheduled_tokens, len(scheduled.num_scheduled_tokens)
+            self._steps.append((tokens, requests, begin, end, host_ms))
+            return handle
+
+        self._executor.launch = launch
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del self._executor.launch  # the class's is there again
+        torch.cuda.synchronize()
+
+    def of_decodes(self, batch: int) -> dict[str, float]:
+        """Of the steps of `batch` decodes alone that follow another step: `device_ms`, the mean time that one keeps the device; and
+        `host_gap`, the share of their time that the device is idle. Where it is idle before a step, all that the host needs to launch that
+        step counts as idle too, although the step begins meanwhile.
+        """
+        work = idle = 0.0
+        count = 0
+        for (_, _, _, before, _), (tokens, requests, begin, end, host_ms) in pairwise(self._steps):
+            if tokens == requests == batch:
+                gap = before.elapsed_time(begin)
+                is_late = gap > self.LATE_MS
+                work += begin.elapsed_time(end) - (host_ms if is_late else 0.0)
+                idle += gap + (host_ms if is_late else 0.0)
+                count += 1
+        return {"device_ms": round(work / count, 3), "host_gap": round(idle / (work + idle), 3)} if count else {}
+
+    def of_prompts(self) -> dict[str, float]:
+        """Of the steps with more than a token of some request: how many, their tokens, and milliseconds from when the device could begin
+        to their end, the host's launching included where that takes longer.
+        """
+        steps = [
+            (tokens, begin.elapsed_time(end)) for tokens, requests, begin, end, _ in self._steps if tokens > requests
+        ]
+        return {
+            "steps": len(steps), "tokens": sum(tokens for tokens, _ in steps), "ms": round(sum(ms for _, ms in steps), 1),
+        }  # fmt: skip
 
 
 def time_ms(fn: Callable[[], Any], budget_ms: float = 60.0) -> float:

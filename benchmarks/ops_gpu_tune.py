@@ -1,13 +1,15 @@
-"""Tries configurations of the small-batch kernels on a GPU: each linear alone, 17 to 64 tokens, and a whole 1-token step. JSON lines.
+"""Tries configurations of kernels on a GPU: each small-batch linear alone, 17 to 64 tokens, and a whole 1-token step; cuBLASLt's algorithms
+by number of tokens; decode attention over sequences of differing lengths. JSON lines.
 
-usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune] [--models llama-8b,qwen3-0.6b]
-What it finds best is written by hand into `gemv_config`, `small_batch_config` and `decode_config`.
+usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,products,lengths] [--models llama-8b,qwen3-0.6b]
+What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config` and `token_range`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +29,14 @@ from benchmarks.ops_gpu import (
     run_sections,
 )
 from custom_ops import triton_decode, triton_linear
+from custom_ops.cublaslt import _product
 from custom_ops.gpu_sampling import greedy_tokens
+from custom_ops.triton_common import num_sms
 from custom_ops.triton_elementwise import rms_norm
 from custom_ops.triton_linear import _gemv, _small_batch, fused_linear
 from custom_ops.triton_rope import split_qkv
 
+PRODUCT_TOKENS = (16384, 4096, 2816, 2304, 2048, 1152, 1024, 512, 256, 192)  # from many to few: see `section_products`
 DECODE_CONFIGS = [
     (128, 2, 1, 4, 128),
     (128, 16, 1, 4, 128),
@@ -225,7 +230,92 @@ def section_tune(shape: Shape, sweep: bool) -> None:
         triton_linear.gemv_config, triton_decode.decode_config = saved
 
 
-SECTIONS = {"sweep": sweep_linear, "medium": section_medium, "tune": section_tune}
+def section_products(shape: Shape, sweep: bool) -> None:
+    """cuBLASLt's algorithms by number of tokens, and what the best one of more tokens takes for fewer."""
+    for site, (rows, columns) in shape.sizes().items():
+        has_residual = shape.sites()[site].get("residual", False)
+        weights = [layer[site] for layer in shape.weights[:4]]
+        microseconds: dict[int, dict[str, float]] = {}
+        for num_tokens in PRODUCT_TOKENS:
+            x = torch.randn(num_tokens, columns, device="cuda").to(DTYPE)
+            residual = torch.randn(num_tokens, rows, device="cuda").to(DTYPE) if has_residual else None
+            product = _product(x.device, num_tokens, rows, columns, columns, rows if has_residual else 0)
+
+            def run(name: str, x: torch.Tensor = x, residual: Any = residual, product: Any = product) -> None:
+                for weight in weights:
+                    product.run(name, x, residual, weight)
+
+            of_more = [min(times, key=times.__getitem__) for times in microseconds.values()]
+            names = dict.fromkeys([*product.algorithms(), *filter(product.takes, of_more)])
+            times = {
+                name: round(time_ms(lambda name=name: run(name), 6.0) * 1e3 / len(weights), 1)  # type: ignore[misc]
+                for name in names
+            }
+            if not times:
+                continue  # the library refuses, which the log says
+            best = min(times.values())
+            emit(
+                work="product", model=shape.name, site=site, tokens=num_tokens, us=best,
+                tflop_s=round(2e-6 * num_tokens * rows * columns / best), tried=len(product.algorithms()),
+                place=list(names).index(min(times, key=times.__getitem__)),
+                us_by_the_best_of={n: times.get(name) for n, name in zip(microseconds, of_more, strict=True)},
+            )  # fmt: skip
+            microseconds[num_tokens] = times
+
+
+def section_lengths(shape: Shape, sweep: bool) -> None:
+    """Decode attention over sequences whose lengths differ, in any order and the longest first, and over equal ones."""
+    rng = random.Random(0)
+    served = [
+        rng.randint(64, 1024) + rng.randint(0, 250) for _ in range(256)
+    ]  # as under the mixed load of `benchmarks.gpu`
+    cases = {
+        f"{batch} {what}": lengths
+        for batch in (256, 128, 64)
+        for what, lengths in (
+            ("served", served[:batch]), ("served, longest first", sorted(served[:batch], reverse=True)),
+            ("x 192", [192] * batch), ("x 640", [640] * batch),
+        )
+    }  # fmt: skip
+    configs = [
+        (block, splits, stages, warps, least)
+        for block, warps in ((32, 1), (64, 2), (64, 4))
+        for splits in (1, 2, 4)
+        for stages in (2, 3)
+        for least in ((256, 512) if splits > 1 else (512,))
+    ]
+    for name, lengths in cases.items():
+        batch = len(lengths)
+        metadata, caches = make_batch(shape, [1] * batch, lengths, None, layers=4)  # more than L2 holds
+        qkv = torch.randn(batch, shape.qkv_rows, device="cuda").to(DTYPE)
+        q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
+        cos, sin = rope_tables(batch, shape.head_dim)
+        out = torch.empty(batch, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
+
+        def attend(config: tuple[int, int, int, int, int]) -> None:
+            for cache in caches:
+                triton_decode.decode_attention(
+                    q, k, v, cos, sin, cache, shape.head_dim**-0.5, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+                    metadata.slot_mapping, out, batch, config=config,
+                )  # fmt: skip
+
+        used = triton_decode.decode_config(batch, shape.kv_heads, num_sms(q.device), caches[0].itemsize)
+        compile_in_parallel([lambda c=c: attend(c) for c in configs])  # type: ignore[misc]
+        times = {
+            config: round(time_ms(lambda config=config: attend(config), 6.0) * 1e3 / len(caches), 1)  # type: ignore[misc]
+            for config in dict.fromkeys([used, *configs])
+        }
+        size = sum(lengths) * 2 * shape.kv_heads * shape.head_dim * caches[0].itemsize
+        emit(
+            work="decode_lengths", model=shape.name, batch=name, config=used, us=times[used],
+            tb_s=round(size / times[used] / 1e6, 2), best=sorted((us, config) for config, us in times.items())[:5],
+        )  # fmt: skip
+
+
+SECTIONS = {
+    "sweep": sweep_linear, "medium": section_medium, "tune": section_tune, "products": section_products,
+    "lengths": section_lengths,
+}  # fmt: skip
 
 
 def main() -> None:
