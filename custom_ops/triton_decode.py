@@ -8,6 +8,9 @@ makes the new token's key and value: it writes them to the cache and starts its 
 Where a sequence has several splits, the last of its programs to arrive combines them. The grid depends on the number of sequences
 and heads alone, never on their lengths: one launch serves every length, which is what a captured graph needs.
 
+Programs start in the grid's order, heads first, then sequences, then splits: of sequences that come longest first (`BatchLayout`) the
+largest pieces are taken first, and what runs at the end, when no others wait, is small.
+
 Its output can come rounded to 8 bits besides, for a linear that rounds its input (`triton_decode_quantize`).
 """
 
@@ -56,7 +59,7 @@ def _decode_kernel(
     ROUNDS_HEADS: tl.constexpr, ROUNDS_ROW: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr,
     ROUND_GROUP: tl.constexpr, ROUND_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
@@ -292,7 +295,7 @@ def decode_attention(
             counters = split_counters(device)
     pdl = supports_pdl(device)
     launch(
-        _decode_kernel, (num_seqs, num_kv_heads, splits),
+        _decode_kernel, (num_kv_heads, num_seqs, splits),
         q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, kv_cache, out_THE, partial, counters,
         query_start_loc, seq_lens_S, block_table_SM, slot_mapping_T, *(rounded or (None, None)), round_to and round_to.input_scale,
         q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0,

@@ -47,14 +47,16 @@ class PromptRows:
 
 @dataclass(kw_only=True, slots=True)
 class BatchLayout:
-    """What a step's composition says. Rows are sequences, decodes first; the first rows of logits are the sampled
-    ones.
+    """What a step's composition says. Rows are sequences, decodes first, the longest of them first: attention takes rows
+    in order, and the device is idle the less at its end the shorter the last ones are. The first rows of logits are the
+    sampled ones.
 
-    version: unique to the composition. num_decodes: leading rows of one token that is the device's last token of the
-    slot.
+    version: unique to the composition. scheduled_ids: the same requests as request_ids, in the order in which they were
+    scheduled. num_decodes: leading rows of one token that is the device's last token of the slot.
     """
 
     version: int = 0
+    scheduled_ids: list[str] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     slots_S: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     table_base_S: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # slot · M
@@ -142,7 +144,7 @@ class InputBatch:
         if (
             layout.is_decode_only
             and scheduled.total_num_scheduled_tokens == len(num_scheduled)
-            and layout.request_ids == list(num_scheduled)
+            and layout.scheduled_ids == list(num_scheduled)
         ):
             arrays = self.decode_arrays
             layout.is_on_device = layout.version == advanced_version
@@ -159,15 +161,16 @@ class InputBatch:
         rows = [self._requests[request_id] for request_id in num_scheduled]
         slots_S = np.array([request.slot for request in rows], dtype=np.int64)
         counts_S = np.fromiter(num_scheduled.values(), dtype=np.int64, count=len(rows))
-        is_decode_S = self._computed[slots_S] >= self._known[slots_S]
+        computed_S = self._computed[slots_S]
+        is_decode_S = computed_S >= self._known[slots_S]
         num_decodes = int(is_decode_S.sum())
-        if not is_decode_S[:num_decodes].all():
-            order = np.argsort(~is_decode_S, kind="stable")
-            rows = [rows[i] for i in order]
-            slots_S, counts_S = slots_S[order], counts_S[order]
+        order = np.argsort(np.where(is_decode_S, -computed_S, 1), kind="stable")
+        rows = [rows[i] for i in order]
+        slots_S, counts_S = slots_S[order], counts_S[order]
         self._num_versions += 1
         layout = self.layout = BatchLayout(
             version=self._num_versions,
+            scheduled_ids=list(num_scheduled),
             request_ids=[request.request_id for request in rows],
             slots_S=slots_S,
             table_base_S=slots_S * self.tables.num_columns,

@@ -362,6 +362,28 @@ def test_rows_follow_the_requests_when_the_scheduler_mixes_prefills_among_decode
     assert both.sampled_token_ids == {"a": next_token([1, 2, 3, a1]), "b": next_token([8, 9])}
 
 
+def test_the_longest_decodes_are_the_first_rows_and_prompts_stay_in_order_behind_them() -> None:
+    runner = make_runner(PagedModel())
+    prompts = {"short": [1], "long": [2, 3, 4, 5, 6], "middle": [7, 8, 9]}
+    new = [new_request(name, prompt, [3 * i, 3 * i + 1, 3 * i + 2]) for i, (name, prompt) in enumerate(prompts.items())]
+    lengths = {name: len(prompt) for name, prompt in prompts.items()}
+    results = [runner.launch(step(0, lengths, new_requests=new)).result()]
+    assert runner.batch.layout.request_ids == list(prompts)
+    versions = []
+    for number in range(1, 4):
+        results.append(runner.launch(step(number, dict.fromkeys(prompts, 1))).result())
+        assert runner.batch.layout.request_ids == ["long", "middle", "short"]
+        versions.append(runner.batch.layout.version)
+    assert len(set(versions)) == 1  # the same sequences as the step before, in the order in which they are scheduled
+    late = [new_request("late", [1, 2], [9]), new_request("later", [3, 4, 5], [10])]
+    results.append(
+        runner.launch(step(4, {"late": 2, "short": 1, "later": 3, "long": 1, "middle": 1}, new_requests=late)).result()
+    )
+    assert runner.batch.layout.request_ids == ["long", "middle", "short", "late", "later"]
+    for name, prompt in prompts.items():
+        assert [result.sampled_token_ids[name] for result in results] == expected_tokens(prompt, 5)
+
+
 def test_decodes_go_on_in_blocks_that_come_later() -> None:
     runner = make_runner(PagedModel())
     sequence = [1, 2, 3]
