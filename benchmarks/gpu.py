@@ -5,12 +5,12 @@
 
 MODEL_DIR needs a config.json only. Prompts are random token ids; every request is greedy and runs to its full length.
 decode: (time of 129 new tokens - time of 1 new token) / 128 at prompt 128, the better of two runs of each, after runs in which whatever
-is captured at need has been captured; `device_ms` and `host_gap` come of one more run: how long a step keeps the device, and the share of
-a step in which the device is idle. prefill: prompts of one length, one new token, the best of three runs. mixed: 512 requests at once,
-prompts of 64 to 1024 and outputs of 32 to 320 tokens, the same requests for every engine (`peer-*.jsonl`); `with_prompts`: its steps that
-had some. startup: from the start of this process to the first token. profile (only when asked for): kernels by name, of captured decode
-steps and of a prefill of 4 × 4096; a kernel's time includes its wait for the one before it where both overlap, so that their sum may
-exceed the step.
+is captured at need has been captured; `device_ms`, `host_gap` and `late` come of one more run: how long a step keeps the device, the share
+of a step in which the device is idle, and the part of the steps that the host launched too late. prefill: prompts of one length, one new
+token, the best of three runs. mixed: 512 requests at once, prompts of 64 to 1024 and outputs of 32 to 320 tokens, the same requests for
+every engine (`peer-*.jsonl`); `with_prompts`: its steps that had some. startup: from the start of this process to the first token. profile
+(only when asked for): kernels by name, of captured decode steps and of a prefill of 4 × 4096; a kernel's time includes its wait for the
+one before it where both overlap, so that their sum may exceed the step.
 """
 
 from __future__ import annotations

@@ -93,20 +93,27 @@ class StepTimes:
         torch.cuda.synchronize()
 
     def of_decodes(self, batch: int) -> dict[str, float]:
-        """Of the steps of `batch` decodes alone that follow another step: `device_ms`, the mean time that one keeps the device; and
-        `host_gap`, the share of their time that the device is idle. Where it is idle before a step, all that the host needs to launch that
-        step counts as idle too, although the step begins meanwhile.
+        """Of the steps of `batch` decodes alone that follow another step: `host_gap`, the share of their time that the device is idle, and
+        `late`, the part of them before which it is. All that the host needs to launch a late step counts as idle too, although the step
+        begins meanwhile. `device_ms` is the mean time that one of the others keeps the device, and left out where there is none.
         """
-        work = idle = 0.0
-        count = 0
+        work, idle, count = 0.0, 0.0, 0
+        in_time: list[float] = []
         for (_, _, _, before, _), (tokens, requests, begin, end, host_ms) in pairwise(self._steps):
             if tokens == requests == batch:
-                gap = before.elapsed_time(begin)
-                is_late = gap > self.LATE_MS
-                work += begin.elapsed_time(end) - (host_ms if is_late else 0.0)
-                idle += gap + (host_ms if is_late else 0.0)
+                gap, ms = before.elapsed_time(begin), begin.elapsed_time(end)
                 count += 1
-        return {"device_ms": round(work / count, 3), "host_gap": round(idle / (work + idle), 3)} if count else {}
+                if gap > self.LATE_MS:
+                    idle += gap + min(host_ms, ms)
+                    work += ms - min(host_ms, ms)
+                else:
+                    idle += gap
+                    work += ms
+                    in_time.append(ms)
+        if not count:
+            return {}
+        device = {"device_ms": round(sum(in_time) / len(in_time), 3)} if in_time else {}
+        return device | {"host_gap": round(idle / (work + idle), 3), "late": round(1 - len(in_time) / count, 3)}
 
     def of_prompts(self) -> dict[str, float]:
         """Of the steps with more than a token of some request: how many, their tokens, and milliseconds from when the device could begin

@@ -15,6 +15,8 @@ kernel takes the step and the build goes on in the background.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,11 @@ class FlashInferAttention(TritonAttention):
         self._build = build
         self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
         self._wrappers: dict[tuple[Variant, bool], Any] = {}
+        self._copied: dict[
+            tuple[Variant, bool], torch.cuda.Event
+        ] = {}  # after the device has read a wrapper's last plan
         self._workspace: torch.Tensor | None = None
+        self._uses_modules = True
         self._step: _StepPlan | None = None
         self._announced: set[tuple[Variant, bool]] = set()
         self._announced_float8 = False
@@ -108,6 +114,15 @@ class FlashInferAttention(TritonAttention):
     def workspace_to_come(self) -> int:
         """Bytes of device memory that the first long prompt will take and keep."""
         return WORKSPACE_BYTES if self._workspace is None else 0
+
+    @contextmanager
+    def without_modules(self) -> Iterator[None]:
+        """Triton's kernels take all prompts inside; FlashInfer, whose import takes seconds, is not even looked at."""
+        self._uses_modules = False
+        try:
+            yield
+        finally:
+            self._uses_modules = True
 
     def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FlashInferModules:
         """The compiled modules that a model of this dtype and head size uses."""
@@ -211,6 +226,8 @@ class FlashInferAttention(TritonAttention):
         return step.wrappers[shape]
 
     def _choose(self, shape: _Shape, device: torch.device, step: _StepPlan) -> Variant | None:
+        if not self._uses_modules:
+            return None
         modules = self.modules(shape.dtype, shape.head_dim, device)
         wanted: Variant = "fa3" if "fa3" in modules.variants else "fa2"
         is_large = step.is_fresh and step.query_start_loc[-1] >= FA3_MIN_TOKENS
@@ -240,6 +257,14 @@ class FlashInferAttention(TritonAttention):
         assert not any(w is wrapper for w in step.wrappers.values()), (
             "layers with different heads share one FlashInfer plan"
         )
+        if (variant, is_ragged) in self._copied:
+            # A wrapper writes each plan to the same host memory, and the step before may not have begun to copy its own.
+            self._copied[variant, is_ragged].synchronize()
+        self._plan(wrapper, is_ragged, shape, device, step)
+        self._copied.setdefault((variant, is_ragged), torch.cuda.Event()).record()
+        return wrapper
+
+    def _plan(self, wrapper: Any, is_ragged: bool, shape: _Shape, device: torch.device, step: _StepPlan) -> None:
         query_start_loc = torch.from_numpy(step.query_start_loc)
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         if is_ragged:
@@ -247,7 +272,7 @@ class FlashInferAttention(TritonAttention):
                 query_start_loc, query_start_loc, *heads, causal=True, sm_scale=shape.scale,
                 q_data_type=shape.dtype, kv_data_type=shape.dtype,
             )  # fmt: skip
-            return wrapper
+            return
         blocks = -(-step.seq_lens // shape.block_size)
         indptr = np.zeros(len(blocks) + 1, dtype=np.int32)
         np.cumsum(blocks, out=indptr[1:])
@@ -263,7 +288,6 @@ class FlashInferAttention(TritonAttention):
             *heads, shape.block_size, causal=True, sm_scale=shape.scale,
             q_data_type=shape.dtype, kv_data_type=shape.dtype, seq_lens=torch.from_numpy(step.seq_lens.astype(np.int32)),
         )  # fmt: skip
-        return wrapper
 
     def _wrapper(self, variant: Variant, is_ragged: bool) -> Any:
         if (variant, is_ragged) not in self._wrappers:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -294,7 +295,7 @@ class Worker:
         probe = self._new_runner(1)
         tokens, seqs = self._largest_step(probe)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
-            with no_measuring():
+            with no_measuring(), getattr(self._backend, "without_modules", nullcontext)():
                 probe.warm_up(tokens, seqs)
             largest_step = torch.cuda.max_memory_allocated(device) - weights
             largest_step += getattr(self._backend, "workspace_to_come", 0)

@@ -19,6 +19,7 @@ from custom_ops.attention_flashinfer import (
 from tests.support import attention_cases as cases
 
 CPU = torch.device("cpu")
+SHAPE = _Shape(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, 0.125)
 
 
 class FakeModules:
@@ -64,6 +65,47 @@ def test_on_hopper_float8_pages_are_left_to_triton(caplog: pytest.LogCaptureFixt
             "many fresh": "fa3", "many continued": None, "long fresh": "fa3", "long continued": None,
         }  # fmt: skip
     assert caplog.text.count("long prompts with a cached prefix use Triton: FlashInfer fa3 does not read float8") == 1
+
+
+def some_step(backend: FlashInferAttention, lengths: list[int]) -> _StepPlan:
+    metadata, _ = cases.make_metadata(cases.BATCHES["prefill"], backend)
+    return _StepPlan(
+        metadata=metadata, num_single=0, max_query_len=max(lengths), query_start_loc=np.cumsum([0, *lengths]),
+        seq_lens=np.array(lengths), is_fresh=True, wrappers={},
+    )  # fmt: skip
+
+
+def test_it_is_not_looked_at_where_nobody_is_to_wait_for_it() -> None:
+    backend = FlashInferAttention()
+    step = some_step(backend, [FA3_MIN_QUERY_LEN])
+    backend.modules = lambda *_: pytest.fail("asked for modules")  # type: ignore[assignment, method-assign]
+    with backend.without_modules():
+        assert backend._choose(SHAPE, CPU, step) is None
+    backend.modules = lambda *_: FakeModules(("fa3",))  # type: ignore[assignment, method-assign, return-value]
+    assert backend._choose(SHAPE, CPU, step) == "fa3"
+
+
+def test_a_plan_is_not_written_over_before_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Wrapper:
+        def plan(self, *args: object, **options: object) -> None:
+            happened.append("plan")
+
+    class Event:
+        def record(self) -> None:
+            happened.append("record")
+
+        def synchronize(self) -> None:
+            happened.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    backend = FlashInferAttention(build=False)
+    backend._workspace = torch.empty(1)
+    wrapper = backend._wrappers["fa3", True] = Wrapper()
+    for _ in range(3):
+        assert backend._plan_wrapper("fa3", SHAPE, CPU, some_step(backend, [FA3_MIN_QUERY_LEN])) is wrapper
+    assert happened == ["plan", "record", *["wait", "plan", "record"] * 2]
 
 
 def test_its_workspace_is_known_before_it_is_there() -> None:
