@@ -43,7 +43,7 @@ struct Row {
         i32x16 magnitudes{};  // compared as integers, so that the largest of a row with a NaN is that NaN
         for (int64_t i = 0; i < width; i += kLanes) {
             const i32x16 magnitude = (i32x16)load(i) & 0x7fffffff;
-            magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
+            magnitudes = select(magnitude > magnitudes, magnitude, magnitudes);
         }
         int32_t bits = 0;
         for (int i = 0; i < kLanes; ++i) bits = std::max(bits, magnitudes[i]);

@@ -21,6 +21,7 @@ namespace cas {
 namespace {
 
 constexpr int kMinSplitKeys = 256;  // a shorter range of keys is not worth a second item
+alignas(64) constexpr int32_t kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr float kLowest = -1e30f;  // maximum over no keys; finite, so that differences stay numbers
 
 struct Item {
@@ -175,18 +176,27 @@ void write_cache(const CasAttention& a, int64_t token, const Rotation& rotation)
 
 // Lane r of the result: the largest element of rows[r].
 inline f32x16 max_of_rows(f32x16* rows) {
-    u32x16 first{}, second{};
-#pragma GCC unroll 4
-    for (int d = 8; d >= 1; d /= 2) {
-        for (uint32_t lane = 0; lane < 16; ++lane) {
-            first[lane] = (lane & d) ? (lane - d) + 16 : lane;
-            second[lane] = (lane & d) ? lane + 16 : lane + d;
+    f32x16 result;
+    for (int p = 0; p < kLanes / kPartLanes; ++p) {
+        PartF32 maxima[kPartLanes];
+        for (int i = 0; i < kPartLanes; ++i) {
+            f32x16& row = rows[p * kPartLanes + i];
+            maxima[i] = part(row, 0);
+            for (int j = 1; j < kLanes / kPartLanes; ++j) maxima[i] = part(row, j) > maxima[i] ? part(row, j) : maxima[i];
         }
+#pragma GCC unroll 4
+        for (int d = kPartLanes / 2; d >= 1; d /= 2) {
+            const Butterfly butterfly(d);
 #pragma GCC unroll 8
-        for (int i = 0; i < d; ++i)
-            rows[i] = max_of(__builtin_shuffle(rows[i], rows[i + d], first), __builtin_shuffle(rows[i], rows[i + d], second));
+            for (int i = 0; i < d; ++i) {
+                const PartF32 a = __builtin_shuffle(maxima[i], maxima[i + d], butterfly.first);
+                const PartF32 b = __builtin_shuffle(maxima[i], maxima[i + d], butterfly.second);
+                maxima[i] = a > b ? a : b;
+            }
+        }
+        part(result, p) = maxima[0];
     }
-    return rows[0];
+    return result;
 }
 
 // One step of the online softmax for `rows` rows: probabilities from scores, new maxima (in units of log 2) and denominators (by lanes).
@@ -195,15 +205,14 @@ template <class T>
 void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int padded, const int32_t* visible, float* factors) {
     constexpr float kLog2E = 1.44269504088896341f;
     const float scale = a.scale * kLog2E;
-    i32x16 lanes;
-    for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+    const i32x16 lanes = load_raw<i32x16>(kLaneNumbers);
     f32x16 largest[kLanes];
     for (int r = 0; r < kLanes; ++r) {
         largest[r] = splat(kLowest);
         if (r >= rows) continue;
         for (int c = 0; c < padded; c += kLanes) {
             const f32x16 v = load16(s.scores + r * kKeys + c);
-            largest[r] = max_of(largest[r], c + kLanes <= visible[r] ? v : ((lanes + c < visible[r]) ? v : splat(kLowest)));
+            largest[r] = max_of(largest[r], c + kLanes <= visible[r] ? v : select(lanes + c < visible[r], v, splat(kLowest)));
         }
     }
     const f32x16 old_maxima = load16(s.maxima + row);
@@ -215,7 +224,7 @@ void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int p
         f32x16 total = load16(s.denominators + (row + r) * kLanes) * factors[r];
         for (int c = 0; c < padded; c += kLanes) {
             f32x16 p = exp2_nonpositive(load16(s.scores + r * kKeys + c) * scale - new_maxima[r]);
-            if (c + kLanes > visible[r]) p = (lanes + c < visible[r]) ? p : f32x16{};
+            if (c + kLanes > visible[r]) p = select(lanes + c < visible[r], p, f32x16{});
             store16(s.probabilities + r * kKeys + c, p);
             total += p;
         }

@@ -21,25 +21,25 @@ constexpr int kMaxHeadDim = 512;
 
 // to[lane][key] = rows[key][lane] for 16 keys, in units of 32 bits.
 inline void transpose16(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
-    u32x16 v[16], t[16];
-    for (int i = 0; i < 16; ++i) v[i] = load_raw<u32x16>(rows[i] + offset);
-    // Four rounds of butterflies: in the round of distance d, elements whose row and column differ in bit d change places.
+    // Square by square, as many rows and columns as a register has elements.
+    for (int lane = 0; lane < kLanes; lane += kPartLanes) {
+        for (int key = 0; key < kLanes; key += kPartLanes) {
+            PartU32 v[kPartLanes], t[kPartLanes];
+            for (int i = 0; i < kPartLanes; ++i) v[i] = load_raw<PartU32>(rows[key + i] + offset + lane);
 #pragma GCC unroll 4
-    for (int d = 8; d >= 1; d /= 2) {
-        u32x16 first{}, second{};
-        for (uint32_t lane = 0; lane < 16; ++lane) {
-            first[lane] = (lane & d) ? (lane - d) + 16 : lane;
-            second[lane] = (lane & d) ? lane + 16 : lane + d;
-        }
+            for (int d = kPartLanes / 2; d >= 1; d /= 2) {
+                const Butterfly butterfly(d);
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) {
-            if (i & d) continue;
-            t[i] = __builtin_shuffle(v[i], v[i + d], first);
-            t[i + d] = __builtin_shuffle(v[i], v[i + d], second);
+                for (int i = 0; i < kPartLanes; ++i) {
+                    if (i & d) continue;
+                    t[i] = __builtin_shuffle(v[i], v[i + d], butterfly.first);
+                    t[i + d] = __builtin_shuffle(v[i], v[i + d], butterfly.second);
+                }
+                for (int i = 0; i < kPartLanes; ++i) v[i] = t[i];
+            }
+            for (int i = 0; i < kPartLanes; ++i) std::memcpy(to + (lane + i) * kLanes + key, &v[i], sizeof(v[i]));
         }
-        for (int i = 0; i < 16; ++i) v[i] = t[i];
     }
-    for (int i = 0; i < 16; ++i) std::memcpy(to + i * 16, &v[i], sizeof(v[i]));
 }
 
 // The scratch of one thread.
@@ -122,10 +122,10 @@ inline void interleave(const bf16* first, const bf16* second, int64_t width, bf1
     }
 #endif
     for (; e < width; e += kLanes) {
-        const u32x16 x = __builtin_convertvector(load_raw<u16x16>(first + e), u32x16);
-        const u32x16 y = __builtin_convertvector(load_raw<u16x16>(second + e), u32x16);
+        const u32x16 x = convert<u32x16>(load_raw<u16x16>(first + e));
+        const u32x16 y = convert<u32x16>(load_raw<u16x16>(second + e));
         const u32x16 pair = x | (y << 16);
-        std::memcpy(to + (e / kLanes) * to_stride, &pair, sizeof(pair));
+        store_raw(to + (e / kLanes) * to_stride, pair);
     }
 }
 

@@ -7,8 +7,6 @@
 
 namespace cas {
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
 struct float8 {
     uint8_t bits;
 };
@@ -28,23 +26,23 @@ inline f32x16 rounded_to_float8(f32x16 x) {
     const u32x16 bits = (u32x16)x;
     const f32x16 normal = (f32x16)((bits + 0x7ffff + ((bits >> 20) & 1)) & 0xfff00000u);
     const f32x16 subnormal = (x + 24576.0f) - 24576.0f;  // 1.5 * 2^14: what is left are multiples of 2^-9
-    return (bits & 0x7fffffff) < 0x3c800000u ? subnormal : normal;  // 2^-6
+    return select((i32x16)(bits & 0x7fffffff) < 0x3c800000, subnormal, normal);  // 2^-6
 }
 
 inline f32x16 load16(const float8* address) {
-    return float8_to_float(__builtin_convertvector(load_raw<u8x16>(address), u32x16));
+    return float8_to_float(convert<u32x16>(load_raw<u8x16>(address)));
 }
 
 // Rounded to the nearest, ties to even; beyond the largest to the largest, NaN stays NaN.
 inline void store16(float8* address, f32x16 x) {
     const u32x16 is_nan = (u32x16)(x != x), sign = ((u32x16)x >> 24) & 0x80;
     const f32x16 size = (f32x16)((u32x16)x & 0x7fffffff);
-    const f32x16 rounded = rounded_to_float8(size > splat(kFloat8Largest) ? splat(kFloat8Largest) : size);
+    const f32x16 rounded = rounded_to_float8(select(size > splat(kFloat8Largest), splat(kFloat8Largest), size));
     const u32x16 normal = ((u32x16)rounded >> 20) - (120 << 3);
-    const u32x16 subnormal = (u32x16)__builtin_convertvector(rounded * 512.0f, i32x16);
-    const u32x16 magnitude = rounded < splat(0x1p-6f) ? subnormal : normal;
-    const u8x16 result = __builtin_convertvector((magnitude & ~is_nan) | (is_nan & 0x7f) | sign, u8x16);
-    std::memcpy(address, &result, sizeof(result));
+    const u32x16 subnormal = (u32x16)convert<i32x16>(rounded * 512.0f);
+    const u32x16 magnitude = select(rounded < splat(0x1p-6f), subnormal, normal);
+    const u8x16 result = convert<u8x16>((magnitude & ~is_nan) | (is_nan & 0x7f) | sign);
+    store_raw(address, result);
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)

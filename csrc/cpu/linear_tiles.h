@@ -96,8 +96,9 @@ void compute_tile(
     if (part < 0 || (tiles == 1 && rows <= kStreamRows))
         return multiply_tile<T, kPlain, false>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
     Ahead<T> ahead;
-    for (int b = 0; b < panel.blocks; b += 2) {
-        const int n = std::min(2, panel.blocks - b);
+    const int at_once = rows <= kMaxRowsTwo ? 2 : 1;
+    for (int b = 0; b < panel.blocks; b += at_once) {
+        const int n = std::min(at_once, panel.blocks - b);
         for (int i = 0; i < n; ++i) {
             const auto* following = next.weights[std::min(b + i, next.blocks - 1)];
             ahead.first[i] = tiles == 1 ? panel.weights[b + i] + kPrefetchGroups * kVector
@@ -106,7 +107,7 @@ void compute_tile(
         }
         ahead.turn = tiles == 1 ? std::max<int64_t>(0, groups - kPrefetchGroups) : groups;
         ahead.step = kVector / parts;
-        const auto product = n == 2 ? pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{})
+        const auto product = n == 2 ? pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRowsTwo>{})
                                     : pick<T, 1, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{});
         product(x, x_stride, panel.weights + b, groups, tile + b * kLanes, kTileWidth, nullptr, &ahead);
     }

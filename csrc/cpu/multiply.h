@@ -11,8 +11,16 @@
 
 namespace cas {
 
-constexpr int kMaxRows = 12;      // with two blocks: 24 sums, 2 weights and a broadcast fit 32 registers
-constexpr int kMaxRowsFour = 6;  // with four blocks
+// Rows of a tile with one block, with two and with four: their sums, weights and a broadcast fit the registers.
+#if defined(__AVX512F__)  // 32 registers, each a vector
+constexpr int kMaxRows = 12, kMaxRowsTwo = 12, kMaxRowsFour = 6;
+#elif defined(__AVX2__)  // 16 registers, a vector in two of them
+constexpr int kMaxRows = 6, kMaxRowsTwo = 2, kMaxRowsFour = 0;
+#elif defined(__aarch64__)  // 32 registers, a vector in four of them
+constexpr int kMaxRows = 6, kMaxRowsTwo = 2, kMaxRowsFour = 0;
+#else  // 16 registers, a vector in four of them
+constexpr int kMaxRows = 3, kMaxRowsTwo = 1, kMaxRowsFour = 0;
+#endif
 
 // Where a prefetch brings its line to. Not to the L1 cache: the few misses that it can have open would each wait for the memory.
 constexpr int kToL2 = 2;
@@ -24,8 +32,6 @@ struct Ahead {
     const typename Dot<T>::W *first[4], *second[4];
     int64_t turn, step;
 };
-
-#define CAS_INLINE __attribute__((always_inline))
 
 // body(0) … body(kCount - 1) with the index a constant. A loop does not do: where it is unrolled late, GCC keeps the sums in memory.
 template <int kCount, class Body>
@@ -104,18 +110,19 @@ void multiply_tile(
     typename Dot<T>::Sum* tile, int64_t tile_stride, const float* factors = nullptr
 ) {
     int b = 0;
-    if constexpr (kFour) {
+    if constexpr (kFour && kMaxRowsFour > 0) {
         if (rows <= kMaxRowsFour) {
             const auto four = pick<T, 4, kMode>(rows, std::make_integer_sequence<int, kMaxRowsFour>{});
             for (; b + 4 <= blocks; b += 4) four(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
         }
     }
-    const auto two = pick<T, 2, kMode>(rows, std::make_integer_sequence<int, kMaxRows>{});
-    for (; b + 2 <= blocks; b += 2) two(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
-    if (b < blocks) {
-        const auto one = pick<T, 1, kMode>(rows, std::make_integer_sequence<int, kMaxRows>{});
-        one(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
+    if (rows <= kMaxRowsTwo) {
+        const auto two = pick<T, 2, kMode>(rows, std::make_integer_sequence<int, kMaxRowsTwo>{});
+        for (; b + 2 <= blocks; b += 2) two(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
     }
+    if (b == blocks) return;
+    const auto one = pick<T, 1, kMode>(rows, std::make_integer_sequence<int, kMaxRows>{});
+    for (; b < blocks; ++b) one(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
 }
 
 // Scratch of the calling thread, kept between calls.

@@ -1,37 +1,15 @@
-// Vectors of 16 floats for every CPU: GCC's vector extension, which becomes one AVX-512 register or several smaller ones. Only where
-// an instruction has no such spelling (bfloat16 dot product and rounding) is there an intrinsic, with a generic version beside it.
+// What is done with vectors of 16 elements. Only where an instruction has no spelling in GCC's vector extension (bfloat16 dot product and
+// rounding) is there an intrinsic, with a generic version beside it.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace cas {
-
-constexpr int kLanes = 16;
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 // A bfloat16 in memory: the upper half of a float.
 struct bf16 {
     uint16_t bits;
 };
-
-inline f32x16 splat(float value) { return f32x16{} + value; }
-
-template <class V>
-inline V load_raw(const void* address) {
-    V value;
-    std::memcpy(&value, address, sizeof(V));
-    return value;
-}
 
 // GCC drops loops whose only effect is __builtin_prefetch; it must keep an asm.
 inline void prefetch(const void* address) {
@@ -63,12 +41,12 @@ inline void store_scalar(bf16* address, float value) { address->bits = round_to_
 
 inline f32x16 load16(const float* address) { return load_raw<f32x16>(address); }
 inline f32x16 load16(const bf16* address) {
-    const u32x16 bits = __builtin_convertvector(load_raw<u16x16>(address), u32x16) << 16;
+    const u32x16 bits = convert<u32x16>(load_raw<u16x16>(address)) << 16;
     return (f32x16)bits;
 }
 
-inline void store16(float* address, f32x16 value) { std::memcpy(address, &value, sizeof(value)); }
-inline void store16(int32_t* address, i32x16 value) { std::memcpy(address, &value, sizeof(value)); }
+inline void store16(float* address, f32x16 value) { store_raw(address, value); }
+inline void store16(int32_t* address, i32x16 value) { store_raw(address, value); }
 inline void store16(bf16* address, f32x16 value) {
 #if defined(__AVX512BF16__)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
@@ -77,17 +55,17 @@ inline void store16(bf16* address, f32x16 value) {
     const u32x16 bits = (u32x16)value;
     const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const u32x16 is_nan = (u32x16)(value != value);
-    const u16x16 result = __builtin_convertvector((rounded & ~is_nan) | (((bits >> 16) | 0x40) & is_nan), u16x16);
-    std::memcpy(address, &result, sizeof(result));
+    const u16x16 result = convert<u16x16>((rounded & ~is_nan) | (((bits >> 16) | 0x40) & is_nan));
+    store_raw(address, result);
 #endif
 }
 
 // The first `count` (< 16) elements; the rest reads as zero.
 template <class T>
 inline f32x16 load_part(const T* address, int count) {
-    f32x16 value{};
-    for (int i = 0; i < count; ++i) value[i] = to_float(address[i]);
-    return value;
+    alignas(64) float values[kLanes] = {};
+    for (int i = 0; i < count; ++i) values[i] = to_float(address[i]);
+    return load16(values);
 }
 
 template <class T>
@@ -99,8 +77,10 @@ inline float sum16(f32x16 value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)value);
 #else
+    PartF32 totals = part(value, 0);
+    for (int i = 1; i < kParts; ++i) totals += part(value, i);
     float total = 0;
-    for (int i = 0; i < kLanes; ++i) total += value[i];
+    for (int i = 0; i < kPartLanes; ++i) total += totals[i];
     return total;
 #endif
 }
@@ -109,8 +89,10 @@ inline float max16(f32x16 value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)value);
 #else
-    float largest = value[0];
-    for (int i = 1; i < kLanes; ++i) largest = value[i] > largest ? value[i] : largest;
+    PartF32 maxima = part(value, 0);
+    for (int i = 1; i < kParts; ++i) maxima = part(value, i) > maxima ? part(value, i) : maxima;
+    float largest = maxima[0];
+    for (int i = 1; i < kPartLanes; ++i) largest = maxima[i] > largest ? maxima[i] : largest;
     return largest;
 #endif
 }
@@ -119,7 +101,7 @@ inline f32x16 max_of(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return a > b ? a : b;
+    return select(a > b, a, b);
 #endif
 }
 
@@ -138,7 +120,7 @@ inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
     return (f32x16)_mm512_scalef_ps((__m512)x, (__m512)n);
 #else
     const i32x16 vanishes = n < splat(-126.0f);
-    const i32x16 exponent = (__builtin_convertvector(-max_of(-n, splat(-127.0f)), i32x16) + 127) << 23;
+    const i32x16 exponent = (convert<i32x16>(-max_of(-n, splat(-127.0f))) + 127) << 23;
     return (f32x16)((i32x16)(x * (f32x16)exponent) & ~vanishes);
 #endif
 }
@@ -188,7 +170,7 @@ struct Dot<float> {
     using Lane = float;
     using Sum = float;
     using Sums = f32x16;
-    static inline f32x16 add(f32x16 sum, Weights w, Lane x) { return sum + w * x; }
+    CAS_INLINE static inline f32x16 add(f32x16 sum, Weights w, Lane x) { return sum + w * x; }
 };
 
 template <>
@@ -201,18 +183,21 @@ struct Dot<bf16> {
     using Sums = f32x16;
 #if defined(__AVX512BF16__)
     using Weights = __m512i;
-    static inline f32x16 add(f32x16 sum, Weights w, Lane x) {
+    CAS_INLINE static inline f32x16 add(f32x16 sum, Weights w, Lane x) {
         return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(x)));
     }
 #else
     using Weights = u32x16;
-    static inline f32x16 add(f32x16 sum, Weights w, Lane x) {
-        const uint32_t low_bits = x << 16, high_bits = x & 0xffff0000u;
-        float low, high;
-        std::memcpy(&low, &low_bits, 4);
-        std::memcpy(&high, &high_bits, 4);
-        sum = sum + (f32x16)(w << 16) * low;
-        return sum + (f32x16)(w & 0xffff0000u) * high;
+    CAS_INLINE static inline f32x16 add(f32x16 sum, Weights w, Lane x) {
+        PartU32 pair = PartU32{} + x;
+#if defined(__AVX2__)
+        asm("" : "+x"(pair));  // else GCC takes the pair apart before it fills a register with each half: three instructions for one
+#endif
+        for (int i = 0; i < kLanes / kPartLanes; ++i) {
+            part(sum, i) += (PartF32)(part(w, i) << 16) * (PartF32)(pair << 16);
+            part(sum, i) += (PartF32)(part(w, i) & 0xffff0000u) * (PartF32)(pair & 0xffff0000u);
+        }
+        return sum;
     }
 #endif
 };
@@ -230,29 +215,27 @@ struct Dot<Bytes> {
     using Sums = i32x16;
 #if defined(__AVX512VNNI__)
     using Weights = __m512i;
-    static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
+    CAS_INLINE static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
         return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, w, _mm512_set1_epi32(x));
     }
 #elif defined(__AVX2__)
     // Bytes 0 and 2 of each lane, then 1 and 3, as pairs of 16 bits: the AVX2 product of bytes would saturate.
     struct Weights {
-        __m256i half[2];
+        __m256i parts[2];
     };
-    static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
+    CAS_INLINE static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
         const __m256i low = _mm256_set1_epi32(0x00ff00ff), lane = _mm256_set1_epi32(x);
         const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(lane, 8), 8), odd = _mm256_srai_epi16(lane, 8);
-        __m256i sums[2];
-        std::memcpy(sums, &sum, sizeof(sum));
+        Weights products;
         for (int h = 0; h < 2; ++h) {
-            sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_and_si256(w.half[h], low), even));
-            sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_srli_epi16(w.half[h], 8), odd));
+            const __m256i evens = _mm256_madd_epi16(_mm256_and_si256(w.parts[h], low), even);
+            products.parts[h] = _mm256_add_epi32(evens, _mm256_madd_epi16(_mm256_srli_epi16(w.parts[h], 8), odd));
         }
-        std::memcpy(&sum, sums, sizeof(sum));
-        return sum;
+        return sum + load_raw<i32x16>(&products);
     }
 #else
     using Weights = u32x16;
-    static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
+    CAS_INLINE static inline i32x16 add(i32x16 sum, Weights w, Lane x) {
         for (int i = 0; i < kInputs; ++i) sum += (i32x16)((w >> (8 * i)) & 0xff) * int32_t(int8_t(uint32_t(x) >> (8 * i)));
         return sum;
     }

@@ -26,7 +26,7 @@ inline i32x16 nearest_integer(f32x16 x) {
 #if defined(__AVX512F__)
     return (i32x16)_mm512_cvtps_epi32((__m512)x);
 #else
-    return __builtin_convertvector(round16(x), i32x16);
+    return convert<i32x16>(round16(x));
 #endif
 }
 
@@ -70,7 +70,7 @@ struct ByteLinear {
                 const i32x16 digit = (i32x16)((u32x16)rest << 24) >> 24;
                 rest = (rest - digit) >> 8;
                 sums[d] += digit;
-                const auto bytes = __builtin_convertvector(digit, i8x16);
+                const auto bytes = convert<i8x16>(digit);
                 std::memcpy(to.bytes + d * padded_width + i, &bytes, n);
             }
         }
@@ -89,7 +89,7 @@ struct ByteLinear {
             f32x16 y{};
             for (int d = 0; d < digits; ++d) {
                 const i32x16 sums = load_raw<i32x16>(tile + (r * digits + d) * kTileWidth + offset) - x.offsets[d];
-                y = y * 256.0f + __builtin_convertvector(sums, f32x16);
+                y = y * 256.0f + convert<f32x16>(sums);
             }
             return y * *x.scale * (n == kLanes ? load16(weight_scale + output) : load_part(weight_scale + output, n));
         });
