@@ -131,8 +131,11 @@ class Autotuner:
 
     def _times(self, runs: Sequence[PieceCallable], tensors: Sequence[torch.Tensor], count: int) -> list[float]:
         """Seconds of one call of each at T = count: the least of several, taken in turns."""
+        draws = torch.Generator(self._device).manual_seed(0)  # nobody else's draws are to depend on what is measured
         values = [
-            torch.randn([count if isinstance(s, torch.SymInt) else s for s in t.shape], device=self._device).to(t.dtype)
+            torch.randn(
+                [count if isinstance(s, torch.SymInt) else s for s in t.shape], device=self._device, generator=draws
+            ).to(t.dtype)
             for t in tensors
         ]
         lengths = [count] if any(isinstance(t.shape[0], torch.SymInt) for t in tensors) else []

@@ -94,7 +94,7 @@ class _Launched:
 
 @dataclass(slots=True)
 class _HowFar:
-    """What a rank has said of itself: steps that are over, steps begun, collectives entered; and when it last said so."""
+    """What a rank has said of itself: steps that are over, steps begun, collectives entered; and when, by the executor's clock."""
 
     progress: tuple[int, int, int] = (0, 0, 0)
     heard: float = 0.0
@@ -116,7 +116,9 @@ class DistributedExecutor:
         self._has_failed = False
         self._how_far = [_HowFar() for _ in range(self.num_ranks)]
         self._num_launched = 0
-        self._moved = 0.0  # when a rank last was further than before
+        self._moved = 0.0  # when, by `_clock`, a rank last was further than before
+        self._clock = 0.0  # seconds of waiting for answers
+        self._looked_at = 0.0  # real time
         self._commands: list[zmq.Socket[bytes]] = []
         try:
             host.launch(self._bootstraps(config))
@@ -165,9 +167,10 @@ class DistributedExecutor:
         if self._context.closed:
             return
         if not self._has_failed:
-            # A rank may be gone already: nobody asks for its reason any more.
-            with contextlib.suppress(ValueError, RankFailedError):
-                self._broadcast(StopRank())
+            for endpoint in self._commands:
+                # A rank may be gone already: nobody asks for its reason any more, and the others are told.
+                with contextlib.suppress(ValueError, RankFailedError):
+                    self._send(endpoint, self._encoder.encode(StopRank()))
         self._host.stop(0.0 if self._has_failed else _STOP_SECONDS)
         self._context.destroy(linger=0)
 
@@ -213,26 +216,25 @@ class DistributedExecutor:
     def _broadcast(self, command: ToRank) -> None:
         data = self._encoder.encode(command)
         for endpoint in self._commands:
-            while True:
-                try:
-                    endpoint.send(data)
-                    break
-                except zmq.Again:  # nobody is at the other end: not yet, or no more
-                    self._look_for_ended()
+            self._send(endpoint, data)
+
+    def _send(self, endpoint: zmq.Socket[bytes], data: bytes) -> None:
+        while True:
+            try:
+                return endpoint.send(data)
+            except zmq.Again:  # nobody is at the other end: not yet, or no more
+                self._look_for_ended()
 
     def _receive(self, kind: type[Message]) -> Message:
-        self._moved = time.monotonic()
+        self._moved, self._looked_at = self._clock, time.monotonic()
         while True:
+            self._let_time_pass()
             try:
                 message = self._decoder.decode(self._answers.recv())
             except zmq.Again:
                 self._look_for_ended()
                 # One rank waits for nobody: its steps may take long, and that it is gone is seen otherwise.
-                if (
-                    self.num_ranks > 1
-                    and kind in (StepDone, IdleDone)
-                    and time.monotonic() > self._moved + STUCK_SECONDS
-                ):
+                if self.num_ranks > 1 and kind in (StepDone, IdleDone) and self._clock > self._moved + STUCK_SECONDS:
                     self._give_up()
                 continue
             if isinstance(message, RankBusy):
@@ -246,19 +248,25 @@ class DistributedExecutor:
                 assert isinstance(message, kind), message
                 return message
 
+    def _let_time_pass(self) -> None:
+        """A look for answers takes a tenth of a second. Longer, we were stopped, most likely with our ranks: that does not count."""
+        now = time.monotonic()
+        self._clock += min(now - self._looked_at, 2 * _POLL_MS / 1000)
+        self._looked_at = now
+
     def _hear(self, message: RankBusy) -> None:
-        rank, now = self._how_far[message.rank], time.monotonic()
+        rank = self._how_far[message.rank]
         progress = (message.over, message.begun, message.collectives)
         if progress > rank.progress:
-            self._moved = now
-        rank.progress, rank.heard = progress, now
+            self._moved = self._clock
+        rank.progress, rank.heard = progress, self._clock
 
     def _give_up(self) -> NoReturn:
         """Name the rank that the others wait for: one that says nothing at all, else the one that is least far."""
         self._has_failed = True
-        now, many = time.monotonic(), self.num_ranks
+        many = self.num_ranks
         busy = [i for i, rank in enumerate(self._how_far) if rank.progress[0] < self._num_launched]
-        silent = [i for i in busy if now > self._how_far[i].heard + STUCK_SECONDS / 2]
+        silent = [i for i in busy if self._clock > self._how_far[i].heard + STUCK_SECONDS / 2]
         least = min(rank.progress for rank in self._how_far)
         behind = [i for i, rank in enumerate(self._how_far) if rank.progress == least]
         how_long = f"for {STUCK_SECONDS:g} seconds"

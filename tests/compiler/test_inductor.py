@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from compiler.inductor import (
     start_piece,
 )
 from tests.support.hopper import run_script
+from tests.support.processes import is_running
 
 CPU = torch.device("cpu")
 
@@ -96,9 +97,13 @@ def no_ptxas_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_PTXAS_PATH")
 
 
-def gone(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+@pytest.fixture
+def two_compile_threads() -> Iterator[None]:
+    """On one core there would be no processes."""
+    from torch._inductor import config
+
+    with config.patch(compile_threads=2):
+        yield
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -108,7 +113,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.usefixtures("no_ptxas_named")
+@pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads")
 @pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "starting"])
 def test_processes_that_compile_kernels_are_gone_after_the_block(
     is_ready: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -131,7 +136,7 @@ def test_processes_that_compile_kernels_are_gone_after_the_block(
     assert not AsyncCompile.process_pool.cache_info().currsize  # the next to compile starts another
 
 
-@pytest.mark.usefixtures("no_ptxas_named")
+@pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads")
 def test_processes_that_compile_kernels_end_with_a_process_that_leaves_at_once() -> None:
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile
@@ -139,9 +144,9 @@ def test_processes_that_compile_kernels_end_with_a_process_that_leaves_at_once()
     with _kernel_compilers():
         AsyncCompile.wait_pool_ready()
         worker = AsyncCompile.process_pool().submit(os.getpid).result(timeout=60)
-        assert not gone(worker)
+        assert is_running(worker)
         end_kernel_compilers()
-        wait_until(lambda: gone(worker))
+        wait_until(lambda: not is_running(worker))
     end_kernel_compilers()  # nothing is left to end
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from custom_ops.background import LOWEST, run_in_background
 from custom_ops.build import BuildError, run_all
+from tests.support.processes import is_running
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
@@ -63,14 +64,7 @@ while not (pid.exists() and pid.read_text().strip()):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert time.monotonic() - start < 60
     pid = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 10
-    while _is_running(pid):
+    until = time.monotonic() + 60
+    while is_running(pid):
         assert time.monotonic() < until, "what the compiler had started is still there"
         time.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.distributed_executor import _POLL_MS, DistributedExecutor, LocalRanks
+from runtime.distributed_executor import DistributedExecutor, LocalRanks
 from runtime.engine_client import AsyncEngineClient, EngineDeadError
 from runtime.executor import RankFailedError
 from runtime.schedule import SchedulerOutput
@@ -22,7 +22,7 @@ from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.fake_worker import use_fake_workers
 from tests.support.processes import children, is_running, wait_until
 
-SECONDS = 10.0  # within which a dead rank must be known, on a busy machine
+SECONDS = 60.0  # within which a dead rank must be known, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +253,8 @@ def test_a_signal_that_is_meant_for_the_parent_ends_no_rank(model_dir: Path, mon
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: str
 ) -> None:
-    # Rank 0 waits for nobody here: its step takes longer than the engine waits before it looks for ranks that ended.
-    use_fake_workers(monkeypatch, model_dir, pause=10 * _POLL_MS / 1000)
+    # Fake ranks do not wait for one another; its own step keeps rank 0 from an answer before it is seen that the other has ended.
+    use_fake_workers(monkeypatch, model_dir, pause=600)
     ranks = Ranks()
     executor = start(model_dir, ranks)
     assert not executor.idle()

@@ -45,7 +45,7 @@ def test_the_kernels_are_asked_for_before_the_model_is_read(tmp_path: Path, monk
         pass
 
     def read(path: Path) -> None:
-        assert asked.wait(10)
+        assert asked.wait(60)
         raise Read
 
     asked = threading.Event()

@@ -102,7 +102,7 @@ async def over_tcp() -> AsyncIterator[Callable[[Server], Any]]:
         await task
 
 
-async def eventually(condition: Callable[[], bool], *, seconds: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
     """Return once `condition()` holds; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

@@ -26,7 +26,7 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.reached.set()
-        assert self.opened.wait(5), "the event loop waits for what it was to go on beside"
+        assert self.opened.wait(60), "the event loop waits for what it was to go on beside"
         return self._function(*args, **kwargs)
 
 

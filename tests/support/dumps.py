@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -25,7 +26,9 @@ def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED)
     config = CompileConfig(use_cache=False, verify_passes=True, dump_dir=folder, profile_tokens=(1, 2))
     backend = TorchAttention()
     cpu = torch.device("cpu")
-    compile_model(spec, config, device=cpu, dtype=dtype, kernels=kernels, attention_backend=backend)
+    small = {"GEMM_SIZE": {"cpu": 16}, "STREAM_BYTES": {"cpu": 1 << 16}, "RUNS": 2}  # of what is measured
+    with patch.multiple("compiler.profile", **small):
+        compile_model(spec, config, device=cpu, dtype=dtype, kernels=kernels, attention_backend=backend)
     graphs = {"sizes": [1, 2, 4], "full_graphs": 2, "used_bytes": 3 << 20}
     memory = {"total": 80, "others": 1, "weights": 15, "largest_step": 2, "sampling": 0.5, "graphs": 0.25}
     facts = {

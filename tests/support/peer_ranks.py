@@ -15,7 +15,7 @@ from custom_ops.peer_memory import FLAG_KINDS, PeerLayout, clear, peer_memory
 
 
 def run_peers(
-    layout: PeerLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 60.0
+    layout: PeerLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 300.0
 ) -> list[Any]:
     """`work(peers, *args)` in a process a rank, as if every program had launched and stepped first_count times. → results by rank
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _PATIENCE = 30.0  # seconds
@@ -20,9 +21,11 @@ def is_running(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     """Processes that a process started."""
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = _PATIENCE) -> None:

@@ -126,9 +126,11 @@ async def send_all(
                 return await _send(client, target, prompt)
 
         tasks: list[asyncio.Task[RequestTrace]] = []
+        due = time.perf_counter()  # summed up, so that what a sleep takes too long does not add up
         for prompt, delay in zip(prompts, delays, strict=True):
-            if delay:
-                await asyncio.sleep(delay)
+            due += delay
+            if (left := due - time.perf_counter()) > 0:
+                await asyncio.sleep(left)
             tasks.append(asyncio.create_task(one(prompt)))
         return list(await asyncio.gather(*tasks))
 
