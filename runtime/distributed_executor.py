@@ -287,6 +287,7 @@ class DistributedExecutor:
         failures = list(said)
         deadline = time.monotonic() + _CAUSE_SECONDS
         while True:
+            is_late = time.monotonic() > deadline  # before the last look: we may be stopped in between
             ended = self._host.ended()
             try:
                 message = self._decoder.decode(self._answers.recv())
@@ -296,7 +297,7 @@ class DistributedExecutor:
             except zmq.Again:
                 pass
             silent = ended.keys() - {failure.rank for failure in failures}
-            if silent or time.monotonic() > deadline:
+            if silent or is_late:
                 break
         if silent:
             rank = min(silent)

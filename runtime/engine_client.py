@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
 OUTPUTS_A_TURN = 256  # some milliseconds of work for whoever takes them
-_EXIT_GRACE_SECONDS = 5.0  # after its last message the process has that long to end by itself
+_EXIT_GRACE_SECONDS = 10.0  # after its last message the process has that long to end by itself, longer than it gives its ranks
 
 
 class EngineDeadError(RuntimeError):
