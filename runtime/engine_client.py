@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
 OUTPUTS_A_TURN = 256  # some milliseconds of work for whoever takes them
-_EXIT_GRACE_SECONDS = 10.0  # after its last message the process has that long to end by itself, longer than it gives its ranks
+_EXIT_GRACE_SECONDS = (
+    10.0  # after its last message the process has that long to end by itself, longer than it gives its ranks
+)
 
 
 class EngineDeadError(RuntimeError):
