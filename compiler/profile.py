@@ -27,10 +27,8 @@ from custom_ops.linear import fused_linear, pack_linear_weight
 
 CONTEXT, BLOCK_SIZE = 512, 16
 CACHE_BYTES = 1 << 30  # of all layers' caches together; beyond it layers share
-RUNS, BUDGET_SECONDS = (
-    12,
-    3.0,
-)  # steps that are measured, and time after which none, nor another run of anything, begins
+RUNS = 12  # steps that are measured
+BUDGET_SECONDS = 3.0  # after which no further step, nor another run of anything else that is measured, begins
 STREAM_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 GEMM_SIZE = {"cpu": 1536, "cuda": 8192}
 _FREE = (
