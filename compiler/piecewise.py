@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 PIECEWISE_TOKENS = 2048  # a longer step keeps the device busy for longer than the host needs to launch it
 SMALL_LAYERS_TOKENS = 4096  # the same where a layer has few weights:
-SMALL_LAYER_WEIGHTS = (
-    30_000_000  # with 4096 tokens 0.25 TFLOP, which a large GPU computes faster than the host launches a layer
-)
+# With 4096 tokens 0.25 TFLOP, which a large GPU computes faster than the host launches a layer.
+SMALL_LAYER_WEIGHTS = 30_000_000
 ASKED_BEFORE_CAPTURE = 3  # a size is captured once this many steps came with it: a capture costs several steps
 
 

@@ -73,9 +73,8 @@ class FlashInferAttention(TritonAttention):
         self._build = build
         self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
         self._wrappers: dict[tuple[Variant, bool], Any] = {}
-        self._copied: dict[
-            tuple[Variant, bool], torch.cuda.Event
-        ] = {}  # after the device has read a wrapper's last plan
+        # After which the device has read a wrapper's last plan.
+        self._copied: dict[tuple[Variant, bool], torch.cuda.Event] = {}
         self._workspace: torch.Tensor | None = None
         self._uses_modules = True
         self._step: _StepPlan | None = None

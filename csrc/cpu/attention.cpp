@@ -177,12 +177,12 @@ void write_cache(const CasAttention& a, int64_t token, const Rotation& rotation)
 // Lane r of the result: the largest element of rows[r].
 inline f32x16 max_of_rows(f32x16* rows) {
     f32x16 result;
-    for (int p = 0; p < kLanes / kPartLanes; ++p) {
+    for (int p = 0; p < kParts; ++p) {
         PartF32 maxima[kPartLanes];
         for (int i = 0; i < kPartLanes; ++i) {
             f32x16& row = rows[p * kPartLanes + i];
             maxima[i] = part(row, 0);
-            for (int j = 1; j < kLanes / kPartLanes; ++j) maxima[i] = part(row, j) > maxima[i] ? part(row, j) : maxima[i];
+            for (int j = 1; j < kParts; ++j) maxima[i] = part(row, j) > maxima[i] ? part(row, j) : maxima[i];
         }
 #pragma GCC unroll 4
         for (int d = kPartLanes / 2; d >= 1; d /= 2) {

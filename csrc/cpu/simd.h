@@ -193,7 +193,7 @@ struct Dot<bf16> {
 #if defined(__AVX2__)
         asm("" : "+x"(pair));  // else GCC takes the pair apart before it fills a register with each half: three instructions for one
 #endif
-        for (int i = 0; i < kLanes / kPartLanes; ++i) {
+        for (int i = 0; i < kParts; ++i) {
             part(sum, i) += (PartF32)(part(w, i) << 16) * (PartF32)(pair << 16);
             part(sum, i) += (PartF32)(part(w, i) & 0xffff0000u) * (PartF32)(pair & 0xffff0000u);
         }

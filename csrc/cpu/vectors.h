@@ -1,4 +1,4 @@
-// Vectors of 16 elements for every CPU, in GCC's vector extension. One that no register holds GCC keeps in memory, thirty times slower: so
+// Vectors of 16 elements for every CPU, in GCC's vector extension. One that no register holds GCC keeps in memory, many times slower: so
 // a vector is one register of AVX-512, or a struct of as many smaller ones as there have to be.
 #pragma once
 
@@ -14,12 +14,18 @@
 namespace cas {
 
 constexpr int kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int kPartLanes = 16;  // elements of 32 bits in a register
+#elif defined(__AVX2__)
+constexpr int kPartLanes = 8;
+#else
+constexpr int kPartLanes = 4;
+#endif
+constexpr int kParts = kLanes / kPartLanes;  // registers of a vector
 
 #define CAS_INLINE __attribute__((always_inline))
 
 #if defined(__AVX512F__)
-
-constexpr int kPartLanes = 16;  // of what one register holds
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
@@ -48,13 +54,6 @@ CAS_INLINE inline V& part(V& value, int) {
 }
 
 #else
-
-#if defined(__AVX2__)
-constexpr int kPartLanes = 8;
-#else
-constexpr int kPartLanes = 4;
-#endif
-constexpr int kParts = kLanes / kPartLanes;
 
 template <class E>
 struct Vector {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from compiler.inductor import (
     start_piece,
 )
 from tests.support.hopper import run_script
-from tests.support.processes import is_running
+from tests.support.processes import is_running, wait_until
 
 CPU = torch.device("cpu")
 
@@ -104,13 +103,6 @@ def two_compile_threads() -> Iterator[None]:
 
     with config.patch(compile_threads=2):
         yield
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads")

@@ -67,7 +67,7 @@ template void cas::multiply<{type}, cas::{rows}, {blocks}, cas::kPlain>(
 @pytest.mark.parametrize("type", ["float", "cas::bf16"])
 @pytest.mark.parametrize(("rows", "blocks"), [("kMaxRows", 1), ("kMaxRowsTwo", 2)])
 def test_sums_stay_in_registers(compiler: str, tmp_path: Path, rows: str, blocks: int, type: str, cpu: str) -> None:
-    """Of AVX2 and of AVX-512, whichever this CPU has: in memory they are thirty times slower, and just as right."""
+    """Of AVX2 and of AVX-512, whichever this CPU has: in memory they are many times slower, and just as right."""
     source = tmp_path / "tile.cpp"
     source.write_text(ONE_TILE.format(type=type, rows=rows, blocks=blocks))
     flags = ["-std=c++20", "-O3", "-w", f"-march={cpu}", f"-I{CSRC / 'cpu'}", "-S", "-o", "-"]
