@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -61,6 +61,21 @@ def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int 
         end.synchronize()
         times.append(start.elapsed_time(end) / repeats)
     return sorted(times)[groups // 2]
+
+
+def in_turns_ms(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = 3, heat_ms: float = 300.0
+) -> dict[str, float]:
+    """Name → the median of the rounds' times of one replay, in milliseconds: graphs take turns on a device that has been at work for
+    heat_ms, so that none has the cooler one."""
+    first = next(iter(graphs.values()))
+    for _ in range(int(heat_ms / max(replay_ms(first, budget_ms=1.0, groups=1), 1e-3))):
+        first.replay()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            times[name].append(replay_ms(graph, budget_ms=20.0, groups=3))
+    return {name: sorted(of_name)[rounds // 2] for name, of_name in times.items()}
 
 
 class StepTimes:

@@ -1,13 +1,14 @@
 """Tries configurations of kernels on a GPU: each small-batch linear alone, 17 to 64 tokens, and a whole 1-token step; cuBLASLt's algorithms
-by number of tokens; decode attention over sequences of differing lengths. JSON lines.
+by number of tokens; a prompt's linears whole and in chunks of tokens; decode attention over sequences of differing lengths. JSON lines.
 
-usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,products,lengths] [--models llama-8b,qwen3-0.6b]
+usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,products,chunks,lengths] [--models llama-8b,qwen3-0.6b]
 What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config` and `token_range`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_timing import emit, time_ms
+from benchmarks.gpu_timing import capture, emit, in_turns_ms, time_ms
 from benchmarks.ops_gpu import (
     ARGS,
     DTYPE,
@@ -29,10 +30,11 @@ from benchmarks.ops_gpu import (
     run_sections,
 )
 from custom_ops import triton_decode, triton_linear
-from custom_ops.cublaslt import _product
+from custom_ops.cublaslt import _product, linear
 from custom_ops.gpu_sampling import greedy_tokens
+from custom_ops.silu_mul_gemm import KERNELS, load_silu_mul_gemms, run_silu_mul_gemm, silu_mul_library
 from custom_ops.triton_common import num_sms
-from custom_ops.triton_elementwise import rms_norm
+from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_linear import _gemv, _small_batch, fused_linear
 from custom_ops.triton_rope import split_qkv
 
@@ -263,6 +265,53 @@ def section_products(shape: Shape, sweep: bool) -> None:
             microseconds[num_tokens] = times
 
 
+def section_chunks(shape: Shape, sweep: bool) -> None:
+    """A prompt's linears whole and in chunks of tokens, the residual and SiLU-mul included, and both linears of the MLP chunk by chunk."""
+    silu_mul_library().build()
+    library = load_silu_mul_gemms(torch.device("cuda", torch.cuda.current_device()))
+    weights = shape.weights[:4]
+
+    def activate(x: torch.Tensor, weight: torch.Tensor, kernel: str | None) -> torch.Tensor:
+        if library is None or kernel is None:
+            return silu_mul_rows(linear(x, weight))
+        return run_silu_mul_gemm(library, kernel, x, weight)
+
+    def over_layers(run: Callable[[dict[str, Any], slice], object], chunks: list[slice]) -> None:
+        for w in weights:
+            for at in chunks:
+                run(w, at)
+
+    for num_tokens in (16384, 8192, 4096, 2816):
+        x = torch.randn(num_tokens, shape.hidden, device="cuda").to(DTYPE)
+        inner, attended, residual = (
+            torch.randn(num_tokens, size, device="cuda").to(DTYPE)
+            for size in (shape.inner, shape.heads * shape.head_dim, shape.hidden)
+        )
+        of_layer: dict[str, Callable[[dict[str, Any], slice], object]] = {
+            "qkv": lambda w, at, x=x: linear(x[at], w["qkv"]),  # type: ignore[misc]
+            "o": lambda w, at, x=attended, r=residual: linear(x[at], w["o"], r[at]),  # type: ignore[misc]
+            "down": lambda w, at, x=inner, r=residual: linear(x[at], w["down"], r[at]),  # type: ignore[misc]
+        }
+        for kernel in (None, *KERNELS):
+
+            def gate_up(w: dict[str, Any], at: slice, x: Any = x, kernel: str | None = kernel) -> torch.Tensor:
+                return activate(x[at], w["gate_up"], kernel)
+
+            def mlp(w: dict[str, Any], at: slice, gate_up: Any = gate_up, r: Any = residual) -> torch.Tensor:
+                return linear(gate_up(w, at), w["down"], r[at])
+
+            of_layer |= {f"gate_up {kernel or 'cuBLASLt'}": gate_up, f"mlp {kernel or 'cuBLASLt'}": mlp}
+        graphs = {}
+        for what, run in of_layer.items():
+            for chunk in (num_tokens, *(size for size in (4096, 2048, 1024, 512) if size < num_tokens)):
+                at = [slice(start, min(start + chunk, num_tokens)) for start in range(0, num_tokens, chunk)]
+                graphs[f"{what} {chunk}"] = capture(functools.partial(over_layers, run, at))
+        microseconds = {name: round(ms * 1e3 / len(weights), 1) for name, ms in in_turns_ms(graphs).items()}
+        for what in of_layer:
+            emit(work="chunks", model=shape.name, what=what, tokens=num_tokens,
+                 us={name.removeprefix(f"{what} "): us for name, us in microseconds.items() if name.startswith(f"{what} ")})  # fmt: skip
+
+
 def section_lengths(shape: Shape, sweep: bool) -> None:
     """Decode attention over sequences whose lengths differ, in any order and the longest first, and over equal ones."""
     rng = random.Random(0)
@@ -274,6 +323,7 @@ def section_lengths(shape: Shape, sweep: bool) -> None:
         for batch in (256, 128, 64)
         for what, lengths in (
             ("served", served[:batch]), ("served, longest first", sorted(served[:batch], reverse=True)),
+            ("served and 4 of 8000, longest first", sorted([*served[: batch - 4], *[8000] * 4], reverse=True)),
             ("x 192", [192] * batch), ("x 640", [640] * batch),
         )
     }  # fmt: skip
@@ -282,7 +332,7 @@ def section_lengths(shape: Shape, sweep: bool) -> None:
         for block, warps in ((32, 1), (64, 2), (64, 4))
         for splits in (1, 2, 4)
         for stages in (2, 3)
-        for least in ((256, 512) if splits > 1 else (512,))
+        for least in ((512, 2048) if splits > 1 else (512,))
     ]
     for name, lengths in cases.items():
         batch = len(lengths)
@@ -314,7 +364,7 @@ def section_lengths(shape: Shape, sweep: bool) -> None:
 
 SECTIONS = {
     "sweep": sweep_linear, "medium": section_medium, "tune": section_tune, "products": section_products,
-    "lengths": section_lengths,
+    "chunks": section_chunks, "lengths": section_lengths,
 }  # fmt: skip
 
 

@@ -16,12 +16,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_timing import capture, emit, replay_ms
+from benchmarks.gpu_timing import capture, emit, in_turns_ms
 from custom_ops.cublaslt import linear
 from custom_ops.silu_mul_gemm import KERNELS, load_silu_mul_gemms, run_silu_mul_gemm, silu_mul_library
 from custom_ops.triton_elementwise import silu_mul_rows
-
-ROUNDS = 3
 
 
 def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
@@ -45,12 +43,7 @@ def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
     for name, way in ways.items():
         errors[name] = ((way()[rows].double() - expected).norm() / expected.norm()).item()
         graphs[name] = capture(way, warmup=1)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            times[name].append(replay_ms(graph, budget_ms=20.0, groups=3))
-    for name in ways:
-        ms = sorted(times[name])[ROUNDS // 2]
+    for name, ms in in_turns_ms(graphs).items():
         emit(work="silu_mul_gemm", model=model, tokens=num_tokens, hidden=hidden, inputs=inputs, way=name, ms=round(ms, 4),
              tflops=round(4e-9 * num_tokens * hidden * inputs / ms, 1), error=float(f"{errors[name]:.2e}"))  # fmt: skip
 

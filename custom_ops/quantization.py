@@ -54,7 +54,7 @@ class RoundTo:
 
 def row_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """max |w| of each output's row over the largest value of `dtype`. → float32 [O]"""
-    return _scale(weight_OI.abs().amax(1), dtype)
+    return _scale(weight_OI.abs().amax(1), dtype).to(torch.float32)
 
 
 def block_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -63,7 +63,7 @@ def block_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows, columns = -(-out_features // BLOCK), -(-in_features // BLOCK)
     padding = (0, columns * BLOCK - in_features, 0, rows * BLOCK - out_features)
     blocks = torch.nn.functional.pad(weight_OI, padding).view(rows, BLOCK, columns, BLOCK)
-    return _scale(blocks.abs().amax((1, 3)), dtype)
+    return _scale(blocks.abs().amax((1, 3)), dtype).to(torch.float32)
 
 
 def quantize_weight(weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -102,21 +102,22 @@ def quantize_activations(
     x_TI = x_TI.to(math_dtype)
     if not per_group:
         if input_scale is None:
-            scale_T1 = (x_TI.abs().amax(1, keepdim=True) / LARGEST[dtype]).clamp_min(_SMALLEST_SCALE)
+            scale_T1 = _scale(x_TI.abs().amax(1, keepdim=True), dtype)
         else:
             scale_T1 = input_scale.to(math_dtype).reshape(1, 1).expand(num_tokens, 1)
         return _round(x_TI * scale_T1.reciprocal(), dtype), scale_T1
     assert input_scale is None, "a static scale is per tensor"
     groups = -(-in_features // BLOCK)
     padded_TGB = torch.nn.functional.pad(x_TI, (0, groups * BLOCK - in_features)).view(num_tokens, groups, BLOCK)
-    scale_TG = (padded_TGB.abs().amax(2) / LARGEST[dtype]).clamp_min(_SMALLEST_SCALE)
+    scale_TG = _scale(padded_TGB.abs().amax(2), dtype)
     quantized_TGB = _round(padded_TGB * scale_TG.reciprocal()[:, :, None], dtype)
     return quantized_TGB.view(num_tokens, groups * BLOCK)[:, :in_features], scale_TG
 
 
 def _scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    math_dtype = torch.promote_types(largest.dtype, torch.float32)
-    return (largest.to(math_dtype) / LARGEST[dtype]).clamp_min(_SMALLEST_SCALE).to(torch.float32)
+    """largest over the largest value of `dtype`, as the division rounds it: torch on CUDA multiplies by the reciprocal of a number."""
+    largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
+    return (largest / largest.new_full((), LARGEST[dtype])).clamp_min(_SMALLEST_SCALE)
 
 
 def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
