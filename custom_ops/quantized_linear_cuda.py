@@ -22,6 +22,7 @@ from custom_ops.cutlass_gemm import load_gemms
 from custom_ops.quantization import Activations, Rounded
 from custom_ops.quantized_linear import check_arguments, pair_of, reads_rounded
 from custom_ops.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
+from custom_ops.triton_common import token_chunks
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
 from custom_ops.triton_quantized_gemv import gemv
@@ -85,9 +86,12 @@ class QuantizedLinear:
         runs = {way: partial(self.run, way) for way in self.ways()}
         return fastest(self.family(), self.x_TI.shape[0], runs, self.weight_OI)
 
-    def run(self, way: str, weight_OI: torch.Tensor | None = None) -> torch.Tensor:
-        """The result by one of `ways`. weight_OI: in place of the weight (when measuring)."""
+    def run(self, way: str, weight_OI: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+        """The result by one of `ways`. weight_OI: in place of the weight (when measuring). out_TO: contiguous, where it is to be."""
         weight_OI = self.weight_OI if weight_OI is None else weight_OI
+        is_product = way not in (GEMV, TILE) and self.bias_O is None and not self.silu_mul
+        if out_TO is not None and not is_product:
+            return out_TO.copy_(self.run(way, weight_OI))
         if way == GEMV:
             return gemv(
                 self.x_TI, weight_OI, self.scale, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul, self.residual_TO,
@@ -98,8 +102,8 @@ class QuantizedLinear:
             return matmul(
                 x_TI, x_scale, weight_OI, self.scale, self.bias_O, self.silu_mul, self.residual_TO, self.x_TI.dtype
             )
-        if self.bias_O is None and not self.silu_mul:
-            return scaled_gemm(way, x_TI, x_scale, weight_OI, self.scale, self.x_TI.dtype, self.residual_TO)
+        if is_product:
+            return scaled_gemm(way, x_TI, x_scale, weight_OI, self.scale, self.x_TI.dtype, self.residual_TO, out_TO)
         y_TO = self._product(way, x_TI, x_scale, weight_OI)
         if self.silu_mul:
             y_TO = silu_mul_rows(y_TO)
@@ -182,33 +186,42 @@ def quantized_mlp(
     rounded_TI: torch.Tensor | None = None,
     rounded_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `custom_ops.quantized_mlp.quantized_mlp` over plain weights [O, I], each linear by its fastest way.
+    """As `custom_ops.quantized_mlp.quantized_mlp` over plain weights [O, I], in `token_chunks`, each linear by its fastest way.
 
     Where the first is a library's product, one kernel takes SiLU-mul of it and rounds that for the second.
     """
     num_tokens = x_TI.shape[0]
-    if num_tokens == 0:
-        return x_TI.new_empty(0, out_features)
-    gate_up = QuantizedLinear(
-        x_TI=_rows(x_TI), weight_OI=gate_up_OI, scale=gate_up_scale, norm_weight_I=norm_weight_I, eps=eps,
-        bias_O=gate_up_bias_O, silu_mul=True, activations=activations, input_scale=gate_up_input_scale,
-        rounded=pair_of(rounded_TI, rounded_scale),
-    )  # fmt: skip
-    way, rounded = gate_up.fastest_way(), None
-    if way in (GEMV, TILE) or num_tokens == 1 or activations == "none":
-        inner_TI = gate_up.run(way)
-    else:
-        both_TO = gate_up.gate_and_up(way)
-        inner_TI = both_TO[:, :inner_features]  # stands for what is never written: it has its shape
-        rounded = quantize_rows(
-            both_TO, down_OI.dtype, silu_mul=True, per_group=down_scale.dim() == 2, input_scale=down_input_scale
-        )
-    down = QuantizedLinear(
-        x_TI=inner_TI, weight_OI=down_OI, scale=down_scale, bias_O=down_bias_O, residual_TO=_rows(residual_TO),
-        activations=activations, input_scale=down_input_scale,
-    )  # fmt: skip
-    # The way is that of a linear that rounds by itself: for several tokens all ways would round alike.
-    return replace(down, rounded=rounded).run(down.fastest_way())
+    x_TI, residual_TO, rounded = _rows(x_TI), _rows(residual_TO), pair_of(rounded_TI, rounded_scale)
+
+    def run(at: slice, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+        gate_up = QuantizedLinear(
+            x_TI=x_TI[at], weight_OI=gate_up_OI, scale=gate_up_scale, norm_weight_I=norm_weight_I, eps=eps,
+            bias_O=gate_up_bias_O, silu_mul=True, activations=activations, input_scale=gate_up_input_scale,
+            rounded=None if rounded is None else (rounded[0][at], rounded[1][at]),
+        )  # fmt: skip
+        way, inner_rounded = gate_up.fastest_way(), None
+        if way in (GEMV, TILE) or num_tokens == 1 or activations == "none":
+            inner_TI = gate_up.run(way)
+        else:
+            both_TO = gate_up.gate_and_up(way)
+            inner_TI = both_TO[:, :inner_features]  # stands for what is never written: it has its shape
+            inner_rounded = quantize_rows(
+                both_TO, down_OI.dtype, silu_mul=True, per_group=down_scale.dim() == 2, input_scale=down_input_scale
+            )
+        down = QuantizedLinear(
+            x_TI=inner_TI, weight_OI=down_OI, scale=down_scale, bias_O=down_bias_O,
+            residual_TO=None if residual_TO is None else residual_TO[at], activations=activations, input_scale=down_input_scale,
+        )  # fmt: skip
+        # The way is that of a linear that rounds by itself: for several tokens all ways would round alike.
+        return replace(down, rounded=inner_rounded).run(down.fastest_way(), out_TO=out_TO)
+
+    chunks = token_chunks(num_tokens)
+    if len(chunks) == 1:
+        return run(chunks[0])
+    out_TO = x_TI.new_empty(num_tokens, out_features)
+    for at in chunks:
+        run(at, out_TO[at])
+    return out_TO
 
 
 @overload

@@ -5,6 +5,8 @@ Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) g
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -45,48 +47,31 @@ def scaled_gemm(
     scale: torch.Tensor,
     dtype: torch.dtype,
     residual_TO: torch.Tensor | None = None,
+    out_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = (x · x_scale) (scale · W)ᵀ + residual, by one of `gemm_names`. → `dtype` [T, O]
 
     x_TI: rounded to the weight's dtype, with its scales [T, 1] or [T, G]; or, without them, as it is. CUTLASS' products take the
-    residual in, before the one rounding; others round before it is added, too.
+    residual in, before the one rounding; others round before it is added, too. out_TO: contiguous, where the result is to be.
     """
-    if name in ROWS + BLOCKS and residual_TO is not None and takes_residual(residual_TO):
-        return _by_cutlass(name, x_TI, x_scale, weight_OI, scale, residual_TO)
-    y_TO = _product(name, x_TI, x_scale, weight_OI, scale, dtype)
-    return y_TO if residual_TO is None else y_TO + residual_TO
-
-
-def _product(
-    name: str,
-    x_TI: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight_OI: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    if name in ROWS + BLOCKS and (residual_TO is None or takes_residual(residual_TO)):
+        library = load_gemms(x_TI.device)
+        assert library is not None, "gemm_names named what is not built"
+        assert x_scale is not None
+        return run_gemm(library, name, x_TI, weight_OI, x_scale, scale, residual_TO, out_TO)
+    if residual_TO is not None:
+        return torch.add(scaled_gemm(name, x_TI, x_scale, weight_OI, scale, dtype), residual_TO, out=out_TO)
     if x_scale is None:
-        return F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype))
-    if name != TORCH:
-        return _by_cutlass(name, x_TI, x_scale, weight_OI, scale)
+        return _put(F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype)), out_TO)
     if weight_OI.dtype == torch.int8:
-        return scale_sums(torch._int_mm(x_TI, weight_OI.t()), x_scale, scale, dtype)
+        return _put(scale_sums(torch._int_mm(x_TI, weight_OI.t()), x_scale, scale, dtype), out_TO)
+    scaled_mm = partial(torch._scaled_mm, x_TI, weight_OI.t())
     if dtype == torch.bfloat16:
-        return torch._scaled_mm(x_TI, weight_OI.t(), scale_a=x_scale, scale_b=scale[None, :], out_dtype=dtype)
+        return scaled_mm(scale_a=x_scale, scale_b=scale[None, :], out_dtype=dtype, out=out_TO)
     one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
-    sums_TO = torch._scaled_mm(x_TI, weight_OI.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return scale_sums(sums_TO, x_scale, scale, dtype)
+    sums_TO = scaled_mm(scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return _put(scale_sums(sums_TO, x_scale, scale, dtype), out_TO)
 
 
-def _by_cutlass(
-    name: str,
-    x_TI: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight_OI: torch.Tensor,
-    scale: torch.Tensor,
-    residual_TO: torch.Tensor | None = None,
-) -> torch.Tensor:
-    library = load_gemms(x_TI.device)
-    assert library is not None, "gemm_names named what is not built"
-    assert x_scale is not None
-    return run_gemm(library, name, x_TI, weight_OI, x_scale, scale, residual_TO)
+def _put(y_TO: torch.Tensor, out_TO: torch.Tensor | None) -> torch.Tensor:
+    return y_TO if out_TO is None else out_TO.copy_(y_TO)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from custom_ops import cublaslt
 from custom_ops.build_cuda import NvccLibrary, cutlass_library, load_or_build
 from custom_ops.choices import fastest
+from custom_ops.triton_common import token_chunks
 from custom_ops.triton_elementwise import silu_mul_rows
 
 # Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
@@ -67,11 +68,17 @@ def unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> str | Non
     return None
 
 
-def run_silu_mul_gemm(library: ctypes.CDLL, kernel: str, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """silu(x Wgᵀ) · (x Wuᵀ) by one configuration, for what `unsupported_reason` allows; all in float32 until stored. → [T, H]"""
+def run_silu_mul_gemm(
+    library: ctypes.CDLL, kernel: str, x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor | None = None
+) -> torch.Tensor:
+    """silu(x Wgᵀ) · (x Wuᵀ) by one configuration, for what `unsupported_reason` allows; all in float32 until stored. → [T, H]
+
+    out_TH: contiguous, where the result is to be.
+    """
     num_tokens, inputs = x_TI.shape
     hidden = weight_OI.shape[0] // 2
-    out_TH = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=x_TI.device)
+    if out_TH is None:
+        out_TH = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=x_TI.device)
     args = _Arguments(
         out=out_TH.data_ptr(), x=x_TI.data_ptr(), weight=weight_OI.data_ptr(), tokens=num_tokens, hidden=hidden, inputs=inputs,
         out_stride=hidden, x_stride=x_TI.stride(0), stream=torch.cuda.current_stream(x_TI.device).cuda_stream,
@@ -90,21 +97,28 @@ def silu_mul_gemm_reference(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torc
     return (F.silu(gate_TH) * up_TH).to(torch.bfloat16)
 
 
-def silu_mul_gemm(x_TI: torch.Tensor, weight_OI: torch.Tensor, first: int = 1) -> torch.Tensor | None:
-    """silu(x Wgᵀ) · (x Wuᵀ) by the fastest configuration, measured once a shape and range of T. → [T, H]
+def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, first: int = 1) -> torch.Tensor:
+    """silu(x Wgᵀ) · (x Wuᵀ) in `token_chunks`, by the fastest of the kernels here and a product with `silu_mul_rows` behind it. → [T, H]
 
-    x_TI, weight_OI: bfloat16 on CUDA; first: the fewest tokens that a caller comes with. None: a product and `silu_mul_rows` are faster,
-    or take what no kernel here does, or nothing is built yet.
+    x_TI: rows may be strided. weight_OI: [Wg; Wu]. The way is measured once a shape and range of T; it is the latter for what no kernel
+    here takes, and until they are built. first: the fewest tokens that a caller comes with.
     """
-    num_tokens, inputs = x_TI.shape
-    if not x_TI.is_cuda or unsupported_reason(x_TI, weight_OI) is not None:
-        return None
-    library = load_silu_mul_gemms(x_TI.device)
+    out_TH = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0] // 2)
+    for at in token_chunks(x_TI.shape[0]):
+        _silu_mul_chunk(x_TI[at], weight_OI, out_TH[at], first)
+    return out_TH
+
+
+def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, first: int) -> None:
+    def separate(weight_OI: torch.Tensor) -> torch.Tensor:
+        return silu_mul_rows(cublaslt.linear(x_TI, weight_OI, first=first), out_TH)
+
+    is_taken = x_TI.is_cuda and unsupported_reason(x_TI, weight_OI) is None
+    library = load_silu_mul_gemms(x_TI.device) if is_taken else None
     if library is None:
-        return None
-    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        SEPARATE: lambda weight_OI: silu_mul_rows(cublaslt.linear(x_TI, weight_OI, first=first))
-    }
-    runs |= {kernel: functools.partial(run_silu_mul_gemm, library, kernel, x_TI) for kernel in KERNELS}
-    choice = fastest(f"silu_mul_gemm O={weight_OI.shape[0]} I={inputs}", num_tokens, runs, weight_OI, first)
-    return None if choice == SEPARATE else runs[choice](weight_OI)
+        separate(weight_OI)
+        return
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {SEPARATE: separate}
+    runs |= {kernel: functools.partial(run_silu_mul_gemm, library, kernel, x_TI, out_TH=out_TH) for kernel in KERNELS}
+    family = f"silu_mul_gemm O={weight_OI.shape[0]} I={x_TI.shape[1]}"
+    runs[fastest(family, x_TI.shape[0], runs, weight_OI, first)](weight_OI)

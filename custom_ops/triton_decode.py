@@ -230,10 +230,10 @@ def _decode_kernel(
 def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
     """(tile of keys, splits, stages, warps, fewest tokens a split) by the number of sequences, and the bytes of a cached value.
 
-    Few sequences are split finely; more of them only where they are long, because combining splits costs as much as 200 tokens. Many
-    of them fill the device, and one warp a program keeps the most loads in flight, but all wait for the longest: so those of more than
-    512 tokens (1024 of float8) are cut. Where the memory is to be the limit, tiles of float8 are twice as long: what a tile costs
-    besides its bytes is nearly all of the instructions that there is time for.
+    Few sequences are split finely. Many fill the device, and as they come longest first, the last to end are short: only those of more
+    than 2048 tokens (4096 of float8) are cut, so that nobody waits for a single one. Where there are so many that one warp each
+    keeps enough loads in flight, that is the fastest. Tiles of float8 are twice as long: what a tile costs besides its bytes is nearly
+    all of the instructions that there is time for.
     """
     groups = num_seqs * num_kv_heads
     if groups <= sms // 8:
@@ -241,10 +241,9 @@ def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2)
     if groups < sms:
         return 128, next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 1, 4, 256
     widening = 2 if itemsize == 1 else 1
-    if groups < 5 * sms:
-        return widening * 64, 1, 2, 4, widening * 64
-    splits = 4 if groups < 8 * sms else 2 if groups <= SPLIT_COUNTERS else 1
-    return widening * 32, splits, 2, 1, widening * 512
+    splits = 4 if groups <= SPLIT_COUNTERS else 1
+    block, warps = (64, 4) if groups < 8 * sms else (32, 1)
+    return widening * block, splits, 2, warps, widening * 2048
 
 
 def decode_attention(

@@ -108,10 +108,14 @@ def _rms_norm(
     return out_TI, sum_TI
 
 
-def silu_mul_rows(x_TI: torch.Tensor) -> torch.Tensor:
-    """y = silu(first half) · second half, in float32, rounded once. x_TI: [T, 2 * I], rows may be strided. → [T, I], x's dtype."""
+def silu_mul_rows(x_TI: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+    """y = silu(first half) · second half, in float32, rounded once. x_TI: [T, 2 * I], rows may be strided. → [T, I], x's dtype.
+
+    out_TI: contiguous, where the result is to be.
+    """
     num_tokens, half = x_TI.shape[0], x_TI.shape[1] // 2
-    out_TI = x_TI.new_empty(num_tokens, half)
+    if out_TI is None:
+        out_TI = x_TI.new_empty(num_tokens, half)
     if num_tokens:
         block = min(1024, next_power_of_2(half))
         pdl = supports_pdl(x_TI.device)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from custom_ops import cublaslt
 from custom_ops.compile_ahead import launch
-from custom_ops.silu_mul_gemm import silu_mul_gemm
+from custom_ops.silu_mul_gemm import silu_mul_linear
 from custom_ops.triton_common import (
     add_pairs,
     cdiv,
@@ -257,17 +257,13 @@ def fused_linear(
         x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
     if runs_small:
         return _small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
-    if bias_O is None and not silu_mul:
+    if bias_O is not None:
+        y_TO = F.linear(x_TI, weight_OI, bias_O)
+        y_TO = silu_mul_rows(y_TO) if silu_mul else y_TO
+    elif silu_mul:
+        y_TO = silu_mul_linear(x_TI, weight_OI, first=MAX_SMALL_TOKENS + 1)
+    else:
         return cublaslt.linear(x_TI, weight_OI, residual_TO, first=MAX_SMALL_TOKENS + 1)
-    y_TO = silu_mul_gemm(x_TI, weight_OI, first=MAX_SMALL_TOKENS + 1) if bias_O is None and silu_mul else None
-    if y_TO is None:
-        y_TO = (
-            cublaslt.linear(x_TI, weight_OI, first=MAX_SMALL_TOKENS + 1)
-            if bias_O is None
-            else F.linear(x_TI, weight_OI, bias_O)
-        )
-        if silu_mul:
-            y_TO = silu_mul_rows(y_TO)
     return y_TO if residual_TO is None else y_TO + residual_TO
 
 

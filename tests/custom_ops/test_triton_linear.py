@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops import triton_linear
+from custom_ops import triton_common, triton_linear
+from custom_ops.triton_common import token_chunks
 from custom_ops.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
 from custom_ops.triton_linear import fused_linear
 
@@ -116,3 +117,22 @@ def test_norms_and_activation() -> None:
     assert relative_error(normed, F.rms_norm((x + residual).double(), (72,), weight.double(), 1e-6)) < 1e-6
     gate, up = x.double().chunk(2, dim=-1)
     assert relative_error(silu_mul_rows(x), F.silu(gate) * up) < 1e-6
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 4095, 4096, 4097, 8192, 12289, 16384])
+def test_chunks_hold_every_token_once(num_tokens: int) -> None:
+    chunks = token_chunks(num_tokens)
+    assert [token for at in chunks for token in range(num_tokens)[at]] == list(range(num_tokens))
+    assert len(chunks) == -(-num_tokens // 4096)
+    assert all(at.stop - at.start <= 4096 for at in chunks)
+    assert all(at.start % 128 == 0 for at in chunks)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 70, 150])
+def test_silu_mul_of_a_long_prompt_in_chunks(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_common, "MAX_CHUNK_TOKENS", 64)
+    x, weight, residual = torch.randn(num_tokens, 40)[:, :32], torch.randn(48, 32), torch.randn(num_tokens, 24)
+    gate, up = F.linear(x.double(), weight.double()).chunk(2, -1)
+    y = fused_linear(x, weight, 48, silu_mul=True, residual_TO=residual)
+    assert y.shape == (num_tokens, 24)
+    torch.testing.assert_close(y.double(), F.silu(gate) * up + residual, rtol=1e-5, atol=1e-5)

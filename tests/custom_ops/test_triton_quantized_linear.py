@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops import quantized_linear_cuda, triton_quantized_matmul
+from custom_ops import quantized_linear_cuda, triton_common, triton_quantized_matmul
 from custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
 from custom_ops.quantized_linear_cuda import GEMV, TILE, QuantizedLinear, quantized_linear, quantized_mlp
 from custom_ops.scaled_gemm import EXPANDED, TORCH, gemm_names
@@ -200,10 +200,13 @@ def test_a_family_is_all_but_the_number_of_tokens() -> None:
 
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
-@pytest.mark.parametrize("num_tokens", [0, 1, 5, 40])
-def test_an_mlp_is_its_two_linears(num_tokens: int, activations: str, weight_dtype: torch.dtype) -> None:
-    """To the bit, whether SiLU-mul is a kernel of its own (few tokens) or rounds as well."""
+@pytest.mark.parametrize(("num_tokens", "most"), [(0, 4096), (1, 4096), (5, 4096), (40, 4096), (40, 20)])
+def test_an_mlp_is_its_two_linears(
+    num_tokens: int, most: int, activations: str, weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, whether SiLU-mul is a kernel of its own (few tokens) or rounds as well, and in chunks of tokens, too."""
     torch.manual_seed(num_tokens)
+    monkeypatch.setattr(triton_common, "MAX_CHUNK_TOKENS", most)
     a = arguments(num_tokens, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float16)
     b = arguments(num_tokens, 48, 32, False, True, activations, row_scales, weight_dtype, torch.float16)
     a["residual_TO"] = None
@@ -216,6 +219,15 @@ def test_an_mlp_is_its_two_linears(num_tokens: int, activations: str, weight_dty
     out = quantized_mlp(*mlp)  # type: ignore[arg-type]
     assert out.shape == (num_tokens, 48)
     assert torch.equal(out, expected)
+    if (
+        most < num_tokens and weight_dtype == torch.int8
+    ):  # the products' results go where they belong, or are copied there
+        for way in (TILE, TORCH):
+            with monkeypatch.context() as patched:
+                patched.setattr(
+                    QuantizedLinear, "fastest_way", lambda linear, way=way: way if way in linear.ways() else TILE
+                )
+                assert relative_error(quantized_mlp(*mlp), expected) < 1e-2  # type: ignore[arg-type]
     if activations != "none":
         come_rounded = quantized_mlp(*mlp, *linear_of(a).operand())
         assert torch.equal(come_rounded, expected)
