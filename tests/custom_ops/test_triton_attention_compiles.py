@@ -106,7 +106,9 @@ def test_pages_come_as_bytes_and_are_widened_two_at_a_time(ptx: dict[str, str], 
 
 
 ROUNDED = [
-    f"{kind} {num_seqs}" for kind in ("token", "int8", "group", "group of heads", "static") for num_seqs in (1, 256, 9000)
+    f"{kind} {num_seqs}"
+    for kind in ("token", "int8", "group", "group of heads", "static")
+    for num_seqs in (1, 256, 9000)
 ]
 
 
