@@ -16,8 +16,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SPLIT_COUNTERS = 1 << 16  # output tiles that one split launch may have
-MAX_CHUNK_TOKENS = 4096  # of an MLP's products: see `token_chunks`
-_CHUNK_ROUNDING = 128  # a product's tile of tokens
+MAX_CHUNK_TOKENS = 2048  # of an MLP's products: see `token_chunks`
+_CHUNK_ROUNDING = 256  # two tiles of tokens of the products: the two of a cluster
 TRITON_TYPES = {
     torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int8: tl.int8,
     torch.float8_e4m3fn: tl.float8e4nv,
@@ -128,7 +128,7 @@ def supports_pdl(device: torch.device) -> bool:
 def token_chunks(num_tokens: int) -> list[slice]:
     """The tokens of a long prompt, in as few chunks of at most MAX_CHUNK_TOKENS as there can be, about equally long.
 
-    An MLP's intermediate values are far larger than L2, and its products run at the device's power limit: over chunks of 4096 tokens
+    An MLP's intermediate values are far larger than L2, and its products run at the device's power limit: over chunks of 2048 tokens
     each takes less than over 16384 at once (`benchmarks.ops_gpu_tune --sections chunks`), and the values between take less memory.
     """
     size = cdiv(num_tokens, cdiv(num_tokens, MAX_CHUNK_TOKENS) or 1)

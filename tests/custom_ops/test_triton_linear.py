@@ -11,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
 from custom_ops import triton_common, triton_linear
-from custom_ops.triton_common import token_chunks
+from custom_ops.triton_common import MAX_CHUNK_TOKENS, token_chunks
 from custom_ops.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
 from custom_ops.triton_linear import fused_linear
 
@@ -119,13 +119,13 @@ def test_norms_and_activation() -> None:
     assert relative_error(silu_mul_rows(x), F.silu(gate) * up) < 1e-6
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 4095, 4096, 4097, 8192, 12289, 16384])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2047, 2048, 2049, 4096, 6145, 16384])
 def test_chunks_hold_every_token_once(num_tokens: int) -> None:
     chunks = token_chunks(num_tokens)
     assert [token for at in chunks for token in range(num_tokens)[at]] == list(range(num_tokens))
-    assert len(chunks) == -(-num_tokens // 4096)
-    assert all(at.stop - at.start <= 4096 for at in chunks)
-    assert all(at.start % 128 == 0 for at in chunks)
+    assert len(chunks) == -(-num_tokens // MAX_CHUNK_TOKENS)
+    assert all(at.stop - at.start <= MAX_CHUNK_TOKENS for at in chunks)
+    assert all(at.start % 256 == 0 for at in chunks)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 70, 150])

@@ -200,7 +200,7 @@ def test_a_family_is_all_but_the_number_of_tokens() -> None:
 
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
-@pytest.mark.parametrize(("num_tokens", "most"), [(0, 4096), (1, 4096), (5, 4096), (40, 4096), (40, 20)])
+@pytest.mark.parametrize(("num_tokens", "most"), [(0, 2048), (1, 2048), (5, 2048), (40, 2048), (40, 20)])
 def test_an_mlp_is_its_two_linears(
     num_tokens: int, most: int, activations: str, weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

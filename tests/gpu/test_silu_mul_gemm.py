@@ -135,6 +135,6 @@ def test_the_choice(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("way", [SEPARATE, *KERNELS])
 def test_chunks_of_a_long_prompt(library: ctypes.CDLL, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silu_mul_gemm, "fastest", lambda *_: way)
-    x, weight = operands(2 * 4096 + 1000, 256, 128)
+    x, weight = operands(2 * 2048 + 1000, 256, 128)
     result, reference = silu_mul_linear(x, weight), expected(x, weight)
     assert (result.double() - reference).norm() / reference.norm() < 5e-3
