@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["fa2", "fa3"]
 
+_LONGEST_CAUSE = 300  # characters
+
 
 def flashinfer_unavailable_reason(device: torch.device) -> str | None:
     """None when FlashInfer may be used on the device, else one sentence why not. Does not import it."""
@@ -126,10 +128,12 @@ class FlashInferModules:
             spec.build(verbose=False)
             self._store(spec.name, spec.jit_library_path)
         except Exception as error:
-            self._state[variant] = f"failed: {error}"
+            reason = _cause(error)
+            self._state[variant] = f"failed: {reason}"
             logger.warning(
-                "FlashInfer's %s prefill module could not be built, Triton's kernels stay in use: %s", variant, error
+                "FlashInfer's %s prefill module could not be built, Triton's kernels stay in use: %s", variant, reason
             )
+            logger.debug("what building it said", exc_info=error)
             return
         self._state[variant] = "built"
         logger.info(
@@ -181,3 +185,10 @@ class FlashInferModules:
                 self._store(source.parent.name, source)
                 written.append(target)
         return written
+
+
+def _cause(error: Exception) -> str:
+    """The line of a build's output that says what is wrong: compilers' commands around it fill pages."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    wanted = (line for sign in ("error:", "cannot find", "error") for line in lines if sign in line.lower())
+    return next(wanted, lines[0]).strip()[:_LONGEST_CAUSE]
