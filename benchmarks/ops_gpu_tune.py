@@ -2,7 +2,7 @@
 by number of tokens; a prompt's linears whole and in chunks of tokens; decode attention over sequences of differing lengths. JSON lines.
 
 usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,products,chunks,lengths] [--models llama-8b,qwen3-0.6b]
-What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config` and `token_range`.
+What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config`, `token_range` and `MAX_CHUNK_TOKENS`.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def section_chunks(shape: Shape, sweep: bool) -> None:
             "o": lambda w, at, x=attended, r=residual: linear(x[at], w["o"], r[at]),  # type: ignore[misc]
             "down": lambda w, at, x=inner, r=residual: linear(x[at], w["down"], r[at]),  # type: ignore[misc]
         }
-        for kernel in (None, *KERNELS):
+        for kernel in (None, *(KERNELS if library is not None else ())):
 
             def gate_up(w: dict[str, Any], at: slice, x: Any = x, kernel: str | None = kernel) -> torch.Tensor:
                 return activate(x[at], w["gate_up"], kernel)

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 _WIDTHS = ((64, 1024), (128, 2048), (256, 4096), (2048, math.inf))  # of ranges up to so many tokens
 _SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: tiles have no fewer
 _SOURCES = ("triton_quantized_gemv.py", "triton_quantized_matmul.py", "triton_quantize.py", "triton_elementwise.py",
-            "quantized_linear.py", "quantized_linear_cuda.py", "quantization.py", "scaled_gemm.py", "cublaslt.py",
-            "triton_common.py")  # fmt: skip
+            "quantized_linear.py", "quantized_linear_cuda.py", "quantization.py", "scaled_gemm.py", "cutlass_gemm.py", "cublaslt.py",
+            "silu_mul_gemm.py", "triton_common.py")  # fmt: skip
 _SHOWN = 40  # letters of a candidate's name in the log: cuBLASLt's algorithms have 128
 _MAX_COPIES = 16
 _MAX_COLD_TOKENS = 256  # beyond, a weight is read so often that where it lies at first does not matter

@@ -189,6 +189,7 @@ class FlashInferModules:
 
 def _cause(error: Exception) -> str:
     """The line of a build's output that says what is wrong: compilers' commands around it fill pages."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    wanted = (line for sign in ("error:", "cannot find", "error") for line in lines if sign in line.lower())
-    return next(wanted, lines[0]).strip()[:_LONGEST_CAUSE]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    signs = ("cannot find", "error:", "fatal", "error")  # "collect2: error:" follows what the linker cannot find
+    wanted = (line for sign in signs for line in lines if sign in line.lower())
+    return next(wanted, lines[0])[:_LONGEST_CAUSE]

@@ -22,7 +22,7 @@ from custom_ops.cutlass_gemm import load_gemms
 from custom_ops.quantization import Activations, Rounded
 from custom_ops.quantized_linear import check_arguments, pair_of, reads_rounded
 from custom_ops.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
-from custom_ops.triton_common import token_chunks
+from custom_ops.token_chunks import token_chunks
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
 from custom_ops.triton_quantized_gemv import gemv
@@ -200,7 +200,7 @@ def quantized_mlp(
             rounded=None if rounded is None else (rounded[0][at], rounded[1][at]),
         )  # fmt: skip
         way, inner_rounded = gate_up.fastest_way(), None
-        if way in (GEMV, TILE) or num_tokens == 1 or activations == "none":
+        if way in (GEMV, TILE) or gate_up.x_TI.shape[0] == 1 or activations == "none":
             inner_TI = gate_up.run(way)
         else:
             both_TO = gate_up.gate_and_up(way)

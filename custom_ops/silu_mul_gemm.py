@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from custom_ops import cublaslt
 from custom_ops.build_cuda import NvccLibrary, cutlass_library, load_or_build
 from custom_ops.choices import fastest
-from custom_ops.triton_common import token_chunks
+from custom_ops.token_chunks import token_chunks
 from custom_ops.triton_elementwise import silu_mul_rows
 
 # Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.

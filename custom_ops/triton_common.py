@@ -16,8 +16,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SPLIT_COUNTERS = 1 << 16  # output tiles that one split launch may have
-MAX_CHUNK_TOKENS = 2048  # of an MLP's products: see `token_chunks`
-_CHUNK_ROUNDING = 256  # two tiles of tokens of the products: the two of a cluster
 TRITON_TYPES = {
     torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int8: tl.int8,
     torch.float8_e4m3fn: tl.float8e4nv,
@@ -123,17 +121,6 @@ def next_power_of_2(n: int) -> int:
 def supports_pdl(device: torch.device) -> bool:
     """Whether kernels on this device may be launched with `launch_pdl`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def token_chunks(num_tokens: int) -> list[slice]:
-    """The tokens of a long prompt, in as few chunks of at most MAX_CHUNK_TOKENS as there can be, about equally long.
-
-    An MLP's intermediate values are far larger than L2, and its products run at the device's power limit: over chunks of 2048 tokens
-    each takes less than over 16384 at once (`benchmarks.ops_gpu_tune --sections chunks`), and the values between take less memory.
-    """
-    size = cdiv(num_tokens, cdiv(num_tokens, MAX_CHUNK_TOKENS) or 1)
-    size = min(MAX_CHUNK_TOKENS, cdiv(size, _CHUNK_ROUNDING) * _CHUNK_ROUNDING)
-    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size or 1)]
 
 
 @functools.cache

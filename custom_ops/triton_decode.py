@@ -231,9 +231,10 @@ def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2)
     """(tile of keys, splits, stages, warps, fewest tokens a split) by the number of sequences, and the bytes of a cached value.
 
     Few sequences are split finely. Many fill the device, and as they come longest first, the last to end are short: only those of more
-    than 2048 tokens (4096 of float8) are cut, so that nobody waits for a single one. Where there are so many that one warp each
-    keeps enough loads in flight, that is the fastest. Tiles of float8 are twice as long: what a tile costs besides its bytes is nearly
-    all of the instructions that there is time for.
+    than 2048 tokens (4096 of float8) are cut, so that nobody waits for a single one. (That the kernel can cut costs it some per cent
+    where nothing is long; 64 sequences of which four have 8000 tokens take 111 µs instead of 268.) Where there are so many that one warp
+    each keeps enough loads in flight, that is the fastest. Tiles of float8 are twice as long: what a tile costs besides its bytes
+    is nearly all of the instructions that there is time for.
     """
     groups = num_seqs * num_kv_heads
     if groups <= sms // 8:

@@ -188,6 +188,10 @@ def test_configurations_are_powers_of_two() -> None:
         assert block_c & (block_c - 1) == 0
         assert min_split >= block_c
         assert splits == 1 or num_seqs * 8 <= SPLIT_COUNTERS
+    assert triton_decode.decode_config(64, 8, 132) == (64, 4, 2, 4, 2048)
+    assert triton_decode.decode_config(131, 8, 132) == (64, 4, 2, 4, 2048)
+    assert triton_decode.decode_config(132, 8, 132) == (32, 4, 2, 1, 2048)
+    assert triton_decode.decode_config(132, 8, 132, itemsize=1) == (64, 4, 2, 1, 4096)
     assert triton_decode.decode_config(2048, 32, 132)[1] > 1
     assert triton_decode.decode_config(2049, 32, 132)[1] == 1  # a counter for each would be too many
 

@@ -22,6 +22,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlashInferModule
 
 
 NO_HEADER = "x.h:52:10: fatal error: curand_kernel.h: No such file"
+NO_SUCH_GPU = "nvcc fatal   : Unsupported gpu architecture 'compute_90a'"
 NO_LIBRARY = "/usr/bin/ld: cannot find -lcuda: No such file"
 
 
@@ -29,9 +30,10 @@ NO_LIBRARY = "/usr/bin/ld: cannot find -lcuda: No such file"
     ("output", "cause"),
     [
         (f"Ninja build failed. Ninja output:\n[1/9] nvcc -I/errors x.cu\n{NO_HEADER}\n  52 |", NO_HEADER),
-        (f"Ninja build failed.\nc++ a.o -lcuda\n{NO_LIBRARY}\ncollect2: error", NO_LIBRARY),
+        (f"Ninja build failed.\nc++ a.o -lcuda\n{NO_LIBRARY}\ncollect2: error: ld returned 1 exit status", NO_LIBRARY),
         ("no nvcc" + "!" * 1000, "no nvcc" + "!" * 293),
-        ("", "RuntimeError"),
+        (f"Ninja build failed. Ninja output:\n\n{NO_SUCH_GPU}\nninja: stopped", NO_SUCH_GPU),
+        ("\n", "RuntimeError"),
     ],
 )
 def test_a_failed_build_is_one_line(

@@ -58,7 +58,7 @@ for name, round_to, head_dim in (
     ("token", RoundTo(dtype=FP8), 128), ("int8", RoundTo(dtype=torch.int8), 128), ("group", RoundTo(dtype=FP8, per_group=True), 128),
     ("group of heads", RoundTo(dtype=FP8, per_group=True), 64), ("static", RoundTo(dtype=FP8, input_scale=torch.ones(1)), 128),
 ):
-    for num_seqs in (1, 256, 9000):
+    for num_seqs in (1, 64, 256):
         tile, splits, stages, warps, min_split = decode_config(num_seqs, 8, 132)
         constants = {"BLOCK_C": tile, "SPLITS": splits, "MIN_SPLIT": min_split, "STAGES": stages}
         constants |= {"HEAD_DIM": head_dim, "BLOCK_E": head_dim, "BLOCK_R": head_dim // 2}
@@ -106,23 +106,20 @@ def test_pages_come_as_bytes_and_are_widened_two_at_a_time(ptx: dict[str, str], 
 
 
 ROUNDED = [
-    f"{kind} {num_seqs}"
-    for kind in ("token", "int8", "group", "group of heads", "static")
-    for num_seqs in (1, 256, 9000)
+    f"{kind} {num_seqs}" for kind in ("token", "int8", "group", "group of heads", "static") for num_seqs in (1, 64, 256)
 ]
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_output_is_rounded_in_the_same_kernel(ptx: dict[str, str], name: str) -> None:
-    kind, _, num_seqs = name.rpartition(" ")
+    kind = name.rpartition(" ")[0]
     lines = ptx[name].splitlines()
     assert any("cvt.rn.satfinite.e4m3x2.f32" in line for line in lines) == (kind != "int8")
     assert any("griddepcontrol.wait" in line for line in lines)
     # Programs count each other where splits are combined, and where a head is not rounded by itself: where its output may end.
-    has_splits, in_place = num_seqs != "9000", kind in ("group", "static")
-    assert sum("atom." in line for line in lines) == has_splits + (0 if in_place else 2 + has_splits)
-    # What other programs stored is read past L1.
-    assert any("ld.global.cg.v4" in line for line in lines) == (has_splits or not in_place)
+    in_place = kind in ("group", "static")
+    assert sum("atom." in line for line in lines) == 1 + (0 if in_place else 3)
+    assert any("ld.global.cg.v4" in line for line in lines)  # what other programs stored is read past L1
 
 
 def test_a_decode_that_is_not_rounded_counts_nothing(ptx: dict[str, str]) -> None:

@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops import triton_common, triton_linear
-from custom_ops.triton_common import MAX_CHUNK_TOKENS, token_chunks
+from custom_ops import token_chunks as token_chunks_module
+from custom_ops import triton_linear
+from custom_ops.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from custom_ops.triton_elementwise import add_rms_norm, rms_norm, silu_mul_rows
 from custom_ops.triton_linear import fused_linear
 
@@ -119,18 +120,21 @@ def test_norms_and_activation() -> None:
     assert relative_error(silu_mul_rows(x), F.silu(gate) * up) < 1e-6
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2047, 2048, 2049, 4096, 6145, 16384])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2047, 2048, 2049, 4096, 6145, 14337, 16384, 16385])
 def test_chunks_hold_every_token_once(num_tokens: int) -> None:
     chunks = token_chunks(num_tokens)
     assert [token for at in chunks for token in range(num_tokens)[at]] == list(range(num_tokens))
     assert len(chunks) == -(-num_tokens // MAX_CHUNK_TOKENS)
     assert all(at.stop - at.start <= MAX_CHUNK_TOKENS for at in chunks)
     assert all(at.start % 256 == 0 for at in chunks)
+    assert all(
+        at.stop - at.start >= min(num_tokens, 769) for at in chunks
+    )  # of 9 units in two chunks the last may begin with one token
 
 
 @pytest.mark.parametrize("num_tokens", [0, 70, 150])
 def test_silu_mul_of_a_long_prompt_in_chunks(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_common, "MAX_CHUNK_TOKENS", 64)
+    monkeypatch.setattr(token_chunks_module, "MAX_CHUNK_TOKENS", 64)
     x, weight, residual = torch.randn(num_tokens, 40)[:, :32], torch.randn(48, 32), torch.randn(num_tokens, 24)
     gate, up = F.linear(x.double(), weight.double()).chunk(2, -1)
     y = fused_linear(x, weight, 48, silu_mul=True, residual_TO=residual)

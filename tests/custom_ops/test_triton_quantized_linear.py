@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from custom_ops import quantized_linear_cuda, triton_common, triton_quantized_matmul
+from custom_ops import quantized_linear_cuda, token_chunks, triton_quantized_matmul
 from custom_ops.quantization import block_scales, dequantize_weight, quantize_weight, row_scales
 from custom_ops.quantized_linear_cuda import GEMV, TILE, QuantizedLinear, quantized_linear, quantized_mlp
 from custom_ops.scaled_gemm import EXPANDED, TORCH, gemm_names
@@ -206,7 +206,7 @@ def test_an_mlp_is_its_two_linears(
 ) -> None:
     """To the bit, whether SiLU-mul is a kernel of its own (few tokens) or rounds as well, and in chunks of tokens, too."""
     torch.manual_seed(num_tokens)
-    monkeypatch.setattr(triton_common, "MAX_CHUNK_TOKENS", most)
+    monkeypatch.setattr(token_chunks, "MAX_CHUNK_TOKENS", most)
     a = arguments(num_tokens, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float16)
     b = arguments(num_tokens, 48, 32, False, True, activations, row_scales, weight_dtype, torch.float16)
     a["residual_TO"] = None
@@ -219,15 +219,23 @@ def test_an_mlp_is_its_two_linears(
     out = quantized_mlp(*mlp)  # type: ignore[arg-type]
     assert out.shape == (num_tokens, 48)
     assert torch.equal(out, expected)
-    if (
-        most < num_tokens and weight_dtype == torch.int8
-    ):  # the products' results go where they belong, or are copied there
-        for way in (TILE, TORCH):
-            with monkeypatch.context() as patched:
-                patched.setattr(
-                    QuantizedLinear, "fastest_way", lambda linear, way=way: way if way in linear.ways() else TILE
-                )
-                assert relative_error(quantized_mlp(*mlp), expected) < 1e-2  # type: ignore[arg-type]
     if activations != "none":
         come_rounded = quantized_mlp(*mlp, *linear_of(a).operand())
         assert torch.equal(come_rounded, expected)
+
+
+@pytest.mark.parametrize("way", [TILE, TORCH])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_products_of_chunks_go_where_they_belong(has_residual: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QuantizedLinear, "fastest_way", lambda _: way)
+    a = arguments(50, 64, 96, True, False, "dynamic", row_scales, torch.int8, torch.float16)
+    b = arguments(50, 48, 32, False, False, "dynamic", row_scales, torch.int8, torch.float16)
+    b["residual_TO"] = torch.randn(50, 48).half() if has_residual else None
+    mlp = (
+        a["x_TI"], a["weight_OI"], a["scale"], 32, None, 1e-5, None, None, b["weight_OI"], b["scale"], 48, None, b["residual_TO"],
+        None, "dynamic",
+    )  # fmt: skip
+    at_once = quantized_mlp(*mlp)  # type: ignore[arg-type]
+    assert relative_error(at_once, reference(b | {"x_TI": linear_of(a).run(way)})) < 1e-2
+    monkeypatch.setattr(token_chunks, "MAX_CHUNK_TOKENS", 20)
+    assert torch.equal(quantized_mlp(*mlp), at_once)  # type: ignore[arg-type]

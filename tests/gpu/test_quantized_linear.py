@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from custom_ops import quantized_linear_cuda
-from custom_ops.quantization import block_scales, quantize_weight, row_scales
+from custom_ops.quantization import block_scales, quantize_activations, quantize_weight, row_scales
 from custom_ops.quantized_linear import quantized_linear
 from custom_ops.quantized_linear_cuda import QuantizedLinear
 from custom_ops.quantized_mlp import quantized_mlp
@@ -110,3 +110,15 @@ def test_an_mlp_is_its_two_linears(weight_dtype, scales, activations, num_tokens
         middle, down, down_scale, out, None, 1e-5, None, False, residual, activations, input_scale
     )
     assert relative_error(result, expected) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_scales_are_those_of_a_cpu(dtype: torch.dtype) -> None:
+    """To the bit: with a largest value of 3.5 many values lie right between two of 8 bits, and the scale's last bit decides."""
+    x = torch.randn(300, 640).bfloat16().clamp(-3.5, 3.5)
+    x[::3, ::128] = 3.5
+    for scale in (row_scales, block_scales):
+        assert torch.equal(scale(x.to(CUDA), dtype).cpu(), scale(x, dtype))
+    for per_group in (False, True):
+        on_gpu, on_cpu = (quantize_activations(y, dtype, per_group=per_group) for y in (x.to(CUDA), x))
+        assert all(torch.equal(a.cpu().float(), b.float()) for a, b in zip(on_gpu, on_cpu, strict=True))

@@ -133,7 +133,12 @@ def test_the_choice(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("way", [SEPARATE, *KERNELS])
-def test_chunks_of_a_long_prompt(library: ctypes.CDLL, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_a_long_prompt(
+    library: ctypes.CDLL, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Choices(tmp_path / "choices.json")
+    for module in (cublaslt, choices_module):
+        monkeypatch.setattr(module, "choices_of", lambda device: kept)
     monkeypatch.setattr(silu_mul_gemm, "fastest", lambda *_: way)
     x, weight = operands(2 * 2048 + 1000, 256, 128)
     result, reference = silu_mul_linear(x, weight), expected(x, weight)
