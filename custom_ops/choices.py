@@ -66,14 +66,15 @@ class Choices:
         self._given_up: set[str] = set()  # until the next start
 
     def get(
-        self, family: str, num_tokens: int, names: Sequence[str], seconds: Callable[[str], float] | None, first: int = 1
-    ) -> str:
+        self, family: str, num_tokens: int, names: Sequence[str], seconds: Callable[[str], float] | None, first: int = 1,
+        most: int = 1,
+    ) -> str:  # fmt: skip
         """The choice among names (the first: the one preferred without measuring), measured where none is known.
 
         seconds: how long a candidate takes; one that raises is left out. None: nothing may be measured now. first: the fewest tokens that
-            anyone asks for with.
+            anyone asks for with. most: as many may come, whatever num_tokens is now.
         """
-        self._was_asked(family, num_tokens, first)
+        self._was_asked(family, max(num_tokens, most), first)
         problem = _problem(family, token_range(num_tokens))
         known = self._chosen.get(problem)
         if known is not None and known in names:
@@ -167,12 +168,13 @@ def no_measuring() -> Iterator[None]:
 
 def fastest(
     family: str, num_tokens: int, runs: Mapping[str, Callable[[torch.Tensor], object]], weight: torch.Tensor,
-    first: int = 1,
+    first: int = 1, most: int = 1,
 ) -> str:  # fmt: skip
     """The name of the fastest of several functions of a weight, measured once a family and range of token counts.
 
-    first: the fewest tokens that anyone asks for with. Measuring waits for the device, which nothing may do inside a graph's capture:
-    there, under `no_measuring`, in `compile_ahead` and on other devices, what was not measured is the first of them.
+    first, most: the fewest tokens that anyone asks for with; as many as may come, whatever num_tokens is now. Measuring waits for the
+    device, which nothing may do inside a graph's capture: there, under `no_measuring`, in `compile_ahead` and on other devices, what
+    was not measured is the first of them.
     """
     names = tuple(runs)
     if weight.device.type != "cuda":
@@ -181,11 +183,11 @@ def fastest(
     if is_compiling_ahead():
         if _may_measure and choices.known(family, num_tokens, first) is None:
             _compile_all(runs, weight)
-        return choices.get(family, num_tokens, names, None, first)
+        return choices.get(family, num_tokens, names, None, first, most)
     if not _may_measure or torch.cuda.is_current_stream_capturing():
-        return choices.get(family, num_tokens, names, None, first)
+        return choices.get(family, num_tokens, names, None, first, most)
     timer = _Timer(weight, is_cold=num_tokens <= _MAX_COLD_TOKENS)
-    choice = choices.get(family, num_tokens, names, lambda name: timer.seconds(runs[name]), first)
+    choice = choices.get(family, num_tokens, names, lambda name: timer.seconds(runs[name]), first, most)
     timer.clear()
     return choice
 

@@ -22,7 +22,7 @@ from custom_ops.cutlass_gemm import load_gemms
 from custom_ops.quantization import Activations, Rounded
 from custom_ops.quantized_linear import check_arguments, pair_of, reads_rounded
 from custom_ops.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
-from custom_ops.token_chunks import token_chunks
+from custom_ops.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
 from custom_ops.triton_quantize import quantize_rows
 from custom_ops.triton_quantized_gemv import gemv
@@ -81,10 +81,10 @@ class QuantizedLinear:
         is_float8 = self.weight_OI.is_cuda and self.weight_OI.dtype == torch.float8_e4m3fn
         return is_float8 and load_gemms(self.weight_OI.device) is not None
 
-    def fastest_way(self) -> str:
-        """The way to take: measured, where it may be."""
+    def fastest_way(self, most: int = 1) -> str:
+        """The way to take: measured, where it may be. most: as many tokens may come, whatever there are now."""
         runs = {way: partial(self.run, way) for way in self.ways()}
-        return fastest(self.family(), self.x_TI.shape[0], runs, self.weight_OI)
+        return fastest(self.family(), self.x_TI.shape[0], runs, self.weight_OI, most=most)
 
     def run(self, way: str, weight_OI: torch.Tensor | None = None, out_TO: torch.Tensor | None = None) -> torch.Tensor:
         """The result by one of `ways`. weight_OI: in place of the weight (when measuring). out_TO: contiguous, where it is to be."""
@@ -191,6 +191,7 @@ def quantized_mlp(
     Where the first is a library's product, one kernel takes SiLU-mul of it and rounds that for the second.
     """
     num_tokens = x_TI.shape[0]
+    most = min(num_tokens, MAX_CHUNK_TOKENS)  # of a chunk of any prompt that is no longer
     x_TI, residual_TO, rounded = _rows(x_TI), _rows(residual_TO), pair_of(rounded_TI, rounded_scale)
 
     def run(at: slice, out_TO: torch.Tensor | None = None) -> torch.Tensor:
@@ -199,7 +200,7 @@ def quantized_mlp(
             bias_O=gate_up_bias_O, silu_mul=True, activations=activations, input_scale=gate_up_input_scale,
             rounded=None if rounded is None else (rounded[0][at], rounded[1][at]),
         )  # fmt: skip
-        way, inner_rounded = gate_up.fastest_way(), None
+        way, inner_rounded = gate_up.fastest_way(most), None
         if way in (GEMV, TILE) or gate_up.x_TI.shape[0] == 1 or activations == "none":
             inner_TI = gate_up.run(way)
         else:
@@ -213,7 +214,7 @@ def quantized_mlp(
             residual_TO=None if residual_TO is None else residual_TO[at], activations=activations, input_scale=down_input_scale,
         )  # fmt: skip
         # The way is that of a linear that rounds by itself: for several tokens all ways would round alike.
-        return replace(down, rounded=inner_rounded).run(down.fastest_way(), out_TO=out_TO)
+        return replace(down, rounded=inner_rounded).run(down.fastest_way(most), out_TO=out_TO)
 
     chunks = token_chunks(num_tokens)
     if len(chunks) == 1:

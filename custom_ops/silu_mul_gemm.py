@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from custom_ops import cublaslt
 from custom_ops.build_cuda import NvccLibrary, cutlass_library, load_or_build
 from custom_ops.choices import fastest
-from custom_ops.token_chunks import token_chunks
+from custom_ops.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from custom_ops.triton_elementwise import silu_mul_rows
 
 # Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
@@ -104,12 +104,13 @@ def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, first: int = 1)
     here takes, and until they are built. first: the fewest tokens that a caller comes with.
     """
     out_TH = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0] // 2)
+    most = min(x_TI.shape[0], MAX_CHUNK_TOKENS)  # of a chunk of any prompt that is no longer
     for at in token_chunks(x_TI.shape[0]):
-        _silu_mul_chunk(x_TI[at], weight_OI, out_TH[at], first)
+        _silu_mul_chunk(x_TI[at], weight_OI, out_TH[at], first, most)
     return out_TH
 
 
-def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, first: int) -> None:
+def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, first: int, most: int) -> None:
     def separate(weight_OI: torch.Tensor) -> torch.Tensor:
         return silu_mul_rows(cublaslt.linear(x_TI, weight_OI, first=first), out_TH)
 
@@ -121,4 +122,4 @@ def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.T
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {SEPARATE: separate}
     runs |= {kernel: functools.partial(run_silu_mul_gemm, library, kernel, x_TI, out_TH=out_TH) for kernel in KERNELS}
     family = f"silu_mul_gemm O={weight_OI.shape[0]} I={x_TI.shape[1]}"
-    runs[fastest(family, x_TI.shape[0], runs, weight_OI, first)](weight_OI)
+    runs[fastest(family, x_TI.shape[0], runs, weight_OI, first, most)](weight_OI)

@@ -26,7 +26,6 @@ from custom_ops.choices import no_measuring, token_range, token_ranges, unmeasur
 from custom_ops.collectives import gather_objects, join_tensor_parallel_group, tensor_parallel_group
 from custom_ops.compile_ahead import compile_ahead
 from custom_ops.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
-from custom_ops.token_chunks import MAX_CHUNK_TOKENS
 from models.registry import build_model
 from models.spec import ModelSpec
 from runtime import memory
@@ -356,11 +355,6 @@ class Worker:
         runner = self.runner
         runner.warm_up(1, 1)
         runner.warm_up(min(8, runner.max_num_tokens), 1)
-        if (
-            self.device.type == "cuda"
-        ):  # what runs in chunks of a long step's tokens is asked for with the longest chunk, to be listed
-            with no_measuring():
-                runner.warm_up(min(MAX_CHUNK_TOKENS, runner.max_num_tokens), 1)
         # Each range of token counts once, where linears still have to find out by measuring how they run: those of decodes before their
         # graphs are captured, the others in idle moments, from few to many, and no graph of these is captured before.
         unmeasured = self._of_any_rank(unmeasured_token_counts(self.device, runner.max_num_tokens))

@@ -81,6 +81,8 @@ def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
     assert choices.known("large", 100, first=65) == "a"
     assert choices.unmeasured(64) == ()
     assert choices.unmeasured(300) == (192, 256, 300)
+    choices.get("in chunks", 1024, ("a", "b"), None, first=512, most=1100)  # a chunk; longer ones may come
+    assert choices.unmeasured(2048)[-3:] == (960, 1024, 1152)
 
 
 def test_ranges_of_token_counts() -> None:

@@ -155,7 +155,7 @@ def test_x_that_comes_rounded_is_not_rounded_again(num_tokens: int, scales, monk
     for way, y in expected.items():
         assert torch.equal(rounded.run(way), y), way
     assert rounded.family() == f"{linear.family()} comes_rounded"
-    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, *_: next(iter(expected)))
+    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, *_, **__: next(iter(expected)))
     assert torch.equal(
         quantized_linear(**a, rounded_TI=rounded.rounded[0], rounded_scale=rounded.rounded[1]),  # type: ignore[index]
         next(iter(expected.values())),
@@ -227,7 +227,7 @@ def test_an_mlp_is_its_two_linears(
 @pytest.mark.parametrize("way", [TILE, TORCH])
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_products_of_chunks_go_where_they_belong(has_residual: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QuantizedLinear, "fastest_way", lambda _: way)
+    monkeypatch.setattr(QuantizedLinear, "fastest_way", lambda *_: way)
     a = arguments(50, 64, 96, True, False, "dynamic", row_scales, torch.int8, torch.float16)
     b = arguments(50, 48, 32, False, False, "dynamic", row_scales, torch.int8, torch.float16)
     b["residual_TO"] = torch.randn(50, 48).half() if has_residual else None

@@ -158,7 +158,7 @@ def test_one_token_is_rounded_by_who_reads_it(out_features: int, features: int) 
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-block"])
 def test_a_captured_decode_step_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """The same tokens as without it, where both compute products in the same way."""
-    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, num_tokens, runs, weight: next(iter(runs)))
+    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, num_tokens, runs, *_, **__: next(iter(runs)))
     folder = write_tiny_model(tmp_path / "tiny")
     wide = {
         "hidden_size": 256,
