@@ -67,7 +67,8 @@ def in_turns_ms(
     graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = 3, heat_ms: float = 300.0
 ) -> dict[str, float]:
     """Name → the median of the rounds' times of one replay, in milliseconds: graphs take turns on a device that has been at work for
-    heat_ms, so that none has the cooler one."""
+    heat_ms, so that none has the cooler one.
+    """
     first = next(iter(graphs.values()))
     for _ in range(int(heat_ms / max(replay_ms(first, budget_ms=1.0, groups=1), 1e-3))):
         first.replay()

@@ -129,7 +129,7 @@ def test_chunks_hold_every_token_once(num_tokens: int) -> None:
     assert all(at.start % 256 == 0 for at in chunks)
     assert all(
         at.stop - at.start >= min(num_tokens, 769) for at in chunks
-    )  # of 9 units in two chunks the last may begin with one token
+    )  # four units, of the last of which one token
 
 
 @pytest.mark.parametrize("num_tokens", [0, 70, 150])
