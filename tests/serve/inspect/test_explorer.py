@@ -22,6 +22,12 @@ pytestmark = pytest.mark.skipif(
     reason="there is no chromium with chromedriver (Debian: apt install chromium chromium-driver)",
 )
 VIEWS = ("pipeline", "graph", "diff", "reasons", "numbers", "timings", "memory")
+IS_DRAWN = """
+    const [name, view] = arguments;
+    return location.pathname.endsWith(name) && document.readyState === "complete"
+        && document.getElementById(`tab-${view}`)?.getAttribute("aria-selected") === "true"
+        && document.getElementById("main").childElementCount > 0;
+"""
 Open = Callable[..., Any]
 
 
@@ -59,6 +65,8 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
         page = tmp_path / f"report{len(list(tmp_path.glob('*.html')))}.html"
         page.write_text(build_page(load_dump(folder)), encoding="utf-8")
         browser.get(f"{page.as_uri()}#{view}")
+        # On a busy machine `get` may return before the page is there.
+        WebDriverWait(browser, 60).until(lambda _: browser.execute_script(IS_DRAWN, page.name, view))
         return browser
 
     browser.get_log("browser")
