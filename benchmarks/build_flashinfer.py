@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_timing import emit
-from custom_ops.flashinfer_modules import FlashInferModules
+from compile_and_serve.custom_ops.attention.flashinfer_modules import FlashInferModules
 
 
 def main() -> None:

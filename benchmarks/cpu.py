@@ -63,7 +63,7 @@ def write_folder(model: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from runtime.weights import iter_tensors, read_config
+    from compile_and_serve.runtime.weights import iter_tensors, read_config
 
     (folder / "config.json").write_text(json.dumps(read_config(model) | {"dtype": "bfloat16"}))
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in iter_tensors(model)}
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
-    from runtime.weights import read_config, resolve_model
+    from compile_and_serve.runtime.weights import read_config, resolve_model
 
     model = resolve_model(args.model)
     cases = make_cases(read_config(model)["vocab_size"], args.cases)

@@ -25,9 +25,9 @@ class Ours:
     """This project: the engine in this process, as `LLM` uses it."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        from runtime.engine_client import SyncEngine
-        from runtime.options import make_engine_config
-        from serve.context import server_version
+        from compile_and_serve.runtime.engine.client import SyncEngine
+        from compile_and_serve.runtime.options import make_engine_config
+        from compile_and_serve.serve.context import server_version
 
         self.version = server_version()
         config = make_engine_config(
@@ -37,7 +37,7 @@ class Ours:
         self.engine = SyncEngine(config)
 
     def run(self, prompts: list[list[int]], new: int) -> None:
-        from serve.cli.bench.offline import run_requests
+        from compile_and_serve.serve.cli.bench.offline import run_requests
 
         traces = run_requests(self.engine, prompts, [new] * len(prompts))
         assert all(trace.output_tokens == new for trace in traces)

@@ -17,10 +17,10 @@ import torch
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from compiler import CompileConfig, compile_model
-from models.registry import build_model
-from serve.inspect.data import load_dump
-from serve.inspect.page import build_page
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.serve.inspect.data import load_dump
+from compile_and_serve.serve.inspect.page import build_page
 
 FIRST_PAINT = "return performance.getEntriesByName('first-contentful-paint').map((entry) => entry.startTime)[0]"
 CONFIG = {

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from runtime.bytecode import keep_bytecode
+from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 
 PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # prompts, tokens of each
 WORKS = ("startup", "decode", "prefill", "mixed", "profile")
@@ -45,7 +45,7 @@ class Bench:
         self.rng = random.Random(0)
         self.rows: list[dict[str, Any]] = []
         started = time.perf_counter()
-        from runtime import LLM, SamplingParams
+        from compile_and_serve import LLM, SamplingParams
 
         self.make_params = SamplingParams
         imported = time.perf_counter()

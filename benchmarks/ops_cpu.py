@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from benchmarks.common import cpu_name, environment
-from compiler.arena import WeightArena
-from compiler.weights import TensorSpec
-from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_metadata
-from custom_ops.attention_cpu import CpuAttention
-from custom_ops.cpu_kernels import cpu_kernels_status, load_cpu_kernels
-from custom_ops.linear import fused_linear, pack_linear_weight
-from custom_ops.quantization import Activations, quantize_weight, row_scales
-from custom_ops.quantized_linear import pack_quantized_weight, quantized_linear
-from custom_ops.rope_attention import rope_attention
+from compile_and_serve.compiler.weights.arena import WeightArena
+from compile_and_serve.compiler.weights.transforms import TensorSpec
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
+from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
+from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
+from compile_and_serve.custom_ops.quantized.quantization import Activations, quantize_weight, row_scales
+from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight, quantized_linear
 
 CPU = torch.device("cpu")
 

@@ -21,17 +21,17 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import emit, event_ms, relative_error, time_ms
-from custom_ops.attention import AttentionMetadata
-from custom_ops.attention_flashinfer import FlashInferAttention
-from custom_ops.attention_torch import TorchAttention
-from custom_ops.attention_triton import TritonAttention
-from custom_ops.gpu_sampling import greedy_tokens, sample_tokens
-from custom_ops.rope_attention import norm_rope_reference
-from custom_ops.triton_decode import decode_attention
-from custom_ops.triton_linear import fused_linear
-from custom_ops.triton_prefill import prefill_attention
-from custom_ops.triton_rope import rope_kv_write, split_qkv
-from runtime.device import resolve_kv_cache_dtype
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.flashinfer_backend import FlashInferAttention
+from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
+from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
+from compile_and_serve.custom_ops.attention.triton_prefill import prefill_attention
+from compile_and_serve.custom_ops.attention.triton_rope import rope_kv_write, split_qkv
+from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
+from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens, sample_tokens
+from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 BLOCK_SIZE = 16
@@ -367,7 +367,7 @@ def flashinfer_times(
     shape: Shape, metadata: AttentionMetadata, q: torch.Tensor, cache: torch.Tensor, scale: float, flops: int
 ) -> dict[str, float | str]:
     """Microseconds and TFLOP/s of FlashInfer's paged prefill, FA2 and FA3, where the modules are built."""
-    import custom_ops.attention_flashinfer as module
+    import compile_and_serve.custom_ops.attention.flashinfer_backend as module
 
     row: dict[str, float | str] = {}
     for variant in ("fa2", "fa3"):

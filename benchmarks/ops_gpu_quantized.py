@@ -18,17 +18,24 @@ import torch
 
 from benchmarks.gpu_timing import emit, relative_error, time_ms
 from benchmarks.ops_gpu import DTYPE, Shape, make_batch, rope_tables
-from custom_ops.choices import fastest
-from custom_ops.cutlass_gemm import gemm_library
-from custom_ops.quantization import Activations, Rounded, RoundTo, block_scales, quantize_weight, row_scales
-from custom_ops.quantized_linear import quantized_linear
-from custom_ops.quantized_linear_cuda import QuantizedLinear
-from custom_ops.quantized_mlp import quantized_mlp
-from custom_ops.triton_decode import decode_attention
-from custom_ops.triton_quantize import quantize_rows
-from custom_ops.triton_quantized_gemv import gemv
-from custom_ops.triton_quantized_matmul import matmul
-from custom_ops.triton_rope import split_qkv
+from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
+from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
+from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
+from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
+from compile_and_serve.custom_ops.quantized.quantization import (
+    Activations,
+    Rounded,
+    RoundTo,
+    block_scales,
+    quantize_weight,
+    row_scales,
+)
+from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear
+from compile_and_serve.custom_ops.quantized.quantized_mlp import quantized_mlp
+from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
+from compile_and_serve.custom_ops.quantized.triton_matmul import matmul
+from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
+from compile_and_serve.custom_ops.tuning.tuner import fastest
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
 SCHEMES: dict[

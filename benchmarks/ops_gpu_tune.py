@@ -29,14 +29,20 @@ from benchmarks.ops_gpu import (
     rope_tables,
     run_sections,
 )
-from custom_ops import triton_decode, triton_linear
-from custom_ops.cublaslt import _product, linear
-from custom_ops.gpu_sampling import greedy_tokens
-from custom_ops.silu_mul_gemm import KERNELS, load_silu_mul_gemms, run_silu_mul_gemm, silu_mul_library
-from custom_ops.triton_common import num_sms
-from custom_ops.triton_elementwise import rms_norm, silu_mul_rows
-from custom_ops.triton_linear import _gemv, _small_batch, fused_linear
-from custom_ops.triton_rope import split_qkv
+from compile_and_serve.custom_ops.attention import triton_decode
+from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
+from compile_and_serve.custom_ops.linear import triton_linear
+from compile_and_serve.custom_ops.linear.cublaslt import _product, linear
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
+    KERNELS,
+    load_silu_mul_gemms,
+    run_silu_mul_gemm,
+    silu_mul_library,
+)
+from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
+from compile_and_serve.custom_ops.linear.triton_linear import _gemv, _small_batch, fused_linear
+from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
+from compile_and_serve.custom_ops.triton_common import num_sms
 
 PRODUCT_TOKENS = (16384, 4096, 2816, 2304, 2048, 1152, 1024, 512, 256, 192)  # from many to few: see `section_products`
 DECODE_CONFIGS = [

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from benchmarks.common import cpu_name, environment
-from compiler import CompileConfig, available_kernels, compile_model
-from compiler.config import Quantization
-from compiler.passes import default_passes
-from models.registry import build_model
-from runtime.attention_backends import backend_of_model
-from runtime.options import make_engine_config
-from runtime.weights import read_config, resolve_model
+from compile_and_serve.compiler import CompileConfig, available_kernels, compile_model
+from compile_and_serve.compiler.config import Quantization
+from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.runtime.options import make_engine_config
+from compile_and_serve.runtime.runner.attention_backends import backend_of_model
+from compile_and_serve.runtime.weights import read_config, resolve_model
 
 WITHOUT_LINEARS = frozenset({"fuse_linears"})
 NOT_MEASURED = ("functionalize", "canonicalize", "quantize_linears")  # needed, or wanted for something else than time

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.common import cpu_name, environment
-from compiler.config import Quantization
-from runtime.config import KVCacheDtype
+from compile_and_serve.compiler.config import Quantization
+from compile_and_serve.runtime.config import KVCacheDtype
 
 TEXT = Path(__file__).with_name("texts") / "ferry.txt"
 PROMPTS = ("What is the capital of France?", "Name three primary colors.", "Write one sentence about the sea.")
@@ -33,8 +33,8 @@ def measure(
     model: str, dtype: str, quantization: str, exclude: list[str], kv_cache_dtype: str, threads: int | None
 ) -> dict[str, Any]:
     """Perplexity and greedy answers of one quantization ("none": the checkpoint as it is) over one KV cache."""
-    from runtime.llm import LLM
-    from runtime.sampling_params import SamplingParams
+    from compile_and_serve.runtime.llm import LLM
+    from compile_and_serve.runtime.sampling.params import SamplingParams
 
     start = time.perf_counter()
     options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}

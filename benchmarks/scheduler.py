@@ -16,11 +16,11 @@ import random
 import statistics
 import time
 
-from runtime.config import CacheConfig, SchedulerConfig
-from runtime.messages import EngineRequest
-from runtime.sampling_params import SamplingParams
-from runtime.schedule import ModelRunnerOutput, SchedulerOutput
-from runtime.scheduler import Scheduler
+from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
+from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.scheduler.scheduler import Scheduler
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE = 16
 VOCAB = 50_000

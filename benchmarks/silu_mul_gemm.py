@@ -17,9 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import capture, emit, in_turns_ms
-from custom_ops.cublaslt import linear
-from custom_ops.silu_mul_gemm import KERNELS, load_silu_mul_gemms, run_silu_mul_gemm, silu_mul_library
-from custom_ops.triton_elementwise import silu_mul_rows
+from compile_and_serve.custom_ops.linear.cublaslt import linear
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
+    KERNELS,
+    load_silu_mul_gemms,
+    run_silu_mul_gemm,
+    silu_mul_library,
+)
+from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 
 
 def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:

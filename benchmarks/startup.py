@@ -41,7 +41,7 @@ SMALL_LLAMA = {
 def worker(model: Path, device: str, cache_dir: Path) -> None:
     """Start an engine, make one token, print what it took."""
     from benchmarks.gpu import seconds_since_process_start
-    from runtime import LLM, SamplingParams
+    from compile_and_serve import LLM, SamplingParams
 
     stages: dict[str, float] = {}
 

@@ -30,7 +30,7 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 
 from benchmarks.common import environment
-from custom_ops.allreduce_choice import (
+from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     ALL_WAYS,
     NCCL,
     ONE_SHOT,
@@ -41,15 +41,18 @@ from custom_ops.allreduce_choice import (
     choose_allreduce,
     graph_seconds,
 )
-from custom_ops.allreduce_norm import allreduce_add_rms_norm, allreduce_add_rms_norm_quantize
-from custom_ops.collectives import (
+from compile_and_serve.custom_ops.collectives.allreduce_norm import (
+    allreduce_add_rms_norm,
+    allreduce_add_rms_norm_quantize,
+)
+from compile_and_serve.custom_ops.collectives.collectives import (
     all_reduce,
     join_tensor_parallel_group,
     leave_tensor_parallel_group,
     tensor_parallel_group,
     use_peer_memory,
 )
-from custom_ops.quantization import quantize_activations
+from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
 
 EPS = 1e-6
 ROUNDS, REPEATS = 9, 20
@@ -91,8 +94,8 @@ class Operands:
 
     def in_steps(self, quantize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if self.x.is_cuda:
-            from custom_ops.triton_elementwise import add_rms_norm
-            from custom_ops.triton_quantize import quantize_rows
+            from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
+            from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
 
             normed, total = add_rms_norm(all_reduce(self.x), self.residual, self.weight, EPS)
             if quantize:

@@ -90,7 +90,7 @@ def shared_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as the product itself fetches it into the user's cache."""
-    from runtime.weights import resolve_model
+    from compile_and_serve.runtime.weights import resolve_model
 
     return resolve_model("smollm2-135m")
 
@@ -100,8 +100,8 @@ def smollm2_dir(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """The same model as a Hugging Face folder in bfloat16, so that transformers can be the reference."""
     from safetensors.torch import save_file
 
-    from runtime.weights import iter_tensors, read_config
-    from runtime.weights.gguf import read_metadata
+    from compile_and_serve.runtime.weights import iter_tensors, read_config
+    from compile_and_serve.runtime.weights.gguf import read_metadata
 
     folder = tmp_path_factory.mktemp("smollm2-135m-instruct")
     config = read_config(smollm2_gguf) | {"model_type": "llama", "dtype": "bfloat16"}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.cpu import figures, make_cases, speedups, write_bfloat16_gguf, write_folder
-from runtime.weights import iter_tensors, read_config
-from runtime.weights.gguf import read_metadata
+from compile_and_serve.runtime.weights import iter_tensors, read_config
+from compile_and_serve.runtime.weights.gguf import read_metadata
 
 
 def test_figures_are_medians_of_the_differences() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.passes import NOT_MEASURED, SETTINGS, _best_step
-from compiler.passes import default_passes
+from compile_and_serve.compiler.passes import default_passes
 
 
 def test_settings_name_passes_that_there_are() -> None:

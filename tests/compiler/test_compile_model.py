@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from compiler import CompileConfig, compile_model, pipeline
-from compiler.graph_pass import PassError
-from compiler.inductor import PieceCompileError, PieceInWork
-from compiler.model import CompiledModel, WeightMismatchError
-from compiler.store import ArtifactStore
+from compile_and_serve.compiler import CompileConfig, compile_model, pipeline
+from compile_and_serve.compiler.artifacts.store import ArtifactStore
+from compile_and_serve.compiler.inductor import PieceCompileError, PieceInWork
+from compile_and_serve.compiler.model import CompiledModel, WeightMismatchError
+from compile_and_serve.compiler.rewrite.graph_pass import PassError
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def test_nothing_depends_on_the_number_of_tokens_that_was_traced(
     made = []
     for count in (2, 61):
         with monkeypatch.context() as patched:
-            patched.setattr("compiler.capture.EXAMPLE_TOKENS", count)
+            patched.setattr("compile_and_serve.compiler.capture.capture.EXAMPLE_TOKENS", count)
             compiled(tmp_path / str(count))
         files = (tmp_path / str(count)).glob("*/*/*.*")
         made.append({(f.parent.name, f.name): f.read_text() for f in files if f.suffix in (".py", ".txt")})

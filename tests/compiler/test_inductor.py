@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
-from compiler.inductor import (
+from compile_and_serve.compiler.inductor import (
     PieceCompileError,
     _kernel_compilers,
     _only_a_working_pool,
@@ -113,7 +113,7 @@ def test_processes_that_compile_kernels_are_gone_after_the_block(
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile
 
-    monkeypatch.setattr("compiler.inductor.READY_SECONDS", 60.0)
+    monkeypatch.setattr("compile_and_serve.compiler.inductor.READY_SECONDS", 60.0)
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     with suppress(KeyError), _kernel_compilers() as wait:
         pool = AsyncCompile.process_pool()
@@ -163,13 +163,13 @@ KERNEL = """
 import json, shutil, sys, os
 from pathlib import Path
 import triton, triton.language as tl
-from compiler.inductor import _find_kernels_here
+from compile_and_serve.compiler.inductor import _find_kernels_here
 from tests.support.hopper import compiled
 
 here = Path(sys.argv[1])
 hits = []
 triton.knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: hits.append(cache_hit)
-from custom_ops.triton_step import _begin_kernel
+from compile_and_serve.custom_ops.sampling.decode_inputs import _begin_kernel
 
 def compile_in(folder):
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")

@@ -11,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from compiler.inductor import _cache_dir
+from compile_and_serve.compiler.inductor import _cache_dir
 
 CUDA = torch.device("cuda")
 

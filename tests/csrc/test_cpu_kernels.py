@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from custom_ops.build import CSRC, BuildError, find_compiler
-from custom_ops.cpu_kernels import (
+from compile_and_serve.custom_ops.build.cpp import CSRC, BuildError, find_compiler
+from compile_and_serve.custom_ops.build.cpu_kernels import (
     cpu_kernel_library,
     cpu_kernels_status,
     quantized_cpu_kernel_library,
     quantized_cpu_kernels_status,
 )
-from custom_ops.linear import pack_linear_weight
-from custom_ops.quantized_linear_cpu import pack_weight_cpu
+from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
+from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
 
 
 @pytest.fixture

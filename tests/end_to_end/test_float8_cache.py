@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from custom_ops.cpu_kernels import cpu_kernels_status, load_cpu_kernels
-from runtime import LLM, SamplingParams
+from compile_and_serve import LLM, SamplingParams
+from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from tests.support.transformers_models import load_reference
 
 NUM_TOKENS = 24

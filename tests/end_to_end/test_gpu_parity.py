@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import LLM, SamplingParams
+from compile_and_serve import LLM, SamplingParams
 from tests.end_to_end.test_greedy_parity import NUM_TOKENS, check, generate
 from tests.support.tiny_models import tiny_config
 from tests.support.transformers_models import load_reference

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import LLM, SamplingParams
+from compile_and_serve import LLM, SamplingParams
 from tests.support.transformers_models import load_reference
 
 NUM_TOKENS = 64

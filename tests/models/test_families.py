@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from custom_ops.attention import AttentionMetadata, attention_metadata
-from custom_ops.attention_torch import TorchAttention
-from models.registry import build_model
-from models.spec import ModelSpec
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.models.spec import ModelSpec
 
 BLOCK_SIZE = 4
 

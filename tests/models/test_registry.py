@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.config import ModelConfigError
-from models.registry import ARCHITECTURES, build_model
+from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.registry import ARCHITECTURES, build_model
 
 SIZES = {
     "vocab_size": 32,

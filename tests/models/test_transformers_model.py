@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.capture import CapturedGraph, capture, example_inputs
-from compiler.config import CompileConfig
-from compiler.graph_pass import PassContext, PassResult
-from compiler.pass_manager import PassRecord, run_passes
-from compiler.passes import ON_REQUEST, default_passes
-from compiler.verify import PassVerifier
-from models.config import ModelConfigError
-from models.registry import build_model
-from models.spec import ModelSpec
-from runtime import LLM, SamplingParams
+from compile_and_serve import LLM, SamplingParams
+from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.config import CompileConfig
+from compile_and_serve.compiler.passes import ON_REQUEST, default_passes
+from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
+from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
+from compile_and_serve.compiler.rewrite.verify import PassVerifier
+from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.models.spec import ModelSpec
 from tests.support.transformers_models import SIZES, config_of, greedy_tokens, write_random_model
 
 LAYERS = SIZES["num_hidden_layers"]
@@ -101,7 +101,7 @@ def test_passes_keep_what_other_families_compute(architecture: str) -> None:
 def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_random_model(tmp_path / "model", architecture)
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)
-    with caplog.at_level(logging.INFO, logger="models"):
+    with caplog.at_level(logging.INFO, logger="compile_and_serve.models"):
         llm = LLM(
             str(folder), dtype="float32", model_impl="transformers", max_num_seqs=4, num_kv_blocks=64, device="cpu",
             skip_tokenizer_init=True, cache_dir=tmp_path / "cache",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime import LLM, SamplingParams
-from runtime.input_processor import PromptTooLongError
-from runtime.sampling_params import SamplingParamsError
+from compile_and_serve import LLM, SamplingParams
+from compile_and_serve.runtime.sampling.params import SamplingParamsError
+from compile_and_serve.runtime.text.input_processor import PromptTooLongError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

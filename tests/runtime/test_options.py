@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.options import make_engine_config
+from compile_and_serve.runtime.options import make_engine_config
 
 
 def test_every_option_lands_in_its_place(tiny_llama_dir: Path) -> None:

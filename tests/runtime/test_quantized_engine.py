@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import LLM, SamplingParams
-from runtime.options import make_engine_config
+from compile_and_serve import LLM, SamplingParams
+from compile_and_serve.runtime.options import make_engine_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 OPTIONS = {"device": "cpu", "max_num_seqs": 4, "num_kv_blocks": 64, "num_threads": 2}
@@ -46,7 +46,7 @@ def test_the_engine_says_what_is_quantized(tiny_llama_dir: Path, tmp_path: Path)
 
 _START = """
 import sys
-from runtime import LLM, SamplingParams
+from compile_and_serve import LLM, SamplingParams
 with LLM(sys.argv[1], quantization="int8", cache_dir=sys.argv[2], dtype="float32", device="cpu", num_kv_blocks=64, num_threads=1) as llm:
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     [output] = llm.generate("Hello there", greedy, use_tqdm=False)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from compiler import pipeline
-from compiler.dump_format import REPORT
-from compiler.passes import default_passes
-from runtime import LLM, SamplingParams
+from compile_and_serve import LLM, SamplingParams
+from compile_and_serve.compiler import pipeline
+from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.compiler.reports.dump_format import REPORT
 from tests.support.wrong_passes import DropsResidual
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

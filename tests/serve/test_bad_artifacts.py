@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from compiler.store import MANIFEST, ArtifactStore, key_of
-from serve.cli.main import app
+from compile_and_serve.compiler.artifacts.store import MANIFEST, ArtifactStore, key_of
+from compile_and_serve.serve.cli.main import app
 
 ENGINE = ["--dtype", "float32", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4", "--num-threads", "1"]
 
 
 @pytest.fixture(autouse=True)
 def _restored_logging() -> Iterator[None]:
-    names = (None, "runtime", "compiler", "serve", "models", "custom_ops")
+    names = (None, "compile_and_serve")
     before = [(logger, logger.level, logger.handlers[:]) for logger in map(logging.getLogger, names)]
     yield
     for logger, level, handlers in before:
@@ -112,7 +112,9 @@ def test_a_cache_folder_that_cannot_be_written(
         def full(*args: object, **kwargs: object) -> None:
             raise OSError(28, reason)
 
-        monkeypatch.setattr("compiler.store._sync", full)  # where a full disk is noticed at the latest
+        monkeypatch.setattr(
+            "compile_and_serve.compiler.artifacts.store._sync", full
+        )  # where a full disk is noticed at the latest
     text, log = generate(tiny_llama_dir, "--cache-dir", str(cache))
     assert "Cannot keep artifacts in" in log
     assert reason in log

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compiler.store import ArtifactStore
-from serve.cli.cache_command import cache_app
+from compile_and_serve.compiler.artifacts.store import ArtifactStore
+from compile_and_serve.serve.cli.cache_command import cache_app
 
 
 @pytest.fixture

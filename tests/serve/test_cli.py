@@ -20,9 +20,16 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from serve.cli.flags import parse_counts, parse_size
-from serve.cli.main import app
-from serve.cli.output import FAILURE, INTERRUPTED, USER_ERROR, StageDisplay, _ConsoleHandler, run_command
+from compile_and_serve.serve.cli.flags import parse_counts, parse_size
+from compile_and_serve.serve.cli.main import app
+from compile_and_serve.serve.cli.output import (
+    FAILURE,
+    INTERRUPTED,
+    USER_ERROR,
+    StageDisplay,
+    _ConsoleHandler,
+    run_command,
+)
 
 ENGINE_FLAGS = {
     "--tokenizer", "--dtype", "--max-model-len", "--model-impl", "--load-format", "--seed", "--block-size", "--num-gpu-blocks-override",
@@ -71,9 +78,7 @@ SMALL_ENGINE = ["--eager", "--num-gpu-blocks-override", "64", "--max-num-seqs", 
 @pytest.fixture(autouse=True)
 def _restored_logging() -> Iterator[None]:
     """Commands set up logging for their process; a test shares its process with others."""
-    loggers = [
-        logging.getLogger(name) for name in (None, "runtime", "compiler", "serve", "models", "custom_ops", "benchmarks")
-    ]
+    loggers = [logging.getLogger(name) for name in (None, "compile_and_serve", "benchmarks")]
     before = [(logger.level, logger.handlers[:]) for logger in loggers]
     yield
     for logger, (level, handlers) in zip(loggers, before, strict=True):
@@ -111,7 +116,15 @@ def test_flags_are_frozen() -> None:
     assert found == FLAGS
 
 
-@pytest.mark.parametrize("module", ["serve.cli.main", "serve.server", "runtime.options", "runtime.weights.resolve"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "compile_and_serve.serve.cli.main",
+        "compile_and_serve.serve.server",
+        "compile_and_serve.runtime.options",
+        "compile_and_serve.runtime.weights.resolve",
+    ],
+)
 def test_torch_is_left_to_the_engine(module: str) -> None:
     """The API process starts the engine's process before anything slow is imported, and never needs torch itself."""
     code = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
@@ -344,7 +357,7 @@ def test_serve_from_start_to_signal(tiny_llama_dir: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "serve.cli",
+        "compile_and_serve.serve.cli",
         "serve",
         str(tiny_llama_dir),
         "--port",

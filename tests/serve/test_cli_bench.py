@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serve.cli.bench.metrics import RequestTrace, summarize
+from compile_and_serve.serve.cli.bench.metrics import RequestTrace, summarize
 from tests.serve.test_cli import SMALL_ENGINE, run
 
 
@@ -210,6 +210,6 @@ def sum_of_delays(count: int, rate: float, seed: int) -> float:
     """Seconds from the first to the last arrival of the Poisson process that the seed stands for."""
     import random
 
-    from serve.cli.bench.online import arrival_delays
+    from compile_and_serve.serve.cli.bench.online import arrival_delays
 
     return sum(arrival_delays(random.Random(seed), count, rate)[1:])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from runtime.messages import TokenLogprobs
-from runtime.tokenizer import Tokenizer
-from serve.protocol.logprobs import LogprobsWriter
+from compile_and_serve.runtime.messages import TokenLogprobs
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 from tests.serve.conftest import ANSWER, Server, StartServer
 from tests.support.sse import read_events
 

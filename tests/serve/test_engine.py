@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.sampling_params import SamplingParams
-from serve.engine import Generation
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.serve.engine import Generation
 from tests.serve.conftest import ANSWER, Server, StartServer, eventually
 from tests.support.fake_engine import says
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.messages import ErrorKind
+from compile_and_serve.runtime.messages import ErrorKind
 from tests.serve.conftest import ANSWER, Server, StartServer, eventually
 from tests.support.sse import read_events
 from tests.support.tokenizers import byte_level_tokenizer

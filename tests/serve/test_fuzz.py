@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
-from runtime.messages import EngineRequest
-from serve.protocol.chat import ChatCompletionRequest
-from serve.protocol.completions import CompletionRequest
-from serve.protocol.fields import _REFUSED
-from serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
+from compile_and_serve.serve.protocol.completions import CompletionRequest
+from compile_and_serve.serve.protocol.fields import _REFUSED
+from compile_and_serve.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.serve.conftest import Server
 
 ENDPOINTS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import serve.routers.chat
-import serve.routers.tokens
-from runtime.tokenizer import Tokenizer
+import compile_and_serve.serve.routers.chat
+import compile_and_serve.serve.routers.tokens
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from tests.serve.conftest import Server, eventually
 
 LONG = "word " * 2000
@@ -46,9 +46,9 @@ async def test_the_server_answers_others_while_a_large_body_is_read(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], held: str
 ) -> None:
     if held == "render_chat":
-        gate = Gate(serve.routers.chat.render_chat)
-        monkeypatch.setattr(serve.routers.chat, held, gate)
-        monkeypatch.setattr(serve.routers.tokens, held, gate)
+        gate = Gate(compile_and_serve.serve.routers.chat.render_chat)
+        monkeypatch.setattr(compile_and_serve.serve.routers.chat, held, gate)
+        monkeypatch.setattr(compile_and_serve.serve.routers.tokens, held, gate)
     else:
         gate = Gate(getattr(server.tokenizer, held))
         monkeypatch.setattr(Tokenizer, held, lambda self, *args, **kwargs: gate(*args, **kwargs))

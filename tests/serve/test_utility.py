@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from runtime.sampling_params import SamplingParams
-from runtime.tokenizer import Tokenizer
-from serve.metrics import Metrics
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.metrics import Metrics
 from tests.serve.conftest import ANSWER, Server, StartServer
 from tests.support.fake_engine import says
 

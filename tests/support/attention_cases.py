@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from custom_ops.attention import AttentionBackend, AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata
 
 
 @dataclass(frozen=True, kw_only=True)

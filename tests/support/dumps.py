@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import torch
 
-from compiler import CompileConfig, compile_model
-from compiler.dump import add_to_report
-from compiler.dump_format import REPORT
-from custom_ops.attention_torch import TorchAttention
-from models.spec import ModelSpec
-from serve.inspect.data import load_dump
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler.reports.dump import add_to_report
+from compile_and_serve.compiler.reports.dump_format import REPORT
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.serve.inspect.data import load_dump
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 4
@@ -27,7 +27,7 @@ def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED)
     backend = TorchAttention()
     cpu = torch.device("cpu")
     small = {"GEMM_SIZE": {"cpu": 16}, "STREAM_BYTES": {"cpu": 1 << 16}, "RUNS": 2}  # of what is measured
-    with patch.multiple("compiler.profile", **small):
+    with patch.multiple("compile_and_serve.compiler.reports.profile", **small):
         compile_model(spec, config, device=cpu, dtype=dtype, kernels=kernels, attention_backend=backend)
     graphs = {"sizes": [1, 2, 4], "full_graphs": 2, "used_bytes": 3 << 20}
     memory = {"total": 80, "others": 1, "weights": 15, "largest_step": 2, "sampling": 0.5, "graphs": 0.25}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from runtime.engine_client import EngineDeadError
-from runtime.messages import (
+from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.messages import (
     EngineInfo,
     EngineRequest,
     EngineStats,
@@ -15,7 +15,7 @@ from runtime.messages import (
     StepOutputs,
     TokenLogprobs,
 )
-from runtime.tokenizer import Tokenizer
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 Script = Callable[[EngineRequest], Sequence[int]]
 

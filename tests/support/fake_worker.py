@@ -1,4 +1,4 @@
-"""A worker without a model, for tests of what is around it; a rank process takes it for `runtime.worker` (see `use_fake_workers`).
+"""A worker without a model, for tests of what is around it; a rank process takes it for `worker` (see `use_fake_workers`).
 
 What it does beyond answering steps is in a file of the model's folder, as JSON: "device" ("cpu" or "cuda"), "record" (a folder
 where each rank writes down its steps), "devices" (one where each writes what CUDA devices it sees, and which is its own), and "load",
@@ -21,30 +21,38 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import EngineConfig, Rank
-from runtime.engine_process import BOOT_CODE as ENGINE_CODE
-from runtime.rank_process import BOOT_CODE
-from runtime.schedule import ModelRunnerOutput, SchedulerOutput, WorkerInfo, WorkerStats
+from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE
+from compile_and_serve.runtime.engine.process import BOOT_CODE as ENGINE_CODE
+from compile_and_serve.runtime.scheduler.step_messages import (
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerInfo,
+    WorkerStats,
+)
 
 if TYPE_CHECKING:
     import pytest
 
 ORDERS = "fake-worker.json"
 _FAKE = "import tests.support.fake_worker\ntests.support.fake_worker.install()\n"
-FAKE_BOOT_CODE = BOOT_CODE.replace("from runtime.rank_process", _FAKE + "from runtime.rank_process")
+FAKE_BOOT_CODE = BOOT_CODE.replace(
+    "from compile_and_serve.runtime.distributed.rank_process",
+    _FAKE + "from compile_and_serve.runtime.distributed.rank_process",
+)
 FAKE_ENGINE_CODE = ENGINE_CODE.replace(
-    "from runtime.engine_process",
+    "from compile_and_serve.runtime.engine.process",
     _FAKE
-    + "import runtime.distributed_executor\n"
-    + "runtime.distributed_executor.BOOT_CODE = tests.support.fake_worker.FAKE_BOOT_CODE\n"
-    + "from runtime.engine_process",
+    + "import compile_and_serve.runtime.distributed.process_executor\n"
+    + "compile_and_serve.runtime.distributed.process_executor.BOOT_CODE = tests.support.fake_worker.FAKE_BOOT_CODE\n"
+    + "from compile_and_serve.runtime.engine.process",
 )
 
 
 def use_fake_workers(monkeypatch: pytest.MonkeyPatch, model_dir: Path, **orders: Any) -> None:
     """In rank processes, and in engine processes that have one rank."""
-    monkeypatch.setattr("runtime.distributed_executor.BOOT_CODE", FAKE_BOOT_CODE)
-    monkeypatch.setattr("runtime.engine_client.BOOT_CODE", FAKE_ENGINE_CODE)
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", FAKE_BOOT_CODE)
+    monkeypatch.setattr("compile_and_serve.runtime.engine.client.BOOT_CODE", FAKE_ENGINE_CODE)
     give_orders(model_dir, **orders)
 
 
@@ -53,15 +61,17 @@ def give_orders(model_dir: Path, **orders: Any) -> None:
 
 
 def install() -> None:
-    """In this process, for `runtime.rank_process`: its worker, and whoever counts the worker's collectives."""
-    sys.modules["runtime.worker"] = sys.modules["custom_ops.collectives"] = sys.modules[__name__]
+    """In this process, for `rank_process`: its worker, and whoever counts the worker's collectives."""
+    sys.modules["compile_and_serve.runtime.runner.worker"] = sys.modules[
+        "compile_and_serve.custom_ops.collectives.collectives"
+    ] = sys.modules[__name__]
 
 
 _num_entered = 0
 
 
 def collectives_entered() -> int:
-    """As custom_ops.collectives has it."""
+    """As compile_and_serve.custom_ops.collectives.collectives has it."""
     return _num_entered
 
 

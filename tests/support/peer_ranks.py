@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from custom_ops.peer_memory import FLAG_KINDS, PeerLayout, clear, peer_memory
+from compile_and_serve.custom_ops.collectives.symmetric_memory import FLAG_KINDS, PeerLayout, clear, peer_memory
 
 
 def run_peers(

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from custom_ops.quantization import LARGEST, block_scales, dequantize_weight, quantize_weight, row_scales
+from compile_and_serve.custom_ops.quantized.quantization import (
+    LARGEST,
+    block_scales,
+    dequantize_weight,
+    quantize_weight,
+    row_scales,
+)
 
 
 def compressed_tensors_config(

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from custom_ops.collectives import join_tensor_parallel_group, leave_tensor_parallel_group
-from runtime.child_process import one_device
+from compile_and_serve.custom_ops.collectives.collectives import join_tensor_parallel_group, leave_tensor_parallel_group
+from compile_and_serve.runtime.distributed.child_process import one_device
 
 
 def run_ranks(

@@ -1,4 +1,4 @@
-"""A server as a user starts it: `python -m serve.cli serve …` in a process of its own."""
+"""A server as a user starts it: `python -m compile_and_serve.serve.cli serve …` in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServerProcess:
     """Started on a free port; `url` is known once it serves. Everything it wrote is in `output`."""
 
     def __init__(self, *arguments: str, wait: bool = True) -> None:
-        command = [sys.executable, "-m", "serve.cli", "serve", *arguments]
+        command = [sys.executable, "-m", "compile_and_serve.serve.cli", "serve", *arguments]
         # A wide terminal: rich must not break the line with the URL.
         environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(

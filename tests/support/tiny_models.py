@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from compiler.model import Model
-from custom_ops.attention import AttentionBackend, AttentionMetadata, attention_metadata
-from custom_ops.attention_torch import TorchAttention
-from models.registry import build_model
-from models.spec import ModelSpec
+from compile_and_serve.compiler.model import Model
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.models.spec import ModelSpec
 
 BLOCK_SIZE = 16
 

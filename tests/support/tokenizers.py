@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from runtime.tokenizer import Tokenizer
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from compiler.graph_pass import BasePass, PassContext, PassResult
+from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassResult
 
 
 class DropsResidual(BasePass):

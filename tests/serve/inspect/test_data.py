@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from compiler.dump_format import REPORT
-from serve.inspect.data import DumpError, collapse, collapsed_text, load_dump, near_misses
+from compile_and_serve.compiler.reports.dump_format import REPORT
+from compile_and_serve.serve.inspect.data import DumpError, collapse, collapsed_text, load_dump, near_misses
 from tests.support.dumps import LAYERS, repeats
 
 

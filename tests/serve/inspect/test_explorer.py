@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from serve.inspect.data import load_dump
-from serve.inspect.page import build_page
+from compile_and_serve.serve.inspect.data import load_dump
+from compile_and_serve.serve.inspect.page import build_page
 from tests.support.dumps import LAYERS, deepen, make_dump, repeats
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -201,8 +201,8 @@ def test_screenshot_of_the_readme(request: pytest.FixtureRequest, tmp_path: Path
         pytest.skip("no --screenshot FILE was asked for")
     import torch
 
-    from models.registry import build_model
-    from runtime.weights import read_config
+    from compile_and_serve.models.registry import build_model
+    from compile_and_serve.runtime.weights import read_config
 
     spec = build_model(read_config(request.getfixturevalue("smollm2_gguf")), dtype=torch.bfloat16)
     browser = open_page(make_dump(tmp_path / "dump", spec), "graph")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from serve.inspect.data import load_dump
-from serve.inspect.page import build_page
+from compile_and_serve.serve.inspect.data import load_dump
+from compile_and_serve.serve.inspect.page import build_page
 from tests.serve.conftest import StartServer
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compiler.passes import ON_REQUEST, default_passes
-from serve.cli.main import app
-from serve.inspect.data import load_dump
-from serve.inspect.page import build_page, serve_page
+from compile_and_serve.compiler.passes import ON_REQUEST, default_passes
+from compile_and_serve.serve.cli.main import app
+from compile_and_serve.serve.inspect.data import load_dump
+from compile_and_serve.serve.inspect.page import build_page, serve_page
 from tests.support.dumps import LAYERS, make_dump, repeats
 from tests.support.tiny_models import tiny_spec
 

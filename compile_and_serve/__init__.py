@@ -1,0 +1,33 @@
+"""A graph compiler for LLM inference with a thin server on top.
+
+`from compile_and_serve import LLM, SamplingParams` serves a model from Python, without a server.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.llm import LLM
+    from compile_and_serve.runtime.sampling.params import SamplingParams
+
+    __version__: str
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_MODULES = {
+    "LLM": "compile_and_serve.runtime.llm",
+    "SamplingParams": "compile_and_serve.runtime.sampling.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: the command line and the API process import this package and must not pay for torch.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("compile-and-serve")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,0 +1,125 @@
+"""What an artifact depends on besides the graph: the clear-text fields of its key."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import platform
+import sys
+import uuid
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compile_and_serve.compiler.model import ModelSource
+from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
+from compile_and_serve.compiler.rewrite.user_passes import source_of
+from compile_and_serve.custom_ops.build.cpp import cpu_identity
+from compile_and_serve.custom_ops.build.sources import CUSTOM_OPS, PACKAGE, digest, kernel_digest, source_digest
+from compile_and_serve.custom_ops.library import OPS
+
+_COMPILER = PACKAGE / "compiler"
+
+
+def toolchain_fields(device: torch.device) -> dict[str, Any]:
+    """Versions and device capability: an artifact made under other ones is not used."""
+    fields: dict[str, Any] = {
+        "torch": f"{torch.__version__} ({torch.version.git_version})",
+        "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
+        "platform": f"{sys.platform} {platform.machine()}",
+        "device": device.type,
+    }
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        fields |= {
+            "capability": f"sm_{major}{minor} {torch.cuda.get_device_name(device)}",
+            "triton": _installed_version("triton"),
+            "cuda": torch.version.cuda,
+            # Inductor writes it into a piece's code.
+            "device_index": torch.cuda.current_device() if device.index is None else device.index,
+        }
+    else:
+        fields["capability"] = torch.backends.cpu.get_cpu_capability()
+        fields["cpu"] = digest(cpu_identity())  # Inductor builds for the very CPU that it runs on
+        fields["threads"] = torch.get_num_threads()  # and writes it into a piece's code
+    return fields
+
+
+def plan_fields(
+    spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str], kernels: frozenset[str],
+    device: torch.device, dtype: torch.dtype, tensor_parallel_size: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Key of a whole model's plan. It says everything that the captured and rewritten graph depends on, so that a second start
+    needs neither capture nor passes."""
+    return {
+        **toolchain_fields(device),
+        "config": digest(json.dumps(spec.config, sort_keys=True)),
+        "architecture": type(spec.module).__name__,
+        "layers": len(spec.kv_cache_specs),
+        "tensor_parallel_size": tensor_parallel_size,  # never the rank: all ranks run the same pieces
+        "tp_plan": digest(json.dumps(dict(spec.tp_plan), sort_keys=True)),
+        "dtype": str(dtype),
+        "passes": [_pass_key(p) for p in passes if p.name not in disabled],
+        "kernels": sorted(kernels),
+        "model_source": digest(*(text for text in _module_sources(spec.module))),
+        "compiler_source": _compiler_sources(),
+    }
+
+
+def piece_fields(
+    fingerprint: str, ops: dict[str, int], device: torch.device, tokens: int | None = None
+) -> dict[str, Any]:
+    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), the toolchain, and how we use that.
+
+    tokens: the only number of tokens that it takes, if it is a specialization.
+    """
+    size = {} if tokens is None else {"tokens": tokens}
+    return {**toolchain_fields(device), "adaptor": _adaptor_sources(), "fingerprint": fingerprint, "ops": ops, **size}
+
+
+def op_versions(gm: GraphModule) -> dict[str, int]:
+    """Version of each op of ours that a graph calls."""
+    targets = {n.target.name().split(".")[0] for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    return {name: OPS[name].version for name in sorted(targets) if name in OPS}
+
+
+def _pass_key(graph_pass: GraphPass) -> str:
+    """A pass's own key; for one that is not ours also its source, so that an edit needs no new version to take effect."""
+    if type(graph_pass).__module__.startswith("compile_and_serve.compiler.passes."):
+        return graph_pass.cache_key()  # `compiler_source` has the rest
+    source = source_of(graph_pass)
+    made_by = f"source {digest(source)}" if source is not None else f"no source, this time only {uuid.uuid4().hex}"
+    return f"{graph_pass.cache_key()} from {type(graph_pass).__module__}, {made_by}"
+
+
+def _module_sources(module: torch.nn.Module) -> list[str]:
+    """Text of every file that defines a class of the model (torch's own aside)."""
+    classes = {type(child) for child in module.modules()}
+    names = {cls.__module__ for cls in classes if not cls.__module__.startswith("torch.")}
+    return [inspect.getsource(sys.modules[name]) for name in sorted(names)]
+
+
+def _compiler_sources() -> str:
+    return source_digest(_COMPILER, CUSTOM_OPS)
+
+
+@cache
+def _adaptor_sources() -> str:
+    """What Inductor is asked for: its options, the range of lengths, the decompositions."""
+    return digest(*((_COMPILER / name).read_text() for name in ("inductor.py", "compat.py")))
+
+
+def kernel_sources() -> str:
+    """Digest of everything that decides how fast our kernels are: a measured choice does not outlive it."""
+    return digest(_compiler_sources(), kernel_digest())
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

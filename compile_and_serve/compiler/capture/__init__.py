@@ -1,0 +1,1 @@
+"""From a plain module to one FX graph."""

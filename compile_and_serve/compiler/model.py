@@ -1,0 +1,258 @@
+"""What the runtime holds of a model: a callable with weights to fill, compiled or eager."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from compile_and_serve.compiler.inductor import PieceCallable
+from compile_and_serve.compiler.pieces.plan import ExecutionPlan
+from compile_and_serve.compiler.pieces.stitch import Stitched, stitch
+from compile_and_serve.compiler.weights.arena import WeightArena
+from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
+from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTransform
+from compile_and_serve.custom_ops.quantized.quantization import QuantizedWeight
+
+
+class WeightMismatchError(ValueError):
+    """A weight that the model cannot take."""
+
+
+JoinPieces = Callable[[], Mapping[str, PieceCallable]]
+
+
+class KVCacheShape(Protocol):
+    """What one attention layer keeps a token."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+class ModelSource(Protocol):
+    """What the compiler reads of a model's spec.
+
+    module: on the meta device. config: plain data that, with the module's source, says what the module computes.
+    kv_cache_specs: one a layer. buffers: values of the buffers that no checkpoint holds.
+    tp_plan: glob over module names → how its weight is sharded over tensor-parallel ranks.
+    quantized_weights: how the checkpoint holds the parameters that it holds quantized.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def kv_cache_specs(self) -> Sequence[KVCacheShape]: ...
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def tp_plan(self) -> Mapping[str, str]: ...
+
+    @property
+    def quantized_weights(self) -> Mapping[str, QuantizedWeight]: ...
+
+
+class Model(Protocol):
+    """`model(input_ids [T], positions [T], kv_caches, logits_indices [S])` → logits [S, V].
+
+    source_specs: what a checkpoint must hold, by parameter name (with the scales of those that it holds quantized).
+    transforms: how the weights are made of it.
+    report: what was done and how long it took.
+    """
+
+    report: dict[str, Any]
+
+    @property
+    def source_specs(self) -> Mapping[str, TensorSpec]: ...
+
+    @property
+    def transforms(self) -> Sequence[WeightTransform]: ...
+
+    def assign(self, target: str, tensor: torch.Tensor) -> None: ...
+
+    def finish_loading(self) -> None: ...
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(kw_only=True)
+class CompiledModel:
+    """A model as its compiled pieces, stitched together.
+
+    join_pieces: gives the distinct pieces by fingerprint (a specialization by its `sized_name`), once they are loaded
+    (they may load while weights are read). sizes: numbers of tokens with pieces of their own.
+    """
+
+    spec: ModelSource
+    plan: ExecutionPlan
+    join_pieces: JoinPieces
+    sizes: tuple[int, ...]
+    device: torch.device
+    report: dict[str, Any]
+    work_dir: tempfile.TemporaryDirectory[str]  # Inductor's files; removed with the model
+    _weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    _forward: Stitched | None = None
+    _sized: dict[int, Stitched] = field(default_factory=dict)
+
+    @property
+    def source_specs(self) -> dict[str, TensorSpec]:
+        return _used(checkpoint_specs(parameter_specs(self.spec.module), self.spec.quantized_weights), self.transforms)
+
+    @property
+    def transforms(self) -> tuple[WeightTransform, ...]:
+        return tuple(t for t in self.plan.transforms if not set(t.sources) <= self.spec.buffers.keys())
+
+    @cached_property
+    def pieces(self) -> Mapping[str, PieceCallable]:
+        """The distinct pieces by fingerprint; waits until they are loaded."""
+        return self.join_pieces()
+
+    def pieces_at(self, tokens: int) -> Mapping[str, PieceCallable]:
+        """The distinct pieces by fingerprint, as a step of that many tokens runs them."""
+        size = tokens if tokens in self.sizes else None
+        return {piece: self.pieces[self.plan.piece_at(piece, size)] for piece in self.plan.pieces}
+
+    @cached_property
+    def _arena(self) -> WeightArena:
+        return WeightArena({t.target: t.spec for t in self.plan.transforms}, self.device)
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The model's own weights by name; read only."""
+        return self._weights
+
+    def assign(self, target: str, tensor: torch.Tensor) -> None:
+        """Copy `tensor` into the model's own storage as weight `target`. Raises `WeightMismatchError` for a wrong shape."""
+        self._weights[target] = _fill(target, self._arena.tensor(target), tensor)
+
+    def finish_loading(self) -> None:
+        """Bind the weights; raises `WeightMismatchError` naming the ones that are missing."""
+        for name, value in self.spec.buffers.items():
+            for transform in self.plan.transforms:
+                if transform.sources == (name,):
+                    self.assign(transform.target, transform.fn(value.to(self.device)))
+        _require(self._weights, [t.target for t in self.plan.transforms])
+        self._forward = stitch(self.plan, self.pieces, self._weights)
+        self._sized = {size: stitch(self.plan, self.pieces_at(size), self._weights) for size in self.sizes}
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        assert self._forward is not None, "the model's weights are not loaded"
+        forward = self._sized.get(input_ids.shape[0], self._forward)
+        return forward(input_ids, positions, kv_caches, logits_indices)
+
+
+@dataclass(kw_only=True)
+class EagerModel:
+    """The plain module, run as it is written: the yardstick of the compiled one, and one flag away."""
+
+    spec: ModelSource
+    device: torch.device
+    report: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.module = _materialized(self.spec.module, self.device)
+        self._assigned: set[str] = set()
+
+    @property
+    def source_specs(self) -> dict[str, TensorSpec]:
+        return _used(checkpoint_specs(parameter_specs(self.module), self.spec.quantized_weights), self.transforms)
+
+    @property
+    def transforms(self) -> tuple[WeightTransform, ...]:
+        specs = parameter_specs(self.module)
+        expressions = plain_expressions(specs, self.spec.quantized_weights)
+        return tuple(WeightTransform(expression=expressions[n], target=n, spec=s) for n, s in specs.items())
+
+    def assign(self, target: str, tensor: torch.Tensor) -> None:
+        """Copy `tensor` into parameter `target`. Raises `WeightMismatchError` for a wrong shape."""
+        _fill(target, self.module.get_parameter(target).data, tensor)
+        self._assigned.add(target)
+
+    def finish_loading(self) -> None:
+        """Fill the buffers; raises `WeightMismatchError` naming the parameters that are missing."""
+        _require(self._assigned, list(parameter_specs(self.module)))
+        for name, value in self.spec.buffers.items():
+            self.module.get_buffer(name).copy_(value)
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            return self.module(input_ids, positions, list(kv_caches), logits_indices)
+
+
+StageCallback = Callable[[str, float, str], None]
+
+
+def parameter_specs(module: nn.Module) -> dict[str, TensorSpec]:
+    """Name → spec of a module's parameters; tied ones once, under their first name."""
+    return {n: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for n, p in module.named_parameters()}
+
+
+def _used(specs: Mapping[str, TensorSpec], transforms: Sequence[WeightTransform]) -> dict[str, TensorSpec]:
+    used = {source for transform in transforms for source in transform.sources}
+    return {name: spec for name, spec in specs.items() if name in used}
+
+
+def _materialized(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with uninitialized tensors on `device`; parameters that were one (tied) stay one, unlike with `to_empty`."""
+    made: dict[int, torch.Tensor] = {}
+
+    def on_device(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device=device)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                tensors[name] = on_device(tensor)  # type: ignore[assignment]
+    return module
+
+
+def _fill(name: str, place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.shape != place.shape:
+        raise WeightMismatchError(
+            f"Weight {name} has shape {list(tensor.shape)}, expected {list(place.shape)}: "
+            "the checkpoint does not fit its config."
+        )
+    return place.copy_(tensor)
+
+
+def _require(present: Any, names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in present]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise WeightMismatchError(f"The checkpoint lacks {', '.join(missing[:3])}{more}.")

@@ -1,0 +1,110 @@
+"""The ranks' sum, the residual that is added to it, and the norm that reads the sum become one op.
+
+    s = residual + all_reduce(x);  y = rms_norm(s, g)   →   s, y = allreduce_add_rms_norm(x, residual, g)
+
+A decode step's activations are small: what an all-reduce costs is its launches and barriers, and the sum is in registers when it
+ends. It runs where there is a kernel for it; elsewhere the addition stays for Inductor and the norm for `fuse_linears`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+import compile_and_serve.custom_ops.collectives.allreduce_norm  # noqa: F401 (defines the op)
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    SkipReason,
+    arguments,
+    is_call,
+    only_user,
+    tensor_of,
+    weight_of,
+)
+
+ALL_REDUCE = torch.ops.cas.all_reduce.default
+FUSED = torch.ops.cas.allreduce_add_rms_norm.default
+
+
+class _Mismatch(Exception):
+    """Why a place is not a site of this pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Site:
+    reduce: Node
+    add: Node
+    residual: Node
+    norm: Node
+    norm_weight: Node
+    eps: float
+
+
+def why_no_kernel(kernel: str, ctx: PassContext) -> SkipReason | None:
+    """Why a pass that puts in this op, which sums over ranks, has nothing to do here."""
+    if ctx.tensor_parallel_size == 1:
+        return SkipReason(sentence="the model runs on one rank")
+    if kernel not in ctx.kernels:
+        return SkipReason(sentence=f"there is no kernel of it for {ctx.dtype} on {ctx.device.type}")
+    return None
+
+
+class FuseAllreduceAddRmsNorm(BasePass):
+    name = "fuse_allreduce_add_rms_norm"
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        return why_no_kernel("allreduce_add_rms_norm", ctx)
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched, near_misses = 0, []
+        for node in gm.graph.find_nodes(op="call_function", target=ALL_REDUCE):
+            if is_call(node.args[0], torch.where):
+                continue  # of an embedding: nothing is added to it
+            try:
+                _fuse(gm, _match(node), ctx)
+                matched += 1
+            except _Mismatch as reason:
+                near_misses.append(NearMiss.at(node, str(reason)))
+        return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+
+def _match(reduce: Node) -> _Site:
+    add = only_user(reduce)
+    if not is_call(add, torch.add) or add.kwargs or len(add.args) != 2:
+        raise _Mismatch("the ranks' sum is read by something else than the addition of a residual")
+    residual = add.args[0] if add.args[1] is reduce else add.args[1]
+    if not isinstance(residual, Node) or residual is reduce or weight_of(residual) is not None:
+        raise _Mismatch("what is added to the ranks' sum is no residual")
+    ours, theirs = tensor_of(reduce), tensor_of(residual)
+    if str(ours.shape) != str(theirs.shape) or ours.dtype != theirs.dtype or ours.dim() != 2:
+        raise _Mismatch(
+            "the residual has another shape or dtype than the ranks' sum, or they are not [tokens, features]"
+        )
+    norm = next((user for user in add.users if is_call(user, torch.rms_norm)), None)
+    if norm is None:
+        raise _Mismatch("no norm reads the sum with the residual")
+    _, shape, weight, eps = arguments(norm)
+    if weight_of(weight) is None or tensor_of(weight).dtype != ours.dtype:
+        raise _Mismatch("the norm's weight is not a parameter of the activations' dtype")
+    if eps is None or len(shape) != 1:
+        raise _Mismatch("the norm is not over the last dimension with an explicit eps")
+    return _Site(reduce=reduce, add=add, residual=residual, norm=norm, norm_weight=weight, eps=eps)
+
+
+def _fuse(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
+    args = (site.reduce.args[0], site.residual, site.norm_weight, site.eps)
+    with gm.graph.inserting_before(site.add):
+        both = ctx.call(gm, FUSED, *args, origin=site.add)
+        total = ctx.call(gm, operator.getitem, both, 0, origin=site.add)
+        normed = ctx.call(gm, operator.getitem, both, 1, origin=site.norm)
+    site.norm.replace_all_uses_with(normed)
+    gm.graph.erase_node(site.norm)
+    site.add.replace_all_uses_with(total)
+    gm.graph.erase_node(site.add)
+    gm.graph.erase_node(site.reduce)

@@ -1,0 +1,77 @@
+"""Activations that linears round to float8 come rounded out of the op that sums and normalizes them.
+
+    s, y = allreduce_add_rms_norm(x, r, g);  quantized_linear(y, …)
+        →   s, y, y_q, scale = allreduce_add_rms_norm_quantize(x, r, g);  quantized_linear(y, …, y_q, scale)
+
+That kernel has a whole row in registers when it ends: QKV and gate/up need no kernel of their own that rounds it. y stays beside it, for
+the kernel that streams a weight for one token and rounds by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+import compile_and_serve.custom_ops.collectives.allreduce_norm  # noqa: F401 (defines the op)
+from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED, why_no_kernel
+from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    SkipReason,
+    is_call,
+    tensor_of,
+)
+
+FUSED_QUANTIZE = torch.ops.cas.allreduce_add_rms_norm_quantize.default
+
+
+class FuseAllreduceQuantize(BasePass):
+    name = "fuse_allreduce_quantize"
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        return why_no_kernel("allreduce_add_rms_norm_quantize", ctx)
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched, near_misses = 0, []
+        for fused in gm.graph.find_nodes(op="call_function", target=FUSED):
+            readers = [reader for part in fused.users if part.args[1] == 1 for reader in part.users]
+            if not any(_rounds(reader) for reader in readers):
+                continue
+            if reason := next((why for reader in readers if (why := _why_not(reader))), None):
+                near_misses.append(NearMiss.at(fused, reason))
+            else:
+                _replace(gm, fused, readers, ctx)
+                matched += 1
+        return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+
+def _rounds(reader: Node) -> bool:
+    return is_call(reader, QUANTIZED_LINEAR) and reader.args[9] != "none"
+
+
+def _why_not(reader: Node) -> str | None:
+    if not _rounds(reader):
+        return "the norm is read by something else than linears that round it, too"
+    _, packed, scale, *_ = reader.args
+    if reader.args[9] == "static":
+        return "a linear rounds the norm with a scale that its checkpoint brings"
+    if (dtype := tensor_of(packed).dtype) != torch.float8_e4m3fn:
+        return f"a linear rounds the norm to {str(dtype).removeprefix('torch.')}, not to float8_e4m3fn"
+    if tensor_of(scale).dim() == 2:
+        return "a linear rounds the norm with a scale for each 128 features, not for each token"
+    return None
+
+
+def _replace(gm: GraphModule, fused: Node, readers: list[Node], ctx: PassContext) -> None:
+    with gm.graph.inserting_before(fused):
+        all_four = ctx.call(gm, FUSED_QUANTIZE, *fused.args, origin=fused)
+        rounded = [ctx.call(gm, operator.getitem, all_four, i, origin=fused) for i in (2, 3)]
+    fused.replace_all_uses_with(all_four)  # the sum and the norm are the first two of both
+    gm.graph.erase_node(fused)
+    for reader in readers:
+        reader.args = (*reader.args, *rounded)

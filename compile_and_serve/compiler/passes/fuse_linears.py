@@ -1,0 +1,158 @@
+"""A linear takes in what stands around it: the RMSNorm before it, the SiLU-mul or the residual add after it.
+
+    F.linear(rms_norm(x, g), W) [silu(gate) · up | + residual]  →  fused_linear(x, pack(W), …)
+    quantized_linear(rms_norm(x, g), …) [the same]              →  quantized_linear(x, …)
+
+The normalized activations, the gate/up product and the sum never travel through memory, and a layer is four op calls
+instead of a dozen. The weight is packed once, while it streams in, into the layout that the device's kernel reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    SkipReason,
+    arguments,
+    is_call,
+    only_user,
+    tensor_of,
+    weight_of,
+)
+from compile_and_serve.compiler.weights.transforms import weight_function
+from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
+
+weight_function("pack_linear_weight")(pack_linear_weight)
+
+
+@dataclass(slots=True)
+class _Site:
+    """What one fused linear swallows."""
+
+    linear: Node
+    x: Node
+    norm_weight: Node | None = None
+    eps: float = 1e-6
+    silu_mul: bool = False
+    residual: Node | None = None
+    out: Node | None = None  # the last node that it replaces
+
+
+class FuseLinears(BasePass):
+    name = "fuse_linears"
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        if "fused_linear" in ctx.kernels:
+            return None
+        return SkipReason(sentence=f"there is no fused linear kernel for {ctx.dtype} on {ctx.device.type}")
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched, near_misses = 0, []
+        for node in list(gm.graph.nodes):
+            if not (is_call(node, F.linear) or _is_bare_quantized(node)):
+                continue
+            if weight_of(node.args[1]) is None:
+                near_misses.append(NearMiss.at(node, "its weight is computed, not a parameter"))
+            elif tensor_of(node.args[0]).dim() != 2:
+                near_misses.append(NearMiss.at(node, "its input is not [tokens, features]"))
+            else:
+                site = _Site(node, node.args[0], out=node)
+                near_misses += _take_norm(site)
+                _take_silu_mul(site)
+                _take_residual(site)
+                if is_call(node, F.linear):
+                    _replace(gm, site, ctx)
+                    matched += 1
+                elif site.norm_weight is not None or site.out is not node:
+                    _extend(gm, site, ctx)
+                    matched += 1
+        gm.graph.eliminate_dead_code()
+        return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+
+def _is_bare_quantized(node: Node) -> bool:
+    """Whether this is what `quantize_linears` leaves: a quantized linear that has taken in nothing yet."""
+    if not is_call(node, QUANTIZED_LINEAR):
+        return False
+    norm_weight, silu_mul, residual = node.args[4], node.args[7], node.args[8]
+    return norm_weight is None and not silu_mul and residual is None
+
+
+def _take_norm(site: _Site) -> list[NearMiss]:
+    norm = site.x
+    if not is_call(norm, torch.rms_norm):
+        return []
+    x, shape, weight, eps = arguments(norm)
+    if weight_of(weight) is None:
+        return [NearMiss.at(norm, "the norm's weight is not a parameter")]
+    if tensor_of(weight).dtype != tensor_of(x).dtype:
+        dtypes = f"{tensor_of(weight).dtype} and {tensor_of(x).dtype}"
+        return [NearMiss.at(norm, f"the norm's weight and its input have different dtypes ({dtypes})")]
+    if eps is None or len(shape) != 1:
+        return [NearMiss.at(norm, "the norm is not over the last dimension with an explicit eps")]
+    site.x, site.norm_weight, site.eps = x, weight, eps
+    return []
+
+
+def _take_silu_mul(site: _Site) -> None:
+    """linear → split in halves → silu(first) · second."""
+    split = only_user(site.linear)
+    if split is None or not is_call(split, torch.split, torch.chunk):
+        return
+    parts = {user.args[1]: user for user in split.users if is_call(user, operator.getitem)}
+    if set(parts) != {0, 1} or tensor_of(parts[0]).shape[-1] != tensor_of(parts[1]).shape[-1]:
+        return
+    silu, product = only_user(parts[0]), only_user(parts[1])
+    if not (is_call(silu, F.silu) and is_call(product, torch.mul) and only_user(silu) is product):
+        return
+    if set(product.args) == {silu, parts[1]}:
+        site.silu_mul, site.out = True, product
+
+
+def _take_residual(site: _Site) -> None:
+    """out + residual, where both have one shape and dtype."""
+    assert site.out is not None
+    add = only_user(site.out)
+    if add is None or not is_call(add, torch.add) or add.kwargs or len(add.args) != 2:
+        return
+    other = add.args[0] if add.args[1] is site.out else add.args[1]
+    if not isinstance(other, Node) or other is site.out or weight_of(other) is not None:
+        return
+    ours, theirs = tensor_of(site.out), tensor_of(other)
+    if str(ours.shape) == str(theirs.shape) and ours.dtype == theirs.dtype:
+        site.residual, site.out = other, add
+
+
+def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
+    weight, out = arguments(site.linear)[1], site.out
+    assert out is not None
+    bias = site.linear.args[2] if len(site.linear.args) > 2 else site.linear.kwargs.get("bias")
+    packed = ctx.derived_weight(gm, f"{weight_of(weight)}.packed", "pack_linear_weight", weight)
+    out_features = tensor_of(weight).shape[0]
+    args = (site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual)
+    with gm.graph.inserting_before(out):
+        fused = ctx.call(gm, torch.ops.cas.fused_linear.default, *args, origin=site.linear)
+    out.replace_all_uses_with(fused)
+    gm.graph.erase_node(out)
+
+
+def _extend(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
+    """The quantized linear again, with what the site takes in."""
+    _, packed, scale, out_features, _, _, bias, _, _, *rounding = site.linear.args
+    out = site.out
+    assert out is not None
+    args = (site.x, packed, scale, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual)
+    with gm.graph.inserting_before(out):
+        fused = ctx.call(gm, QUANTIZED_LINEAR, *args, *rounding, origin=site.linear)
+    out.replace_all_uses_with(fused)
+    gm.graph.erase_node(out)

@@ -1,0 +1,75 @@
+"""What the passes share that put an op of ours where Inductor has a fusion of its own: each shape is measured, the faster one stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+import compile_and_serve.custom_ops.linear.elementwise  # noqa: F401 (defines the ops)
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    SkipReason,
+    tensor_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """inputs, constants: arguments of the op. out: the node that stands for the site in the report."""
+
+    inputs: tuple[Node, ...]
+    out: Node
+    constants: tuple[float, ...] = ()
+
+
+class MeasuredFusion(BasePass):
+    """kernel: name of the `cas` op. operation: what a user calls it. ours, plain: functions of (*inputs, *constants) that return
+    tuples of tensors.
+    """
+
+    kernel: str
+    operation: str
+    ours: Callable[..., tuple[torch.Tensor, ...]]
+    plain: Callable[..., tuple[torch.Tensor, ...]]
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        if self.kernel in ctx.kernels:
+            return None
+        return SkipReason(sentence=f"there is no {self.operation} kernel for {ctx.dtype} on {ctx.device.type}")
+
+    def sites(self, gm: GraphModule) -> Iterator[Site | NearMiss]:
+        """Every place where the op fits, or nearly does."""
+        raise NotImplementedError
+
+    def replace(self, gm: GraphModule, site: Site, ctx: PassContext) -> None:
+        """Let the op take the site's place."""
+        raise NotImplementedError
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched, near_misses, left, measured = 0, [], [], set[str]()
+        for site in self.sites(gm):  # one after the other: the op of one may be the input of the next
+            if isinstance(site, NearMiss):
+                near_misses.append(site)
+                continue
+            tensors: list[Any] = [tensor_of(node) for node in site.inputs]
+            choice = ctx.choose(self.name, self.ours, self.plain, tensors, *site.constants)
+            measured.add(choice.sentence())
+            if choice.use_ours:
+                self.replace(gm, site, ctx)
+                matched += 1
+            else:
+                left.append(NearMiss.at(site.out, choice.sentence()))
+        gm.graph.eliminate_dead_code()
+        return PassResult(
+            matched=matched,
+            near_misses=tuple(near_misses),
+            left_to_inductor=tuple(left),
+            measured=tuple(sorted(measured)),
+        )

@@ -1,0 +1,186 @@
+"""Linears over weights of 8 bits: half the bytes to read, and twice the products a second where activations are rounded too.
+
+    F.linear(x, W, bias)  →  quantized_linear(x, pack(Q), scale, …)        W ≈ scale · Q
+
+Either every linear that is not excluded is quantized while its weight streams in (`--quantization`), or those are that the
+checkpoint holds quantized, with the checkpoint's own values and scales. How Q and the scales come of a merged or sharded weight:
+`compiler/weights/quantized_expressions.py`. An embedding that shares its weight with the output head is looked up unrounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from compile_and_serve.compiler.config import Quantization
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassError,
+    PassResult,
+    arguments,
+    tensor_of,
+    weight_of,
+)
+from compile_and_serve.compiler.weights.quantized_expressions import (
+    CannotQuantizeError,
+    QuantizedExpression,
+    Scales,
+    leaves,
+    parameter_of,
+    quantized_expression,
+)
+from compile_and_serve.custom_ops.quantized.quantization import (
+    Activations,
+    QuantizedWeight,
+    block_scales,
+    dequantize_weight,
+    quantize_weight,
+    row_scales,
+)
+from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_unsupported_reason
+
+QUANTIZED_LINEAR = torch.ops.cas.quantized_linear.default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """What `--quantization` makes of a linear. exclude: the modules that it leaves alone by default, as globs."""
+
+    dtype: torch.dtype
+    scales: Scales
+    activations: Activations
+    exclude: tuple[str, ...]
+
+
+# The output head decides between tokens that are close, and everyone leaves it alone; with int8 weights and nothing else rounded it
+# is near enough, and in a small model it is a fifth of the bytes.
+SCHEMES: Mapping[Quantization, Scheme] = {
+    "fp8": Scheme(dtype=torch.float8_e4m3fn, scales="row", activations="dynamic", exclude=("lm_head",)),
+    "fp8-block": Scheme(dtype=torch.float8_e4m3fn, scales="block", activations="dynamic", exclude=("lm_head",)),
+    "fp8-weight-only": Scheme(dtype=torch.float8_e4m3fn, scales="row", activations="none", exclude=("lm_head",)),
+    "int8": Scheme(dtype=torch.int8, scales="row", activations="dynamic", exclude=("lm_head",)),
+    "int8-weight-only": Scheme(dtype=torch.int8, scales="row", activations="none", exclude=()),
+}
+
+
+def slow_reason(
+    quantization: Quantization | None, stored: Mapping[str, QuantizedWeight], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why quantized linears run as plain torch here, in one sentence; None where kernels run them, or nothing is quantized.
+
+    stored: what the checkpoint holds quantized. dtype: of the activations.
+    """
+    kinds = {(weight.dtype, weight.activations, weight.per_block) for weight in stored.values()}
+    if quantization is not None:
+        scheme = SCHEMES[quantization]
+        kinds.add((scheme.dtype, scheme.activations, scheme.scales == "block"))
+    reasons = [
+        quantized_linear_unsupported_reason(
+            device=device, dtype=dtype, weight_dtype=weight_dtype, activations=activations, per_block=per_block
+        )
+        for weight_dtype, activations, per_block in sorted(kinds, key=str)
+    ]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+class QuantizeLinears(BasePass):
+    """quantization: a name of `SCHEMES`; None: as the checkpoint is. exclude: globs over module names; None: the scheme's own."""
+
+    name = "quantize_linears"
+
+    def __init__(self, quantization: Quantization | None = None, exclude: tuple[str, ...] | None = None) -> None:
+        self.quantization = quantization
+        self.scheme = None if quantization is None else SCHEMES[quantization]
+        self.exclude = (self.scheme.exclude if self.scheme else ()) if exclude is None else exclude
+        self._must_match = exclude or ()
+
+    def cache_key(self) -> str:
+        return f"{super().cache_key()}({self.quantization}, exclude={','.join(self.exclude)})"
+
+    def round_weight(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        """What a weight counts for once it is quantized."""
+        if self.scheme is None:
+            return weight_OI
+        scale = (row_scales if self.scheme.scales == "row" else block_scales)(weight_OI, self.scheme.dtype)
+        return dequantize_weight(quantize_weight(weight_OI, scale, self.scheme.dtype), scale, weight_OI.dtype)
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        if self.scheme is None and not ctx.quantized_weights:
+            return PassResult(matched=0)  # nobody asks for it
+        matched, near_misses, seen = 0, [], set[str]()
+        for node in gm.graph.find_nodes(op="call_function", target=F.linear):
+            weight = weight_of(arguments(node)[1])
+            if weight is None:
+                near_misses.append(NearMiss.at(node, "its weight is computed, not a parameter"))
+                continue
+            parameters = [parameter_of(leaf) for leaf in leaves(ctx.weights[weight].expression)]
+            modules = [_modules(parameter, ctx) for parameter in parameters]
+            seen |= {module for names in modules for module in names}
+            wanted = [self._wants(names, parameter, ctx) for names, parameter in zip(modules, parameters, strict=True)]
+            if not any(wanted):
+                continue
+            try:
+                if not all(wanted):
+                    raise CannotQuantizeError("only a part of the merged weight is to be quantized")
+                self._quantize(gm, node, weight, ctx)
+                matched += 1
+            except CannotQuantizeError as reason:
+                near_misses.append(NearMiss.at(node, str(reason)))
+        self._check_exclusions(seen)
+        return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+    def _wants(self, modules: tuple[str, ...], parameter: str, ctx: PassContext) -> bool:
+        if self.scheme is None:
+            return parameter in ctx.quantized_weights
+        return not any(fnmatchcase(module, pattern) for module in modules for pattern in self.exclude)
+
+    def _check_exclusions(self, modules: set[str]) -> None:
+        for pattern in self._must_match:
+            if modules and not any(fnmatchcase(module, pattern) for module in modules):
+                raise PassError(
+                    f"The quantization exclusion {pattern!r} matches no linear of this model: expected a glob over module "
+                    f"names such as {sorted(modules)[0]}."
+                )
+
+    def _quantize(self, gm: GraphModule, node: Node, weight: str, ctx: PassContext) -> None:
+        x, weight_node = arguments(node)[:2]
+        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        if tensor_of(x).dim() != 2:
+            raise CannotQuantizeError("its input is not [tokens, features]")
+        quantized = self._expression(weight, ctx)
+        name = f"{weight}.{str(quantized.dtype).removeprefix('torch.')}"
+        pack = f"pack_quantized_weight.{quantized.activations}"
+        packed_value = (pack, quantized.values, quantized.scale)
+        packed = ctx.defined_weight(gm, f"{name}.packed", packed_value, near=weight_node)
+        scale = ctx.defined_weight(gm, f"{name}.scale", quantized.scale, near=weight_node)
+        input_scale = None
+        if quantized.input_scale is not None:
+            input_scale = ctx.defined_weight(gm, f"{name}.input_scale", quantized.input_scale, near=weight_node)
+        out_features = tensor_of(weight_node).shape[0]
+        args = (x, packed, scale, out_features, None, 1e-6, bias, False, None, quantized.activations, input_scale)
+        with gm.graph.inserting_before(node):
+            replacement = ctx.call(gm, QUANTIZED_LINEAR, *args, origin=node)
+        node.replace_all_uses_with(replacement)
+        gm.graph.erase_node(node)
+
+    def _expression(self, weight: str, ctx: PassContext) -> QuantizedExpression:
+        expression, sources = ctx.weights[weight].expression, ctx.weights.sources
+        if self.scheme is None:
+            return quantized_expression(expression, sources, ctx.quantized_weights)
+        return quantized_expression(
+            expression, sources, ctx.quantized_weights,
+            dtype=self.scheme.dtype, scales=self.scheme.scales, activations=self.scheme.activations,
+        )  # fmt: skip
+
+
+def _modules(parameter: str, ctx: PassContext) -> tuple[str, ...]:
+    """Names of the modules that hold a parameter; a tied one has several."""
+    names = (parameter, *ctx.weights.aliases.get(parameter, ()))
+    return tuple(name.rpartition(".")[0] for name in names)

@@ -1,0 +1,118 @@
+"""Which dimension of a value is cut over ranks, followed through the ops between a colwise and a rowwise linear.
+
+An op that would mix what lies on different ranks, or that is not known here, is an error with its place in the model: a sum over
+a cut dimension would otherwise be a silent wrong result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+import compile_and_serve.custom_ops.attention.attention  # noqa: F401 (defines the op)
+from compile_and_serve.compiler.compat import node_source_line
+from compile_and_serve.compiler.rewrite.graph_pass import PassError, arguments, is_call, tensor_of
+
+ATTENTION = torch.ops.cas.attention.default
+HEAD_VIEWS = (torch.Tensor.view, torch.reshape, torch.unflatten)
+
+_ELEMENTWISE = (
+    torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.sigmoid, torch.tanh, torch.relu, torch.square, torch.clone,
+    F.silu, F.gelu, F.relu, torch.Tensor.to, torch.Tensor.contiguous,
+)  # fmt: skip
+_VIEWS = (*HEAD_VIEWS, torch.flatten)
+_ALONG_ONE = (torch.chunk, torch.split, torch.cat, torch.softmax, F.softmax)
+_SIZE = torch.ops.aten.sym_size.int
+
+
+def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
+    """The dimension (≥ 0) along which `node`'s value is cut, None where every rank has the whole value.
+
+    dimensions: of the nodes before it that are cut; their `example_value` has the shard's shape. Raises `PassError`.
+    """
+    cut = [value for value in node.all_input_nodes if value in dimensions]
+    if not cut:
+        return None
+    dimension = dimensions[cut[0]]
+    if is_call(node, _SIZE):
+        return None
+    if is_call(node, ATTENTION) and all(dimensions.get(value) == 1 for value in node.all_input_nodes[:3]):
+        return 1
+    if is_call(node, *_ELEMENTWISE) and _agree(node, dimensions):
+        return dimension
+    if is_call(node, torch.transpose, torch.permute) and len(cut) == 1:
+        return _order(node, cut[0]).index(dimension)
+    if is_call(node, *_VIEWS) and dimension == 1 and _keeps_rows(node, cut[0]):
+        return 1
+    if is_call(node, torch.rms_norm) and dimension < _dims(cut[0]) - len(arguments(node)[1]) and len(cut) == 1:
+        return dimension
+    if is_call(node, *_ALONG_ONE) and _along(node, cut[0]) != dimension and len(set(map(dimensions.get, cut))) == 1:
+        return dimension
+    if is_call(node, operator.getitem) and _leaves_whole(node, cut[0], dimension):
+        return dimension
+    raise PassError(
+        f"Tensor parallelism cannot follow {_name(node)} at {node_source_line(node)}: dimension {dimension} of its input is "
+        "cut over the ranks; put a 'rowwise' linear before it in the tp_plan, or leave the linear before it out."
+    )
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _dims(node: Node) -> int:
+    value = node.meta["example_value"]
+    return (value[0] if isinstance(value, list | tuple) else value).dim()
+
+
+def _agree(node: Node, dimensions: Mapping[Node, int]) -> bool:
+    """All operands are cut along one dimension, counted from the right, or are broadcast along it."""
+    operands = [value for value in node.all_input_nodes if isinstance(value.meta["example_value"], torch.Tensor)]
+    from_right = {dimensions[value] - _dims(value) for value in operands if value in dimensions}
+    if len(from_right) != 1:
+        return False
+    at = from_right.pop()
+    whole = [tensor_of(value) for value in operands if value not in dimensions]
+    return all(tensor.dim() < -at or tensor.shape[at] == 1 for tensor in whole)
+
+
+def _keeps_rows(node: Node, source: Node) -> bool:
+    """[T, X·E] as [T, X, E] or back: dimension 1 is cut before and after."""
+    before, after = tensor_of(source), tensor_of(node)
+    return after.dim() > 1 and str(before.shape[0]) == str(after.shape[0])
+
+
+def _order(node: Node, source: Node) -> list[int]:
+    """The source's dimensions in the order of the result."""
+    order = list(range(_dims(source)))
+    if is_call(node, torch.transpose):
+        _, first, second = arguments(node)
+        order[first], order[second] = order[second], order[first]
+        return order
+    dims = arguments(node)[1]
+    return [order[dim] for dim in (dims if isinstance(dims, list | tuple) else arguments(node)[1:])]
+
+
+def _along(node: Node, source: Node) -> int:
+    """The dimension that an op works along."""
+    positional = arguments(node)
+    if is_call(node, torch.chunk, torch.split):
+        dim: Any = positional[2] if len(positional) > 2 else 0
+    else:
+        dim = positional[1] if len(positional) > 1 else 0
+    return dim % _dims(source)
+
+
+def _leaves_whole(node: Node, source: Node, dimension: int) -> bool:
+    """One of several results; chosen rows; or a slice of the last dimension where another is cut."""
+    item = arguments(node)[1]
+    if isinstance(source.meta["example_value"], list | tuple):
+        return True
+    if isinstance(item, Node):
+        return dimension > 0
+    return isinstance(item, tuple) and item[0] is Ellipsis and len(item) == 2 and dimension < _dims(source) - 1

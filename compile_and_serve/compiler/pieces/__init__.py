@@ -1,0 +1,1 @@
+"""The graph cut into pieces, and the plan that runs them."""

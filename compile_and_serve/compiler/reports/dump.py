@@ -1,0 +1,227 @@
+"""`--dump-dir`: everything that happened to a model on its way through the compiler, as files that one can read and run.
+
+    00_dynamo_bytecode.py            what Dynamo made of the model's forward, decompiled
+    01_captured.py                   the graph as it was captured
+    02_pass_functionalize.py …       the graph after each pass
+    90_split/piece_0_<fingerprint>.py    each distinct piece
+    91_compiled/piece_0_<fingerprint>.py what Inductor generated for it, kernels included
+    92_forward.py                    the function that calls the pieces
+    report.json                      all of it as data, with what each pass said (schema: `compiler/reports/dump_format.py`)
+
+A failure while dumping is logged and ends the dump, never the compilation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from types import CodeType
+from typing import Any, ParamSpec
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compile_and_serve.compiler.pieces.fingerprint import fingerprint
+from compile_and_serve.compiler.pieces.plan import ExecutionPlan, OpStep, PieceStep
+from compile_and_serve.compiler.pieces.splitter import Piece, split
+from compile_and_serve.compiler.pieces.stitch import stitched_source
+from compile_and_serve.compiler.reports.dump_format import BYTECODE, COMPILED, FORWARD, REPORT, SCHEMA, SPLIT
+from compile_and_serve.compiler.reports.graph_text import GraphText, SymbolNames, source_of, target_name
+
+log = logging.getLogger(__name__)
+
+
+P = ParamSpec("P")
+
+
+def _never_breaks(method: Callable[P, None]) -> Callable[P, None]:
+    @wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        dump = args[0]
+        assert isinstance(dump, Dump)
+        if dump.failed:
+            return
+        try:
+            method(*args, **kwargs)
+        except Exception as error:
+            dump.failed = True
+            log.warning("The dump to %s is incomplete (%s: %s).", dump.folder, type(error).__name__, error)
+            log.debug("dump failed", exc_info=True)
+
+    return guarded
+
+
+class Dump:
+    """One compilation's dump. The pipeline calls the methods in this order; `report` becomes report.json."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        self.folder, self.failed = folder, False
+        self.report: dict[str, Any] = {"schema": SCHEMA, **facts, "graphs": [], "pieces": {}, "split": []}
+        self._symbols = SymbolNames({})
+        self._prepare()
+
+    @_never_breaks
+    def _prepare(self) -> None:
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / REPORT).is_file():
+            raise FileExistsError("the folder is not empty, and is not a dump")
+        for old in (*self.folder.glob("[0-9][0-9]_*"), self.folder / REPORT):
+            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        (self.folder / SPLIT).mkdir(parents=True)
+        (self.folder / COMPILED).mkdir()
+        # Marks the folder as ours from the start, so that the next run may replace a dump that was cut short.
+        (self.folder / REPORT).write_text(json.dumps({"schema": SCHEMA, "incomplete": True}))
+
+    @_never_breaks
+    def captured(self, gm: GraphModule, bytecode: Sequence[CodeType]) -> None:
+        """The graph as captured, and Dynamo's bytecode."""
+        self._symbols = SymbolNames.of(gm)
+        (self.folder / BYTECODE).write_text(_decompiled(bytecode))
+        self.graph("captured", gm)
+
+    @_never_breaks
+    def graph(self, name: str, gm: GraphModule, *, kind: str = "captured") -> None:
+        """A whole-model graph: `captured`, or what pass `name` left."""
+        file = f"{len(self.report['graphs']) + 1:02}_{'pass_' if kind == 'pass' else ''}{name}.py"
+        nodes = sum(node.op not in ("placeholder", "output") for node in gm.graph.nodes)
+        description = (
+            f"The whole model after pass {name}" if kind == "pass" else "The whole model as Dynamo captured it"
+        )
+        text = GraphText(gm, self._symbols).file(
+            title=file.removesuffix(".py"), description=f"{description}: {nodes} calls.", file=file
+        )
+        (self.folder / file).write_text(text)
+        self.report["graphs"].append(
+            {"name": name, "kind": kind, "file": file, "nodes": nodes, "steps": self._steps(gm)}
+        )
+
+    def after_pass(self, name: str, gm: GraphModule) -> None:
+        """The graph that a pass left."""
+        self.graph(name, gm, kind="pass")
+
+    @_never_breaks
+    def split(self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule]) -> None:
+        """The distinct pieces that are compiled, and the function that calls them."""
+        counts = Counter(step.piece for step in plan.steps if isinstance(step, PieceStep))
+        for i, (piece, gm) in enumerate(graphs.items()):
+            file = f"{SPLIT}/piece_{i}_{piece[:8]}.py"
+            description = f"Distinct piece {i}, used {counts[piece]} times; fingerprint {piece}."
+            text = GraphText(gm, self._symbols).file(title=f"piece {i}", description=description, file=file)
+            (self.folder / file).write_text(text)
+            self.report["split"].append({"piece": piece, "count": counts[piece], "file": file})
+        steps = [
+            step.op if isinstance(step, OpStep) else f"piece {plan.pieces.index(step.piece)}" for step in plan.steps
+        ]
+        weights = {t.target: {"expression": t.expression, "dtype": str(t.spec.dtype).removeprefix("torch."),
+                              "shape": t.spec.shape} for t in plan.transforms}  # fmt: skip
+        self.report |= {"steps": steps, "weights": weights, "weight_bytes": _weight_bytes(plan)}
+        head = "\n".join(f"# piece_{i}: {SPLIT}/piece_{i}_{piece[:8]}.py" for i, piece in enumerate(plan.pieces))
+        (self.folder / FORWARD).write_text(f"{head}\n\n{stitched_source(plan)}")
+
+    @_never_breaks
+    def compiled(self, piece: str, tokens: int | None, source: str, how: str, seconds: float) -> None:
+        """What Inductor generated for a piece (tokens: for that many alone); how: "compiled" or "loaded"."""
+        row = next(row for row in self.report["split"] if row["piece"] == piece)
+        file = row["file"].replace(SPLIT, COMPILED)
+        if tokens is not None:
+            file = file.replace(".py", f"_{tokens}_tokens.py")
+        made = {"compiled_file": file, "how": how, "seconds": round(seconds, 4)}
+        if tokens is None:
+            row |= made
+        else:
+            row.setdefault("sizes", []).append({"tokens": tokens, **made})
+        (self.folder / file).write_text(source)
+
+    @_never_breaks
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Write report.json, with the compilation's own report in it."""
+        self.report |= {
+            "compilation": {k: v for k, v in report.items() if k != "profile"},
+            "profile": report.get("profile"),
+        }
+        write_report(self.folder, self.report)
+        log.info("dumped the compilation to %s", self.folder)
+
+    def _steps(self, gm: GraphModule) -> list[dict[str, Any]]:
+        """Pieces (by fingerprint; their nodes go to `pieces` once) and split ops of a whole graph, equal neighbours together."""
+        steps: list[dict[str, Any]] = []
+        text = GraphText(gm, self._symbols)
+        for stage in split(gm):
+            if isinstance(stage, Piece):
+                key = fingerprint(stage.gm)
+                if key not in self.report["pieces"]:
+                    self.report["pieces"][key] = self._piece(stage)
+                steps.append({"piece": key})
+            else:
+                steps.append({"op": target_name(stage.node), "node": self._node(stage.node, text)})
+        return steps
+
+    def _piece(self, piece: Piece) -> dict[str, Any]:
+        text = GraphText(piece.gm, self._symbols)
+        nodes = [self._node(node, text) for node in piece.gm.graph.nodes if node.op != "output"]
+        outputs = [text.argument(value) for value in next(iter(reversed(piece.gm.graph.nodes))).args[0]]
+        return {"nodes": nodes, "outputs": outputs, "text": text.function()}
+
+    def _node(self, node: Node, text: GraphText) -> dict[str, Any]:
+        row: dict[str, Any] = {"name": text.name(node), "value": self._symbols.value(node.meta.get("example_value"))}
+        if node.op == "placeholder":
+            kind = "weight" if "weight" in node.meta else "input"
+            return row | {"kind": kind, "label": node.meta.get("weight") or node.meta.get("input") or node.name}
+        source = source_of(node)
+        inputs = [text.name(read) for read in node.all_input_nodes]
+        row |= {"kind": "call", "target": target_name(node), "call": text.call(node), "inputs": inputs}
+        return row | ({"source": source.place, "code": source.code} if source.place else {})
+
+
+def add_to_report(folder: Path, name: str, facts: Mapping[str, Any]) -> None:
+    """Put what was found out after the compilation (memory, captured graphs) into a dump's report; failing is one warning."""
+    try:
+        report = json.loads((folder / REPORT).read_text())
+        write_report(folder, report | {name: facts})
+    except (OSError, ValueError) as error:
+        log.warning("The dump in %s could not be completed: %s", folder, error)
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write report.json; numbers that JSON has not (infinity, NaN) become null."""
+    (folder / REPORT).write_text(json.dumps(_plain(report), indent=1, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _decompiled(bytecode: Sequence[CodeType]) -> str:
+    """Source of what Dynamo made of `forward`; where depyf cannot tell, the disassembly."""
+    import dis
+    import io
+
+    parts = []
+    for code in bytecode:
+        try:
+            from depyf import decompile
+
+            parts.append(f"# {code.co_filename}:{code.co_firstlineno}\n{decompile(code)}")
+        except Exception as error:
+            log.info(
+                "depyf cannot decompile Dynamo's bytecode of %s (%s); dumping the disassembly.", code.co_name, error
+            )
+            listing = io.StringIO()
+            dis.dis(code, file=listing)
+            parts.append("\n".join(f"# {line}" for line in listing.getvalue().splitlines()) + "\n")
+    return "\n\n".join(parts)
+
+
+def _weight_bytes(plan: ExecutionPlan) -> int:
+    return sum(torch.Size(t.spec.shape).numel() * t.spec.dtype.itemsize for t in plan.transforms)

@@ -1,0 +1,67 @@
+"""What a dumped graph imports to be runnable: random inputs of the right shapes, a step's metadata, and a printed summary.
+
+Shape legend: T tokens of the step, S sequences, M block-table columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+
+TOKENS, ROWS = 5, 3
+Input = tuple[str, str, list[Any], str]  # parameter, dtype, shape (symbols as strings), name in the model
+
+
+def random_inputs(inputs: Sequence[Input], *, tokens: int = TOKENS, seed: int = 0) -> list[Any]:
+    """Inputs for a dumped `forward`: integers below 3, floats of deviation 0.1 (vectors around 1), fitting lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = {"tokens": tokens, "rows": min(ROWS, tokens)}
+    values: list[Any] = []
+    for _, dtype_name, shape, name in inputs:
+        sizes = [lengths.setdefault(size, tokens) if isinstance(size, str) else size for size in shape]
+        if dtype_name == "length":
+            values.append(sizes[0])
+            continue
+        dtype = getattr(torch, dtype_name)
+        if name == "positions":
+            value = torch.arange(sizes[0], dtype=dtype)
+        elif dtype.is_floating_point:
+            value = torch.randn(sizes, generator=generator) * 0.1 + (len(sizes) == 1)
+        else:
+            value = torch.randint(0, min(3, lengths["rows"]), sizes, generator=generator)
+        values.append(value.to(dtype))
+    return values
+
+
+def run(forward: Callable[..., Any], inputs: Sequence[Input], values: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """Call a dumped `forward`; its attention ops see one sequence that starts at its first token."""
+    sized = zip(values, inputs, strict=True)
+    tokens = next((len(v) for v, i in sized if isinstance(v, torch.Tensor) and i[2][:1] == ["tokens"]), TOKENS)
+    caches = [value for value, (_, _, _, name) in zip(values, inputs, strict=True) if name.startswith("kv_cache.")]
+    num_blocks = caches[0].shape[0] if caches else 1
+    metadata = AttentionMetadata(
+        backend=TorchAttention(),
+        query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32),
+        block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(tokens),
+        num_seqs=1,
+        num_tokens=tokens,
+        max_query_len=tokens,
+        max_seq_len=tokens,
+    )
+    with attention_metadata(metadata), torch.no_grad():
+        return forward(*values)
+
+
+def main(forward: Callable[..., Any], inputs: Sequence[Input]) -> None:
+    """Run on random inputs and print dtype, shape and mean magnitude of each output."""
+    outputs = run(forward, inputs, random_inputs(inputs))
+    for i, output in enumerate(outputs):
+        mean = output.abs().double().mean().item()
+        print(f"output {i}: {str(output.dtype).removeprefix('torch.')}{list(output.shape)}, mean magnitude {mean:.4g}")

@@ -1,0 +1,1 @@
+"""The protocol of a graph pass, and what runs the passes."""

@@ -1,0 +1,37 @@
+"""Which fused ops have a kernel on a device: what decides whether the passes that make them run."""
+
+from __future__ import annotations
+
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.attention.triton_backend import triton_unsupported_reason
+from compile_and_serve.custom_ops.linear.elementwise import elementwise_unsupported_reason
+from compile_and_serve.custom_ops.linear.fused_linear import packed_linear_unsupported_reason
+from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsupported_reason
+
+
+def available_kernels(
+    *, device: torch.device, dtype: torch.dtype, attention_backend: AttentionBackend
+) -> frozenset[str]:
+    """Names of the `cas` ops that passes may introduce for a model that runs here with this attention backend."""
+    kernels = set()
+    if hasattr(attention_backend, "rope_forward"):
+        kernels.add("rope_attention")
+    if device.type == "cuda":
+        linear_reason = triton_unsupported_reason(device)
+    else:
+        linear_reason = packed_linear_unsupported_reason(device=device, dtype=dtype)
+    if linear_reason is None:
+        kernels.add("fused_linear")
+        if device.type == "cuda":  # Triton's
+            kernels |= {"allreduce_add_rms_norm", "quantized_mlp"}
+            if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
+                kernels.add("allreduce_add_rms_norm_quantize")
+                if hasattr(attention_backend, "rope_quantize_forward"):
+                    kernels.add("rope_attention_quantize")
+    if (device.type == "cuda" and linear_reason is None) or elementwise_unsupported_reason(
+        device=device, dtype=dtype
+    ) is None:
+        kernels |= {"add_rms_norm", "silu_mul"}
+    return frozenset(kernels)

@@ -1,0 +1,283 @@
+"""The protocol of a graph pass, what a pass must tell of itself, and the few graph edits that passes share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
+from compile_and_serve.compiler.weights.transforms import (
+    Expression,
+    TensorSpec,
+    WeightTable,
+    evaluate_spec,
+    expression_spec,
+)
+from compile_and_serve.custom_ops.quantized.quantization import QuantizedWeight
+
+if TYPE_CHECKING:
+    from compile_and_serve.compiler.artifacts.autotune import Autotuner, Choice
+
+
+class PassError(ValueError):
+    """The compilation cannot go on as it was asked for; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipReason:
+    """Why a pass does not run at all in this compilation."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NearMiss:
+    """A place that looked like a site of the pass, and the sentence why it was left alone."""
+
+    node: str
+    source: str
+    reason: str
+
+    @classmethod
+    def at(cls, node: Node, reason: str) -> NearMiss:
+        return cls(node=node.name, source=node_source_line(node), reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassResult:
+    """What a pass did: sites rewritten, and the places that it expected to rewrite and did not.
+
+    left_to_inductor: sites that it could have rewritten and that were measured to be better off as they are.
+    measured: what was measured for all of them, a sentence a shape.
+    """
+
+    matched: int
+    near_misses: tuple[NearMiss, ...] = ()
+    left_to_inductor: tuple[NearMiss, ...] = ()
+    measured: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> int:
+        return self.matched + len(self.near_misses)
+
+
+@dataclass(kw_only=True, slots=True)
+class PassContext:
+    """What a pass may know: where the graph will run, and the weights that it may derive.
+
+    device, dtype: of the finished model (while passes run, the graph's own tensors are fakes on the meta device).
+    kernels: names of the `cas` ops that have a kernel of their own for this device and dtype.
+    tuner: measures whether a fusion pays; None: every fusion is made.
+    tensor_parallel_size: number of ranks that the graph will run on. tp_plan: the model's, glob over module names → style.
+    quantized_weights: how the checkpoint holds the parameters that it holds quantized.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    weights: WeightTable
+    fake_mode: FakeTensorMode
+    kernels: frozenset[str] = frozenset()
+    tuner: Autotuner | None = None
+    tensor_parallel_size: int = 1
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    _weight_nodes: dict[str, Node] = field(default_factory=dict)
+    _values: dict[Any, Any] = field(default_factory=dict)  # of calls on equal shapes: layers repeat each other
+
+    def call(
+        self,
+        gm: GraphModule,
+        target: Callable[..., Any],
+        *args: Any,
+        origin: Node,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Node:
+        """Insert `target(*args)` at the graph's insertion point; shape and dtype are computed, the source line is `origin`'s.
+
+        Raises what the op raises on values of these shapes; nothing is inserted then.
+        """
+        node = gm.graph.call_function(target, args, dict(kwargs or {}))
+        node.stack_trace = origin.stack_trace
+        node.meta["stack_trace"] = origin.meta.get("stack_trace")
+        key = _call_signature(node)
+        if key in self._values:
+            node.meta["example_value"] = self._values[key]
+            return node
+        try:
+            set_example_value(node, self.fake_mode)
+        except Exception:
+            gm.graph.erase_node(node)
+            raise
+        self._values[key] = node.meta["example_value"]
+        return node
+
+    def choose(
+        self,
+        pass_name: str,
+        ours: Callable[..., Any],
+        plain: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        *constants: float,
+    ) -> Choice:
+        """Whether an op of ours is to take the place of plain ones on tensors of these shapes (`Autotuner.choose`)."""
+        from compile_and_serve.compiler.artifacts.autotune import Choice
+
+        if self.tuner is None:
+            return Choice(use_ours=True)
+        return self.tuner.choose(pass_name, ours, plain, tensors, *constants)
+
+    def derived_weight(self, gm: GraphModule, target: str, function: str, weight: Node, *others: Node | int) -> Node:
+        """Placeholder of the weight `target` = function(weight, *others); made once, shared by later calls with the same target.
+
+        An integer among `others` is a constant of the expression.
+        """
+        if target in self._weight_nodes:
+            return self._weight_nodes[target]
+        arguments = [a if isinstance(a, int) else a.meta["weight"] for a in (weight, *others)]
+        spec = self._spec(function, arguments)
+        self.weights.derive(target, function, *arguments, spec=spec)
+        return self._weight_node(gm, target, spec, weight)
+
+    def defined_weight(self, gm: GraphModule, target: str, expression: Expression, *, near: Node) -> Node:
+        """Placeholder of the weight `target`, an expression over the checkpoint's tensors; made once, beside the weight `near`."""
+        if target in self._weight_nodes:
+            return self._weight_nodes[target]
+        spec = expression_spec(expression, self.weights.sources, self.device)
+        self.weights.define(target, expression, spec=spec)
+        return self._weight_node(gm, target, spec, near)
+
+    def _weight_node(self, gm: GraphModule, target: str, spec: TensorSpec, near: Node) -> Node:
+        with gm.graph.inserting_before(near), self.fake_mode:
+            node = gm.graph.placeholder("weight_" + re.sub(r"\W", "_", target))
+            node.meta["weight"] = target
+            node.meta["example_value"] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        self._weight_nodes[target] = node
+        return node
+
+    def replace_weight(self, weight: Node, function: str, *constants: int) -> None:
+        """Let a weight's placeholder stand for function(what it was, *constants), under the name that it has.
+
+        Whoever does it recomputes the nodes that read it (`set_example_value`).
+        """
+        name = weight.meta["weight"]
+        spec = self._spec(function, [name, *constants])
+        self.weights.replace(name, function, *constants, spec=spec)
+        with self.fake_mode:
+            weight.meta["example_value"] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+    def _spec(self, function: str, arguments: Sequence[str | int]) -> TensorSpec:
+        specs = tuple(a if isinstance(a, int) else self.weights[a].spec for a in arguments)
+        return evaluate_spec(function, specs, self.device)
+
+    def checkpoint(self, gm: GraphModule) -> Callable[[], None]:
+        """What takes the graph and the weights back to how they are now, whatever passes do to them meanwhile."""
+        copy, copies = Graph(), dict[Node, Node]()
+        copy.output(copy.graph_copy(gm.graph, copies))
+        output, copied_output = (next(iter(reversed(graph.nodes))) for graph in (gm.graph, copy))
+        copied_output.meta.update(output.meta)
+        weight_nodes = {target: copies[node] for target, node in self._weight_nodes.items()}
+        undo_weights = self.weights.checkpoint()
+
+        def undo() -> None:
+            gm.graph = copy
+            self._weight_nodes = weight_nodes
+            undo_weights()
+
+        return undo
+
+
+class GraphPass(Protocol):
+    """A rewrite of the whole graph, in place."""
+
+    name: str
+    version: int
+    required: bool  # where its guard lets it run, there is no way without it
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        """The reason why this pass has nothing to do in this compilation, or None to run it."""
+        ...
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        """Rewrite `gm` and say what was done; running it again must match nothing."""
+        ...
+
+    def cache_key(self) -> str:
+        """Everything that the result depends on beyond the graph and the context; enters artifact keys."""
+        ...
+
+
+class BasePass:
+    """Defaults of a pass: it always runs, and its cache key is its name and version.
+
+    after: of a user's pass, the name of the one that it follows; None: it comes last.
+    """
+
+    name: str
+    version: int = 1
+    after: str | None = None
+    required: bool = False
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        return None
+
+    def cache_key(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+def set_example_value(node: Node, fake_mode: FakeTensorMode) -> None:
+    """Keep a node's `example_value`, computed from its arguments'."""
+    node.meta["example_value"] = example_value(node, fake_mode)
+
+
+def example_value(node: Node, fake_mode: FakeTensorMode) -> Any:
+    """What a call gives on its arguments' example values: a fake tensor, a tuple of them, or a number."""
+    args: Any = map_arg(node.args, tensor_of)
+    kwargs: Any = map_arg(node.kwargs, tensor_of)
+    function = getattr(type(args[0]), node.target) if isinstance(node.target, str) else node.target
+    with fake_mode, torch.no_grad():
+        return function(*args, **kwargs)
+
+
+def _call_signature(node: Node) -> Any:
+    """Equal for calls whose results have equal shapes and dtypes."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Node):
+            value = value.meta["example_value"]
+        if isinstance(value, torch.Tensor):
+            return str(tuple(value.shape)), str(value.stride()), value.dtype, value.device
+        if isinstance(value, list | tuple):
+            return tuple(described(item) for item in value)
+        return type(value).__name__, str(value)
+
+    return node.target, described(node.args), described(tuple(node.kwargs.items()))
+
+
+def weight_of(node: object) -> str | None:
+    """Name of the weight that a placeholder stands for, or None for anything else."""
+    return node.meta.get("weight") if isinstance(node, Node) and node.op == "placeholder" else None
+
+
+def tensor_of(node: Any) -> torch.Tensor:
+    """The fake tensor that stands for a node's value: shape, dtype and strides, no data."""
+    return node.meta["example_value"]
+
+
+def arguments(node: Node) -> tuple[Any, ...]:
+    """Positional arguments, then keyword arguments in the order in which they were written."""
+    return (*node.args, *node.kwargs.values())
+
+
+def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[Node]:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def only_user(node: Node) -> Node | None:
+    """The one node that reads `node`, or None if there are several or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None

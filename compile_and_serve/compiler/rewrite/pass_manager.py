@@ -1,0 +1,93 @@
+"""Runs the passes in order, times them, and keeps what each one said."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.verify import PassVerifier, Verification
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRecord:
+    """One line of the pass report."""
+
+    name: str
+    version: int
+    seconds: float
+    result: PassResult | SkipReason
+    verification: Verification | None = None
+
+    def sentence(self) -> str:
+        """What the pass did, for a log or a table."""
+        if isinstance(self.result, SkipReason):
+            return f"{self.name}: left out, {self.result.sentence}"
+        left = len(self.result.left_to_inductor)
+        better = f", {left} better left to Inductor" if left else ""
+        return f"{self.name}: {self.result.matched} of {self.result.expected} sites in {self.seconds:.3f} s{better}"
+
+
+def run_passes(
+    gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, disabled: frozenset[str] = frozenset(),
+    verifier: PassVerifier | None = None, after_pass: Callable[[str, GraphModule], None] = lambda name, gm: None,
+) -> list[PassRecord]:  # fmt: skip
+    """Rewrite `gm` in place. A near miss is logged with its place in the model and its reason; it never stops the compilation.
+
+    verifier: checks each pass; one that it finds wrong is left out. after_pass: called after each pass that ran.
+    """
+    records = []
+    for graph_pass in passes:
+        start = time.perf_counter()
+        result, verification = _run_one(gm, graph_pass, ctx, disabled, verifier)
+        if isinstance(result, SkipReason) and graph_pass.required and graph_pass.guard(ctx) is None:
+            raise PassError(f"Pass {graph_pass.name} cannot be left out here: {result.sentence}.")
+        record = PassRecord(
+            name=graph_pass.name, version=graph_pass.version, seconds=time.perf_counter() - start, result=result,
+            verification=verification,
+        )  # fmt: skip
+        log.info("pass %s", record.sentence())
+        if isinstance(result, PassResult):
+            after_pass(graph_pass.name, gm)
+            _log_near_misses(graph_pass.name, result)
+        records.append(record)
+    return records
+
+
+def _log_near_misses(name: str, result: PassResult) -> None:
+    """One line a reason and line of the model: layers repeat each other."""
+    repeats = Counter((miss.source, miss.reason) for miss in result.near_misses)
+    for miss in result.near_misses:
+        if count := repeats.pop((miss.source, miss.reason), 0):
+            more = f" and {count - 1} more" if count > 1 else ""
+            log.warning("pass %s left %s%s alone (%s): %s", name, miss.node, more, miss.source, miss.reason)
+
+
+def _run_one(
+    gm: GraphModule, graph_pass: GraphPass, ctx: PassContext, disabled: frozenset[str], verifier: PassVerifier | None
+) -> tuple[PassResult | SkipReason, Verification | None]:
+    if graph_pass.name in disabled:
+        return SkipReason(sentence="turned off by name"), None
+    try:
+        if reason := graph_pass.guard(ctx):
+            return reason, None
+        if verifier is not None:
+            return verifier.run(gm, graph_pass, ctx)
+        result = graph_pass.run(gm, ctx)
+        gm.graph.lint()
+    except PassError:
+        raise
+    except Exception as error:  # of one pass: which one is what a user has to know
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        way_out = "" if graph_pass.required else f"leave it out with --disable-pass {graph_pass.name}, or "
+        raise PassError(
+            f"Pass {graph_pass.name} failed with {what}: {way_out}see which line it is with --verbose."
+        ) from error
+    return result, None

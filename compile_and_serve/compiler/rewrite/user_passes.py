@@ -1,0 +1,96 @@
+"""Passes that a user brings: found by `package.module:Class` or by an entry point's name, put into the pipeline at their place."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassError
+
+ENTRY_POINTS = "compile_and_serve.passes"  # group in which a package may name its passes
+
+
+def with_user_passes(pipeline: Sequence[GraphPass], names: Sequence[str]) -> tuple[GraphPass, ...]:
+    """The pipeline with each named pass after the one that its attribute `after` names, by default at the end.
+
+    Passes with the same place keep the order in which they are named. Raises `PassError` for one that cannot be imported, is no
+    pass, has the name of another, or names a place that there is not.
+    """
+    passes = list(pipeline)
+    placed_after: dict[str, int] = {}  # place → how many stand there already
+    for name in names:
+        new = load_pass(name)
+        known = [graph_pass.name for graph_pass in passes]
+        if new.name in known:
+            raise PassError(f"Pass {name} is called {new.name!r} as another pass is: give it a name of its own.")
+        after = getattr(new, "after", None) or (pipeline[-1].name if pipeline else None)
+        if after is not None and after not in known:
+            raise PassError(
+                f"Pass {name} wants its place after {after!r}, which is no pass: these are {', '.join(known)}."
+            )
+        at = known.index(after) + 1 + placed_after.get(after, 0) if after is not None else len(passes)
+        if after is not None:
+            placed_after[after] = placed_after.get(after, 0) + 1
+        passes.insert(at, new)
+    return tuple(passes)
+
+
+def load_pass(name: str) -> GraphPass:
+    """An instance of the pass class `package.module:Class`, or of the one that an installed package declares as `name`.
+
+    Modules are looked for in the current folder, too. Raises `PassError` with one sentence.
+    """
+    if ":" in name:
+        found = _imported(name)
+    else:
+        declared = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+        if name not in declared:
+            known = f"; installed packages declare {', '.join(sorted(declared))}" if declared else ""
+            raise PassError(f"There is no pass {name!r}: expected package.module:Class{known}.")
+        try:
+            found = declared[name].load()
+        except Exception as error:
+            raise PassError(f"Pass {name!r} ({declared[name].value}) cannot be imported: {_said(error)}.") from error
+    if not isinstance(found, type):
+        raise PassError(f"{name} is not a pass: expected a class, got a {type(found).__name__}.")
+    try:
+        made = found()
+    except Exception as error:
+        raise PassError(f"Pass {name} cannot be made without arguments: {_said(error)}.") from error
+    missing = [attribute for attribute in ("guard", "run", "cache_key") if not callable(getattr(made, attribute, None))]
+    missing += [a for a, kind in (("name", str), ("version", int)) if not isinstance(getattr(made, a, None), kind)]
+    if missing:
+        raise PassError(
+            f"{name} is not a pass, it lacks {', '.join(missing)}: derive it from compile_and_serve.compiler.rewrite.graph_pass.BasePass."
+        )
+    return made
+
+
+def source_of(graph_pass: GraphPass) -> str | None:
+    """Text of the file that defines a pass; None where there is no such file (a class made at run time)."""
+    try:
+        return inspect.getsource(sys.modules[type(graph_pass).__module__])
+    except (KeyError, OSError, TypeError):
+        return None
+
+
+def _imported(name: str) -> object:
+    module_name, _, attribute = name.partition(":")
+    folder = os.getcwd()
+    if folder not in sys.path:  # last: nothing there takes the place of an installed package
+        sys.path.append(folder)
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # whatever the user's module does
+        raise PassError(f"Pass {name} cannot be imported: {_said(error)}.") from error
+    if not hasattr(module, attribute):
+        raise PassError(f"Pass {name} cannot be imported: {module.__file__ or module_name} has no {attribute!r}.")
+    return getattr(module, attribute)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(".")

@@ -1,0 +1,407 @@
+"""`--verify-passes`: run the graph before and after each pass on the same random inputs, in float64, and compare.
+
+The graph that passes rewrite holds no data: weights are placeholders with a name, and a rewritten weight is an
+expression over the checkpoint's (`compiler/weights/transforms.py`). The verifier invents the checkpoint (views into
+one pool of random numbers, so that a deep model costs no more memory than its largest weight), evaluates the
+expressions, and interprets the graph node by node with every floating dtype widened to float64. What remains of a
+difference is the pass's, not rounding's. A graph that was sharded runs for all its ranks side by side, so that its
+collectives need no other process.
+
+A pass may round by design. What it does to a weight it says itself (`round_weight`), and the verifier then invents a
+checkpoint of weights that this leaves as they are; activations are not rounded here (`EXACT`). All but the rounding
+is compared as closely.
+
+Shape legend: T tokens of the step, S sequences, M block-table columns.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from compile_and_serve.compiler.compat import node_source_line
+from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
+from compile_and_serve.compiler.weights.transforms import WeightTable
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.rope_attention_quantize import exact_rope_attention_quantize
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.collectives.collectives import REFERENCES
+from compile_and_serve.custom_ops.library import OPS, OpKind
+from compile_and_serve.custom_ops.quantized.quantization import LARGEST
+from compile_and_serve.custom_ops.quantized.quantized_linear import exact_quantized_linear
+from compile_and_serve.custom_ops.quantized.quantized_mlp import exact_quantized_mlp
+
+log = logging.getLogger(__name__)
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+TOLERANCE = 1e-8  # relative, of float64 results that differ in the order of their sums alone
+CACHED, NEW = (11, 0), (1, 6)  # tokens of the two sequences: one decodes behind a filled cache, one begins
+ROWS = 3
+LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
+MAX_TOKEN_ID = 32  # every vocabulary is larger
+
+# Ops that round their input or output by design, and what they compute without that.
+EXACT: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.cas.quantized_linear.default: exact_quantized_linear,
+    torch.ops.cas.quantized_mlp.default: exact_quantized_mlp,
+    torch.ops.cas.rope_attention_quantize.default: exact_rope_attention_quantize,
+}
+
+_WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteError:
+    """Difference at one op that the graph is split at, or in the result. Errors are of float64 values."""
+
+    node: str
+    source: str
+    max_error: float
+    relative_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What the comparison of one pass gave.
+
+    max_error: largest absolute difference; relative_error: that over the largest reference value, the worst site's.
+    reason: why it failed, None if it did not. sites: each split op and the result, in order (none if the pass changed nothing).
+    """
+
+    tolerance: float
+    max_error: float = 0.0
+    relative_error: float = 0.0
+    reason: str | None = None
+    sites: tuple[SiteError, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.reason is None
+
+
+@dataclass(slots=True)
+class PassVerifier:
+    """Runs passes one by one; one that changes what the graph computes is undone and named.
+
+    buffers: values of the weights that are no checkpoint's (RoPE frequencies).
+    """
+
+    buffers: Mapping[str, torch.Tensor]
+    seed: int = 0
+    _before: _Outcome | None = None
+    _rounding: Rounding | None = None
+    _kv_heads: dict[str, int] = field(default_factory=dict)  # of the whole caches
+
+    def run(
+        self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext
+    ) -> tuple[PassResult | SkipReason, Verification]:
+        """Run a pass and compare; if it fails, `gm` and `ctx` are as before and the result says why it was left out."""
+        tolerance = getattr(graph_pass, "tolerance", TOLERANCE)
+        rounding: Rounding | None = getattr(graph_pass, "round_weight", None)
+        if rounding is not None:
+            self._before, self._rounding = None, rounding
+        if self._before is None:
+            self._kv_heads = self._kv_heads or kv_heads(gm)
+            self._before = self._evaluate(gm, ctx)
+        text, undo = str(gm.graph), ctx.checkpoint(gm)
+        result: PassResult | None = None
+        try:
+            result = graph_pass.run(gm, ctx)
+            gm.graph.lint()
+            if str(gm.graph) == text:
+                return result, Verification(tolerance=tolerance)
+            after = self._evaluate(gm, ctx)
+            verification = compare(self._before, after, tolerance)
+        except PassError:
+            raise
+        except Exception as error:
+            what = "it raised" if result is None else "the graph that it left does not run:"
+            reason = f"{what} {type(error).__name__}: {error}".splitlines()[0]
+            log.debug("pass %s failed", graph_pass.name, exc_info=True)
+            verification = Verification(tolerance=tolerance, reason=reason)
+        if verification.passed:
+            assert result is not None
+            self._before = after
+            return result, verification
+        undo()
+        log.error("pass %s failed its verification and is left out: %s", graph_pass.name, verification.reason)
+        return SkipReason(sentence=f"failed its verification, {verification.reason}"), verification
+
+    def _evaluate(self, gm: GraphModule, ctx: PassContext) -> _Outcome:
+        weights = RandomWeights(ctx.weights, self.buffers, self.seed, self._rounding)
+        return evaluate(gm, weights, self.seed, num_ranks=ctx.tensor_parallel_size, whole_kv_heads=self._kv_heads)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """Values that two runs are compared by: split ops' outputs, the result, the caches as they were left."""
+
+    sites: list[tuple[Node, torch.Tensor]] = field(default_factory=list)
+    result: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    caches: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class RandomWeights:
+    """The values of a graph's weights: random checkpoint tensors, put through the transforms that passes recorded.
+
+    rounding: what is done to each matrix first.
+    """
+
+    def __init__(
+        self, weights: WeightTable, buffers: Mapping[str, torch.Tensor], seed: int, rounding: Rounding | None = None
+    ) -> None:
+        self._weights, self._buffers, self._rounding = weights, buffers, rounding
+        largest = max((_numel(spec.shape) for spec in weights.sources.values()), default=1)
+        self._slack = 4099
+        size = min(largest, LARGEST_POOL) + self._slack
+        self._pool = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.05
+
+    def value(self, name: str, rank: int) -> torch.Tensor:
+        """The value of weight `name` on a rank, float64 where it is floating."""
+        transform = self._weights[name]
+        return transform.fn(*(self.source(source) for source in transform.sources), rank=rank)
+
+    def source(self, name: str) -> torch.Tensor:
+        """The invented checkpoint tensor `name`; the same in every run. Vectors (norms) lie around 1, scales of quantized weights
+        around a hundredth."""
+        if name in self._buffers:
+            return _widen(self._buffers[name].cpu())
+        spec = self._weights.sources[name]
+        value = self._random(name, spec.shape)
+        if spec.dtype in LARGEST:
+            return (value * 200).round().clamp(-100, 100).to(spec.dtype)  # 10 on average
+        if name in self._weights.scales:
+            return 0.01 * (1 + 4 * value.abs())
+        if len(spec.shape) == 1:
+            return 1 + 4 * value
+        return value if self._rounding is None or len(spec.shape) != 2 else self._rounding(value)
+
+    def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        offset = zlib.crc32(name.encode()) % self._slack
+        if _numel(shape) <= LARGEST_POOL:
+            return self._pool[offset : offset + _numel(shape)].view(shape)
+        rows, columns = shape[0], _numel(shape[1:])
+        stride = max(1, (len(self._pool) - offset - columns) // rows)
+        return self._pool.as_strided((rows, columns), (stride, 1), offset).unflatten(1, shape[1:])
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's values while the graph is interpreted; weights are made where they are first read."""
+
+    rank: int
+    inputs: dict[str, Any]
+    weights: RandomWeights
+    values: dict[Node, Any] = field(default_factory=dict)
+
+    def value_of(self, node: Node) -> Any:
+        if node not in self.values:
+            weight = node.meta.get("weight")
+            value = self.inputs[_input_name(node)] if weight is None else self.weights.value(weight, self.rank)
+            self.values[node] = value
+        return self.values[node]
+
+
+def kv_heads(gm: GraphModule) -> dict[str, int]:
+    """Number of heads in each KV cache of a graph, by the cache's name."""
+    caches = [n for n in gm.graph.find_nodes(op="placeholder") if n.meta.get("input", "").startswith("kv_cache.")]
+    return {node.meta["input"]: node.meta["example_value"].shape[2] for node in caches}
+
+
+def evaluate(
+    gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_ranks: int = 1,
+    whole_kv_heads: Mapping[str, int] | None = None,
+) -> _Outcome:  # fmt: skip
+    """Interpret a whole-model graph in float64 on a step of two sequences, one behind a filled cache, one from its start.
+
+    num_ranks: that a graph with collectives is made for; all of them run side by side, node by node. whole_kv_heads: heads of
+    the caches before they were sharded. Split ops and caches of all ranks are joined, as one rank would have them.
+    """
+    if not any(node.target in REFERENCES for node in gm.graph.nodes):
+        num_ranks = 1
+    local_heads = kv_heads(gm)
+    whole_heads = local_heads if num_ranks == 1 or whole_kv_heads is None else whole_kv_heads
+    inputs = _step_inputs(gm, seed, whole_heads)
+    ranks = []
+    for number in range(num_ranks):
+        own_heads = {
+            name: inputs[name].narrow(2, number * whole // num_ranks, local_heads[name]).clone()
+            for name, whole in whole_heads.items()
+        }
+        ranks.append(_Rank(rank=number, inputs={**inputs, **own_heads}, weights=weights))
+    outcome = _Outcome()
+    last_user = {user_input: node for node in gm.graph.nodes for user_input in node.all_input_nodes}
+    with attention_metadata(_step_metadata(inputs)), torch.no_grad():
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                results = [rank.value_of(node.args[0][0]) for rank in ranks]
+                assert all(result.equal(results[0]) for result in results), "the ranks come to different results"
+                outcome.result = results[0]
+                continue
+            if node.target in REFERENCES:
+                wholes = _across_ranks(node, ranks)
+            else:
+                wholes = [_call(node, rank.value_of) for rank in ranks]
+            for rank, value in zip(ranks, wholes, strict=True):
+                rank.values[node] = value
+            if _is_split_point(node):
+                outcome.sites.append(
+                    (node, torch.cat([_output(rank.values[node]).flatten(1) for rank in ranks], dim=1))
+                )
+            for read in node.all_input_nodes:
+                if last_user[read] is node:
+                    for rank in ranks:
+                        rank.values.pop(read, None)
+    for name, whole in whole_heads.items():
+        step = max(1, num_ranks // whole)  # ranks that keep the same heads
+        outcome.caches[name] = torch.cat([rank.inputs[name] for rank in ranks[::step]], dim=2)
+    return outcome
+
+
+def _across_ranks(node: Node, ranks: Sequence[_Rank]) -> list[Any]:
+    """A collective's result on each rank."""
+    parts = [rank.value_of(node.all_input_nodes[0]) for rank in ranks]
+    others = [ranks[0].value_of(a) if isinstance(a, Node) else a for a in node.args[1:]]
+    return [REFERENCES[node.target](parts, *others)] * len(ranks)
+
+
+def compare(before: _Outcome, after: _Outcome, tolerance: float) -> Verification:
+    """Errors of `after` against `before` at each split op (where both have as many), in the result and in the caches."""
+    sites = []
+    if [value.shape for _, value in before.sites] == [value.shape for _, value in after.sites]:
+        for (_, reference), (node, value) in zip(before.sites, after.sites, strict=True):
+            sites.append(_site_error(node.name, node_source_line(node), reference, value))
+    pairs = [("result", before.result, after.result)]
+    pairs += [(name, before.caches[name], cache) for name, cache in after.caches.items()]
+    for name, reference, value in pairs:
+        if reference.shape != value.shape:
+            mismatch = f"{name} has shape {list(value.shape)}, {list(reference.shape)} before"
+            return Verification(tolerance=tolerance, reason=mismatch, sites=tuple(sites))
+    sites += [_site_error(name, "", reference, value) for name, reference, value in pairs]
+    wrong = [site for site in sites if not site.relative_error <= tolerance]  # a NaN is wrong, too
+    worst = max(sites, key=lambda site: site.relative_error)
+    reason = None
+    if wrong:
+        place = f"{wrong[0].node} ({wrong[0].source})" if wrong[0].source else wrong[0].node
+        reason = f"relative error {wrong[0].relative_error:.2g} at {place}, tolerance {tolerance:.0g}"
+    return Verification(
+        tolerance=tolerance,
+        max_error=max(site.max_error for site in sites),
+        relative_error=worst.relative_error,
+        reason=reason,
+        sites=tuple(sites),
+    )
+
+
+def _site_error(node: str, source: str, reference: torch.Tensor, value: torch.Tensor) -> SiteError:
+    error = (value - reference).abs().max().item() if value.numel() else 0.0
+    scale = reference.abs().max().item() if reference.numel() else 0.0
+    relative = error / scale if scale else (0.0 if error == 0 else float("inf"))
+    if not value.isfinite().all():
+        error = relative = float("inf")
+    return SiteError(node=node, source=source, max_error=error, relative_error=relative)
+
+
+def _step_inputs(gm: GraphModule, seed: int, heads: Mapping[str, int]) -> dict[str, Any]:
+    """The step's arguments by name; symbolic lengths under their symbol's name. heads: of the caches."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs: dict[str, Any] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        fake = node.meta.get("example_value")
+        if "input" not in node.meta or not isinstance(fake, torch.Tensor):
+            continue
+        name = node.meta["input"]
+        if name.startswith("kv_cache."):
+            shape = (*fake.shape[:2], heads[name], *fake.shape[3:])
+            inputs[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+            continue
+        length = ROWS if name == "logits_indices" else sum(NEW)
+        inputs[str(fake.shape[0])] = length
+        if name == "input_ids":
+            inputs[name] = torch.randint(0, MAX_TOKEN_ID, (length,), generator=generator)
+        elif name == "positions":
+            inputs[name] = torch.cat([torch.arange(c, c + n) for c, n in zip(CACHED, NEW, strict=True)])
+        else:
+            inputs[name] = torch.tensor([0, sum(NEW) // 2, sum(NEW) - 1])
+    return inputs
+
+
+def _input_name(node: Node) -> str:
+    return node.meta["input"] if "input" in node.meta else str(node.meta["example_value"])
+
+
+def _step_metadata(inputs: Mapping[str, Any]) -> AttentionMetadata:
+    caches = [value for name, value in inputs.items() if name.startswith("kv_cache.")]
+    num_blocks, block_size = (caches[0].shape[0], caches[0].shape[3]) if caches else (2, 16)
+    block_table_SM = torch.arange(num_blocks, dtype=torch.int32).view(2, -1)  # half of the blocks for each
+    slots = [
+        block_table_SM[s, position // block_size].item() * block_size + position % block_size
+        for s, (cached, new) in enumerate(zip(CACHED, NEW, strict=True))
+        for position in range(cached, cached + new)
+    ]
+    return AttentionMetadata(
+        backend=TorchAttention(),
+        query_start_loc=torch.tensor([0, NEW[0], sum(NEW)], dtype=torch.int32),
+        seq_lens=torch.tensor([c + n for c, n in zip(CACHED, NEW, strict=True)], dtype=torch.int32),
+        block_table=block_table_SM,
+        slot_mapping=torch.tensor(slots),
+        num_seqs=2,
+        num_tokens=sum(NEW),
+        max_query_len=max(NEW),
+        max_seq_len=max(c + n for c, n in zip(CACHED, NEW, strict=True)),
+    )
+
+
+def _call(node: Node, value_of: Callable[[Node], Any]) -> Any:
+    def concrete(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return value_of(argument)
+        if isinstance(argument, torch.dtype):
+            return torch.float64 if argument.is_floating_point else argument
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    args, kwargs = map_aggregate(node.args, concrete), map_aggregate(node.kwargs, concrete)
+    if node.op == "call_method":
+        assert isinstance(node.target, str)
+        method = "double" if node.target in _WIDENING_METHODS else node.target
+        value: Any = getattr(args[0], method)(*args[1:], **kwargs)
+    else:
+        assert node.op == "call_function", f"{node.op} in a captured graph"
+        value = EXACT.get(node.target, node.target)(*args, **kwargs)  # type: ignore[operator]
+    # A cast makes a new tensor that may be written to; from float64 to float64 it would be the same one.
+    return value.clone() if isinstance(value, torch.Tensor) and _is_cast(node) and value is args[0] else value
+
+
+def _is_cast(node: Node) -> bool:
+    values = [n.meta.get("example_value") for n in (node, *node.all_input_nodes[:1])]
+    return len({value.dtype for value in values if isinstance(value, torch.Tensor)}) == 2
+
+
+def _is_split_point(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    info = OPS.get(node.target.name().split(".")[0])
+    return info is not None and info.kind is OpKind.SPLIT_POINT
+
+
+def _output(value: Any) -> torch.Tensor:
+    """A split op's output, without what is made of it."""
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,1 @@
+"""Weights as expressions of checkpoint tensors."""

@@ -1,0 +1,56 @@
+"""One allocation for all weights of a model."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections.abc import Mapping
+
+import torch
+
+from compile_and_serve.compiler.weights.transforms import TensorSpec
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 256  # bytes: a multiple of every cache line and of what generated kernels assume
+_MADV_HUGEPAGE = 14  # <sys/mman.h>
+_PAGE = 4096
+
+
+class WeightArena:
+    """Uninitialized tensors of given specs, side by side in one allocation of a device.
+
+    On Linux the CPU's memory is asked for in huge pages: a decode step reads every weight once, and with pages of 4 KiB it
+    misses the TLB at each.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
+        self._offsets: dict[str, int] = {}
+        total = 0
+        for name, spec in specs.items():
+            self._offsets[name] = total
+            size = math.prod(spec.shape) * spec.dtype.itemsize
+            total += -(-size // ALIGNMENT) * ALIGNMENT
+        self._specs = dict(specs)
+        self._bytes = torch.empty(total + ALIGNMENT, dtype=torch.uint8, device=device)
+        self._base = -self._bytes.data_ptr() % ALIGNMENT
+        if device.type == "cpu":
+            advise_huge_pages(self._bytes)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor's place in the arena; always the same memory."""
+        spec, start = self._specs[name], self._base + self._offsets[name]
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        return self._bytes[start : start + size].view(spec.dtype).view(spec.shape)
+
+
+def advise_huge_pages(memory: torch.Tensor) -> None:
+    """Ask Linux for huge pages under a CPU tensor that nothing has been written to yet; elsewhere nothing happens."""
+    first = -(-memory.data_ptr() // _PAGE) * _PAGE
+    length = memory.data_ptr() + memory.numel() * memory.element_size() - first
+    madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+    if madvise is None or length <= 0:
+        return
+    if madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_HUGEPAGE) != 0:
+        log.info("no huge pages (errno %d); a step reads its memory somewhat slower", ctypes.get_errno())

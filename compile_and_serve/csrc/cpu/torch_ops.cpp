@@ -1,0 +1,328 @@
+// Puts the CPU kernels behind the `cas` ops that Python has defined: checks, allocates, fills in the kernels' argument structs.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels.h"
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+CasQuantizedKernel int8_kernel = nullptr, float8_kernel = nullptr;  // cas_use_quantized_linears
+
+int32_t dtype_code(const at::Tensor& tensor) {
+    const auto type = tensor.scalar_type();
+    TORCH_CHECK_VALUE(
+        type == at::kFloat || type == at::kBFloat16, "the CPU kernels take float32 and bfloat16 tensors, not ", type);
+    return type == at::kFloat ? CAS_FLOAT32 : CAS_BFLOAT16;
+}
+
+bool has_kernels(const at::Tensor& tensor) {
+    return tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16;
+}
+
+// A contiguous vector of `size` elements in x's dtype, or null.
+const void* vector_pointer(const OptionalTensor& tensor, const at::Tensor& x, int64_t size, const char* name) {
+    if (!tensor.has_value()) return nullptr;
+    TORCH_CHECK_VALUE(
+        tensor->dim() == 1 && tensor->size(0) == size && tensor->scalar_type() == x.scalar_type() && tensor->is_contiguous(),
+        name, " must be a contiguous vector of ", size, " elements in ", x.scalar_type(), ", not ", tensor->sizes(), " in ",
+        tensor->scalar_type());
+    return tensor->const_data_ptr();
+}
+
+// All that linears share but the weight; `out` is made here.
+CasLinear linear_arguments(
+    const at::Tensor& x_TI, int64_t out_features, const OptionalTensor& norm_weight_I, double eps, const OptionalTensor& bias_O,
+    bool silu_mul, const OptionalTensor& residual_TO, at::Tensor& out
+) {
+    CasLinear args{};
+    args.dtype = dtype_code(x_TI);
+    TORCH_CHECK_VALUE(x_TI.dim() == 2 && (x_TI.stride(1) == 1 || x_TI.size(1) == 1), "x must be [T, I] with contiguous rows");
+    const int64_t tokens = x_TI.size(0), in_features = x_TI.size(1);
+    TORCH_CHECK_VALUE(!silu_mul || out_features % 2 == 0, "silu_mul needs an even number of outputs, not ", out_features);
+    const int64_t columns = silu_mul ? out_features / 2 : out_features;
+    args.silu_mul = silu_mul;
+    args.num_tokens = tokens;
+    args.in_features = in_features;
+    args.out_features = out_features;
+    args.x = x_TI.const_data_ptr();
+    args.x_stride = x_TI.stride(0);
+    args.norm_weight = vector_pointer(norm_weight_I, x_TI, in_features, "norm_weight");
+    args.bias = vector_pointer(bias_O, x_TI, out_features, "bias");
+    if (residual_TO.has_value()) {
+        TORCH_CHECK_VALUE(
+            residual_TO->dim() == 2 && residual_TO->size(0) == tokens && residual_TO->size(1) == columns &&
+                residual_TO->stride(1) == 1 && residual_TO->scalar_type() == x_TI.scalar_type(),
+            "residual must be [", tokens, ", ", columns, "] in ", x_TI.scalar_type(), " with contiguous rows");
+        args.residual = residual_TO->const_data_ptr();
+        args.residual_stride = residual_TO->stride(0);
+    }
+    out = at::empty({tokens, columns}, x_TI.options());
+    args.out = out.mutable_data_ptr();
+    args.out_stride = columns;
+    args.eps = float(eps);
+    args.num_threads = at::get_num_threads();
+    return args;
+}
+
+at::Tensor fused_linear(
+    const at::Tensor& x_TI, const at::Tensor& packed, int64_t out_features, const OptionalTensor& norm_weight_I, double eps,
+    const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO
+) {
+    if (packed.dim() == 2) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::fused_linear_reference", "").typed<decltype(fused_linear)>();
+        return reference.call(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO);
+    }
+    at::Tensor out;
+    CasLinear args = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
+    const int64_t inputs = args.dtype == CAS_BFLOAT16 ? 2 : 1;
+    TORCH_CHECK_VALUE(
+        packed.dim() == 3 && packed.size(0) == (out_features + 15) / 16 && packed.size(1) == (args.in_features + inputs - 1) / inputs &&
+            packed.size(2) == 16 * inputs && packed.is_contiguous() && packed.scalar_type() == x_TI.scalar_type(),
+        "packed must be pack_linear_weight of a [", out_features, ", ", args.in_features, "] weight in ", x_TI.scalar_type(),
+        ", not a tensor ", packed.sizes(), " in ", packed.scalar_type());
+    args.packed = packed.const_data_ptr();
+    cas_linear(&args);
+    return out;
+}
+
+// A contiguous vector of `size` float32.
+const float* float_vector(const at::Tensor& tensor, int64_t size, const char* name) {
+    TORCH_CHECK_VALUE(
+        tensor.numel() == size && tensor.dim() <= 1 && tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), name,
+        " must be a contiguous vector of ", size, " float32, not ", tensor.sizes(), " in ", tensor.scalar_type());
+    return tensor.const_data_ptr<float>();
+}
+
+CasActivations activations_code(std::string_view name) {
+    if (name == "none") return CAS_WEIGHT_ONLY;
+    if (name == "dynamic") return CAS_DYNAMIC;
+    TORCH_CHECK_VALUE(name == "static", "activations must be none, dynamic or static, not ", name);
+    return CAS_STATIC;
+}
+
+at::Tensor quantized_linear(
+    const at::Tensor& x_TI, const at::Tensor& packed, const at::Tensor& scale, int64_t out_features, const OptionalTensor& norm_weight_I,
+    double eps, const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, std::string_view activations,
+    const OptionalTensor& input_scale, const OptionalTensor& rounded_TI, const OptionalTensor& rounded_scale
+) {
+    const bool has_kernel = x_TI.scalar_type() == at::kBFloat16 || x_TI.scalar_type() == at::kFloat;
+    if (packed.dim() == 2 || !has_kernel || rounded_TI.has_value() || rounded_scale.has_value()) {  // the kernels round by themselves
+        static const auto reference = c10::Dispatcher::singleton()
+                                          .findSchemaOrThrow("cas::quantized_linear_reference", "")
+                                          .typed<decltype(quantized_linear)>();
+        return reference.call(
+            x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale,
+            rounded_TI, rounded_scale);
+    }
+    at::Tensor out;
+    CasQuantizedLinear args{};
+    args.linear = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
+    const bool is_int8 = packed.scalar_type() == at::kChar;
+    TORCH_CHECK_VALUE(
+        packed.dim() == 3 && packed.size(0) == (out_features + 15) / 16 && packed.size(1) == (args.linear.in_features + 3) / 4 &&
+            packed.size(2) == 64 && packed.is_contiguous() && (is_int8 || packed.scalar_type() == at::kFloat8_e4m3fn),
+        "packed must be pack_quantized_weight of an int8 or float8_e4m3fn weight [", out_features, ", ", args.linear.in_features,
+        "], not a tensor ", packed.sizes(), " in ", packed.scalar_type());
+    args.linear.packed = packed.const_data_ptr();
+    args.weight_scale = float_vector(scale, out_features, "scale");
+    args.activations = activations_code(activations);
+    TORCH_CHECK_VALUE(
+        input_scale.has_value() == (args.activations == CAS_STATIC),
+        "quantized_linear needs an input_scale with static activations, and only then.");
+    if (input_scale.has_value()) args.input_scale = float_vector(*input_scale, 1, "input_scale");
+    const CasQuantizedKernel kernel = is_int8 ? int8_kernel : float8_kernel;
+    TORCH_CHECK(kernel != nullptr, "the kernels of quantized linears have not been loaded");
+    kernel(&args);
+    return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(
+    const at::Tensor& x_TI, const at::Tensor& residual_TI, const at::Tensor& weight_I, double eps
+) {
+    if (!has_kernels(x_TI)) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::add_rms_norm_reference", "").typed<decltype(add_rms_norm)>();
+        return reference.call(x_TI, residual_TI, weight_I, eps);
+    }
+    CasAddRmsNorm args{};
+    args.dtype = dtype_code(x_TI);
+    TORCH_CHECK_VALUE(
+        x_TI.dim() == 2 && residual_TI.sizes() == x_TI.sizes() && residual_TI.scalar_type() == x_TI.scalar_type() &&
+            x_TI.stride(1) == 1 && residual_TI.stride(1) == 1,
+        "x and residual must be [T, I] of one dtype with contiguous rows, not ", x_TI.sizes(), " in ", x_TI.scalar_type(), " and ",
+        residual_TI.sizes(), " in ", residual_TI.scalar_type());
+    args.num_tokens = x_TI.size(0);
+    args.num_features = x_TI.size(1);
+    args.x = x_TI.const_data_ptr();
+    args.x_stride = x_TI.stride(0);
+    args.residual = residual_TI.const_data_ptr();
+    args.residual_stride = residual_TI.stride(0);
+    args.norm_weight = vector_pointer(weight_I, x_TI, args.num_features, "weight");
+    at::Tensor sum = at::empty(x_TI.sizes(), x_TI.options()), out = at::empty(x_TI.sizes(), x_TI.options());
+    args.sum = sum.mutable_data_ptr();
+    args.out = out.mutable_data_ptr();
+    args.eps = float(eps);
+    args.num_threads = at::get_num_threads();
+    cas_add_rms_norm(&args);
+    return {sum, out};
+}
+
+at::Tensor silu_mul(const at::Tensor& x_TI) {
+    if (!has_kernels(x_TI)) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::silu_mul_reference", "").typed<decltype(silu_mul)>();
+        return reference.call(x_TI);
+    }
+    CasSiluMul args{};
+    args.dtype = dtype_code(x_TI);
+    TORCH_CHECK_VALUE(
+        x_TI.dim() == 2 && x_TI.size(1) % 2 == 0 && x_TI.stride(1) == 1, "x must be [T, 2 * I] with contiguous rows, not ",
+        x_TI.sizes());
+    args.num_tokens = x_TI.size(0);
+    args.num_features = x_TI.size(1) / 2;
+    args.x = x_TI.const_data_ptr();
+    args.x_stride = x_TI.stride(0);
+    at::Tensor out = at::empty({args.num_tokens, args.num_features}, x_TI.options());
+    args.out = out.mutable_data_ptr();
+    args.num_threads = at::get_num_threads();
+    cas_silu_mul(&args);
+    return out;
+}
+
+// The part of attention's arguments that both ops share.
+void fill_step(
+    CasAttention& args, const at::Tensor& kv_cache, double scale, const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
+    const at::Tensor& block_table, const at::Tensor& slot_mapping, int64_t num_seqs, at::Tensor& out
+) {
+    args.cache_is_float8 = kv_cache.scalar_type() == at::kFloat8_e4m3fn;
+    TORCH_CHECK_VALUE(
+        kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.size(2) == args.num_kv_heads && kv_cache.size(4) == args.head_dim &&
+            kv_cache.is_contiguous() && (args.cache_is_float8 || dtype_code(kv_cache) == args.dtype),
+        "kv_cache must be a contiguous [N, 2, ", args.num_kv_heads, ", P, ", args.head_dim, "] in the dtype of q or float8_e4m3fn, not ",
+        kv_cache.sizes(), " in ", kv_cache.scalar_type());
+    TORCH_CHECK_VALUE(
+        args.head_dim % 16 == 0 && args.head_dim <= 512 && args.num_heads % args.num_kv_heads == 0 &&
+            args.num_heads / args.num_kv_heads <= 96,
+        "the CPU attention kernel does not take ", args.num_heads, " heads on ", args.num_kv_heads, " of size ", args.head_dim);
+    TORCH_CHECK_VALUE(scale > 0, "attention needs a positive scale, not ", scale);
+    TORCH_INTERNAL_ASSERT(
+        query_start_loc.scalar_type() == at::kInt && seq_lens.scalar_type() == at::kInt && block_table.scalar_type() == at::kInt &&
+        slot_mapping.scalar_type() == at::kLong && query_start_loc.numel() > num_seqs && seq_lens.numel() >= num_seqs &&
+        block_table.size(0) >= num_seqs && block_table.stride(1) == 1 && slot_mapping.numel() >= args.num_tokens);
+    args.num_seqs = num_seqs;
+    args.block_size = kv_cache.size(3);
+    args.kv_cache = kv_cache.mutable_data_ptr();
+    args.query_start_loc = query_start_loc.const_data_ptr<int32_t>();
+    args.seq_lens = seq_lens.const_data_ptr<int32_t>();
+    args.block_table = block_table.const_data_ptr<int32_t>();
+    args.block_table_stride = block_table.stride(0);
+    args.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
+    args.out = out.mutable_data_ptr();
+    args.out_stride = args.num_heads * args.head_dim;
+    args.scale = float(scale);
+    args.num_threads = at::get_num_threads();
+}
+
+at::Tensor cpu_attention(
+    const at::Tensor& q_THE, const at::Tensor& k_TKE, const at::Tensor& v_TKE, const at::Tensor& kv_cache, double scale,
+    const at::Tensor& query_start_loc, const at::Tensor& seq_lens, const at::Tensor& block_table, const at::Tensor& slot_mapping,
+    int64_t num_seqs
+) {
+    CasAttention args{};
+    args.dtype = dtype_code(q_THE);
+    TORCH_CHECK_VALUE(
+        q_THE.dim() == 3 && k_TKE.dim() == 3 && k_TKE.sizes() == v_TKE.sizes() && k_TKE.size(0) == q_THE.size(0) &&
+            k_TKE.size(2) == q_THE.size(2) && q_THE.stride(2) == 1 && k_TKE.stride(2) == 1 && v_TKE.stride(2) == 1 &&
+            dtype_code(k_TKE) == args.dtype && dtype_code(v_TKE) == args.dtype,
+        "attention needs q [T, H, E] and k, v [T, K, E] of one dtype with contiguous heads, not ", q_THE.sizes(), ", ", k_TKE.sizes(),
+        ", ", v_TKE.sizes());
+    args.num_tokens = q_THE.size(0);
+    args.num_heads = q_THE.size(1);
+    args.num_kv_heads = k_TKE.size(1);
+    args.head_dim = q_THE.size(2);
+    args.q = q_THE.const_data_ptr();
+    args.k = k_TKE.const_data_ptr();
+    args.v = v_TKE.const_data_ptr();
+    args.q_stride = q_THE.stride(0), args.q_head_stride = q_THE.stride(1);
+    args.k_stride = k_TKE.stride(0), args.k_head_stride = k_TKE.stride(1);
+    args.v_stride = v_TKE.stride(0), args.v_head_stride = v_TKE.stride(1);
+    at::Tensor out = at::empty({args.num_tokens, args.num_heads, args.head_dim}, q_THE.options());
+    fill_step(args, kv_cache, scale, query_start_loc, seq_lens, block_table, slot_mapping, num_seqs, out);
+    cas_attention(&args);
+    return out;
+}
+
+at::Tensor cpu_rope_attention(
+    const at::Tensor& qkv, const at::Tensor& cos_TE, const at::Tensor& sin_TE, const at::Tensor& kv_cache, int64_t num_heads,
+    int64_t num_kv_heads, double scale, const OptionalTensor& q_norm_weight_E, const OptionalTensor& k_norm_weight_E, double eps,
+    const at::Tensor& query_start_loc, const at::Tensor& seq_lens, const at::Tensor& block_table, const at::Tensor& slot_mapping,
+    int64_t num_seqs
+) {
+    CasAttention args{};
+    args.dtype = dtype_code(qkv);
+    const int64_t all_heads = num_heads + 2 * num_kv_heads;
+    TORCH_CHECK_VALUE(
+        qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(1) % all_heads == 0, "qkv must be [T, ", all_heads,
+        " * E] with contiguous rows, not ", qkv.sizes());
+    const int64_t head_dim = qkv.size(1) / all_heads;
+    for (const at::Tensor* table : {&cos_TE, &sin_TE})
+        TORCH_CHECK_VALUE(
+            table->dim() == 2 && table->size(0) == qkv.size(0) && table->size(1) == head_dim && table->stride(1) == 1 &&
+                table->scalar_type() == cos_TE.scalar_type(),
+            "cos and sin must be [", qkv.size(0), ", ", head_dim, "] with contiguous rows, not ", table->sizes());
+    args.rope_dtype = dtype_code(cos_TE);
+    args.num_tokens = qkv.size(0);
+    args.num_heads = num_heads;
+    args.num_kv_heads = num_kv_heads;
+    args.head_dim = head_dim;
+    const char* base = static_cast<const char*>(qkv.const_data_ptr());
+    args.q = base;
+    args.k = base + num_heads * head_dim * qkv.element_size();
+    args.v = base + (num_heads + num_kv_heads) * head_dim * qkv.element_size();
+    args.q_stride = args.k_stride = args.v_stride = qkv.stride(0);
+    args.q_head_stride = args.k_head_stride = args.v_head_stride = head_dim;
+    args.cos = cos_TE.const_data_ptr();
+    args.sin = sin_TE.const_data_ptr();
+    args.cos_stride = cos_TE.stride(0);
+    args.sin_stride = sin_TE.stride(0);
+    args.q_norm_weight = vector_pointer(q_norm_weight_E, qkv, head_dim, "q_norm_weight");
+    args.k_norm_weight = vector_pointer(k_norm_weight_E, qkv, head_dim, "k_norm_weight");
+    args.eps = float(eps);
+    at::Tensor out = at::empty({args.num_tokens, num_heads * head_dim}, qkv.options());
+    fill_step(args, kv_cache, scale, query_start_loc, seq_lens, block_table, slot_mapping, num_seqs, out);
+    cas_attention(&args);
+    return out;
+}
+
+}  // namespace
+
+void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear) {
+    int8_kernel = int8_linear;
+    float8_kernel = float8_linear;
+}
+
+TORCH_LIBRARY_IMPL(cas, CPU, m) {
+    m.impl("fused_linear", &fused_linear);
+    m.impl("quantized_linear", &quantized_linear);
+    m.impl("add_rms_norm", &add_rms_norm);
+    m.impl("silu_mul", &silu_mul);
+}
+
+// What `custom_ops/attention/cpu_backend.py` calls; no graph holds these.
+TORCH_LIBRARY_FRAGMENT(cas, m) {
+    m.def(
+        "cpu_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, Tensor query_start_loc, Tensor seq_lens, "
+        "Tensor block_table, Tensor slot_mapping, int num_seqs) -> Tensor");
+    m.def(
+        "cpu_rope_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv_cache, int num_heads, int num_kv_heads, float scale, "
+        "Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
+        "Tensor slot_mapping, int num_seqs) -> Tensor");
+    m.impl("cpu_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_attention));
+    m.impl("cpu_rope_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_rope_attention));
+}

@@ -1,0 +1,86 @@
+// A gated MLP's first half in one kernel on Hopper's tensor cores (CUTLASS, sm_90a): silu(x Wgᵀ) · (x Wuᵀ) from W = [Wg; Wu] as it is.
+//
+// To CUTLASS, W's rows are one mode (hidden, 2) of strides (inputs, hidden · inputs), and a tile takes (columns / 2, 2) of it: gates left,
+// the same outputs' up-projections right, which silu_mul_epilogue.h multiplies in registers. A tile's index beyond the last column of
+// tiles (their number is rounded up to whole clusters) wraps to the first ones: those are stored twice, with the same bits.
+// Compiled once for each configuration, all at a time (CAS_CONFIG, see configurations below).
+#include "silu_mul_gemm.h"
+
+#include <cuda_runtime.h>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "silu_mul_epilogue.h"
+
+namespace {
+
+using namespace cute;
+namespace schedule = cutlass::gemm;
+
+using Bf16 = cutlass::bfloat16_t;
+using Cooperative = schedule::KernelTmaWarpSpecializedCooperative;
+using Pingpong = schedule::KernelTmaWarpSpecializedPingpong;
+
+template <int rows, int columns, class Schedule_>  // columns: gates and up-projections together
+struct Config {
+    using Tile = Shape<Int<rows>, Shape<Int<columns / 2>, _2>, _64>;
+    using Cluster = Shape<_2, _1, _1>;
+    using Schedule = Schedule_;
+};
+
+// The configurations. custom_ops/linear/silu_mul_gemm.py has the same names; which one runs is found by measuring. Others were never the
+// fastest by more than a percent: 256x128, a cluster along the tokens, neighbouring tiles in blocks instead of strips (up to three times
+// slower where there are few).
+#if CAS_CONFIG == 0  // very many tokens: the largest tile whose sums fit the registers of two warp groups
+#define CAS_NAME 128x256
+using Chosen = Config<128, 256, Cooperative>;
+#elif CAS_CONFIG == 1  // one warp group multiplies while the other one stores
+#define CAS_NAME 128x128_pingpong
+using Chosen = Config<128, 128, Pingpong>;
+#else
+#error "CAS_CONFIG must be the number of a configuration"
+#endif
+
+constexpr int kWarpGroupsOfTile = std::is_same_v<Chosen::Schedule, Cooperative> ? 2 : 1;
+using Epilogue = cas::SiluMulEpilogue<Chosen::Tile, kWarpGroupsOfTile>;
+
+using StrideX = Stride<int64_t, _1, _0>;
+using StrideW = Stride<Stride<int64_t, int64_t>, _1, _0>;
+
+using Mainloop = typename schedule::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Bf16, StrideX, 8, Bf16, StrideW, 8, float, Chosen::Tile, Chosen::Cluster,
+    schedule::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+    Chosen::Schedule>::CollectiveOp;
+
+using Problem = Shape<int, Shape<int, _2>, int, _1>;
+using Kernel = schedule::kernel::GemmUniversal<Problem, Mainloop, Epilogue>;
+using Gemm = schedule::device::GemmUniversalAdapter<Kernel>;
+
+}  // namespace
+
+#define CAS_JOIN_(a, b) a##b
+#define CAS_JOIN(a, b) CAS_JOIN_(a, b)
+
+extern "C" {
+
+// Launch on args->stream; null, or why it was not launched.
+const char* CAS_JOIN(cas_silu_mul_gemm_, CAS_NAME)(const CasSiluMulGemm* args) {
+    const int tokens = static_cast<int>(args->tokens), hidden = static_cast<int>(args->hidden), inputs = static_cast<int>(args->inputs);
+    typename Gemm::Arguments all{};
+    all.mode = schedule::GemmUniversalMode::kGemm;
+    all.problem_shape = Problem{tokens, {hidden, _2{}}, inputs, _1{}};
+    all.mainloop = {static_cast<const Bf16*>(args->x), {args->x_stride, _1{}, _0{}},
+                    static_cast<const Bf16*>(args->weight), {{args->inputs, args->hidden * args->inputs}, _1{}, _0{}}};
+    all.epilogue = {static_cast<Bf16*>(args->out), args->out_stride, tokens, hidden};
+    Gemm gemm;
+    auto status = Gemm::can_implement(all);
+    if (status == cutlass::Status::kSuccess) {
+        status = gemm.run(all, nullptr, static_cast<cudaStream_t>(args->stream));
+    }
+    return status == cutlass::Status::kSuccess ? nullptr : cutlass::cutlassGetStatusString(status);
+}
+
+}  // extern "C"

@@ -1,0 +1,110 @@
+"""`CpuAttention`: the attention backend over the C++ kernels of csrc/cpu/attention.cpp.
+
+Shape legend: T tokens of the step, H query heads, K key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+
+_MAX_HEAD_DIM = 512
+_MAX_GROUP = 96
+
+
+class CpuAttention:
+    """KV write and paged attention, with head norms and RoPE when asked, in one kernel call.
+
+    float32 and bfloat16; the cache in the same or in float8_e4m3fn.
+    """
+
+    name = "cpu"
+
+    def unsupported_reason(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+    ) -> str | None:
+        """None when the combination runs, else one sentence why not. Builds the kernels at the first call."""
+        if device.type != "cpu":
+            return f"the cpu attention backend runs on the CPU only, not on {device.type}"
+        if dtype not in (torch.float32, torch.bfloat16):
+            return f"the cpu attention backend takes float32 and bfloat16, not {dtype}"
+        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
+        if head_dim % 16 or head_dim > _MAX_HEAD_DIM:
+            return f"the cpu attention backend takes head sizes that are multiples of 16 up to {_MAX_HEAD_DIM}, not {head_dim}"
+        if num_heads % num_kv_heads:
+            return f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
+        if num_heads // num_kv_heads > _MAX_GROUP:
+            group = num_heads // num_kv_heads
+            return f"the cpu attention backend takes up to {_MAX_GROUP} query heads a key/value head, not {group}"
+        load_cpu_kernels()
+        return cpu_kernels_status()
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Nothing is shared between layers."""
+
+    def forward(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Write k and v at slot_mapping, then attend. → [T, H, E] in q's dtype; padding tokens get zeros."""
+        return torch.ops.cas.cpu_attention.default(
+            q_THE,
+            k_TKE,
+            v_TKE,
+            kv_cache,
+            scale,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+            metadata.num_seqs,
+        )
+
+    def rope_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """As `compile_and_serve.custom_ops.attention.rope_attention.rope_attention`. → [T, H*E]"""
+        return torch.ops.cas.cpu_rope_attention.default(
+            qkv,
+            cos_TE,
+            sin_TE,
+            kv_cache,
+            num_heads,
+            num_kv_heads,
+            scale,
+            q_norm_weight_E,
+            k_norm_weight_E,
+            eps,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+            metadata.num_seqs,
+        )

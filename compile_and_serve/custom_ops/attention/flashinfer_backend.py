@@ -1,0 +1,305 @@
+"""Attention backend `flashinfer`: FlashInfer for prompts, our one-kernel decode for sequences with one query token.
+
+Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block,
+M block-table columns.
+
+Prompts without a cached prefix are attended straight from the step's own keys and values, which FA3 reads faster than pages.
+Where the cache is in float8 that is all that FlashInfer does: FA3 has no products of bfloat16 queries with float8 pages.
+On Hopper FA3 takes long prompts and many at once, Triton's kernel the others (it was faster than FA2, whose time had its launches in it,
+though); elsewhere FA2 takes all.
+Decode has nothing to plan, so it goes into CUDA graphs of any length. Prompts are planned on the host once a step, at the first layer
+(which is when head counts are known), and the plan serves all layers. Where the module that a step wants is not built yet, Triton's
+kernel takes the step and the build goes on in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.flashinfer_modules import (
+    FlashInferModules,
+    Variant,
+    flashinfer_unavailable_reason,
+)
+from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
+
+logger = logging.getLogger(__name__)
+
+WORKSPACE_BYTES = 256 << 20
+# FA3 takes steps with a prompt of so many tokens, or with so many tokens of prompts without a cached prefix. Below that Triton's kernel is
+# up to a quarter slower, but it needs no plan, and launching it takes the host less. (On an H200, Llama-3.1-8B's heads: 4 prompts of 544
+# tokens 59 us by FA3 and 70 by Triton's, 30 of them 365 and 498, 80 of 200 287 and 415, 32 of 64 47 and 44.)
+FA3_MIN_QUERY_LEN, FA3_MIN_TOKENS = 1024, 4096
+_HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    scale: float
+
+
+@dataclass(slots=True)
+class _StepPlan:
+    """What the layers of one step share."""
+
+    metadata: AttentionMetadata
+    num_single: int  # leading sequences with one query token: the decode kernel's
+    max_query_len: int
+    query_start_loc: np.ndarray  # of the others, from 0
+    seq_lens: np.ndarray  # of the others
+    is_fresh: bool  # none of the others has tokens in the cache yet
+    wrappers: dict[_Shape, Any]
+
+
+class FlashInferAttention(TritonAttention):
+    """Triton's kernels but for prompts that FlashInfer takes. One instance an engine: it holds FlashInfer's workspace and wrappers."""
+
+    name = "flashinfer"
+
+    def __init__(self, module_dir: Path | None = None, *, build: bool = True) -> None:
+        """module_dir: where built modules are kept, None: the user's cache folder. build: build missing modules in the background."""
+        self._module_dir = module_dir
+        self._build = build
+        self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
+        self._wrappers: dict[tuple[Variant, bool], Any] = {}
+        # After which the device has read a wrapper's last plan.
+        self._copied: dict[tuple[Variant, bool], torch.cuda.Event] = {}
+        self._workspace: torch.Tensor | None = None
+        self._uses_modules = True
+        self._step: _StepPlan | None = None
+        self._announced: set[tuple[Variant, bool]] = set()
+        self._announced_float8 = False
+
+    def unsupported_reason(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+    ) -> str | None:
+        """None when the combination runs, else one sentence why not."""
+        if reason := flashinfer_unavailable_reason(device):
+            return reason
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"FlashInfer computes in bfloat16 or float16, not {dtype}"
+        if head_dim not in _HEAD_DIMS:
+            return f"FlashInfer's kernels are used for head sizes {_HEAD_DIMS}, not {head_dim}"
+        return super().unsupported_reason(
+            device=device,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+        )
+
+    @property
+    def workspace_to_come(self) -> int:
+        """Bytes of device memory that the first long prompt will take and keep."""
+        return WORKSPACE_BYTES if self._workspace is None else 0
+
+    @contextmanager
+    def without_modules(self) -> Iterator[None]:
+        """Triton's kernels take all prompts inside; FlashInfer, whose import takes seconds, is not even looked at."""
+        self._uses_modules = False
+        try:
+            yield
+        finally:
+            self._uses_modules = True
+
+    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FlashInferModules:
+        """The compiled modules that a model of this dtype and head size uses."""
+        key = (dtype, head_dim)
+        if key not in self._modules:
+            self._modules[key] = FlashInferModules(dtype, head_dim, device, self._module_dir)
+        return self._modules[key]
+
+    def module_status(self) -> dict[str, str]:
+        """ "dtype head size variant" → "built", "building", "not built", or why it failed; empty before the first step."""
+        return {
+            f"{str(dtype).removeprefix('torch.')} {head_dim} {variant}": state
+            for (dtype, head_dim), modules in self._modules.items()
+            for variant, state in modules.status().items()
+        }
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Split the step into decodes and prompts; the prompts' plan follows at the first layer."""
+        self._step = None
+        if metadata.max_query_len == 1:
+            return
+        starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
+        if starts is None or seq_lens is None:
+            starts, seq_lens = metadata.query_start_loc.cpu().numpy(), metadata.seq_lens.cpu().numpy()
+        starts, seq_lens = starts[: metadata.num_seqs + 1], seq_lens[: metadata.num_seqs]
+        lengths = np.diff(starts)
+        num_single = int(np.argmax(lengths != 1))
+        self._step = _StepPlan(
+            metadata=metadata,
+            num_single=num_single,
+            max_query_len=metadata.max_query_len,
+            query_start_loc=(starts[num_single:] - num_single).astype(np.int32),
+            seq_lens=seq_lens[num_single:],
+            is_fresh=bool((seq_lens == lengths)[num_single:].all()),
+            wrappers={},
+        )
+
+    def _run(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        cos_TE: torch.Tensor | None,
+        sin_TE: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
+        from compile_and_serve.custom_ops.attention.triton_rope import rope_kv_write
+
+        num_tokens, num_heads, head_dim = q_THE.shape
+        shape = _Shape(num_heads, k_TKE.shape[1], head_dim, kv_cache.shape[3], q_THE.dtype, kv_cache.dtype, scale)
+        wrapper = self._planned_wrapper(shape, q_THE.device, metadata)
+        if wrapper is None:
+            return super()._run(
+                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
+            )
+        assert self._step is not None
+        num_single = self._step.num_single
+        out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
+        if metadata.num_tokens < num_tokens:
+            out_THE[metadata.num_tokens :].zero_()
+        changes_q = cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()
+        changes_k = cos_TE is not None or k_norm_weight_E is not None
+        is_ragged = wrapper is self._wrappers.get(("fa3", True))
+        rotated_TKE = (
+            torch.empty_like(k_TKE, memory_format=torch.contiguous_format) if is_ragged and changes_k else None
+        )
+        rotated_THE = rope_kv_write(
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
+            write_q=changes_q, k_out_TKE=rotated_TKE,
+        )  # fmt: skip
+        if num_single:
+            decode_attention(
+                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, metadata.query_start_loc, metadata.seq_lens,
+                metadata.block_table, metadata.slot_mapping, out_THE, num_single, q_norm_weight_E, k_norm_weight_E, eps,
+            )  # fmt: skip
+        ours = slice(num_single, metadata.num_tokens)
+        if is_ragged:
+            keys_TKE = k_TKE if rotated_TKE is None else rotated_TKE
+            wrapper.run(rotated_THE[ours], keys_TKE[ours], v_TKE[ours], out=out_THE[ours])
+        else:
+            wrapper.run(rotated_THE[ours], (kv_cache[:, 0], kv_cache[:, 1]), out=out_THE[ours])
+        return out_THE
+
+    def _planned_wrapper(self, shape: _Shape, device: torch.device, metadata: AttentionMetadata) -> Any:
+        """FlashInfer's wrapper, planned for this step and shape; None where Triton's kernels take the step."""
+        if metadata.max_query_len == 1:
+            return None
+        if self._step is None or self._step.metadata is not metadata:
+            self.plan(metadata)
+        step = self._step
+        assert step is not None
+        if shape not in step.wrappers:
+            variant = self._choose(shape, device, step)
+            step.wrappers[shape] = self._plan_wrapper(variant, shape, device, step) if variant else None
+        return step.wrappers[shape]
+
+    def _choose(self, shape: _Shape, device: torch.device, step: _StepPlan) -> Variant | None:
+        if not self._uses_modules:
+            return None
+        modules = self.modules(shape.dtype, shape.head_dim, device)
+        wanted: Variant = "fa3" if "fa3" in modules.variants else "fa2"
+        is_large = step.is_fresh and step.query_start_loc[-1] >= FA3_MIN_TOKENS
+        if wanted == "fa3" and step.max_query_len < FA3_MIN_QUERY_LEN and not is_large:
+            return None
+        if shape.kv_cache_dtype != shape.dtype and not (wanted == "fa3" and step.is_fresh):
+            if not self._announced_float8:
+                self._announced_float8 = True
+                which = "long prompts with a cached prefix" if wanted == "fa3" else "prompts"
+                logger.info("%s use Triton: FlashInfer %s does not read float8 pages here", which, wanted)
+            return None
+        is_built = modules.is_built(wanted)
+        if not is_built and self._build:
+            modules.build_in_background()
+        if (wanted, is_built) not in self._announced:
+            self._announced.add((wanted, is_built))
+            logger.info(
+                "long prompts use %s; modules: %s", f"FlashInfer {wanted}" if is_built else "Triton", modules.status()
+            )
+        return wanted if is_built else None
+
+    def _plan_wrapper(self, variant: Variant, shape: _Shape, device: torch.device, step: _StepPlan) -> Any:
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        is_ragged = variant == "fa3" and step.is_fresh
+        wrapper = self._wrapper(variant, is_ragged)
+        assert not any(w is wrapper for w in step.wrappers.values()), (
+            "layers with different heads share one FlashInfer plan"
+        )
+        if (variant, is_ragged) in self._copied:
+            # A wrapper writes each plan to the same host memory, and the step before may not have begun to copy its own.
+            self._copied[variant, is_ragged].synchronize()
+        self._plan(wrapper, is_ragged, shape, device, step)
+        self._copied.setdefault((variant, is_ragged), torch.cuda.Event()).record()
+        return wrapper
+
+    def _plan(self, wrapper: Any, is_ragged: bool, shape: _Shape, device: torch.device, step: _StepPlan) -> None:
+        query_start_loc = torch.from_numpy(step.query_start_loc)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        if is_ragged:
+            wrapper.plan(
+                query_start_loc, query_start_loc, *heads, causal=True, sm_scale=shape.scale,
+                q_data_type=shape.dtype, kv_data_type=shape.dtype,
+            )  # fmt: skip
+            return
+        blocks = -(-step.seq_lens // shape.block_size)
+        indptr = np.zeros(len(blocks) + 1, dtype=np.int32)
+        np.cumsum(blocks, out=indptr[1:])
+        # Entries of the block table that are in use, row by row, gathered on the device at places computed here.
+        columns = step.metadata.block_table.stride(0)
+        rows = np.repeat(np.arange(len(blocks), dtype=np.int64) + step.num_single, blocks)
+        places = rows * columns + np.arange(indptr[-1], dtype=np.int64) - np.repeat(indptr[:-1], blocks)
+        flat_table = step.metadata.block_table.as_strided((step.metadata.block_table.shape[0] * columns,), (1,))
+        indices = flat_table[torch.from_numpy(places).to(device, non_blocking=True)]
+        last_page = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
+        wrapper.plan(
+            query_start_loc, torch.from_numpy(indptr), indices, torch.from_numpy(last_page),
+            *heads, shape.block_size, causal=True, sm_scale=shape.scale,
+            q_data_type=shape.dtype, kv_data_type=shape.dtype, seq_lens=torch.from_numpy(step.seq_lens.astype(np.int32)),
+        )  # fmt: skip
+
+    def _wrapper(self, variant: Variant, is_ragged: bool) -> Any:
+        if (variant, is_ragged) not in self._wrappers:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+
+            kind, layout = (
+                (BatchPrefillWithRaggedKVCacheWrapper, "NHD")
+                if is_ragged
+                else (BatchPrefillWithPagedKVCacheWrapper, "HND")
+            )
+            self._wrappers[variant, is_ragged] = kind(self._workspace, kv_layout=layout, backend=variant)
+        return self._wrappers[variant, is_ragged]

@@ -1,0 +1,195 @@
+"""FlashInfer's compiled modules: which are there, building them beside a running server, and carrying them to another machine.
+
+FlashInfer compiles a kernel module at its first use, for half a minute and more. Nothing here waits for that: a module is used once it
+is in `module_dir` (named by FlashInfer's version and the device's architecture), is built by a background thread where it is not, and
+can be copied in from an artifact, which makes it loadable without a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from compile_and_serve.custom_ops.build.background_thread import run_in_background
+
+logger = logging.getLogger(__name__)
+
+Variant = Literal["fa2", "fa3"]
+
+_LONGEST_CAUSE = 300  # characters
+
+
+def flashinfer_unavailable_reason(device: torch.device) -> str | None:
+    """None when FlashInfer may be used on the device, else one sentence why not. Does not import it."""
+    if device.type != "cuda":
+        return f"FlashInfer runs on CUDA devices only, not on {device.type}"
+    if find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (package flashinfer-python, extra [cuda])"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"FlashInfer needs compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} is older"
+    return None
+
+
+class FlashInferModules:
+    """The prefill modules of one dtype and head size."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, device: torch.device, module_dir: Path | None = None) -> None:
+        from importlib.metadata import version
+
+        major, minor = torch.cuda.get_device_capability(device)
+        self.key = f"flashinfer-{version('flashinfer-python')}-sm{major}{minor}"
+        default_dir = (
+            Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile-and-serve" / "flashinfer"
+        )
+        self.module_dir = (module_dir or default_dir) / self.key
+        self.dtype, self.head_dim, self.device = dtype, head_dim, device
+        self.variants: tuple[Variant, ...] = (
+            ("fa3",) if (major, minor) == (9, 0) else ("fa2",)
+        )  # those that are used there
+        self._state: dict[Variant, str] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def _spec(self, variant: Variant) -> Any:
+        """FlashInfer's build specification of the module; points FlashInfer at `module_dir` for finished modules."""
+        from flashinfer.jit import env
+        from flashinfer.jit.attention import gen_batch_prefill_module
+
+        env.FLASHINFER_AOT_DIR = self.module_dir
+        return gen_batch_prefill_module(
+            variant,
+            self.dtype,
+            self.dtype,
+            self.dtype,
+            torch.int32,
+            self.head_dim,
+            self.head_dim,
+            0,
+            False,
+            False,
+            False,
+        )
+
+    def name(self, variant: Variant) -> str:
+        """The module's name, as FlashInfer gives it."""
+        from flashinfer.jit.attention import get_batch_prefill_uri
+
+        return get_batch_prefill_uri(
+            variant,
+            self.dtype,
+            self.dtype,
+            self.dtype,
+            torch.int32,
+            self.head_dim,
+            self.head_dim,
+            0,
+            False,
+            False,
+            False,
+        )
+
+    def is_built(self, variant: Variant) -> bool:
+        """Whether the module can be loaded now."""
+        if self._state.get(variant) == "built":
+            return True
+        if variant not in self.variants or self._state.get(variant) is not None:
+            return False
+        name = self.name(variant)
+        if not (self.module_dir / name / f"{name}.so").exists():
+            return False
+        self._spec(variant)
+        self._state[variant] = "built"
+        return True
+
+    def status(self) -> dict[str, str]:
+        """Variant → "built", "building", "not built", or why it failed."""
+        return {
+            variant: "built" if self.is_built(variant) else self._state.get(variant, "not built")
+            for variant in self.variants
+        }
+
+    def build(self, variant: Variant) -> None:
+        """Build the module now (half a minute and more) and put it into `module_dir`; does nothing where it is there."""
+        if self.is_built(variant):
+            return
+        started = time.perf_counter()
+        self._state[variant] = "building"
+        try:
+            spec = self._spec(variant)
+            spec.build(verbose=False)
+            self._store(spec.name, spec.jit_library_path)
+        except Exception as error:
+            reason = _cause(error)
+            self._state[variant] = f"failed: {reason}"
+            logger.warning(
+                "FlashInfer's %s prefill module could not be built, Triton's kernels stay in use: %s", variant, reason
+            )
+            logger.debug("what building it said", exc_info=error)
+            return
+        self._state[variant] = "built"
+        logger.info(
+            "FlashInfer's %s prefill module was built in %.0f s and is used from now on",
+            variant,
+            time.perf_counter() - started,
+        )
+
+    def _store(self, name: str, library: Path) -> None:
+        target = self.module_dir / name / f"{name}.so"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(f".{os.getpid()}.tmp")
+        shutil.copyfile(library, temporary)
+        os.replace(temporary, target)
+
+    def build_in_background(self) -> None:
+        """Build every missing module in a thread of its own, one after another; returns at once."""
+        with self._lock:
+            missing = [
+                variant for variant in self.variants if not self.is_built(variant) and variant not in self._state
+            ]
+            if self._thread is not None or not missing:
+                return
+            logger.info("building FlashInfer's prefill modules in the background: %s", ", ".join(missing))
+            self._thread = run_in_background("flashinfer-build", functools.partial(self._build_all, missing))
+
+    def _build_all(self, variants: list[Variant]) -> None:
+        for variant in variants:
+            self.build(variant)
+
+    def export_to(self, folder: Path) -> list[Path]:
+        """Copy the built modules into folder/<key>/…; → the files written."""
+        written = []
+        for variant in self.variants:
+            if self.is_built(variant):
+                name = self.name(variant)
+                target = folder / self.key / name / f"{name}.so"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.module_dir / name / f"{name}.so", target)
+                written.append(target)
+        return written
+
+    def import_from(self, folder: Path) -> list[Path]:
+        """Copy modules that `export_to` wrote for this FlashInfer and architecture, where they are missing; → the files written."""
+        written = []
+        for source in sorted((folder / self.key).glob("*/*.so")):
+            target = self.module_dir / source.parent.name / source.name
+            if not target.exists():
+                self._store(source.parent.name, source)
+                written.append(target)
+        return written
+
+
+def _cause(error: Exception) -> str:
+    """The line of a build's output that says what is wrong: compilers' commands around it fill pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    signs = ("cannot find", "error:", "fatal", "error")  # "collect2: error:" follows what the linker cannot find
+    wanted = (line for sign in signs for line in lines if sign in line.lower())
+    return next(wanted, lines[0])[:_LONGEST_CAUSE]

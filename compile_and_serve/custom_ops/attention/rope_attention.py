@@ -1,0 +1,137 @@
+"""`cas::rope_attention`: head norms, rotary embedding, KV write and attention of one layer in one op; a split point.
+
+Shape legend: T tokens of the step, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block.
+
+As `cas::attention`, the op reads the step's `AttentionMetadata`. A backend with a `rope_forward` does all of it itself; for
+any other the op composes plain torch with the backend's `forward`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, current_metadata
+from compile_and_serve.custom_ops.library import OpKind, define
+
+
+class RopeAttentionBackend(Protocol):
+    """What an attention backend adds to run the whole op in one call."""
+
+    def rope_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """As `rope_attention`, with the metadata handed over. → [T, H*E]"""
+        ...
+
+
+def norm_rope_reference(
+    x_TNE: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, norm_weight_E: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """y = x̂ · cos + rotate_half(x̂) · sin with x̂ = rms_norm(x) · weight over E (or x without a weight).
+
+    x_TNE: [T, heads, E]; cos_TE, sin_TE: [T, E]; norm_weight_E: [E]. All in float32, rounded once to x's dtype. → [T, heads, E]
+    """
+    math_dtype = torch.promote_types(x_TNE.dtype, torch.float32)
+    y_TNE = x_TNE.to(math_dtype)
+    if norm_weight_E is not None:
+        y_TNE = y_TNE * torch.rsqrt(y_TNE.square().mean(-1, keepdim=True) + eps) * norm_weight_E.to(math_dtype)
+    low, high = y_TNE.chunk(2, dim=-1)
+    rotated_TNE = torch.cat((-high, low), dim=-1)
+    cos_T1E, sin_T1E = cos_TE.to(math_dtype).unsqueeze(1), sin_TE.to(math_dtype).unsqueeze(1)
+    return (y_TNE * cos_T1E + rotated_TNE * sin_T1E).to(x_TNE.dtype)
+
+
+def _rope_attention(
+    qkv: torch.Tensor,
+    cos_TE: torch.Tensor,
+    sin_TE: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    q_norm_weight_E: torch.Tensor | None = None,
+    k_norm_weight_E: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    metadata = current_metadata()
+    if hasattr(metadata.backend, "rope_forward"):
+        return cast(RopeAttentionBackend, metadata.backend).rope_forward(
+            qkv,
+            cos_TE,
+            sin_TE,
+            kv_cache,
+            num_heads,
+            num_kv_heads,
+            scale,
+            q_norm_weight_E,
+            k_norm_weight_E,
+            eps,
+            metadata,
+        )
+    heads_TNE = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+    q_THE, k_TKE, v_TKE = heads_TNE.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q_THE = norm_rope_reference(q_THE, cos_TE, sin_TE, q_norm_weight_E, eps)
+    k_TKE = norm_rope_reference(k_TKE, cos_TE, sin_TE, k_norm_weight_E, eps)
+    return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata).flatten(1)
+
+
+def _rope_attention_fake(
+    qkv: torch.Tensor,
+    cos_TE: torch.Tensor,
+    sin_TE: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    q_norm_weight_E: torch.Tensor | None = None,
+    k_norm_weight_E: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    return qkv.new_empty(qkv.shape[0], num_heads * head_dim)
+
+
+_rope_attention_op = define(
+    "rope_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv_cache, int num_heads, int num_kv_heads, float scale, "
+    "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6) -> Tensor",
+    kind=OpKind.SPLIT_POINT,
+    version=1,
+    fake=_rope_attention_fake,
+    CompositeExplicitAutograd=_rope_attention,
+)
+
+
+def rope_attention(
+    qkv: torch.Tensor,
+    cos_TE: torch.Tensor,
+    sin_TE: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    q_norm_weight_E: torch.Tensor | None = None,
+    k_norm_weight_E: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """out = attention(rope(norm(q)), rope(norm(k)), v): split qkv into heads, normalize, rotate, write the cache, attend.
+
+    qkv: [T, (H + 2K) * E], rows may be strided; cos_TE, sin_TE: [T, E], both halves equal, float32 or qkv's dtype;
+    kv_cache: [N, 2, K, P, E] (mutated); *_norm_weight_E: [E], None: no head norm; scale: usually E ** -0.5.
+    → [T, H * E] in qkv's dtype. RoPE is the half-split one (GPT-NeoX, Hugging Face `rotate_half`).
+    """
+    return _rope_attention_op(
+        qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps
+    )

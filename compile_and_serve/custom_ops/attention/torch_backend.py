@@ -1,0 +1,97 @@
+"""`TorchAttention`: the reference attention backend, plain torch on any device.
+
+Shape legend: T tokens of the step, L query tokens of one sequence, C cached tokens of one sequence, S sequences, H query heads,
+K key/value heads, G = H / K query heads a key/value head, E head size, N cache blocks, P tokens a block, M block-table columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.quantized.quantization import LARGEST
+
+
+def write_kv_cache(
+    k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor
+) -> None:
+    """kv_cache[slot / P, 0 or 1, :, slot % P] = k, v of the token, for slots that are not -1.
+
+    k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated), q's dtype or float8_e4m3fn; slot_mapping_T: int64 [T].
+    """
+    block_size = kv_cache.shape[3]
+    tokens = (slot_mapping_T >= 0).nonzero().squeeze(1)
+    slots = slot_mapping_T[tokens]
+    blocks, offsets = slots // block_size, slots % block_size
+    kv_cache[blocks, 0, :, offsets] = round_to_cache(k_TKE[tokens], kv_cache.dtype)
+    kv_cache[blocks, 1, :, offsets] = round_to_cache(v_TKE[tokens], kv_cache.dtype)
+
+
+def round_to_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as a cache of that dtype keeps it; NaN stays NaN."""
+    if dtype in LARGEST:  # a cast gives NaN beyond the largest value in some versions of torch
+        x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return x.to(dtype)
+
+
+class TorchAttention:
+    """Reads the cache sequence by sequence; scores, softmax and the weighted sum are in float32 (float64 for float64 inputs)."""
+
+    name = "torch"
+
+    def unsupported_reason(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+    ) -> str | None:
+        """None when the combination runs, else one sentence why not."""
+        if not dtype.is_floating_point:
+            return f"attention needs a floating-point dtype, not {dtype}"
+        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
+        if num_heads % num_kv_heads:
+            return f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
+        return None
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Nothing is shared between layers."""
+
+    def forward(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Write k and v at slot_mapping, then attend. → [T, H, E] in q's dtype; padding tokens get zeros."""
+        num_tokens, num_heads, head_dim = q_THE.shape
+        num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
+        write_kv_cache(k_TKE, v_TKE, kv_cache, metadata.slot_mapping[:num_tokens])
+
+        math_dtype = torch.promote_types(q_THE.dtype, torch.float32)
+        out_THE = q_THE.new_zeros(num_tokens, num_heads, head_dim)
+        starts = metadata.query_start_loc.tolist()
+        for s, seq_len in enumerate(metadata.seq_lens[: metadata.num_seqs].tolist()):
+            begin, end = starts[s], starts[s + 1]
+            if end == begin:
+                continue
+            blocks = metadata.block_table[s, : (seq_len + block_size - 1) // block_size].long()
+            # [blocks, 2, K, P, E] → [2, K, C, E]
+            kv = kv_cache[blocks].to(math_dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+            k_KCE, v_KCE = kv[0], kv[1]
+            q_KGLE = q_THE[begin:end].to(math_dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+            scores_KGLC = torch.einsum("kgle,kce->kglc", q_KGLE, k_KCE) * scale
+            query_position_L = torch.arange(seq_len - (end - begin), seq_len, device=q_THE.device)
+            future_LC = torch.arange(seq_len, device=q_THE.device) > query_position_L[:, None]
+            probs_KGLC = scores_KGLC.masked_fill(future_LC, float("-inf")).softmax(-1)
+            out_KGLE = torch.einsum("kglc,kce->kgle", probs_KGLC, v_KCE)
+            out_THE[begin:end] = out_KGLE.permute(2, 0, 1, 3).flatten(1, 2).to(q_THE.dtype)
+        return out_THE

@@ -1,0 +1,175 @@
+"""Attention backend `triton`: kernels of our own, no build to wait for, any head size; runs in Triton's interpreter as well.
+
+Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.quantized.quantization import RoundTo
+
+MAX_HEAD_DIM = 256
+
+
+def triton_unsupported_reason(device: torch.device) -> str | None:
+    """None when Triton kernels run on the device, else one sentence why not."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return f"the Triton kernels need compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} is older"
+        return None
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"Triton has no {device.type} target here (on the CPU it runs in the interpreter only: TRITON_INTERPRET=1)"
+
+
+class TritonAttention:
+    """Decodes run in one kernel a layer (norm, rope, KV write, attention); prompts in two (norm, rope, KV write; then attention)."""
+
+    name = "triton"
+    decode_capturable = True  # a step of decodes reads all lengths from the device
+
+    def unsupported_reason(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+    ) -> str | None:
+        """None when the combination runs, else one sentence why not."""
+        if reason := triton_unsupported_reason(device):
+            return reason
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"the Triton kernels compute in bfloat16, float16 or float32, not {dtype}"
+        if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
+            return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
+        if kv_cache_dtype != dtype and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            name = torch.cuda.get_device_name(device)
+            return f"Triton rounds to float8_e4m3fn on compute capability 8.9 or newer only, {name} is older"
+        if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+            return f"the Triton kernels need an even head size of at most {MAX_HEAD_DIM}, not {head_dim}"
+        if num_heads % num_kv_heads:
+            return f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
+        return None
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Nothing is shared between layers: the kernels read lengths and block tables from the device."""
+
+    def forward(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Write k and v at slot_mapping, then attend. → [T, H, E]"""
+        return self._run(q_THE, k_TKE, v_TKE, None, None, kv_cache, scale, None, None, 1e-6, metadata)
+
+    def rope_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """As `rope_attention`, with the metadata handed over. → [T, H*E]"""
+        from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
+
+        q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
+        return self._run(
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
+        ).flatten(1)
+
+    def rope_quantize_forward(
+        self,
+        qkv: torch.Tensor,
+        cos_TE: torch.Tensor,
+        sin_TE: torch.Tensor,
+        kv_cache: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+        round_to: RoundTo,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """As `rope_attention_quantize`, with the metadata handed over; None, and nothing done, but for decodes that fill the step."""
+        from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
+        from compile_and_serve.custom_ops.attention.triton_decode_quantize import can_round
+        from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
+
+        num_tokens, num_seqs = qkv.shape[0], metadata.seq_lens.shape[0]
+        if metadata.max_query_len > 1 or num_seqs != num_tokens or not can_round(num_seqs, num_kv_heads):
+            return None
+        q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
+        out_THE = q_THE.new_empty(q_THE.shape)
+        rounded = decode_attention(
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, metadata.query_start_loc, metadata.seq_lens,
+            metadata.block_table, metadata.slot_mapping, out_THE, num_seqs, q_norm_weight_E, k_norm_weight_E, eps,
+            round_to=round_to,
+        )  # fmt: skip
+        assert rounded is not None
+        return out_THE.flatten(1), *rounded
+
+    def _run(
+        self,
+        q_THE: torch.Tensor,
+        k_TKE: torch.Tensor,
+        v_TKE: torch.Tensor,
+        cos_TE: torch.Tensor | None,
+        sin_TE: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        scale: float,
+        q_norm_weight_E: torch.Tensor | None,
+        k_norm_weight_E: torch.Tensor | None,
+        eps: float,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Write the step's keys and values, attend. → [T, H, E]"""
+        from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
+        from compile_and_serve.custom_ops.attention.triton_prefill import prefill_attention
+        from compile_and_serve.custom_ops.attention.triton_rope import rope_kv_write
+
+        num_tokens, num_heads, head_dim = q_THE.shape
+        out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
+        # Tokens of no sequence get zeros; padding sequences (length 0) of a decode step are rows of the metadata and get theirs below.
+        num_covered = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_tokens
+        if num_covered < num_tokens:
+            out_THE[num_covered:].zero_()
+        where = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+        if metadata.max_query_len > 1:
+            # Writes every token's key and value, those of single-token sequences too: the decode kernel repeats the same values.
+            rotated_THE = rope_kv_write(
+                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
+                write_q=cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous(),
+            )  # fmt: skip
+            has_single = metadata.num_tokens < metadata.num_seqs * metadata.max_query_len
+            prefill_attention(rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, skip_single=has_single)
+            if not has_single:
+                return out_THE
+        num_rows = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_seqs
+        decode_attention(
+            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, num_rows,
+            q_norm_weight_E, k_norm_weight_E, eps,
+        )  # fmt: skip
+        return out_THE

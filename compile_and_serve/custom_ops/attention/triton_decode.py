@@ -1,0 +1,310 @@
+"""Paged attention of one query token a sequence, with the layer's head norms, rotary embedding and KV write inside.
+
+Shape legend: T tokens, S sequences, H query heads, K key/value heads, G = H / K padded to BLOCK_G, E head size, R = E / 2,
+N cache blocks, P tokens a block, M block-table columns, C tokens of one tile of keys.
+
+One program takes the G query heads of one key/value head over one split of a sequence's tokens. The split that ends the sequence also
+makes the new token's key and value: it writes them to the cache and starts its running softmax from them, so nothing is read back.
+Where a sequence has several splits, the last of its programs to arrive combines them. The grid depends on the number of sequences
+and heads alone, never on their lengths: one launch serves every length, which is what a captured graph needs.
+
+Programs start in the grid's order, heads first, then sequences, then splits: of sequences that come longest first (`BatchLayout`) the
+largest pieces are taken first, and what runs at the end, when no others wait, is small.
+
+Its output can come rounded to 8 bits besides, for a linear that rounds its input (`triton_decode_quantize`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.attention.triton_decode_quantize import (
+    round_row_when_complete,
+    rounding_constants,
+    rounds_heads,
+    store_rounded_heads,
+)
+from compile_and_serve.custom_ops.attention.triton_rope import heads_contiguous, load_norm_rope
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.quantized.quantization import Rounded, RoundTo
+from compile_and_serve.custom_ops.triton_common import (
+    SPLIT_COUNTERS,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    num_sms,
+    prefetch_rows_l2,
+    split_counters,
+    supports_pdl,
+    to_cache,
+    to_products,
+    wait_for_previous,
+)
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 16
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, out_ptr, partial_ptr, counter_ptr,
+    start_loc_ptr, seq_lens_ptr, block_table_ptr, slot_ptr, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
+    q_stride, k_stride, v_stride, cos_stride, block_stride, table_stride, num_seqs, scale_log2, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PDL: tl.constexpr,
+    ROUNDS_HEADS: tl.constexpr, ROUNDS_ROW: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr,
+    ROUND_GROUP: tl.constexpr, ROUND_WIDTH: tl.constexpr,
+):  # fmt: skip
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
+    product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
+    cols_R, cols_E, heads_G = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
+    ok_R, ok_E, ok_G = cols_R < HALF, cols_E < HEAD_DIM, heads_G < GROUP
+    let_next_start(PDL)
+    # Lengths and block tables were written before the step's first kernel, so they may be read while the previous one still runs.
+    token = tl.load(start_loc_ptr + seq).to(tl.int64)
+    query_len = tl.load(start_loc_ptr + seq + 1) - token
+    seq_len = tl.load(seq_lens_ptr + seq)
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_C) * BLOCK_C, MIN_SPLIT)
+    used_splits = tl.cdiv(seq_len, per_split)
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, seq_len - 1)
+    base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    if PDL and HEAD_DIM * kv_ptr.dtype.element_ty.primitive_bitwidth % 128 == 0:
+        if (query_len == 1) & (begin < end):
+            ahead_C = tl.minimum(begin + tl.arange(0, BLOCK_C), end - 1)
+            block_C = tl.load(block_table_ptr + seq * table_stride + ahead_C // BLOCK_SIZE).to(tl.int64)
+            rows_C = base + block_C * block_stride + (ahead_C % BLOCK_SIZE) * HEAD_DIM
+            prefetch_rows_l2(rows_C, HEAD_DIM)
+            prefetch_rows_l2(rows_C + TO_VALUES, HEAD_DIM)
+    wait_for_previous(PDL)
+    # Sequences with more query tokens belong to the prefill kernel; padding (length 0) gets zeros.
+    if query_len != 1:
+        return
+    out_GE = (
+        out_ptr + token * (NUM_HEADS * HEAD_DIM) + (kv_head * GROUP + heads_G)[:, None] * HEAD_DIM + cols_E[None, :]
+    )
+    ok_GE = ok_G[:, None] & ok_E[None, :]
+    if seq_len <= 0:
+        if split == 0:
+            zeros_GE = tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32).to(dtype)
+            tl.store(out_GE, zeros_GE, mask=ok_GE)
+            if ROUNDS_HEADS:
+                store_rounded_heads(
+                    zeros_GE, kv_head * GROUP + heads_G, ok_G, token, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
+                    NUM_HEADS, HEAD_DIM, BLOCK_G, BLOCK_E, IS_STATIC, LARGEST_VALUE, ROUND_GROUP,
+                )  # fmt: skip
+            if ROUNDS_ROW:
+                round_row_when_complete(
+                    token, counter_ptr + num_seqs * NUM_KV_HEADS + seq, out_ptr, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
+                    NUM_KV_HEADS, NUM_HEADS * HEAD_DIM, IS_STATIC, LARGEST_VALUE, ROUND_GROUP, ROUND_WIDTH,
+                )  # fmt: skip
+        return
+    if split >= used_splits:
+        return
+
+    cos_row, sin_row = cos_ptr, sin_ptr
+    if HAS_ROPE:
+        cos_row, sin_row = cos_ptr + token * cos_stride, sin_ptr + token * cos_stride
+    q_low_GR, q_high_GR = load_norm_rope(
+        q_ptr + token * q_stride + kv_head * (GROUP * HEAD_DIM), ok_G, cos_row, sin_row, q_norm_ptr, heads_G * HEAD_DIM, eps,
+        tl.float32, HEAD_DIM, BLOCK_R, HAS_Q_NORM, HAS_ROPE,
+    )  # fmt: skip
+    q_low_GR, q_high_GR = to_products(q_low_GR, product), to_products(q_high_GR, product)
+    max_G = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    acc_GE = tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32)
+    if split == used_splits - 1:
+        one = tl.zeros((1,), dtype=tl.int32)
+        k_low_1R, k_high_1R = load_norm_rope(
+            k_ptr + token * k_stride + kv_head * HEAD_DIM, one == 0, cos_row, sin_row, k_norm_ptr, one, eps,
+            dtype, HEAD_DIM, BLOCK_R, HAS_K_NORM, HAS_ROPE,
+        )  # fmt: skip
+        v_E = tl.load(v_ptr + token * v_stride + kv_head * HEAD_DIM + cols_E, mask=ok_E, other=0.0)
+        # Rounded as the cache rounds, so that a token's key and value are the same now and when they are read later.
+        k_low_1R, k_high_1R, v_E = to_cache(k_low_1R, kv_ptr), to_cache(k_high_1R, kv_ptr), to_cache(v_E, kv_ptr)
+        slot = tl.load(slot_ptr + token)
+        if slot >= 0:
+            at = (
+                kv_ptr
+                + (slot // BLOCK_SIZE) * block_stride
+                + kv_head * (BLOCK_SIZE * HEAD_DIM)
+                + (slot % BLOCK_SIZE) * HEAD_DIM
+            )
+            tl.store(at + cols_R[None, :], k_low_1R, mask=ok_R[None, :])
+            tl.store(at + HALF + cols_R[None, :], k_high_1R, mask=ok_R[None, :])
+            tl.store(at + TO_VALUES + cols_E, v_E, mask=ok_E)
+        dot_G = tl.sum(q_low_GR.to(tl.float32) * k_low_1R.to(tl.float32), 1)
+        dot_G += tl.sum(q_high_GR.to(tl.float32) * k_high_1R.to(tl.float32), 1)
+        max_G = dot_G * scale_log2
+        sum_G += 1.0
+        acc_GE += v_E.to(tl.float32)[None, :]
+
+    for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
+        tokens_C = start + tl.arange(0, BLOCK_C)
+        ok_C = tokens_C < end
+        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(
+            tl.int64
+        )
+        rows_C = block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM
+        k_CR = base + rows_C[:, None] + cols_R[None, :]
+        ok_CR = ok_C[:, None] & ok_R[None, :]
+        k_low_CR = tl.load(k_CR, mask=ok_CR, other=0.0).to(product)
+        k_high_CR = tl.load(k_CR + HALF, mask=ok_CR, other=0.0).to(product)
+        v_CE = tl.load(
+            base + TO_VALUES + rows_C[:, None] + cols_E[None, :], mask=ok_C[:, None] & ok_E[None, :], other=0.0
+        ).to(product)
+        scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
+        scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
+        scores_GC = tl.where(ok_C[None, :], scores_GC * scale_log2, float("-inf"))
+        new_max_G = tl.maximum(max_G, tl.max(scores_GC, 1))
+        shrink_G = tl.exp2(max_G - new_max_G)
+        probs_GC = tl.exp2(scores_GC - new_max_G[:, None])
+        sum_G = sum_G * shrink_G + tl.sum(probs_GC, 1)
+        acc_GE = tl.dot(probs_GC.to(product), v_CE, acc_GE * shrink_G[:, None], input_precision="ieee")
+        max_G = new_max_G
+
+    if used_splits == 1:
+        result_GE = (acc_GE / sum_G[:, None]).to(dtype)
+        tl.store(out_GE, result_GE, mask=ok_GE)
+        if ROUNDS_HEADS:
+            store_rounded_heads(
+                result_GE, kv_head * GROUP + heads_G, ok_G, token, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
+                NUM_HEADS, HEAD_DIM, BLOCK_G, BLOCK_E, IS_STATIC, LARGEST_VALUE, ROUND_GROUP,
+            )  # fmt: skip
+        if ROUNDS_ROW:
+            round_row_when_complete(
+                token, counter_ptr + num_seqs * NUM_KV_HEADS + seq, out_ptr, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
+                NUM_KV_HEADS, NUM_HEADS * HEAD_DIM, IS_STATIC, LARGEST_VALUE, ROUND_GROUP, ROUND_WIDTH,
+            )  # fmt: skip
+        return
+    if SPLITS > 1:
+        # Partial results of a split: [H, E] sums, then [H] maxima and [H] sums, for every sequence and split.
+        rows = num_seqs * SPLITS * NUM_HEADS
+        row_G = (seq * SPLITS + split) * NUM_HEADS + kv_head * GROUP + heads_G
+        tl.store(partial_ptr + row_G.to(tl.int64)[:, None] * HEAD_DIM + cols_E[None, :], acc_GE, mask=ok_GE)
+        max_ptr = partial_ptr + rows.to(tl.int64) * HEAD_DIM
+        tl.store(max_ptr + row_G, max_G, mask=ok_G)
+        tl.store(max_ptr + rows + row_G, sum_G, mask=ok_G)
+        tl.debug_barrier()
+        counter = counter_ptr + seq * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == used_splits - 1:
+            splits_J = tl.arange(0, SPLITS)
+            ok_J = splits_J < used_splits
+            for g in tl.static_range(GROUP):
+                head = kv_head * GROUP + g
+                row_J = (seq * SPLITS + splits_J) * NUM_HEADS + head
+                max_J = tl.load(max_ptr + row_J, mask=ok_J, other=float("-inf"), cache_modifier=".cg")
+                sum_J = tl.load(max_ptr + rows + row_J, mask=ok_J, other=0.0, cache_modifier=".cg")
+                acc_JE = tl.load(
+                    partial_ptr + row_J.to(tl.int64)[:, None] * HEAD_DIM + cols_E[None, :],
+                    mask=ok_J[:, None] & ok_E[None, :], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                weight_J = tl.exp2(max_J - tl.max(max_J, 0))
+                out_E = tl.sum(acc_JE * weight_J[:, None], 0) / tl.sum(sum_J * weight_J, 0)
+                tl.store(
+                    out_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + cols_E, out_E.to(dtype), mask=ok_E
+                )
+                if ROUNDS_HEADS:
+                    head_1 = head + tl.zeros((1,), dtype=tl.int32)
+                    store_rounded_heads(
+                        out_E.to(dtype)[None, :], head_1, head_1 >= 0, token, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
+                        NUM_HEADS, HEAD_DIM, 1, BLOCK_E, IS_STATIC, LARGEST_VALUE, ROUND_GROUP,
+                    )  # fmt: skip
+            tl.store(counter, 0)
+            if ROUNDS_ROW:
+                round_row_when_complete(
+                    token, counter_ptr + num_seqs * NUM_KV_HEADS + seq, out_ptr, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
+                    NUM_KV_HEADS, NUM_HEADS * HEAD_DIM, IS_STATIC, LARGEST_VALUE, ROUND_GROUP, ROUND_WIDTH,
+                )  # fmt: skip
+
+
+def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
+    """(tile of keys, splits, stages, warps, fewest tokens a split) by the number of sequences, and the bytes of a cached value.
+
+    Few sequences are split finely. Many fill the device, and as they come longest first, the last to end are short: only those of more
+    than 2048 tokens (4096 of float8) are cut, so that nobody waits for a single one. (That the kernel can cut costs it some per cent
+    where nothing is long; 64 sequences of which four have 8000 tokens take 111 µs instead of 268.) Where there are so many that one warp
+    each keeps enough loads in flight, that is the fastest. Tiles of float8 are twice as long: what a tile costs besides its bytes
+    is nearly all of the instructions that there is time for.
+    """
+    groups = num_seqs * num_kv_heads
+    if groups <= sms // 8:
+        return 128, MAX_SPLITS, 1, 4, 128
+    if groups < sms:
+        return 128, next_power_of_2(min(MAX_SPLITS, 2 * sms // groups)), 1, 4, 256
+    widening = 2 if itemsize == 1 else 1
+    splits = 4 if groups <= SPLIT_COUNTERS else 1
+    block, warps = (64, 4) if groups < 8 * sms else (32, 1)
+    return widening * block, splits, 2, warps, widening * 2048
+
+
+def decode_attention(
+    q_THE: torch.Tensor,
+    k_TKE: torch.Tensor,
+    v_TKE: torch.Tensor,
+    cos_TE: torch.Tensor | None,
+    sin_TE: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    scale: float,
+    query_start_loc: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    block_table_SM: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    out_THE: torch.Tensor,
+    num_seqs: int,
+    q_norm_weight_E: torch.Tensor | None = None,
+    k_norm_weight_E: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    config: tuple[int, int, int, int, int] | None = None,
+    round_to: RoundTo | None = None,
+) -> Rounded | None:
+    """out = attention of the sequences that have exactly one query token; the others' rows of out are left alone.
+
+    q_THE, k_TKE, v_TKE: the step's new heads before norm and rope, rows may be strided; cos_TE, sin_TE: [T, E], None: no rope.
+    kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn, gets the new tokens. Sequences with seq_len 0 are padding: zeros.
+    config: as `decode_config` gives it, None: that. The metadata's tensors are as in `AttentionMetadata`; num_seqs is S of the launch.
+    round_to: out's rows [T, H * E] are also rounded to this, if `can_round`. → them and their scales, to the bit what `quantize_rows` makes
+    of out (in rows with NaN: NaN again, not always of the same bits); those of other sequences' tokens are not filled.
+    """
+    q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
+    num_heads, head_dim = q_THE.shape[1:]
+    num_kv_heads, block_size = k_TKE.shape[1], kv_cache.shape[3]
+    device = q_THE.device
+    block_c, splits, stages, warps, min_split = config or decode_config(
+        num_seqs, num_kv_heads, num_sms(device), kv_cache.itemsize
+    )
+    partial = counters = None
+    if splits > 1:
+        partial = torch.empty(num_seqs * splits * num_heads * (head_dim + 2), dtype=torch.float32, device=device)
+        counters = split_counters(device)
+    rounded, limit = None, {}
+    if round_to is not None:
+        rounded = round_to.empty(out_THE.flatten(1))
+        if warps == 1 and kv_cache.itemsize == 2 and head_dim <= 128 and device.type == "cuda":
+            limit = {"maxnreg": 200}  # what it takes without rounding: as many programs at once
+        if not rounds_heads(round_to, head_dim):
+            counters = split_counters(device)
+    pdl = supports_pdl(device)
+    launch(
+        _decode_kernel, (num_kv_heads, num_seqs, splits),
+        q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, kv_cache, out_THE, partial, counters,
+        query_start_loc, seq_lens_S, block_table_SM, slot_mapping_T, *(rounded or (None, None)), round_to and round_to.input_scale,
+        q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0,
+        kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E, eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        BLOCK_G=max(16, next_power_of_2(num_heads // num_kv_heads)),
+        BLOCK_R=max(16, next_power_of_2(head_dim // 2)), BLOCK_E=max(16, next_power_of_2(head_dim)), BLOCK_C=block_c,
+        SPLITS=splits, MIN_SPLIT=max(block_c, min_split), STAGES=stages,
+        HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
+        PDL=pdl, **rounding_constants(round_to, num_heads, head_dim, warps), num_warps=warps, **limit, **launch_options(pdl),
+    )  # fmt: skip
+    return rounded

@@ -1,0 +1,132 @@
+"""Paged attention of several query tokens a sequence (prompts and prompt chunks), causal, flash style.
+
+Shape legend: T tokens, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block,
+M block-table columns, Q query tokens of one tile, C tokens of one tile of keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.attention.triton_decode import LOG2_E
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.triton_common import next_power_of_2, to_products
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _prefill_kernel(
+    q_ptr, kv_ptr, out_ptr, start_loc_ptr, seq_lens_ptr, block_table_ptr,
+    block_stride, table_stride, num_seqs, scale_log2,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, SKIP_SINGLE: tl.constexpr,
+):  # fmt: skip
+    # Late tiles of a sequence see the most keys: they start first.
+    tile, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
+    product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
+    # Sequence s starts at tile start_loc[s] // Q + s at the latest; find the last s whose first tile is not after this one.
+    low, high = 0, num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(start_loc_ptr + middle) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    seq = low
+    first = tl.load(start_loc_ptr + seq)
+    query_len = tl.load(start_loc_ptr + seq + 1) - first
+    begin = (tile - (first // BLOCK_Q + seq)) * BLOCK_Q
+    if begin >= query_len:
+        return
+    if SKIP_SINGLE:
+        if query_len == 1:
+            return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    offset = seq_len - query_len
+    rows_Q, cols_E = begin + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_E)
+    ok_QE = (rows_Q < query_len)[:, None] & (cols_E < HEAD_DIM)[None, :]
+    at_QE = (first + rows_Q).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + cols_E[None, :]
+    q_QE = to_products(tl.load(q_ptr + at_QE, mask=ok_QE, other=0.0), product)
+    max_Q = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+    sum_Q = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+    acc_QE = tl.zeros((BLOCK_Q, BLOCK_E), dtype=tl.float32)
+    base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    # Keys before `whole` are seen by every row of the tile: no mask there.
+    whole = (offset + begin + 1) // BLOCK_C * BLOCK_C
+    end = tl.minimum(seq_len, offset + begin + BLOCK_Q)
+    for start in tl.range(0, whole, BLOCK_C, num_stages=STAGES):
+        tokens_C = start + tl.arange(0, BLOCK_C)
+        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE).to(tl.int64)
+        at_CE = base + (block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM)[:, None] + cols_E[None, :]
+        if BLOCK_E == HEAD_DIM:
+            k_CE = tl.load(at_CE).to(product)
+            v_CE = tl.load(at_CE + TO_VALUES).to(product)
+        else:
+            k_CE = tl.load(at_CE, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(product)
+            v_CE = tl.load(at_CE + TO_VALUES, mask=(cols_E < HEAD_DIM)[None, :], other=0.0).to(product)
+        scores_QC = tl.dot(q_QE, tl.trans(k_CE), input_precision="ieee")
+        new_max_Q = tl.maximum(max_Q, tl.max(scores_QC, 1) * scale_log2)
+        shrink_Q = tl.exp2(max_Q - new_max_Q)
+        probs_QC = tl.exp2(scores_QC * scale_log2 - new_max_Q[:, None])
+        sum_Q = sum_Q * shrink_Q + tl.sum(probs_QC, 1)
+        acc_QE = tl.dot(probs_QC.to(product), v_CE, acc_QE * shrink_Q[:, None], input_precision="ieee")
+        max_Q = new_max_Q
+    for start in tl.range(whole, end, BLOCK_C, num_stages=1):
+        tokens_C = start + tl.arange(0, BLOCK_C)
+        ok_C = tokens_C < end
+        block_C = tl.load(block_table_ptr + seq * table_stride + tokens_C // BLOCK_SIZE, mask=ok_C, other=0).to(
+            tl.int64
+        )
+        at_CE = base + (block_C * block_stride + (tokens_C % BLOCK_SIZE) * HEAD_DIM)[:, None] + cols_E[None, :]
+        ok_CE = ok_C[:, None] & (cols_E < HEAD_DIM)[None, :]
+        k_CE = tl.load(at_CE, mask=ok_CE, other=0.0).to(product)
+        v_CE = tl.load(at_CE + TO_VALUES, mask=ok_CE, other=0.0).to(product)
+        scores_QC = tl.dot(q_QE, tl.trans(k_CE), input_precision="ieee") * scale_log2
+        seen_QC = tokens_C[None, :] <= offset + rows_Q[:, None]
+        scores_QC = tl.where(seen_QC, scores_QC, float("-inf"))
+        # Rows past the sequence's end may see nothing here; their maximum stays finite so that nothing becomes NaN.
+        new_max_Q = tl.maximum(tl.maximum(max_Q, tl.max(scores_QC, 1)), -1e30)
+        shrink_Q = tl.exp2(max_Q - new_max_Q)
+        probs_QC = tl.exp2(scores_QC - new_max_Q[:, None])
+        sum_Q = sum_Q * shrink_Q + tl.sum(probs_QC, 1)
+        acc_QE = tl.dot(probs_QC.to(product), v_CE, acc_QE * shrink_Q[:, None], input_precision="ieee")
+        max_Q = new_max_Q
+    tl.store(out_ptr + at_QE, (acc_QE / sum_Q[:, None]).to(dtype), mask=ok_QE)
+
+
+def prefill_attention(
+    q_THE: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    query_start_loc: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    block_table_SM: torch.Tensor,
+    out_THE: torch.Tensor,
+    num_seqs: int,
+    skip_single: bool = False,
+    config: tuple[int, int, int, int] | None = None,
+) -> None:
+    """out = softmax(scale · q kᵀ + causal mask) v over the cache, in which the step's own keys and values lie already.
+
+    q_THE: contiguous [T, H, E]; kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn; the metadata's tensors as in
+    `AttentionMetadata`; skip_single leaves sequences of one query token to `decode_attention`. config: (query tile, key tile, stages,
+    warps).
+    """
+    num_tokens, num_heads, head_dim = q_THE.shape
+    num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
+    block_e = max(16, next_power_of_2(head_dim))
+    block_q, block_c, stages, warps = config or ((64, 64, 3, 4) if block_e <= 128 else (64, 32, 2, 4))
+    if q_THE.dtype == torch.float32:
+        block_q, block_c, stages = min(block_q, 64), min(block_c, 32), min(stages, 2)
+    launch(
+        _prefill_kernel, (num_heads, num_tokens // block_q + num_seqs),
+        q_THE, kv_cache, out_THE, query_start_loc, seq_lens_S, block_table_SM,
+        kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        BLOCK_Q=block_q, BLOCK_C=block_c, BLOCK_E=block_e, STAGES=stages, SKIP_SINGLE=skip_single, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Builds and loads kernels: C++, CUDA C++, Triton."""

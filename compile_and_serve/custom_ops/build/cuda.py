@@ -1,0 +1,130 @@
+"""Builds a CUDA C++ source into a shared library with nvcc, as `compile_and_serve.custom_ops.build.cpp` does for the CPU; needs no GPU.
+
+Building kernels of CUTLASS takes minutes. Nobody waits for it: where a library is not there, it is built beside the running process and
+used from the next start on, so that a process never changes the kernel that it computes with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from compile_and_serve.custom_ops.build.background_thread import run_in_background
+from compile_and_serve.custom_ops.build.cpp import BuildError, build_once, cache_folder, run_all
+from compile_and_serve.custom_ops.build.sources import CSRC
+
+log = logging.getLogger(__name__)
+
+_FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-w")
+
+
+def find_nvcc() -> str:
+    """Path of nvcc below $CUDA_HOME, on the PATH or below /usr/local/cuda; BuildError says what is missing."""
+    home = os.environ.get("CUDA_HOME")
+    for path in (f"{home}/bin/nvcc" if home else None, "nvcc", "/usr/local/cuda/bin/nvcc"):
+        if path and (found := shutil.which(path)):
+            return found
+    raise BuildError("nvcc was not found: install the CUDA toolkit (or set CUDA_HOME to its folder)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvccLibrary:
+    """One source, compiled once with each of `variants`' flags (side by side), linked into one library.
+
+    headers: files that enter the hash besides the source. include: folders that headers are searched in. architecture: "90a", say.
+    """
+
+    name: str
+    source: Path
+    headers: Sequence[Path]
+    variants: Sequence[str]
+    include: Sequence[Path]
+    architecture: str
+
+    def path(self) -> Path:
+        """Where the library is or will be; raises BuildError without nvcc."""
+        digest = hashlib.sha256()
+        for part in (_nvcc_version(find_nvcc()), repr(_FLAGS), self.architecture, repr(tuple(self.variants))):
+            digest.update(part.encode() + b"\0")
+        for file in (self.source, *self.headers):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+        return cache_folder() / f"{self.name}-sm{self.architecture}-{digest.hexdigest()[:16]}.so"
+
+    def build(self) -> Path:
+        """Build it unless it is there. Raises BuildError (one sentence)."""
+        return build_once(self.name, self.path(), "some minutes", self._make)
+
+    def _make(self, scratch: Path, built: Path) -> None:
+        nvcc = find_nvcc()
+        code = f"arch=compute_{self.architecture},code=sm_{self.architecture}"
+        flags = [*_FLAGS, "-gencode", code, *(f"-I{folder}" for folder in self.include)]
+        objects = [scratch / f"{i}.o" for i in range(len(self.variants))]
+
+        commands = [
+            (f"{self.source.name} {variant}", [nvcc, *flags, variant, "-c", str(self.source), "-o", str(target)])
+            for variant, target in zip(self.variants, objects, strict=True)
+        ]
+        run_all(commands, at_once=max(1, (os.cpu_count() or 1) - 1))  # an nvcc takes a core and a GiB or two
+        run_all([(self.name, [nvcc, "-shared", *map(str, objects), "-o", str(built)])])
+
+
+@functools.cache
+def _nvcc_version(nvcc: str) -> str:
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def cutlass_library(name: str, num_configs: int, headers: Sequence[str] = ()) -> NvccLibrary:
+    """csrc/cuda/NAME.cu for Hopper, once with each CAS_CONFIG. Raises `BuildError` without CUTLASS' headers.
+
+    headers: the project's own that it includes besides NAME.h.
+    """
+    spec = find_spec("cutlass_library")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    root = Path(folders[0]) / "source" if folders else None
+    if root is None or not (root / "include" / "cutlass").is_dir():
+        raise BuildError("CUTLASS' headers were not found: install nvidia-cutlass (extra [cuda])")
+    folder = CSRC / "cuda"
+    return NvccLibrary(
+        name=name,
+        source=folder / f"{name}.cu",
+        headers=(*(folder / header for header in (f"{name}.h", *headers)), root / "include" / "cutlass" / "version.h"),
+        variants=tuple(f"-DCAS_CONFIG={i}" for i in range(num_configs)),
+        include=(root / "include", root / "tools" / "util" / "include"),
+        architecture="90a",
+    )
+
+
+def load_or_build(device: torch.device, what: str, make_library: Callable[[], NvccLibrary]) -> ctypes.CDLL | None:
+    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        log.info("%s are for compute capability 9.0 only; torch's are used.", what)
+        return None
+    try:
+        library = make_library()
+        path = library.path()
+        if path.exists():
+            return ctypes.CDLL(str(path))
+    except (BuildError, OSError) as error:
+        log.warning("%s are not in use, torch's are: %s", what, error)
+        return None
+    log.info("%s are built in the background, some minutes once; used from the next start on.", what)
+    run_in_background(f"build-{library.name}", functools.partial(_build, library, what))
+    return None
+
+
+def _build(library: NvccLibrary, what: str) -> None:
+    try:
+        library.build()
+    except BuildError as error:
+        log.warning("%s could not be built: %s", what, error)

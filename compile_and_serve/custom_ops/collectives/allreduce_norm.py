@@ -1,0 +1,144 @@
+"""`cas::allreduce_add_rms_norm`: what follows a rowwise linear: the ranks' sum, the residual, and the norm of the next linear.
+
+`cas::allreduce_add_rms_norm_quantize` also rounds the norm to float8, for linears whose activations are.
+
+Shape legend: T rows, D features, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from compile_and_serve.custom_ops.collectives.allreduce_choice import ONE_SHOT, PUSHED, TWO_SHOT, TWO_SHOT_STORES
+from compile_and_serve.custom_ops.collectives.collectives import (
+    REFERENCES,
+    all_reduce,
+    gather_parts,
+    tensor_parallel_group,
+)
+from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.quantized.quantization import Rounded, quantize_activations
+
+FLOAT8 = torch.float8_e4m3fn
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _reference(
+    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    math_dtype = torch.promote_types(residual_TD.dtype, torch.float32)
+    total = residual_TD.to(math_dtype)
+    for x_TD in x_N:
+        total = total + x_TD.to(math_dtype)
+    total = total.to(residual_TD.dtype)
+    return total, F.rms_norm(total, (total.shape[1],), norm_weight_D, eps)
+
+
+def _allreduce_add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = gather_parts(x_TD, tensor_parallel_group()).unbind(0)
+    return _reference(parts, residual_TD, norm_weight_D, eps)
+
+
+def _allreduce_add_rms_norm_cuda(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
+    quantized: Rounded | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    from compile_and_serve.custom_ops.collectives import triton_allreduce  # Triton is imported where it is used
+    from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
+    from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
+
+    group = tensor_parallel_group()
+    if group.peers is not None and group.choice is not None and triton_allreduce.takes(x_TD, group.peers):
+        way = group.choice.way(x_TD.shape[0])
+        args = (x_TD, residual_TD, norm_weight_D, eps, group.peers, quantized)
+        if way == PUSHED and triton_allreduce.takes_pushed(x_TD, group.peers):
+            return triton_allreduce.pushed_allreduce_add_rms_norm(*args)
+        if way == ONE_SHOT:
+            return triton_allreduce.one_shot_allreduce_add_rms_norm(*args)
+        if way == TWO_SHOT:
+            return triton_allreduce.two_shot_allreduce_add_rms_norm(*args)
+        if way == TWO_SHOT_STORES:
+            return two_shot_stores_allreduce_add_rms_norm(*args)
+    normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, norm_weight_D, eps, quantized)
+    return total_TD, normed_TD
+
+
+def _fake(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
+
+
+def _quantize_reference(
+    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> Four:
+    total_TD, normed_TD = _reference(x_N, residual_TD, norm_weight_D, eps)
+    return total_TD, normed_TD, *quantize_activations(normed_TD, FLOAT8)
+
+
+def _allreduce_add_rms_norm_quantize(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> Four:
+    parts = gather_parts(x_TD, tensor_parallel_group()).unbind(0)
+    return _quantize_reference(parts, residual_TD, norm_weight_D, eps)
+
+
+def _allreduce_add_rms_norm_quantize_cuda(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> Four:
+    quantized = _quantized_like(x_TD)
+    return *_allreduce_add_rms_norm_cuda(x_TD, residual_TD, norm_weight_D, eps, quantized), *quantized
+
+
+def _quantize_fake(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float) -> Four:
+    return *_fake(x_TD, residual_TD, norm_weight_D, eps), *_quantized_like(x_TD)
+
+
+def _quantized_like(x_TD: torch.Tensor) -> Rounded:
+    """Not filled."""
+    return x_TD.new_empty(x_TD.shape, dtype=FLOAT8), x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.float32)
+
+
+_op = define(
+    "allreduce_add_rms_norm(Tensor x, Tensor residual, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_fake,
+    CPU=_allreduce_add_rms_norm,
+    CUDA=_allreduce_add_rms_norm_cuda,
+)
+_quantize_op = define(
+    "allreduce_add_rms_norm_quantize(Tensor x, Tensor residual, Tensor norm_weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_quantize_fake,
+    CPU=_allreduce_add_rms_norm_quantize,
+    CUDA=_allreduce_add_rms_norm_quantize_cuda,
+)
+REFERENCES |= {_op: _reference, _quantize_op: _quantize_reference}
+
+
+def allreduce_add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s = residual + Σ over ranks of x, rounded; y = s / sqrt(mean(s²) + eps) · norm_weight.
+
+    x_TD, residual_TD: [T, D] of one dtype, the residual equal on all ranks; norm_weight_D: [D]. → s, y, each [T, D] in x's dtype,
+    the same bits on every rank.
+    """
+    return _op(x_TD, residual_TD, norm_weight_D, eps)
+
+
+def allreduce_add_rms_norm_quantize(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> Four:
+    """The same, and y rounded to float8_e4m3fn with a scale a row, as `quantize_activations` rounds it.
+
+    → s, y, each [T, D] in x's dtype, float8_e4m3fn [T, D], float32 [T, 1], the same bits on every rank.
+    """
+    return _quantize_op(x_TD, residual_TD, norm_weight_D, eps)

@@ -1,0 +1,166 @@
+"""`cas::fused_linear`: a linear layer over a packed weight, with RMSNorm before it and SiLU-mul or a residual after it.
+
+Shape legend: T tokens, I input features, O output features, B = 16 outputs a block.
+
+Two weight layouts, told apart by the number of dimensions:
+- blocked [ceil(O / B), ceil(I / 2), 2B] (bfloat16: 16 outputs × 2 inputs, pairs of inputs adjacent, what `vdpbf16ps` reads) or
+  [ceil(O / B), I, B] (float32), zero-padded: what the C++ kernels stream through;
+- plain [O, I]: where there is no kernel for the device and dtype, or no compiler to build it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from compile_and_serve.custom_ops.library import OpKind, define
+
+BLOCK_OUTPUTS = 16
+# Inputs that lie side by side for one output: two bfloat16 make up the 32 bits that one lane of the dot product takes.
+_INPUTS_PER_LANE = {torch.bfloat16: 2, torch.float32: 1}
+
+
+def packed_linear_unsupported_reason(*, device: torch.device, dtype: torch.dtype) -> str | None:
+    """None when `fused_linear` has a kernel for this device and dtype, else one sentence why not (the op itself runs anywhere).
+
+    Builds the kernels at the first call.
+    """
+    if device.type != "cpu":
+        return f"packed linears run on the CPU only, not on {device.type}"
+    if dtype not in _INPUTS_PER_LANE:
+        return f"packed linears take bfloat16 and float32, not {dtype}"
+    load_cpu_kernels()
+    return cpu_kernels_status()
+
+
+def packed_shape(out_features: int, in_features: int, *, device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Shape of `pack_linear_weight`'s result for a weight [out_features, in_features]."""
+    if packed_linear_unsupported_reason(device=device, dtype=dtype) is not None:
+        return (out_features, in_features)
+    lanes = _INPUTS_PER_LANE[dtype]
+    return (-(-out_features // BLOCK_OUTPUTS), -(-in_features // lanes), lanes * BLOCK_OUTPUTS)
+
+
+def pack_linear_weight(weight_OI: torch.Tensor) -> torch.Tensor:
+    """The weight in the layout that `fused_linear` wants on the weight's device; the same tensor where that is the plain one.
+
+    weight_OI: [O, I] → [ceil(O / 16), ceil(I / lanes), lanes * 16] with lanes 2 (bfloat16) or 1 (float32); see `packed_shape`.
+    """
+    out_features, in_features = weight_OI.shape
+    shape = packed_shape(out_features, in_features, device=weight_OI.device, dtype=weight_OI.dtype)
+    if len(shape) == 2:
+        return weight_OI
+    blocks, groups, width = shape
+    lanes = width // BLOCK_OUTPUTS
+    padded_OI = F.pad(weight_OI, (0, groups * lanes - in_features, 0, blocks * BLOCK_OUTPUTS - out_features))
+    return padded_OI.view(blocks, BLOCK_OUTPUTS, groups, lanes).transpose(1, 2).contiguous().view(shape)
+
+
+def unpack_linear_weight(packed: torch.Tensor, out_features: int, in_features: int) -> torch.Tensor:
+    """The inverse of `pack_linear_weight`. → [out_features, in_features]"""
+    if packed.dim() == 2:
+        return packed
+    blocks, groups, width = packed.shape
+    padded_OI = (
+        packed.view(blocks, groups, BLOCK_OUTPUTS, width // BLOCK_OUTPUTS)
+        .transpose(1, 2)
+        .reshape(blocks * BLOCK_OUTPUTS, -1)
+    )
+    return padded_OI[:out_features, :in_features]
+
+
+def finish_linear(
+    y_TO: torch.Tensor, silu_mul: bool, residual_TO: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What references of fused linears do with W x + bias: SiLU-mul and residual in float32 or wider, one rounding to `dtype`."""
+    math_dtype = torch.promote_types(dtype, torch.float32)
+    y_TO = y_TO.to(math_dtype)
+    if silu_mul:
+        gate, up = y_TO.chunk(2, dim=-1)
+        y_TO = F.silu(gate) * up
+    if residual_TO is not None:
+        y_TO = y_TO + residual_TO.to(math_dtype)
+    return y_TO.to(dtype)
+
+
+def _fused_linear(
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias_O: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if norm_weight_I is not None:
+        x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
+    y_TO = F.linear(x_TI, unpack_linear_weight(packed, out_features, x_TI.shape[1]), bias_O)
+    return finish_linear(y_TO, silu_mul, residual_TO, x_TI.dtype)
+
+
+def _fused_linear_fake(
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias_O: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
+
+
+_ARGUMENTS = (
+    "(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
+    "bool silu_mul=False, Tensor? residual=None) -> Tensor"
+)
+
+
+def _fused_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from compile_and_serve.custom_ops.linear.triton_linear import (
+        fused_linear as triton_fused_linear,  # Triton is imported where it is used
+    )
+
+    return triton_fused_linear(*args, **kwargs)
+
+
+# The reference under a name of its own: where the kernels are loaded they hand plain weights to it.
+define(
+    f"fused_linear_reference{_ARGUMENTS}",
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_fused_linear_fake,
+    CompositeExplicitAutograd=_fused_linear,
+)
+_fused_linear_op = define(
+    f"fused_linear{_ARGUMENTS}",
+    kind=OpKind.CAPTURABLE,
+    version=1,
+    fake=_fused_linear_fake,
+    CompositeExplicitAutograd=_fused_linear,
+    CUDA=_fused_linear_cuda,
+)
+
+
+def fused_linear(
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias_O: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out = f(rms_norm(x) Wᵀ + bias) + residual; f is silu(first half) · second half, or nothing; only the product is a must.
+
+    x_TI: [T, I], rows may be strided; packed: `pack_linear_weight(W [O, I])`; out_features: O; norm_weight_I: [I];
+    bias_O: [O]; residual_TO: [T, O] (with silu_mul: [T, O / 2]). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
+    Products are summed in float32; the normalized x and the output are rounded once to x's dtype.
+    """
+    return _fused_linear_op(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)

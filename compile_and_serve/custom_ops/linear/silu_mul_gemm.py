@@ -1,0 +1,125 @@
+"""csrc/cuda's products that multiply gates and up-projections before they are stored: silu(x Wgᵀ) · (x Wuᵀ) in one kernel.
+
+Shape legend: T tokens, I input features, H hidden features, O = 2 H output features of the weight [Wg; Wu].
+
+For many tokens the product is bound by arithmetic, and what follows it by memory: stored as sums, [T, O] is written, read again, and
+written half as wide. Here only the half is written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
+from compile_and_serve.custom_ops.linear import cublaslt
+from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
+from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
+from compile_and_serve.custom_ops.tuning.tuner import fastest
+
+# Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
+KERNELS = ("128x256", "128x128_pingpong")
+SEPARATE = "separate"  # in the place of a configuration: a product, then an elementwise kernel
+_ALIGNMENT = 16  # bytes
+
+
+class _Arguments(ctypes.Structure):
+    """`CasSiluMulGemm` of csrc/cuda/silu_mul_gemm.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "x", "weight")),
+        *((name, ctypes.c_int64) for name in ("tokens", "hidden", "inputs", "out_stride", "x_stride")),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+def silu_mul_library() -> NvccLibrary:
+    """What csrc/cuda/silu_mul_gemm.cu is built into. Raises `BuildError` without nvcc or CUTLASS' headers."""
+    return cutlass_library("silu_mul_gemm", len(KERNELS), headers=("silu_mul_epilogue.h", "silu_mul_layout.h"))
+
+
+@functools.cache
+def load_silu_mul_gemms(device: torch.device) -> ctypes.CDLL | None:
+    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    library = load_or_build(device, "CUTLASS' products with SiLU-mul", silu_mul_library)
+    if library is not None:
+        for kernel in KERNELS:
+            getattr(library, f"cas_silu_mul_gemm_{kernel}").restype = ctypes.c_char_p
+    return library
+
+
+def unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> str | None:
+    """None when `run_silu_mul_gemm` takes these operands, else one sentence why not."""
+    if x_TI.dtype != torch.bfloat16 or weight_OI.dtype != torch.bfloat16:
+        return f"both operands must be bfloat16, not {x_TI.dtype} and {weight_OI.dtype}"
+    if x_TI.numel() == 0 or weight_OI.numel() == 0:
+        return "there must be a token, an input and an output"
+    if not weight_OI.is_contiguous() or x_TI.stride(1) != 1:
+        return "the weight and each row of x must be contiguous"
+    hidden, inputs = weight_OI.shape[0] // 2, weight_OI.shape[1]
+    if weight_OI.shape[0] % 16 or inputs % 8:
+        return f"hidden and input features must be multiples of 8, not {hidden} and {inputs}"
+    if x_TI.stride(0) % 8 or any(t.data_ptr() % _ALIGNMENT for t in (x_TI, weight_OI)):
+        return f"rows must begin at multiples of {_ALIGNMENT} bytes"
+    return None
+
+
+def run_silu_mul_gemm(
+    library: ctypes.CDLL, kernel: str, x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor | None = None
+) -> torch.Tensor:
+    """silu(x Wgᵀ) · (x Wuᵀ) by one configuration, for what `unsupported_reason` allows; all in float32 until stored. → [T, H]
+
+    out_TH: contiguous, where the result is to be.
+    """
+    num_tokens, inputs = x_TI.shape
+    hidden = weight_OI.shape[0] // 2
+    if out_TH is None:
+        out_TH = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=x_TI.device)
+    args = _Arguments(
+        out=out_TH.data_ptr(), x=x_TI.data_ptr(), weight=weight_OI.data_ptr(), tokens=num_tokens, hidden=hidden, inputs=inputs,
+        out_stride=hidden, x_stride=x_TI.stride(0), stream=torch.cuda.current_stream(x_TI.device).cuda_stream,
+    )  # fmt: skip
+    error = getattr(library, f"cas_silu_mul_gemm_{kernel}")(ctypes.byref(args))
+    if error is not None:
+        raise RuntimeError(
+            f"CUTLASS' {kernel} could not multiply {list(x_TI.shape)} by {list(weight_OI.shape)}: {error.decode()}"
+        )
+    return out_TH
+
+
+def silu_mul_gemm_reference(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """What `run_silu_mul_gemm` computes, in plain torch: sums, SiLU and product in float32, one rounding to bfloat16."""
+    gate_TH, up_TH = F.linear(x_TI.float(), weight_OI.float()).chunk(2, -1)
+    return (F.silu(gate_TH) * up_TH).to(torch.bfloat16)
+
+
+def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, first: int = 1) -> torch.Tensor:
+    """silu(x Wgᵀ) · (x Wuᵀ) in `token_chunks`, by the fastest of the kernels here and a product with `silu_mul_rows` behind it. → [T, H]
+
+    x_TI: rows may be strided. weight_OI: [Wg; Wu]. The way is measured once a shape and range of T; it is the latter for what no kernel
+    here takes, and until they are built. first: the fewest tokens that a caller comes with.
+    """
+    out_TH = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0] // 2)
+    most = min(x_TI.shape[0], MAX_CHUNK_TOKENS)  # of a chunk of any prompt that is no longer
+    for at in token_chunks(x_TI.shape[0]):
+        _silu_mul_chunk(x_TI[at], weight_OI, out_TH[at], first, most)
+    return out_TH
+
+
+def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, first: int, most: int) -> None:
+    def separate(weight_OI: torch.Tensor) -> torch.Tensor:
+        return silu_mul_rows(cublaslt.linear(x_TI, weight_OI, first=first), out_TH)
+
+    is_taken = x_TI.is_cuda and unsupported_reason(x_TI, weight_OI) is None
+    library = load_silu_mul_gemms(x_TI.device) if is_taken else None
+    if library is None:
+        separate(weight_OI)
+        return
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {SEPARATE: separate}
+    runs |= {kernel: functools.partial(run_silu_mul_gemm, library, kernel, x_TI, out_TH=out_TH) for kernel in KERNELS}
+    family = f"silu_mul_gemm O={weight_OI.shape[0]} I={x_TI.shape[1]}"
+    runs[fastest(family, x_TI.shape[0], runs, weight_OI, first, most)](weight_OI)

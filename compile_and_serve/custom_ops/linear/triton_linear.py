@@ -1,0 +1,336 @@
+"""`cas::fused_linear` on CUDA: weights streamed once, norm before and SiLU-mul, bias or residual after in the same kernel.
+
+Shape legend: T tokens, I input features, O output features (OH = O, or O / 2 with silu_mul: what is stored).
+
+Three ways, by the number of tokens, all bound by the weights' bytes:
+- 1 token: each program multiplies a few rows of W with x in float32, no tensor core (`_gemv_kernel`);
+- 2 … MAX_SMALL_TOKENS: W tiles times xᵀ on the tensor cores, split over I where rows are few (`_small_batch_kernel`);
+- more: cuBLASLt, which adds the residual too, between elementwise kernels.
+RMSNorm costs nothing for a few tokens: Σ x² is summed beside the products, and 1 / rms, being the same for a whole token,
+multiplies the finished sums.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.linear import cublaslt
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import silu_mul_linear
+from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
+from compile_and_serve.custom_ops.triton_common import (
+    add_pairs,
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    num_sms,
+    prefetch_l2,
+    silu,
+    split_counters,
+    supports_pdl,
+    wait_for_previous,
+    weight_tile,
+)
+
+MAX_SMALL_TOKENS = 64
+MAX_NORM_TOKENS = 16  # up to here every program of the tensor-core kernel sums the squares of x by itself
+
+
+@triton.jit
+def _row_sums(w_OI, x_1I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr):
+    """Σ w · x over the values that lie together in a thread: [O, I / LANES], in float32."""
+    products = w_OI.to(tl.float32) * x_1I
+    return tl.sum(tl.reshape(products, (BLOCK_O, BLOCK_I // LANES, LANES)), 2)
+
+
+@triton.jit(do_not_specialize=["prefetch_blocks"])
+def _gemv_kernel(
+    x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, num_rows, in_features, eps, prefetch_blocks,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # Every program walks over blocks of rows (pid, pid + programs, …) and in each over chunks of columns, as one loop, so that the
+    # next tile of weights is always on its way while the last one is multiplied.
+    first_block, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_blocks = tl.cdiv(num_rows, BLOCK_O)
+    num_chunks = tl.cdiv(in_features, BLOCK_I)
+    cols_1I = tl.arange(0, BLOCK_I)[None, :]
+    up_ptr = w_ptr + num_rows.to(tl.int64) * in_features
+    # Weights do not depend on the previous kernel: the first tile is loaded, and more of them brought into L2, while it still runs.
+    next_w = weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+    if SILU_MUL:
+        next_up = weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+    let_next_start(PDL)
+    if PDL:
+        block_elements = BLOCK_O * in_features.to(tl.int64)
+        for i in range(0, prefetch_blocks):
+            block = first_block + i * num_programs
+            if (block + 1) * BLOCK_O <= num_rows:
+                prefetch_l2(w_ptr + block * block_elements, block_elements, THREADS)
+                if SILU_MUL:
+                    prefetch_l2(up_ptr + block * block_elements, block_elements, THREADS)
+    wait_for_previous(PDL)
+    acc = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
+    acc_up = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
+    square_1I = tl.zeros((1, BLOCK_I), dtype=tl.float32)
+    inverse_rms = 1.0
+    block, chunk = first_block, 0
+    for _ in range(0, tl.cdiv(num_blocks - first_block, num_programs) * num_chunks):
+        w = next_w
+        if SILU_MUL:
+            up = next_up
+        here_block, here_1I = block, chunk * BLOCK_I + cols_1I
+        is_last = chunk + 1 == num_chunks
+        block = tl.where(is_last, block + num_programs, block)
+        chunk = tl.where(is_last, 0, chunk + 1)
+        next_w = weight_tile(w_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+        if SILU_MUL:
+            next_up = weight_tile(up_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+        x_1I = tl.load(x_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            if here_block == first_block:
+                square_1I += x_1I * x_1I
+            x_1I *= tl.load(norm_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
+        acc += _row_sums(w, x_1I, BLOCK_O, BLOCK_I, LANES)
+        if SILU_MUL:
+            acc_up += _row_sums(up, x_1I, BLOCK_O, BLOCK_I, LANES)
+        if is_last:
+            rows_O = here_block * BLOCK_O + tl.arange(0, BLOCK_O)
+            ok_O = rows_O < num_rows
+            if HAS_RESIDUAL:  # on its way while the sums are taken
+                residual_O = tl.load(residual_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+            if HAS_NORM:
+                if here_block == first_block:
+                    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(square_1I) / in_features + eps)
+            if SILU_MUL:
+                y_O, up_O = tl.reduce((acc, acc_up), 1, add_pairs)
+            else:
+                y_O = tl.sum(acc, 1)
+            y_O *= inverse_rms
+            if HAS_BIAS:
+                y_O += tl.load(bias_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+            if SILU_MUL:
+                up_O *= inverse_rms
+                if HAS_BIAS:
+                    up_O += tl.load(bias_ptr + num_rows + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+                y_O = silu(y_O) * up_O
+            if HAS_RESIDUAL:
+                y_O += residual_O
+            tl.store(out_ptr + rows_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+            acc = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
+            acc_up = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _small_batch_kernel(
+    x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
+    num_tokens, num_rows, in_features, x_stride, residual_stride, eps,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
+    rows_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    row_ok_O = rows_O < num_rows
+    safe_rows_O = tl.where(row_ok_O, rows_O, 0).to(tl.int64)
+    tokens_T = tl.arange(0, BLOCK_T)
+    token_ok_T = tokens_T < num_tokens
+    cols_I = tl.arange(0, BLOCK_I)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
+    acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
+    square_TI = tl.zeros((BLOCK_T, BLOCK_I), dtype=tl.float32)
+    per_split = tl.cdiv(tl.cdiv(in_features, BLOCK_I), SPLITS) * BLOCK_I
+    begin = split * per_split
+    w_OI = w_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
+    up_OI = w_OI + num_rows.to(tl.int64) * in_features
+    for start in tl.range(begin, tl.minimum(begin + per_split, in_features), BLOCK_I, num_stages=STAGES):
+        here_I = start + cols_I
+        ok_1I = here_I[None, :] < in_features
+        w = tl.load(w_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first")
+        x_TI = tl.load(
+            x_ptr + tokens_T[:, None] * x_stride + here_I[None, :], mask=token_ok_T[:, None] & ok_1I, other=0.0
+        )
+        if HAS_NORM:
+            x32_TI = x_TI.to(tl.float32)
+            square_TI += x32_TI * x32_TI
+            norm_1I = tl.load(norm_ptr + here_I[None, :], mask=ok_1I, other=0.0).to(tl.float32)
+            x_TI = (x32_TI * norm_1I).to(x_ptr.dtype.element_ty)
+        x_IT = tl.trans(x_TI)
+        acc_OT = tl.dot(w, x_IT, acc_OT, input_precision="ieee")
+        if SILU_MUL:
+            up = tl.load(up_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first")
+            acc_up_OT = tl.dot(up, x_IT, acc_up_OT, input_precision="ieee")
+    square_T = tl.sum(square_TI, 1)
+    last = True
+    if SPLITS > 1:
+        # Partial sums of each split, then the last program of the tile to arrive adds them in order: the same bits every run.
+        size = BLOCK_O * BLOCK_T
+        spots_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tokens_T[None, :]
+        width = 2 * size + BLOCK_T
+        mine = partial_ptr + (tile * SPLITS + split).to(tl.int64) * width
+        tl.store(mine + spots_OT, acc_OT)
+        if SILU_MUL:
+            tl.store(mine + size + spots_OT, acc_up_OT)
+        if HAS_NORM:
+            tl.store(mine + 2 * size + tokens_T, square_T)
+        tl.debug_barrier()
+        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
+            acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
+            square_T = tl.zeros((BLOCK_T,), dtype=tl.float32)
+            for other in tl.static_range(SPLITS):
+                theirs = partial_ptr + (tile * SPLITS + other).to(tl.int64) * width
+                acc_OT += tl.load(theirs + spots_OT, cache_modifier=".cg")
+                if SILU_MUL:
+                    acc_up_OT += tl.load(theirs + size + spots_OT, cache_modifier=".cg")
+                if HAS_NORM:
+                    square_T += tl.load(theirs + 2 * size + tokens_T, cache_modifier=".cg")
+            tl.store(counter_ptr + tile, 0)
+    if last:
+        if HAS_NORM:
+            inverse_rms_1T = (1.0 / tl.sqrt_rn(square_T / in_features + eps))[None, :]
+            acc_OT *= inverse_rms_1T
+            acc_up_OT *= inverse_rms_1T
+        if HAS_BIAS:
+            acc_OT += tl.load(bias_ptr + safe_rows_O).to(tl.float32)[:, None]
+            if SILU_MUL:
+                acc_up_OT += tl.load(bias_ptr + num_rows + safe_rows_O).to(tl.float32)[:, None]
+        if SILU_MUL:
+            acc_OT = silu(acc_OT) * acc_up_OT
+        ok_OT = row_ok_O[:, None] & token_ok_T[None, :]
+        if HAS_RESIDUAL:
+            residual = residual_ptr + tokens_T[None, :] * residual_stride + rows_O[:, None]
+            acc_OT += tl.load(residual, mask=ok_OT, other=0.0).to(tl.float32)
+        out = out_ptr + tokens_T[None, :] * num_rows + rows_O[:, None]
+        tl.store(out, acc_OT.to(out_ptr.dtype.element_ty), mask=ok_OT)
+
+
+def gemv_config(num_rows: int, in_features: int, silu_mul: bool) -> tuple[int, int, int, int]:
+    """(rows a block, warps, programs a multiprocessor, MiB brought into L2 ahead) of the 1-token kernel.
+
+    As many programs as just fill a multiprocessor's registers: when they start beside the previous kernel's, no multiprocessor can
+    take more than its share of the rows.
+    """
+    return (4, 4, 4, 16) if silu_mul or in_features < 2048 else (8, 8, 2, 16)
+
+
+def small_batch_config(
+    num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, sms: int
+) -> tuple[int, int, int, int, int]:
+    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the 2 … 64-token kernel."""
+    tiles, splits = cdiv(num_rows, 64), 1
+    while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
+        splits *= 2
+    if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # wider tiles of x and two of W do not fit beside each other
+        return 64, 128, splits, 4, 4
+    return 64, 256, splits, 3, 4
+
+
+def fused_linear(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias_O: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `fused_linear` over the plain weight [O, I]. No host synchronization; the way taken depends on T alone."""
+    num_tokens, in_features = x_TI.shape
+    if x_TI.stride(1) != 1:
+        x_TI = x_TI.contiguous()
+    if residual_TO is not None and residual_TO.stride(1) != 1:
+        residual_TO = residual_TO.contiguous()
+    small = weight_OI.stride() == (in_features, 1) and x_TI.dtype == weight_OI.dtype
+    if num_tokens == 1 and small:
+        return _gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
+    runs_small = 1 < num_tokens <= MAX_SMALL_TOKENS and small and x_TI.dtype != torch.float32
+    if norm_weight_I is not None and not (runs_small and num_tokens <= MAX_NORM_TOKENS):
+        x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
+    if runs_small:
+        return _small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
+    if bias_O is not None:
+        y_TO = F.linear(x_TI, weight_OI, bias_O)
+        y_TO = silu_mul_rows(y_TO) if silu_mul else y_TO
+    elif silu_mul:
+        y_TO = silu_mul_linear(x_TI, weight_OI, first=MAX_SMALL_TOKENS + 1)
+    else:
+        return cublaslt.linear(x_TI, weight_OI, residual_TO, first=MAX_SMALL_TOKENS + 1)
+    return y_TO if residual_TO is None else y_TO + residual_TO
+
+
+def _gemv(
+    x_1I: torch.Tensor,
+    weight_OI: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_1O: torch.Tensor | None,
+    config: tuple[int, int, int, int] | None = None,
+) -> torch.Tensor:
+    in_features, device = x_1I.shape[1], x_1I.device
+    num_rows = out_features // 2 if silu_mul else out_features
+    rows, warps, per_sm, prefetch_mib = config or gemv_config(num_rows, in_features, silu_mul)
+    # 16 bytes a thread, so that x is laid out as a row of W and broadcasting it moves nothing.
+    lanes = 16 // x_1I.element_size()
+    out = x_1I.new_empty(1, num_rows)
+    pdl = supports_pdl(device)
+    num_programs = min(cdiv(num_rows, rows), per_sm * num_sms(device))
+    block_bytes = rows * in_features * x_1I.element_size()
+    round_bytes = num_programs * block_bytes * (2 if silu_mul else 1)
+    # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
+    prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
+    launch(
+        _gemv_kernel, (num_programs,),
+        x_1I, weight_OI, out, norm_weight_I, bias_O, residual_1O, num_rows, in_features, eps, prefetch_blocks,
+        HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None, SILU_MUL=silu_mul,
+        BLOCK_O=rows, BLOCK_I=32 * warps * lanes, LANES=lanes, THREADS=32 * warps, PDL=pdl, num_warps=warps, **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def _small_batch(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    out_features: int,
+    norm_weight_I: torch.Tensor | None,
+    eps: float,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_TO: torch.Tensor | None,
+    config: tuple[int, int, int, int, int] | None = None,
+) -> torch.Tensor:
+    num_tokens, in_features = x_TI.shape
+    num_rows = out_features // 2 if silu_mul else out_features
+    block_o, block_i, splits, stages, warps = config or small_batch_config(
+        num_tokens, num_rows, in_features, silu_mul, num_sms(x_TI.device)
+    )
+    block_t = max(16, next_power_of_2(num_tokens))
+    tiles = cdiv(num_rows, block_o)
+    out = x_TI.new_empty(num_tokens, num_rows)
+    partial = counters = None
+    if splits > 1:
+        partial = torch.empty(
+            tiles * splits * (2 * block_o * block_t + block_t), dtype=torch.float32, device=x_TI.device
+        )
+        counters = split_counters(x_TI.device)
+    pdl = supports_pdl(x_TI.device)
+    launch(
+        _small_batch_kernel, (tiles, splits),
+        x_TI, weight_OI, out, norm_weight_I, bias_O, residual_TO, partial, counters,
+        num_tokens, num_rows, in_features, x_TI.stride(0), residual_TO.stride(0) if residual_TO is not None else 0, eps,
+        HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul,
+        BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PDL=pdl, num_warps=warps,
+        **launch_options(pdl),
+    )  # fmt: skip
+    return out

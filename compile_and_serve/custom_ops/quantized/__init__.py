@@ -1,0 +1,1 @@
+"""Linears over weights of 8 bits a value."""

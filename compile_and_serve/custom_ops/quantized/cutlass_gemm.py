@@ -1,0 +1,114 @@
+"""csrc/cuda's float8 matrix products.
+
+Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
+
+# Configurations by the way of scaling, in the order of CAS_CONFIG in csrc/cuda/scaled_gemm.cu.
+ROWS = ("rows_64x64", "rows_64x128", "rows_128x128", "rows_128x256", "rows_128x64_split")
+BLOCKS = ("blocks_64x128", "blocks_128x128")
+
+
+class _Arguments(ctypes.Structure):
+    """`CasScaledGemm` of csrc/cuda/scaled_gemm.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "a", "b", "a_scale", "b_scale", "residual")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k", "out_stride", "a_stride", "b_stride", "residual_stride")),
+        *((name, ctypes.c_int32) for name in ("a_per_row", "b_per_row")),
+        *((name, ctypes.c_void_p) for name in ("workspace", "stream")),
+    )
+
+
+def gemm_library() -> NvccLibrary:
+    """What csrc/cuda/scaled_gemm.cu is built into: one object a configuration. Raises `BuildError` without nvcc or CUTLASS' headers."""
+    return cutlass_library("scaled_gemm", len(ROWS + BLOCKS))
+
+
+@functools.cache
+def load_gemms(device: torch.device) -> ctypes.CDLL | None:
+    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    return load_or_build(device, "CUTLASS' float8 products", gemm_library)
+
+
+def unsupported_reason(a_TI: torch.Tensor, b_OI: torch.Tensor) -> str | None:
+    """None when `run_gemm` takes these operands, else one sentence why not."""
+    if a_TI.dtype != torch.float8_e4m3fn or b_OI.dtype != torch.float8_e4m3fn:
+        return f"both operands must be float8_e4m3fn, not {a_TI.dtype} and {b_OI.dtype}"
+    if a_TI.stride(1) != 1 or b_OI.stride(1) != 1:
+        return "rows must be contiguous"
+    rows_aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in (a_TI, b_OI))
+    if not rows_aligned or a_TI.shape[1] % 16 or b_OI.shape[0] % 8:
+        return "inputs must be a multiple of 16, outputs of 8, and rows must begin at multiples of 16 bytes"
+    return None
+
+
+def takes_residual(residual_TO: torch.Tensor) -> bool:
+    """Whether `run_gemm` can add it."""
+    rows_aligned = residual_TO.data_ptr() % 16 == 0 and residual_TO.stride(0) % 8 == 0
+    return residual_TO.dtype == torch.bfloat16 and residual_TO.stride(1) == 1 and rows_aligned
+
+
+def run_gemm(
+    library: ctypes.CDLL,
+    config: str,
+    a_TI: torch.Tensor,
+    b_OI: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    residual_TO: torch.Tensor | None = None,
+    out_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """bf16(a_scale · b_scale · a bᵀ + residual) by one configuration, for what `unsupported_reason` allows. → [T, O]
+
+    residual_TO: that `takes_residual`. out_TO: contiguous, where the result is to be.
+    a_scale: float32, one value, [T] or [T, 1], or (BLOCKS) [T, G]; b_scale: float32, one value, [O], or (BLOCKS) [ceil(O / 128), G].
+    """
+    num_tokens, out_features = a_TI.shape[0], b_OI.shape[0]
+    if out_TO is None:
+        out_TO = torch.empty(num_tokens, out_features, dtype=torch.bfloat16, device=a_TI.device)
+    a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+    args = _Arguments(
+        out=out_TO.data_ptr(), a=a_TI.data_ptr(), b=b_OI.data_ptr(), a_scale=a_scale.data_ptr(), b_scale=b_scale.data_ptr(),
+        m=num_tokens, n=out_features, k=a_TI.shape[1], out_stride=out_features, a_stride=a_TI.stride(0), b_stride=b_OI.stride(0),
+        residual=None if residual_TO is None else residual_TO.data_ptr(),
+        residual_stride=0 if residual_TO is None else residual_TO.stride(0),
+        a_per_row=a_scale.numel() > 1, b_per_row=b_scale.numel() > 1, stream=torch.cuda.current_stream(a_TI.device).cuda_stream,
+    )  # fmt: skip
+    workspace_bytes = getattr(library, f"cas_scaled_gemm_workspace_{config}")
+    workspace_bytes.restype = ctypes.c_int64
+    workspace = torch.empty(workspace_bytes(ctypes.byref(args)), dtype=torch.uint8, device=a_TI.device)
+    args.workspace = workspace.data_ptr() if workspace.numel() else None
+    launch = getattr(library, f"cas_scaled_gemm_{config}")
+    launch.restype = ctypes.c_char_p
+    error = launch(ctypes.byref(args))
+    if error is not None:
+        raise RuntimeError(
+            f"CUTLASS' {config} could not multiply {list(a_TI.shape)} by {list(b_OI.shape)}: {error.decode()}"
+        )
+    return out_TO
+
+
+def scaled_gemm_reference(
+    a_TI: torch.Tensor,
+    b_OI: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `run_gemm` computes, in plain torch: sums in float32 and one rounding to bfloat16."""
+    a, b = a_TI.float(), b_OI.float()
+    residual = 0.0 if residual_TO is None else residual_TO.float()
+    if b_scale.dim() == 2:
+        a = a * a_scale.repeat_interleave(128, 1)[:, : a.shape[1]]
+        b = b * b_scale.repeat_interleave(128, 0)[: b.shape[0]].repeat_interleave(128, 1)[:, : b.shape[1]]
+        return (a @ b.T + residual).to(torch.bfloat16)
+    return (a_scale.reshape(-1, 1) * (b_scale.reshape(1, -1) * (a @ b.T)) + residual).to(torch.bfloat16)

@@ -1,0 +1,206 @@
+"""The Triton kernel that streams 8-bit weights [O, I] for few tokens: bias, SiLU-mul and residual in the same kernel.
+
+Shape legend: T tokens, I input features, O output features (R: rows that are stored, O or O / 2 with silu_mul), G groups of 128
+inputs.
+
+Tiles of W times xᵀ on the tensor cores, split over I where rows are few; `triton_quantize` rounds x before. Rounded activations meet the
+weight as they are, on the tensor cores of 8 bits; of float8, whose sums those cores keep with fewer bits than float32, every 128 inputs
+are added up in float32. Where x is not rounded, the weight is widened to x's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.quantized.quantization import BLOCK
+from compile_and_serve.custom_ops.triton_common import (
+    TRITON_TYPES,
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    num_sms,
+    prefetch_rows_l2,
+    silu,
+    split_counters,
+    supports_pdl,
+    wait_for_previous,
+)
+
+MAX_BLOCK_T = 64  # tokens of a tile; more are several tiles
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _matmul_kernel(
+    x_ptr, w_ptr, out_ptr, scale_ptr, x_scale_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
+    num_tokens, num_rows, in_features, x_stride, residual_stride,
+    HAS_X_SCALE: tl.constexpr, PER_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SILU_MUL: tl.constexpr, DOT: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PREFETCH_I: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    row_ok_O = rows_O < num_rows
+    safe_rows_O = tl.where(row_ok_O, rows_O, 0).to(tl.int64)
+    spots_T = tl.arange(0, BLOCK_T)
+    tokens_T = token_tile * BLOCK_T + spots_T
+    token_ok_T = tokens_T < num_tokens
+    safe_tokens_T = tl.where(token_ok_T, tokens_T, 0).to(tl.int64)
+    cols_I = tl.arange(0, BLOCK_I)
+    num_groups = tl.cdiv(in_features, GROUP)
+    per_split = tl.cdiv(tl.cdiv(in_features, BLOCK_I), SPLITS) * BLOCK_I
+    begin = split * per_split
+    up_ptr = w_ptr + num_rows.to(tl.int64) * in_features
+    let_next_start(PDL)
+    if PDL:  # the first weights come into L2 while the previous kernel still runs
+        if (begin + PREFETCH_I <= in_features) & (in_features % 16 == 0):
+            prefetch_rows_l2(w_ptr + safe_rows_O * in_features + begin, PREFETCH_I)
+            if SILU_MUL:
+                prefetch_rows_l2(up_ptr + safe_rows_O * in_features + begin, PREFETCH_I)
+    wait_for_previous(PDL)
+    # Float8's tensor cores keep fewer bits of a sum than float32 has: every so many inputs, it is added to one in float32.
+    IMPRECISE: tl.constexpr = 128 if tl.float8e4nv == DOT else 0
+    SUMS: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
+    acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32 if PER_BLOCK else SUMS)
+    acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32 if PER_BLOCK else SUMS)
+    w_OI = w_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
+    up_OI = up_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
+    for start in tl.range(begin, tl.minimum(begin + per_split, in_features), BLOCK_I, num_stages=STAGES):
+        here_I = start + cols_I
+        ok_1I = here_I[None, :] < in_features
+        w = tl.load(w_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first").to(DOT)
+        at_TI = x_ptr + safe_tokens_T[:, None] * x_stride + here_I[None, :]
+        x_IT = tl.trans(tl.load(at_TI, mask=token_ok_T[:, None] & ok_1I, other=0.0).to(DOT))
+        if SILU_MUL:
+            up = tl.load(up_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first").to(DOT)
+        if PER_BLOCK:  # BLOCK_I = GROUP: a step is one group of inputs
+            group = start // GROUP
+            zeros_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=SUMS)
+            step_OT = tl.dot(w, x_IT, zeros_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS)
+            x_scale_1T = tl.full((1, BLOCK_T), 1.0, dtype=tl.float32)
+            if HAS_X_SCALE:
+                x_scale_1T = tl.load(x_scale_ptr + safe_tokens_T * num_groups + group)[None, :]
+            scale_O = tl.load(scale_ptr + safe_rows_O // GROUP * num_groups + group)
+            acc_OT += step_OT.to(tl.float32) * scale_O[:, None] * x_scale_1T
+            if SILU_MUL:
+                up_scale_O = tl.load(scale_ptr + (num_rows + safe_rows_O) // GROUP * num_groups + group)
+                step_OT = tl.dot(
+                    up, x_IT, zeros_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS
+                )
+                acc_up_OT += step_OT.to(tl.float32) * up_scale_O[:, None] * x_scale_1T
+        else:
+            acc_OT = tl.dot(w, x_IT, acc_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS)
+            if SILU_MUL:
+                acc_up_OT = tl.dot(
+                    up, x_IT, acc_up_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS
+                )
+    acc_OT = acc_OT.to(tl.float32)
+    acc_up_OT = acc_up_OT.to(tl.float32)
+    last = True
+    if SPLITS > 1:
+        # Partial sums of each split, then the last program of the tile to arrive adds them in order: the same bits every run.
+        size = BLOCK_O * BLOCK_T
+        spots_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + spots_T[None, :]
+        output_tile = token_tile * tl.num_programs(0) + tile
+        mine = partial_ptr + (output_tile * SPLITS + split).to(tl.int64) * (2 * size)
+        tl.store(mine + spots_OT, acc_OT)
+        if SILU_MUL:
+            tl.store(mine + size + spots_OT, acc_up_OT)
+        tl.debug_barrier()
+        last = tl.atomic_add(counter_ptr + output_tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
+            acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
+            for other in tl.static_range(SPLITS):
+                theirs = partial_ptr + (output_tile * SPLITS + other).to(tl.int64) * (2 * size)
+                acc_OT += tl.load(theirs + spots_OT, cache_modifier=".cg")
+                if SILU_MUL:
+                    acc_up_OT += tl.load(theirs + size + spots_OT, cache_modifier=".cg")
+            tl.store(counter_ptr + output_tile, 0)
+    if last:
+        if not PER_BLOCK:
+            x_scale_1T = tl.full((1, BLOCK_T), 1.0, dtype=tl.float32)
+            if HAS_X_SCALE:
+                x_scale_1T = tl.load(x_scale_ptr + safe_tokens_T)[None, :]
+            acc_OT *= tl.load(scale_ptr + safe_rows_O)[:, None] * x_scale_1T
+            if SILU_MUL:
+                acc_up_OT *= tl.load(scale_ptr + num_rows + safe_rows_O)[:, None] * x_scale_1T
+        if HAS_BIAS:
+            acc_OT += tl.load(bias_ptr + safe_rows_O).to(tl.float32)[:, None]
+            if SILU_MUL:
+                acc_up_OT += tl.load(bias_ptr + num_rows + safe_rows_O).to(tl.float32)[:, None]
+        if SILU_MUL:
+            acc_OT = silu(acc_OT) * acc_up_OT
+        ok_OT = row_ok_O[:, None] & token_ok_T[None, :]
+        if HAS_RESIDUAL:
+            residual = residual_ptr + safe_tokens_T[None, :] * residual_stride + rows_O[:, None]
+            acc_OT += tl.load(residual, mask=ok_OT, other=0.0).to(tl.float32)
+        out = out_ptr + safe_tokens_T[None, :] * num_rows + rows_O[:, None]
+        tl.store(out, acc_OT.to(out_ptr.dtype.element_ty), mask=ok_OT)
+
+
+def matmul_config(
+    num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, x_bytes: int, per_block: bool, sms: int
+) -> tuple[int, int, int, int, int]:
+    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the tile kernel. x_bytes: of a value of x, 1 if it is rounded."""
+    tiles = cdiv(num_rows, 64) * cdiv(num_tokens, MAX_BLOCK_T)
+    splits = 1
+    while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
+        splits *= 2
+    if per_block:
+        return 64, BLOCK, splits, 6 if x_bytes == 1 else 4, 4
+    if x_bytes == 4:
+        return 64, 64, splits, 3, 4
+    if x_bytes == 2:
+        return 64, BLOCK if num_tokens > 32 else 2 * BLOCK, splits, 4, 4
+    if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # wider tiles of x and two of W do not fit beside each other
+        return 64, 256, splits, 4, 4
+    return 64, 512, splits, 3, 4
+
+
+def matmul(
+    x_TI: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight_OI: torch.Tensor,
+    scale: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    silu_mul: bool,
+    residual_TO: torch.Tensor | None,
+    dtype: torch.dtype,
+    config: tuple[int, int, int, int, int] | None = None,
+) -> torch.Tensor:
+    """y = f((x · x_scale) (scale · W)ᵀ + bias) + residual; f: SiLU-mul or nothing. → `dtype` [T, R]
+
+    x_TI: rounded to 8 bits, with its scales; or as it is, without; rows may be strided. scale: per output or per block.
+    config: in place of `matmul_config`'s.
+    """
+    num_tokens, per_block = x_TI.shape[0], scale.dim() == 2
+    out_features, in_features = weight_OI.shape
+    num_rows = out_features // 2 if silu_mul else out_features
+    device = x_TI.device
+    block_o, block_i, splits, stages, warps = config or matmul_config(
+        num_tokens, num_rows, in_features, silu_mul, x_TI.element_size(), per_block, num_sms(device)
+    )
+    block_t = min(MAX_BLOCK_T, max(16, next_power_of_2(num_tokens)))
+    tiles, token_tiles = cdiv(num_rows, block_o), cdiv(num_tokens, block_t)
+    out = torch.empty(num_tokens, num_rows, dtype=dtype, device=device)
+    if not num_tokens:
+        return out
+    partial = counters = None
+    if splits > 1:
+        size = tiles * token_tiles * splits * 2 * block_o * block_t
+        partial, counters = torch.empty(size, dtype=torch.float32, device=device), split_counters(device)
+    pdl = supports_pdl(device)
+    launch(
+        _matmul_kernel, (tiles, splits, token_tiles),
+        x_TI, weight_OI, out, scale, x_scale, bias_O, residual_TO, partial, counters, num_tokens, num_rows, in_features,
+        x_TI.stride(0), residual_TO.stride(0) if residual_TO is not None else 0,
+        HAS_X_SCALE=x_scale is not None, PER_BLOCK=per_block, HAS_BIAS=bias_O is not None,
+        HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul, DOT=TRITON_TYPES[x_TI.dtype], GROUP=BLOCK, BLOCK_T=block_t,
+        BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PREFETCH_I=1024,
+        PDL=pdl, num_warps=warps, **launch_options(pdl),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,190 @@
+"""Row-wise kernels around a scaled GEMM: RMSNorm or SiLU-mul and rounding to 8 bits before it, the scales of its sums after it.
+
+Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.quantized.quantization import BLOCK, LARGEST, Rounded
+from compile_and_serve.custom_ops.triton_common import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    supports_pdl,
+    wait_for_previous,
+)
+
+_HALF_EVEN = tl.constexpr(
+    12582912.0
+)  # 1.5 · 2^23: adding it to a float32 below 2^22 rounds to an integer, ties to even
+
+
+@triton.jit
+def round_to(values, DTYPE: tl.constexpr):
+    """Rounded to the dtype, to the nearest, ties to even; `values` are in its range."""
+    if tl.int8 == DTYPE:
+        values = (values + _HALF_EVEN) - _HALF_EVEN
+    return values.to(DTYPE)
+
+
+@triton.jit
+def count_nan(x_GB):
+    """How many values of each group are not numbers."""
+    return tl.sum((x_GB != x_GB).to(tl.int32), 1)
+
+
+@triton.jit
+def scale_of(largest_G, input_scale_ptr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr):
+    """The scale of values of which none is beyond ±largest, or the static one."""
+    if IS_STATIC:
+        scale_G = tl.zeros_like(largest_G) + tl.load(input_scale_ptr).to(tl.float32)
+    else:
+        scale_G = tl.maximum(tl.div_rn(largest_G, LARGEST_VALUE), 1e-12)
+    return scale_G
+
+
+@triton.jit
+def scales_of(x_GB, input_scale_ptr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr):
+    """The scale of each group of x_GB."""
+    scale_G = scale_of(tl.max(tl.abs(x_GB), 1), input_scale_ptr, IS_STATIC, LARGEST_VALUE)
+    # Maxima drop NaN, and a token that is not a number must not become one.
+    return tl.where(count_nan(x_GB) > 0, float("nan"), scale_G)
+
+
+@triton.jit
+def to_eight_bits(x, scale, DTYPE: tl.constexpr, LARGEST_VALUE: tl.constexpr):
+    """x over its scale, rounded to DTYPE."""
+    # Exact divisions, as the reference's: under a constant scale many values fall between two of float8's, to be rounded alike.
+    values = x * tl.div_rn(1.0, scale)
+    return round_to(tl.minimum(tl.maximum(values, -LARGEST_VALUE), LARGEST_VALUE), DTYPE)
+
+
+@triton.jit
+def store_quantized(
+    x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features,
+    IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a whole row, x_I in float32 with zeros beyond its end, rounded to 8 bits, and its scales.
+
+    All of a group, or of the row (GROUP = BLOCK), has one scale.
+    """
+    x_GB = tl.reshape(x_I, (BLOCK // GROUP, GROUP))
+    scale_G = scales_of(x_GB, input_scale_ptr, IS_STATIC, LARGEST_VALUE)
+    values_GB = to_eight_bits(x_GB, scale_G[:, None], out_ptr.dtype.element_ty, LARGEST_VALUE)
+    tl.store(out_ptr + row * num_features + cols_I, tl.reshape(values_GB, (BLOCK,)), mask=ok_I)
+    groups = tl.arange(0, BLOCK // GROUP)
+    num_groups = tl.cdiv(num_features, GROUP)
+    tl.store(scale_ptr + row * num_groups + groups, scale_G, mask=groups < num_groups)
+
+
+def quantize_constants(quantized: Rounded | None) -> dict[str, Any]:
+    """Constants of a kernel that may `store_quantized` its rows, too. quantized: the values and scales that it then writes."""
+    return {"QUANTIZE": quantized is not None, "LARGEST_VALUE": LARGEST[quantized[0].dtype] if quantized else None}
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, norm_ptr, input_scale_ptr, out_ptr, scale_ptr, num_features, x_stride, eps,
+    HAS_NORM: tl.constexpr, SILU_MUL: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols_I = tl.arange(0, BLOCK)
+    ok_I = cols_I < num_features
+    if HAS_NORM:
+        norm_I = tl.load(norm_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    x_I = tl.load(x_ptr + row * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    if SILU_MUL:
+        up_I = tl.load(x_ptr + row * x_stride + num_features + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+        x_I = (x_I / (1.0 + tl.exp(-x_I)) * up_I).to(x_ptr.dtype.element_ty).to(tl.float32)
+    if HAS_NORM:
+        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
+        x_I = (x_I * inverse_rms * norm_I).to(x_ptr.dtype.element_ty).to(tl.float32)
+    store_quantized(
+        x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features, IS_STATIC, LARGEST_VALUE, GROUP, BLOCK
+    )  # fmt: skip
+
+
+def quantize_rows(
+    x_TI: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    silu_mul: bool = False,
+    per_group: bool = False,
+    input_scale: torch.Tensor | None = None,
+) -> Rounded:
+    """`quantize_activations` of rms_norm(x), of silu(first half) · second half, or of x, on the device.
+
+    x_TI: [T, I] (with silu_mul [T, 2 * I]), rows may be strided. What is rounded to 8 bits is rounded to x's dtype before.
+    → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
+    """
+    assert input_scale is None or not per_group, "a static scale is per tensor"
+    num_tokens, num_features = x_TI.shape[0], x_TI.shape[1] // (2 if silu_mul else 1)
+    width = max(BLOCK, next_power_of_2(num_features))
+    num_groups = cdiv(num_features, BLOCK) if per_group else 1
+    out_TI = torch.empty(num_tokens, num_features, dtype=dtype, device=x_TI.device)
+    scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x_TI.device)
+    if num_tokens:
+        pdl = supports_pdl(x_TI.device)
+        warps = max(1, min(16 if width <= 16384 else 32, width // 512))
+        # Of 65,536 registers so many that one program loads while another looks for its largest value.
+        limit = {"maxnreg": min(255, max(64, 1024 // warps))} if silu_mul and x_TI.device.type == "cuda" else {}
+        launch(
+            _quantize_kernel, (num_tokens,),
+            x_TI, norm_weight_I, input_scale, out_TI, scale, num_features, x_TI.stride(0), eps,
+            HAS_NORM=norm_weight_I is not None, SILU_MUL=silu_mul, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
+            GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=warps, **limit, **launch_options(pdl),
+        )  # fmt: skip
+    return out_TI, scale
+
+
+@triton.jit
+def _scale_kernel(
+    sums_ptr, x_scale_ptr, scale_ptr, out_ptr, num_features, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols_O = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok_O = cols_O < num_features
+    scale_O = tl.load(scale_ptr + cols_O, mask=ok_O, other=0.0)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    sums_O = tl.load(sums_ptr + row * num_features + cols_O, mask=ok_O, other=0.0).to(tl.float32)
+    y_O = sums_O * (scale_O * tl.load(x_scale_ptr + row))
+    tl.store(out_ptr + row * num_features + cols_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+
+
+def scale_sums(
+    sums_TO: torch.Tensor, x_scale_T1: torch.Tensor, scale_O: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """y = sums · x_scale · scale in float32, rounded once. sums_TO: int32 or float32, contiguous. → `dtype` [T, O]"""
+    num_tokens, num_features = sums_TO.shape
+    out_TO = torch.empty(num_tokens, num_features, dtype=dtype, device=sums_TO.device)
+    if num_tokens:
+        block = min(1024, next_power_of_2(num_features))
+        pdl = supports_pdl(sums_TO.device)
+        launch(
+            _scale_kernel,
+            (num_tokens, cdiv(num_features, block)),
+            sums_TO,
+            x_scale_T1,
+            scale_O,
+            out_TO,
+            num_features,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
+        )
+    return out_TO

@@ -1,0 +1,142 @@
+"""What a config.json's `quantization_config` says of the checkpoint's linears, for the formats whose values run as they are stored.
+
+- `compressed-tensors` (llm-compressor), formats float-quantized, int-quantized and naive-quantized with 8 bits;
+- `fp8` of Hugging Face: blocks of 128 × 128 with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_and_serve.custom_ops.quantized.quantization import BLOCK, Activations, QuantizedWeight
+from compile_and_serve.models.config import ModelConfigError
+
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
+
+
+def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, QuantizedWeight]:
+    """Parameter name → how the checkpoint holds it, for the linears that `quantization_config` says are quantized.
+
+    module: the model, on the meta device. Raises `ModelConfigError` for a method or a combination that is not supported.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return {}
+    if not isinstance(quantization, dict):
+        raise ModelConfigError(f"quantization_config must be a JSON object, got a {type(quantization).__name__}.")
+    method = quantization.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed_tensors(quantization, _linears(module))
+    if method == "fp8":
+        return _fp8(quantization, _linears(module))
+    raise ModelConfigError(
+        f"The checkpoint is quantized with {method!r}, which is not supported: use one in the compressed-tensors (8 bits) or "
+        "fp8 format, or an unquantized one with --quantization."
+    )
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """By name; without an output head that shares its weight with the embedding, which no format quantizes."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear) and names[id(child.weight)] == f"{name}.weight"
+    }
+
+
+def _compressed_tensors(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, QuantizedWeight]:
+    found: dict[str, QuantizedWeight] = {}
+    ignored = config.get("ignore") or []
+    for group in (config.get("config_groups") or {}).values():
+        file_format = group.get("format") or config.get("format")
+        if file_format not in _FORMATS:
+            raise ModelConfigError(
+                f"The checkpoint's compressed-tensors format {file_format!r} is not supported: expected one of "
+                f"{', '.join(_FORMATS)}."
+            )
+        weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        dtype, activations, strategy = _scheme(weights, inputs)
+        for name, linear in linears.items():
+            if not _is_target(name, group.get("targets") or []) or _is_target(name, ignored):
+                continue
+            out_features, in_features = linear.weight.shape
+            shapes = {"tensor": (1,), "channel": (out_features, 1), "block": _num_blocks(out_features, in_features)}
+            found[f"{name}.weight"] = QuantizedWeight(
+                dtype=dtype,
+                scale=f"{name}.weight_scale",
+                scale_shape=shapes[strategy],
+                per_block=strategy == "block",
+                activations=activations,
+                input_scale=f"{name}.input_scale" if activations == "static" else None,
+            )
+    return found
+
+
+def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> tuple[torch.dtype, Activations, str]:
+    """What the weights are stored as, what the inputs become, and what a weight's scale is for."""
+    kind, strategy = weights.get("type"), weights.get("strategy")
+    said = f"{weights.get('num_bits')}-bit {kind} weights per {strategy}"
+    if weights.get("num_bits") != 8 or kind not in _DTYPES or not weights.get("symmetric", True):
+        raise _unsupported(said, "symmetric 8-bit weights")
+    if strategy not in ("tensor", "channel", "block"):
+        raise _unsupported(said, "scales per tensor, channel or block")
+    if strategy == "block" and list(weights.get("block_structure") or []) != [BLOCK, BLOCK]:
+        raise _unsupported(f"{said} of {weights.get('block_structure')}", f"blocks of [{BLOCK}, {BLOCK}]")
+    if inputs is None:
+        return _DTYPES[kind], "none", strategy
+    said = f"{inputs.get('num_bits')}-bit {inputs.get('type')} activations per {inputs.get('strategy')} over {said}"
+    if inputs.get("num_bits") != 8 or inputs.get("type") != kind or not inputs.get("symmetric", True):
+        raise _unsupported(said, "symmetric activations of the weights' type")
+    wanted = "group" if strategy == "block" else "token" if inputs.get("dynamic") else "tensor"
+    if inputs.get("strategy") != wanted or (wanted == "group" and inputs.get("group_size") not in (None, BLOCK)):
+        raise _unsupported(
+            said, "dynamic activations per token (per group of 128 with blocks) or static ones per tensor"
+        )
+    return _DTYPES[kind], "dynamic" if inputs.get("dynamic") else "static", strategy
+
+
+def _fp8(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, QuantizedWeight]:
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise _unsupported(f"fp8 weights in {config['fmt']!r}", "'e4m3'")
+    scheme, block = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
+    if scheme not in ("dynamic", "static"):
+        raise _unsupported(f"activation_scheme {scheme!r}", "'dynamic' or 'static'")
+    if block is not None and (list(block) != [BLOCK, BLOCK] or scheme != "dynamic"):
+        raise _unsupported(f"fp8 blocks of {block} with {scheme} activations", f"[{BLOCK}, {BLOCK}] and dynamic ones")
+    ignored = ["lm_head", *(config.get("modules_to_not_convert") or config.get("ignored_layers") or [])]
+    found: dict[str, QuantizedWeight] = {}
+    for name, linear in linears.items():
+        if any(f".{name}.".endswith(f".{other}.") or f"{name}.".startswith(f"{other}.") for other in ignored):
+            continue
+        found[f"{name}.weight"] = QuantizedWeight(
+            dtype=torch.float8_e4m3fn,
+            scale=f"{name}.{'weight_scale' if block is None else 'weight_scale_inv'}",
+            scale_shape=(1,) if block is None else _num_blocks(*linear.weight.shape),
+            per_block=block is not None,
+            activations=scheme,
+            input_scale=f"{name}.input_scale" if scheme == "static" else None,
+        )
+    return found
+
+
+def _is_target(name: str, targets: Sequence[str]) -> bool:
+    """compressed-tensors' rule: a module's name, its class's, or `re:` and a pattern that its name begins with."""
+    return any(
+        re.match(target[3:], name) is not None if target.startswith("re:") else target in (name, "Linear")
+        for target in targets
+    )
+
+
+def _num_blocks(out_features: int, in_features: int) -> tuple[int, int]:
+    return -(-out_features // BLOCK), -(-in_features // BLOCK)
+
+
+def _unsupported(what: str, expected: str) -> ModelConfigError:
+    return ModelConfigError(f"The checkpoint is quantized with {what}, which is not supported: expected {expected}.")

@@ -1,0 +1,115 @@
+"""From a checkpoint's config.json to a `ModelSpec`, by Hugging Face architecture name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError
+from compile_and_serve.models.layers import inverse_frequencies, max_positions
+from compile_and_serve.models.llama import LlamaForCausalLM
+from compile_and_serve.models.quantization_config import quantized_weights
+from compile_and_serve.models.qwen3 import Qwen3ForCausalLM
+from compile_and_serve.models.spec import KVCacheSpec, ModelSpec, ShardStyle
+
+log = logging.getLogger(__name__)
+
+ModelImpl = Literal["auto", "transformers"]
+
+DECODER_TP_PLAN: Mapping[str, ShardStyle] = {
+    "model.embed_tokens": "vocab",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "vocab",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One architecture: its module, and where its config's defaults differ from hidden_size / num_attention_heads."""
+
+    module: Callable[[DecoderConfig], nn.Module]
+    default_head_dim: int | None = None
+
+
+ARCHITECTURES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(module=LlamaForCausalLM),
+    "Qwen3ForCausalLM": Family(module=Qwen3ForCausalLM, default_head_dim=128),
+}
+
+
+def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto") -> ModelSpec:
+    """Build the plain module of a config.json on the meta device, its parameters in `dtype`.
+
+    model_impl: "auto" takes transformers' class where there is no file of ours; "transformers" takes it always.
+    Raises `ModelConfigError` for a config without an architecture, an unsupported one (naming those that are), bad sizes, or
+    a quantization that is not supported.
+    """
+    architecture = architecture_of(config)
+    if model_impl == "transformers" or architecture not in ARCHITECTURES:
+        spec = _through_transformers(config, architecture, dtype)
+    else:
+        spec = _from_our_file(config, architecture, dtype)
+    return replace(spec, quantized_weights=quantized_weights(config, spec.module))
+
+
+def _from_our_file(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
+    family = ARCHITECTURES[architecture]
+    decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
+    with torch.device("meta"):
+        module = family.module(decoder)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    module.requires_grad_(False).eval()
+    layers = range(decoder.num_hidden_layers)
+    unused: dict[str, str | None] = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in layers}
+    if decoder.tie_word_embeddings:
+        unused["lm_head.weight"] = None
+    return ModelSpec(
+        module=module,
+        config=config,
+        kv_cache_specs=tuple(
+            KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim) for _ in layers
+        ),
+        vocab_size=decoder.vocab_size,
+        max_model_len=max_positions(decoder),
+        weight_map=unused,
+        tp_plan=DECODER_TP_PLAN,
+        buffers={"model.rotary_emb.inv_freq": inverse_frequencies(decoder.rope, decoder.head_dim)},
+    )
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The architecture that a config.json names. Raises `ModelConfigError` where it names none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise ModelConfigError(
+            'The model\'s config names no architecture: expected "architectures" to be one of '
+            f"{', '.join(ARCHITECTURES)}, or another decoder of the transformers package."
+        )
+    return names[0]
+
+
+def _through_transformers(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
+    from compile_and_serve.models.transformers_model import (
+        build_transformers_model,  # takes seconds: only where it is used
+    )
+
+    try:
+        spec = build_transformers_model(config, dtype=dtype)
+    except ModelConfigError as error:
+        if architecture in ARCHITECTURES:
+            raise
+        raise ModelConfigError(f"{error} Architectures with a file of our own: {', '.join(ARCHITECTURES)}.") from error
+    log.info("%s is served through transformers' own implementation.", architecture)
+    return spec

@@ -1,0 +1,1 @@
+"""Engine, scheduler, model runner, sampling, text and weights: what drives a compiled model."""

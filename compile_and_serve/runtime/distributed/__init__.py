@@ -1,0 +1,1 @@
+"""Executors: ranks in this process, in others, on other hosts."""

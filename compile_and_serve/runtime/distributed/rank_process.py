@@ -1,0 +1,265 @@
+"""A rank as a process of its own: a `Worker` between two sockets. Messages are those of runtime/distributed/rank_messages.py.
+
+Every rank gets every command and carries it out in the same order; rank 0 answers for all. On the CPU a step is over
+when it is launched; elsewhere a thread waits for its end, so that the next one is launched meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import msgspec
+import zmq
+
+from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.distributed.child_process import (
+    EXIT_FAILURE,
+    LINGER_MS,
+    boot_code,
+    describe_error,
+    exit_at_once,
+    read_bootstrap,
+    settle_in,
+)
+from compile_and_serve.runtime.distributed.rank_messages import (
+    FromRank,
+    IdleDone,
+    RankBusy,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    RankStage,
+    RunStep,
+    StartRank,
+    StepDone,
+    StopRank,
+    ToRank,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from compile_and_serve.runtime.runner.pending_step import PendingStep
+    from compile_and_serve.runtime.scheduler.step_messages import WorkerStats
+
+logger = logging.getLogger(__name__)
+
+BOOT_CODE = boot_code("compile_and_serve.runtime.distributed.rank_process")
+MAX_STEPS_IN_FLIGHT = 2  # of a model runner
+_POLL_MS = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBootstrap:
+    """What a rank needs to begin. folder: of the sockets on this host, None where they are elsewhere.
+    busy_seconds: how often it says how far it is while there are steps.
+    """
+
+    config: EngineConfig
+    rank: Rank
+    commands: str
+    answers: str
+    log_level: int
+    folder: str | None = None
+    busy_seconds: float = 10.0
+
+
+class RankProcess:
+    """Both ends of a rank's life: `run` until told to stop, then `close`."""
+
+    def __init__(self, bootstrap: RankBootstrap) -> None:
+        self._bootstrap = bootstrap
+        self._rank = bootstrap.rank.index
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._commands = self._context.socket(zmq.PULL)
+        self._answers = self._context.socket(zmq.PUSH)
+        for socket, address in ((self._commands, bootstrap.commands), (self._answers, bootstrap.answers)):
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.set_hwm(0)
+            socket.connect(address)
+        self._commands.setsockopt(zmq.RCVTIMEO, _POLL_MS)
+        self._decoder = msgspec.msgpack.Decoder(ToRank)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
+        self._begun = self._over = 0  # steps
+        self._closing = threading.Event()
+
+    def run(self) -> int:
+        """Build the worker, take steps until told to stop; the process's exit status."""
+        try:
+            is_started = self._start()
+        except Exception as error:
+            return self._fail("could not start", error, is_mistake=isinstance(error, ValueError))
+        try:
+            if is_started:
+                self._serve()
+        except Exception as error:
+            return self._fail("failed while it computed a step", error, is_mistake=False)
+        return 0
+
+    def close(self) -> None:
+        """Send what is queued, for LINGER_MS at most."""
+        self._commands.close()
+        self._closing.set()
+        with self._sending:  # the thread of results may be sending one
+            self._answers.close()
+        self._context.term()
+
+    def _start(self) -> bool:
+        from compile_and_serve.runtime.runner.worker import Worker
+
+        self._worker = Worker(self._bootstrap.config, self._bootstrap.rank, self._report_stage)
+        device = self._worker.device
+        is_cpu = device.type == "cpu"
+        self._results: _Results = _InTurn(self._report_step) if is_cpu else _InThread(self._report_step, device)
+        self._send(RankLoaded(self._rank, self._worker.info))
+        command = self._receive()
+        if not isinstance(command, StartRank):
+            return False
+        self._worker.start(command.num_blocks)
+        self._send(RankReady(self._rank))
+        return True
+
+    def _serve(self) -> None:
+        worker, results = self._worker, self._results
+        threading.Thread(target=self._tell_how_far, name="how-far", daemon=True).start()
+        while not isinstance(command := self._receive(), StopRank):
+            if isinstance(command, RunStep):
+                results.wait_for_room()
+                self._begun += 1
+                results.put(worker.launch(command.scheduled), worker.stats())
+            else:
+                results.wait_for_all()  # while a graph is captured no other thread may wait for the device
+                worked = worker.idle()
+                if self._rank == 0:
+                    self._send(IdleDone(worked, worker.stats()))
+
+    def _receive(self) -> ToRank:
+        while True:
+            try:
+                return self._decoder.decode(self._commands.recv())
+            except zmq.Again:
+                self._results.check()
+
+    def _report_step(self, step: PendingStep, stats: WorkerStats) -> None:
+        output = step.result()
+        self._over += 1
+        if self._rank == 0:
+            self._send(StepDone(output, stats))
+
+    def _tell_how_far(self) -> None:
+        """So that the engine can tell a long step from one that never ends, and which rank the others wait for."""
+        from compile_and_serve.custom_ops.collectives.collectives import collectives_entered
+
+        said = None
+        while not self._closing.wait(self._bootstrap.busy_seconds):
+            message = RankBusy(self._rank, self._begun, self._over, collectives_entered())
+            if message == said and self._begun == self._over:
+                continue  # nothing runs
+            said = message
+            with self._sending:
+                if not self._closing.is_set():
+                    self._answers.send(self._encoder.encode(message))
+
+    def _report_stage(self, stage: str, seconds: float, detail: str) -> None:
+        self._send(RankStage(self._rank, stage, seconds, detail))
+
+    def _send(self, message: FromRank) -> None:
+        data = self._encoder.encode(message)
+        with self._sending:
+            self._answers.send(data)
+
+    def _fail(self, what: str, error: Exception, *, is_mistake: bool) -> int:
+        reason = str(error) if is_mistake else f"{what}: {describe_error(error)}"
+        logger.log(logging.DEBUG if is_mistake else logging.ERROR, "Rank %d %s.", self._rank, what, exc_info=error)
+        self._send(RankFailed(self._rank, reason, is_mistake))
+        return EXIT_FAILURE
+
+
+Report = Callable[["PendingStep", "WorkerStats"], None]
+
+
+class _Results(Protocol):
+    """Reports launched steps in order, when they are over."""
+
+    def wait_for_room(self) -> None:
+        """Until one more step may be launched."""
+        ...
+
+    def wait_for_all(self) -> None:
+        """Until every launched step is over."""
+        ...
+
+    def put(self, step: PendingStep, stats: WorkerStats) -> None: ...
+
+    def check(self) -> None:
+        """Raise what waiting for a step raised."""
+        ...
+
+
+class _InTurn:
+    def __init__(self, report: Report) -> None:
+        self.put = report
+
+    def wait_for_room(self) -> None: ...
+
+    def wait_for_all(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class _InThread:
+    def __init__(self, report: Report, device: torch.device) -> None:
+        self._report = report
+        self._device = device
+        self._room = threading.Semaphore(MAX_STEPS_IN_FLIGHT)
+        self._steps: SimpleQueue[tuple[PendingStep, WorkerStats]] = SimpleQueue()
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name="step-results", daemon=True).start()
+
+    def wait_for_room(self) -> None:
+        while not self._room.acquire(timeout=_POLL_MS / 1000):
+            self.check()
+        self.check()
+
+    def wait_for_all(self) -> None:
+        for _ in range(MAX_STEPS_IN_FLIGHT):
+            self.wait_for_room()
+        self._room.release(MAX_STEPS_IN_FLIGHT)
+
+    def put(self, step: PendingStep, stats: WorkerStats) -> None:
+        self._steps.put((step, stats))
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while self._error is None:
+            try:
+                step = self._steps.get()
+                if self._device.type == "cuda":  # a thread begins on device 0, where a wait would make a context
+                    import torch
+
+                    torch.cuda.set_device(self._device)
+                self._report(*step)
+            except Exception as error:
+                self._error = error
+            self._room.release()
+
+
+def main() -> NoReturn:
+    """Entry point of a rank on the engine's host."""
+    bootstrap: RankBootstrap = read_bootstrap()
+    parallel = bootstrap.config.parallel
+    replica = f"replica {parallel.data_parallel_rank} " if parallel.data_parallel_size > 1 else ""
+    settle_in(who=f"{replica}rank {bootstrap.rank.index}", log_level=bootstrap.log_level, folder=bootstrap.folder)
+    process = RankProcess(bootstrap)
+    status = process.run()
+    process.close()
+    exit_at_once(status)

@@ -1,0 +1,1 @@
+"""The engine core, its process, and the clients that reach it."""

@@ -1,0 +1,352 @@
+"""The two ways to an engine: `SyncEngine` in this process, `AsyncEngineClient` to a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.distributed.child_process import (
+    LINGER_MS,
+    boot_input,
+    describe_exit,
+    one_device,
+    private_folder,
+)
+from compile_and_serve.runtime.engine.process import BOOT_CODE, Bootstrap
+from compile_and_serve.runtime.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineDead,
+    EngineInfo,
+    EngineReady,
+    EngineRequest,
+    EngineStage,
+    EngineStats,
+    FromEngine,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    UtilityCall,
+    UtilityResult,
+)
+
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+StageCallback = Callable[[str, float, str], None]
+OUTPUTS_A_TURN = 256  # some milliseconds of work for whoever takes them
+_EXIT_GRACE_SECONDS = (
+    10.0  # after its last message the process has that long to end by itself, longer than it gives its ranks
+)
+
+
+class EngineDeadError(RuntimeError):
+    """The engine is gone; the message is one sentence."""
+
+
+class EngineStartError(ValueError):
+    """The engine could not start; the message is one sentence."""
+
+
+def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
+
+
+class SyncEngine:
+    """An engine in this process, driven by whoever calls `step`. Construction raises as `EngineCore` does."""
+
+    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
+        from compile_and_serve.runtime.engine.core import EngineCore
+
+        replicas = config.parallel.data_parallel_size
+        if replicas > 1:
+            raise ValueError(
+                f"data_parallel_size is {replicas}, but replicas are engine processes of a server: serve, or leave it at 1."
+            )
+        self._core: EngineCore | None = EngineCore(config, on_stage=on_stage)
+        self.info: EngineInfo = self._core.info
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine core itself. Raises `EngineDeadError` after `shutdown`."""
+        if self._core is None:
+            raise EngineDeadError("The engine is shut down.")
+        return self._core
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request; raises `ValueError` for one that can never run."""
+        self.core.add_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests without an output; unknown ids are ignored."""
+        self.core.abort(request_ids)
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self.core.has_work()
+
+    def step(self) -> StepOutputs:
+        """One step of the engine; empty when there is no work."""
+        return self.core.step()
+
+    def shutdown(self) -> None:
+        """Drop the model and its cache. May be called more than once."""
+        if self._core is not None:
+            self._core.shutdown()
+            self._core = None
+            gc.collect()  # the runner and its graphs know each other: nothing else frees the cache now
+
+
+class AsyncEngineClient:
+    """An engine in a process of its own, for one event loop.
+
+    `await start()`, then `add_request`, and `outputs()` for what every step brings, until `shutdown`. Once the engine
+    is dead every method, and every wait that was under way, raises `EngineDeadError` with the reason.
+    """
+
+    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self.dead_reason: str | None = None
+        self._on_stage = on_stage
+        self._info: EngineInfo | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder: str | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._steps: asyncio.Queue[StepOutputs | None] = asyncio.Queue()  # None: the end
+        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+        self._num_calls = 0
+        self._stopping = False
+        self._last_words: str | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine says of itself; known once `start` has returned."""
+        assert self._info is not None, "the engine has not started"
+        return self._info
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine runs and takes requests."""
+        return self._info is not None and self.dead_reason is None and not self._stopping
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """The engine's exit status (negative: the signal that ended it); None while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    async def start(self) -> EngineInfo:
+        """Start the process and wait until the engine is ready; stages go to `on_stage` as they end.
+
+        Raises `EngineStartError` with the engine's own sentence when it cannot start.
+        """
+        assert self._process is None, "the engine was started before"
+        self._folder = private_folder()
+        addresses = [f"ipc://{Path(self._folder) / name}" for name in ("in", "out")]
+        self._context = zmq.asyncio.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        self._output = self._context.socket(zmq.PULL)
+        for socket, address in zip((self._input, self._output), addresses, strict=True):
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.set_hwm(0)
+            socket.bind(address)
+        config, environment = self._with_device()
+        # A session of its own: a signal to our group is for us, and we say when the engine stops.
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", BOOT_CODE, stdin=asyncio.subprocess.PIPE, start_new_session=True, env=environment
+        )
+        bootstrap = Bootstrap(
+            config=config,
+            input_address=addresses[0],
+            output_address=addresses[1],
+            folder=self._folder,
+            log_level=logging.getLogger("compile_and_serve").getEffectiveLevel(),
+        )
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.write(boot_input(bootstrap))
+        ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._watcher = asyncio.create_task(self._watch(ready), name="engine-watch")
+        self._tasks = [asyncio.create_task(self._read(ready), name="engine-outputs"), self._watcher]
+        try:
+            self._info = await ready
+        except BaseException:
+            await self._close()
+            raise
+        return self._info
+
+    async def add_request(self, request: EngineRequest) -> None:
+        """Send a request. One that cannot run comes back as an output with finish_reason "error"."""
+        await self._send(AddRequest(request=request))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests; no output of theirs is sent after those that are on their way."""
+        await self._send(AbortRequests(request_ids=request_ids))
+
+    async def outputs(self) -> AsyncIterator[StepOutputs]:
+        """Every step's outputs, in order, for one reader; ends after `shutdown`, raises `EngineDeadError` when the
+        engine dies.
+        """
+        while (step := await self._steps.get()) is not None:
+            yield step
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)
+
+    async def utility(self, method: str) -> dict[str, int | float | str | bool | None]:
+        """Call "ping", "stats" or "reset_prefix_cache" and wait for the answer. Raises `ValueError` for another
+        method.
+        """
+        self._num_calls += 1
+        call_id = self._num_calls
+        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            await self._send(UtilityCall(call_id=call_id, method=method))
+            result = await future
+        finally:
+            self._calls.pop(call_id, None)
+        if result.error is not None:
+            raise ValueError(result.error)
+        return result.value
+
+    async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Stop the engine: finish what runs first (`drain`), or abort it. After `timeout` seconds the process is
+        killed.
+
+        `outputs` goes on until the last output was read, then ends. May be called more than once.
+        """
+        if self._process is None or not self._tasks:
+            return
+        if self.dead_reason is None:
+            self._stopping = True
+            with contextlib.suppress(EngineDeadError):
+                await self._send(Shutdown(drain=drain))
+            if timeout is None and not drain:
+                timeout = _EXIT_GRACE_SECONDS
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout)
+                await self._watcher  # it ends once the last output was read
+            except TimeoutError:
+                logger.warning("The engine did not stop within %g seconds; it is killed.", timeout)
+        await self._close()
+
+    async def _send(self, message: ToEngine) -> None:
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)
+        if self._stopping and not isinstance(message, (Shutdown, AbortRequests)):
+            raise EngineDeadError("The engine is shutting down.")
+        assert self._context is not None, "the engine has not started"
+        try:
+            await self._input.send(self._encoder.encode(message), zmq.NOBLOCK)  # the queue has no limit
+        except zmq.Again as error:  # nobody is connected: the process is gone, and its end will be reported
+            raise EngineDeadError("The engine process takes no messages any more.") from error
+
+    def _with_device(self) -> tuple[EngineConfig, dict[str, str]]:
+        """Our options and the engine's environment: a replica that is one rank sees its own device alone."""
+        config, environment = self.config, dict(os.environ)
+        parallel = config.parallel
+        if parallel.data_parallel_size > 1 and parallel.executor is None and config.num_ranks == 1:
+            named, index = one_device(parallel.data_parallel_rank)
+            config, environment = replace(config, parallel=replace(parallel, device_index=index)), environment | named
+        return config, environment
+
+    async def _read(self, ready: asyncio.Future[EngineInfo]) -> None:
+        num_taken = 0
+        while True:
+            message = self._decoder.decode(await self._output.recv())
+            if isinstance(message, StepOutputs):
+                if message.stats is not None:
+                    self.stats = message.stats
+                self._steps.put_nowait(message)
+                num_taken += 1 + len(message.outputs)  # a step without outputs is work as well
+                if num_taken >= OUTPUTS_A_TURN:
+                    # Neither `recv` nor the reader of `_steps` waits while there is more: when we are behind the engine, the
+                    # event loop would do nothing else until we have caught up, which may be never.
+                    num_taken = 0
+                    await asyncio.sleep(0)
+            elif isinstance(message, UtilityResult):
+                future = self._calls.get(message.call_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            elif isinstance(message, EngineStage):
+                self._on_stage(message.stage, message.seconds, message.detail)
+            elif isinstance(message, EngineReady):
+                if not ready.done():
+                    ready.set_result(message.info)
+            elif isinstance(message, EngineDead):
+                self._last_words = message.reason
+                self._die(message.reason, ready)
+
+    async def _watch(self, ready: asyncio.Future[EngineInfo]) -> None:
+        """Wait for the process to end; whatever it said last is read first."""
+        assert self._process is not None
+        status = await self._process.wait()
+        while await self._output.poll(100):
+            await asyncio.sleep(0)
+        if self._stopping and status == 0:
+            self._steps.put_nowait(None)
+            self._fail_calls("The engine is shut down.")
+        elif self._last_words is None:
+            self._die(f"The engine process {describe_exit(status)}.", ready)
+
+    def _die(self, reason: str, ready: asyncio.Future[EngineInfo]) -> None:
+        if self.dead_reason is not None:
+            return
+        self.dead_reason = reason
+        if not ready.done():
+            ready.set_exception(EngineStartError(reason))
+        self._steps.put_nowait(None)
+        self._fail_calls(reason)
+
+    def _fail_calls(self, reason: str) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(reason))
+
+    async def _close(self) -> None:
+        process, context = self._process, self._context
+        assert process is not None
+        assert context is not None
+        if process.returncode is None and self.dead_reason is not None:  # it has said its last words
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _EXIT_GRACE_SECONDS)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if not self._stopping and self.dead_reason is None:
+            self.dead_reason = "The engine is shut down."
+        self._steps.put_nowait(None)
+        self._fail_calls(self.dead_reason or "The engine is shut down.")
+        context.destroy(linger=0)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,179 @@
+"""`EngineCore`: turns requests into tokens, one `step` after the other; the scheduler here, the model in its executor.
+
+With async scheduling a step is launched before the result of the one before it is read, so the device never waits for
+the host.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import msgspec
+
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.distributed.executor import Executor, StepHandle, make_executor
+from compile_and_serve.runtime.engine.interrupts import InterruptWaits
+from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput, StepOutputs
+from compile_and_serve.runtime.sampling.checks import verify_token_ids
+from compile_and_serve.runtime.scheduler.scheduler import Scheduler
+from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
+
+StageCallback = Callable[[str, float, str], None]
+UtilityValue = dict[str, int | float | str | bool | None]
+
+
+MISSES_BEFORE_CAPTURE = 4  # a capture costs several steps
+
+
+def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
+
+
+class EngineCore:
+    """`add_request` and `abort` at any time between steps; `step` while `has_work`.
+
+    Construction raises the `ValueError` family with one sentence for whatever is wrong with the model, its files or
+    the options.
+    """
+
+    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
+        self._executor: Executor = make_executor(config, on_stage)
+        found = self._executor.info
+        options = config.scheduler.for_device(found.device_type)
+        self.config = replace(config, scheduler=options)
+        self._scheduler = Scheduler(
+            options, config.cache, num_blocks=found.num_blocks, max_model_len=found.max_model_len
+        )
+        # Replicas get the same requests in another order: their streams must differ.
+        self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._depth = 2 if options.async_scheduling else 1
+        self._decode_misses = 0  # those before the last graph was captured
+        self._host_gap = 0.0
+        self._idle_since: float | None = None
+        self._broken_by: BaseException | None = None  # what a step failed with
+        self.info = EngineInfo(
+            max_model_len=found.max_model_len,
+            vocab_size=found.vocab_size,
+            num_kv_blocks=found.num_blocks,
+            block_size=config.cache.block_size,
+            dtype=found.dtype,
+            device=found.device,
+            num_seats=options.num_seats,
+            max_in_flight=options.max_in_flight,
+            compile_report=found.compile_report,
+        )
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `ValueError` (a sentence) for one that can never run and `QueueFullError` for one
+        too many.
+        """
+        params, vocab_size = request.sampling_params, self.info.vocab_size
+        params.verify()
+        verify_token_ids(params, request.stop_token_ids, vocab_size)
+        prompt = request.prompt_token_ids
+        if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ValueError(f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.")
+        if params.seed is None and not params.is_greedy:
+            # Drawn here, once: every rank must draw the same tokens, and a preempted request goes on in its stream.
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
+            request = msgspec.structs.replace(request, sampling_params=params)
+        self._scheduler.add_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests without an output; unknown ids are ignored."""
+        self._scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._in_flight) or self._scheduler.has_work()
+
+    def step(self) -> StepOutputs:
+        """Launch what can be launched, wait for the oldest step in flight; what it brought (nothing when there is no
+        work). Raises what a rank raised, and `RankFailedError` for one that is gone; `RuntimeError` once a launch has failed.
+        """
+        if self._broken_by is not None:
+            raise RuntimeError(
+                f"A step failed before ({type(self._broken_by).__name__}: {self._broken_by}), which leaves the engine in an unknown state: "
+                "make a new one."
+            ) from self._broken_by
+        scheduler, in_flight, executor = self._scheduler, self._in_flight, self._executor
+        depth = self._depth
+        if executor.stats().decode_misses - self._decode_misses >= MISSES_BEFORE_CAPTURE:
+            depth = 1  # a graph can be captured only while nothing is in flight
+            if not in_flight:
+                self.idle()
+        while len(in_flight) < depth:
+            with InterruptWaits():  # on the CPU, launching a step is computing it
+                scheduled = scheduler.schedule()
+                if scheduled is None:
+                    break
+                if not in_flight and self._idle_since is not None:
+                    self._host_gap += time.perf_counter() - self._idle_since
+                try:
+                    in_flight.append((scheduled, executor.launch(scheduled)))
+                except BaseException as error:
+                    self._broken_by = error
+                    raise
+        if not in_flight:
+            self._idle_since = None
+            return StepOutputs(stats=self.stats())
+        scheduled, handle = in_flight[0]
+        result = executor.result(handle)  # an interrupt (Ctrl-C) while it waits takes nothing away
+        in_flight.popleft()
+        self._idle_since = None if in_flight else time.perf_counter()
+        outputs = scheduler.update(scheduled, result)
+        if not scheduler.has_work():
+            self._idle_since = None
+        stats = self.stats()
+        stats.step_tokens = scheduled.total_num_scheduled_tokens
+        return StepOutputs(outputs=outputs, stats=stats)
+
+    def idle(self) -> bool:
+        """Do one piece of work that can wait (capture one more graph); False when there is none. Raises
+        `RankFailedError` for a rank that is gone.
+        """
+        if self._in_flight:
+            return False
+        self._decode_misses = self._executor.stats().decode_misses
+        return self._executor.idle()
+
+    def stats(self) -> EngineStats:
+        """State after the last step; `step_tokens` is left at 0."""
+        stats, worker = self._scheduler.stats(), self._executor.stats()
+        stats.padded_tokens = worker.padded_tokens
+        stats.steps_on_device = worker.steps_on_device
+        stats.graph_replays = worker.graph_replays
+        stats.host_gap_seconds = self._host_gap
+        return stats
+
+    def utility(self, method: str) -> UtilityValue:
+        """Answer a `UtilityCall`. Raises `ValueError` for an unknown method, naming the known ones."""
+        if method == "ping":
+            return {"ok": True}
+        if method == "reset_prefix_cache":
+            return {"ok": self._scheduler.reset_prefix_cache()}
+        if method == "stats":
+            stats = self.stats()
+            return {
+                name: value for name in stats.__struct_fields__ if not isinstance(value := getattr(stats, name), dict)
+            }
+        raise ValueError(f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats.")
+
+    def abort_all(self) -> list[RequestOutput]:
+        """End every request; an output with finish_reason "abort" for each."""
+        outputs = self._scheduler.fail_all("")
+        for output in outputs:
+            output.finish_reason, output.error = "abort", None
+        while self._in_flight:
+            self._executor.result(self._in_flight.popleft()[1])
+        return outputs
+
+    def shutdown(self) -> None:
+        """Stop the executor; the core cannot be used afterwards. May be called more than once."""
+        self._in_flight.clear()
+        self._executor.shutdown()

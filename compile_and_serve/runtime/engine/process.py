@@ -1,0 +1,205 @@
+"""The engine core as a process of its own, reached over ZMQ.
+
+It begins as runtime/distributed/child_process.py says, with a `Bootstrap`. Messages are those of runtime/messages.py, over two
+sockets (requests in, outputs out) in a folder that only this user can enter. One thread does everything: take what
+has come in, step, send. Sending hands the bytes to ZMQ's own thread, and with async scheduling the device works on
+the next step meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import zmq
+
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.distributed.child_process import (
+    EXIT_FAILURE,
+    LINGER_MS,
+    boot_code,
+    describe_error,
+    exit_at_once,
+    read_bootstrap,
+    settle_in,
+)
+from compile_and_serve.runtime.distributed.executor import RankFailedError
+from compile_and_serve.runtime.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineDead,
+    EngineReady,
+    EngineStage,
+    FromEngine,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    UtilityCall,
+    UtilityResult,
+)
+
+logger = logging.getLogger(__name__)
+
+BOOT_CODE = boot_code("compile_and_serve.runtime.engine.process")
+_IDLE_POLL_MS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bootstrap:
+    """What the child needs to begin: its options, where to connect, the folder of the sockets, how much to log."""
+
+    config: EngineConfig
+    input_address: str
+    output_address: str
+    folder: str
+    log_level: int
+
+
+class EngineProcess:
+    """The child's side: an `EngineCore` between two sockets."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        config = bootstrap.config
+        self._config = replace(config, compile=replace(config.compile, work_dir=Path(bootstrap.folder)))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._input = context.socket(zmq.PULL)
+        self._output = context.socket(zmq.PUSH)
+        for socket, address in ((self._input, bootstrap.input_address), (self._output, bootstrap.output_address)):
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.set_hwm(0)
+            socket.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._refused: list[RequestOutput] = []
+        self._has_aborted = False  # since the last word of how things stand
+        self._shutdown: Shutdown | None = None
+
+    def run(self) -> int:
+        """Build the engine, serve until told to stop; the process's exit status."""
+        try:
+            from compile_and_serve.runtime.engine.core import EngineCore
+
+            self._core = EngineCore(self._config, on_stage=self._report_stage)
+        except Exception as error:
+            return self._die("The engine could not start", error)
+        self._send(EngineReady(info=self._core.info))
+        try:
+            self._serve()
+        except Exception as error:
+            return self._die("The engine failed while it computed a step", error)
+        finally:
+            self._core.shutdown()
+        return 0
+
+    def _serve(self) -> None:
+        core = self._core
+        while True:
+            has_work = core.has_work()
+            if self._shutdown is not None and not has_work:
+                return
+            self._take_in(wait=not has_work and not self._refused and not core.idle())
+            if self._shutdown is not None and not self._shutdown.drain:
+                self._abort_all()
+                return
+            if core.has_work():
+                outputs = core.step()
+            elif self._refused or self._has_aborted:
+                outputs = StepOutputs(stats=core.stats())
+            else:
+                continue
+            if self._refused:
+                outputs.outputs.extend(self._refused)
+                self._refused.clear()
+            self._has_aborted = False
+            self._send(outputs)
+
+    def _take_in(self, *, wait: bool) -> None:
+        """Handle every message that is there; with `wait`, at least one (or the time is up)."""
+        if wait and not self._input.poll(_IDLE_POLL_MS):
+            return
+        while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than poll(0)
+            self._handle(self._decoder.decode(self._input.recv(zmq.NOBLOCK)))
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, AddRequest):
+            self._add(message)
+        elif isinstance(message, AbortRequests):
+            self._core.abort(message.request_ids)
+            self._has_aborted = True
+        elif isinstance(message, UtilityCall):
+            self._call(message)
+        else:
+            self._shutdown = message
+
+    def _add(self, message: AddRequest) -> None:
+        from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
+
+        request = message.request
+        output = RequestOutput(request_id=request.request_id, finish_reason="error")
+        try:
+            if self._shutdown is not None:
+                raise QueueFullError("The server is shutting down and takes no new requests.")
+            self._core.add_request(request)
+            return
+        except QueueFullError as error:
+            output.error, output.error_kind = str(error), "overloaded"
+        except ValueError as error:
+            output.error, output.error_kind = str(error), "invalid"
+        except Exception:
+            # Whatever is wrong with this request must not end the others.
+            logger.exception("Request %s could not be taken in.", request.request_id)
+            output.error, output.error_kind = "The engine failed on this request; its log has the details.", "internal"
+        self._refused.append(output)
+
+    def _call(self, call: UtilityCall) -> None:
+        result = UtilityResult(call_id=call.call_id)
+        try:
+            result.value = self._core.utility(call.method)
+        except ValueError as error:
+            result.error = str(error)
+        self._send(result)
+
+    def _abort_all(self) -> None:
+        outputs = self._core.abort_all()
+        self._send(StepOutputs(outputs=outputs, stats=self._core.stats()))
+
+    def _report_stage(self, stage: str, seconds: float, detail: str) -> None:
+        self._send(EngineStage(stage=stage, seconds=seconds, detail=detail))
+
+    def _send(self, message: FromEngine) -> None:
+        self._output.send(self._encoder.encode(message))
+
+    def _die(self, what: str, error: Exception) -> int:
+        """Last words to the parent: a user's mistake as its sentence, anything else by kind; the stack goes to the
+        log.
+        """
+        if isinstance(error, (ValueError, RankFailedError)):
+            reason = str(error)
+            logger.debug("%s", what, exc_info=error)
+        else:
+            reason = f"{what}: {describe_error(error)}"
+            logger.error("%s.", what, exc_info=error)
+        self._send(EngineDead(reason=reason))
+        return EXIT_FAILURE
+
+    def close(self) -> None:
+        """Send what is queued, for LINGER_MS at most."""
+        self._input.close()
+        self._output.close()
+        zmq.Context.instance().term()
+
+
+def main() -> NoReturn:
+    """Entry point of the child."""
+    bootstrap: Bootstrap = read_bootstrap()
+    parallel = bootstrap.config.parallel
+    who = f"replica {parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+    settle_in(who=who, log_level=bootstrap.log_level, folder=bootstrap.folder)
+    process = EngineProcess(bootstrap)
+    status = process.run()
+    process.close()
+    exit_at_once(status)

@@ -1,0 +1,339 @@
+"""Offline use, without a server: `LLM(model).generate(prompts, SamplingParams(...))`. Names and shapes are those of vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import msgspec
+
+from compile_and_serve.runtime.messages import EngineInfo, FinishReason, TokenLogprobs
+from compile_and_serve.runtime.options import make_engine_config
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.text.chat_template import render_chat
+from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
+from compile_and_serve.runtime.text.output_processor import CompletionOutput as Completion
+from compile_and_serve.runtime.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.config import ModelConfig
+    from compile_and_serve.runtime.engine.client import SyncEngine
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenized already; prompt: its text, where it is known."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+
+
+Prompt = str | TokensPrompt
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log of a token's probability, its 1-based rank, its text (None without a tokenizer)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. logprobs: for each token, token id → `Logprob`, the chosen token first."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its `n` completions. prompt: None where token ids were given. prompt_logprobs[0] is None."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class _Job:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    completions: list[Completion] = field(default_factory=list)
+    unfinished: int = 0
+
+
+class LLM:
+    """A model in this process. `options` are those of `make_engine_config`; `shutdown` frees what it holds.
+
+    on_stage: called with (stage, seconds, detail) as start-up goes on.
+    """
+
+    def __init__(
+        self, model: str, *, on_stage: Callable[[str, float, str], None] | None = None, **options: Any
+    ) -> None:
+        from compile_and_serve.runtime.engine.client import SyncEngine
+
+        config = make_engine_config(model, **options)
+        self.tokenizer: Tokenizer | None = None if config.model.skip_tokenizer_init else _tokenizer_of(config.model)
+        self.engine: SyncEngine = SyncEngine(config) if on_stage is None else SyncEngine(config, on_stage=on_stage)
+        self._inputs = InputProcessor(self.tokenizer, self.engine.info)
+        self._outputs = OutputProcessor(self._inputs)
+        self._num_requests = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine says of itself: limits, KV blocks, dtype, device."""
+        return self.engine.info
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `ValueError` when the LLM was made with skip_tokenizer_init."""
+        return self._inputs.require_tokenizer("get_tokenizer")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the results are in the order of the prompts.
+
+        prompts: text or {"prompt_token_ids": [...]}, one or many. sampling_params: one for all, or one a prompt.
+        use_tqdm: show a progress bar. priority: one a prompt, lower first (policy "priority").
+        Raises `ValueError` before anything runs when a prompt or a parameter is wrong.
+        """
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        jobs = [
+            self._job(prompt, params) for prompt, params in zip(many, _params(sampling_params, len(many)), strict=True)
+        ]
+        return self._run(jobs, priority or [0] * len(jobs), show_progress=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for conversations: one list of {"role", "content"} messages, or a list of such lists."""
+        if not messages:
+            raise ValueError("messages must hold at least one message.")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        tokenizer = self._inputs.require_tokenizer("a conversation")
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = render_chat(
+                tokenizer,
+                conversation,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def shutdown(self) -> None:
+        """Stop the engine and free its memory. The LLM cannot be used afterwards."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        if isinstance(prompt, str):
+            text: str | None = prompt
+            ids = self._inputs.encode(prompt, truncate=params.truncate_prompt_tokens, max_tokens=params.max_tokens)
+        elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            text, ids = prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        else:
+            raise ValueError(f'A prompt must be a string or {{"prompt_token_ids": [...]}}, got {prompt!r:.200}.')
+        if self.tokenizer is None and params.detokenize:
+            params = msgspec.structs.replace(params, detokenize=False)
+        ids, params = self._inputs.prepare(ids, params)
+        self._num_requests += 1
+        return _Job(str(self._num_requests - 1), text, ids, params)
+
+    def _run(self, jobs: list[_Job], priorities: Sequence[int], *, show_progress: bool) -> list[RequestOutput]:
+        engine_ids: list[str] = []
+        with _Progress(len(jobs), show_progress) as progress:
+            try:
+                for job, priority in zip(jobs, priorities, strict=True):
+                    sink = self._start(job, progress)
+                    for request in self._outputs.add(
+                        job.request_id, job.prompt_token_ids, job.params, sink, priority=priority
+                    ):
+                        engine_ids.append(request.request_id)
+                        self.engine.add_request(request)
+                while len(self._outputs):
+                    assert self.engine.has_work(), "the engine lost requests"
+                    step = self.engine.step()
+                    to_abort = self._outputs.process(step.outputs)
+                    if to_abort:
+                        self.engine.abort(to_abort)
+            finally:  # an interrupt must not leave requests behind in the engine
+                left = self._outputs.forget(engine_ids)
+                if left:
+                    self.engine.abort(left)
+        return [self._result(job) for job in jobs]
+
+    def _start(self, job: _Job, progress: _Progress) -> Callable[[CompletionDelta], None]:
+        job.completions = [Completion(index) for index in range(job.params.n)]
+        job.unfinished = job.params.n
+
+        def sink(delta: CompletionDelta) -> None:
+            completion = job.completions[delta.index]
+            completion.add(delta)
+            if delta.prompt_logprobs is not None or (
+                delta.token_ids and len(completion.token_ids) == len(delta.token_ids)
+            ):
+                progress.prompt_done(len(job.prompt_token_ids) if delta.index == 0 else 0)
+            progress.tokens(len(delta.token_ids))
+            if delta.finish_reason is not None:
+                job.unfinished -= 1
+                if job.unfinished == 0:
+                    progress.request_done()
+
+        return sink
+
+    def _result(self, job: _Job) -> RequestOutput:
+        failed = next((c.error for c in job.completions if c.error is not None), None)
+        if failed is not None:
+            raise RuntimeError(f"Request {job.request_id} failed: {failed}")
+        first = job.completions[0]
+        prompt_logprobs = None
+        if first.prompt_logprobs is not None:
+            prompt_logprobs = [None if entry is None else self._logprobs(entry) for entry in first.prompt_logprobs]
+        return RequestOutput(
+            request_id=job.request_id,
+            prompt=job.prompt,
+            prompt_token_ids=job.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[self._completion(completion) for completion in job.completions],
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+    def _completion(self, completion: Completion) -> CompletionOutput:
+        entries = completion.logprobs
+        return CompletionOutput(
+            index=completion.index,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            cumulative_logprob=None if entries is None else sum(entry.logprobs[0] for entry in entries),
+            logprobs=None if entries is None else [self._logprobs(entry) for entry in entries],
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        result: dict[int, Logprob] = {}
+        for position, (token_id, logprob) in enumerate(zip(entry.ids, entry.logprobs, strict=True)):
+            rank = entry.rank if position == 0 else position
+            text = None if self.tokenizer is None else self.tokenizer.token_text(token_id)
+            result.setdefault(token_id, Logprob(logprob, rank, text))
+        return result
+
+
+def _tokenizer_of(model: ModelConfig) -> Tokenizer:
+    return load_tokenizer(model.path if model.tokenizer is None else Path(model.tokenizer))
+
+
+def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(
+            f"There are {count} prompts but {len(given)} sampling_params: give one for all, or one a prompt."
+        )
+    return list(given)
+
+
+_REFRESH_SECONDS = 0.1
+
+
+class _Progress:
+    """A bar with requests done and tokens a second; nothing when it is not wanted."""
+
+    def __init__(self, total: int, show: bool) -> None:
+        self._prompt_tokens = self._new_tokens = 0
+        self._began = time.monotonic()
+        self._next_update = 0.0
+        self._bar: Any = None
+        if not show:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),  # stdout belongs to the caller
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("Prompts", total=total, speed="")
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._show_speed(time.monotonic())
+            self._bar.stop()
+
+    def prompt_done(self, num_tokens: int) -> None:
+        self._prompt_tokens += num_tokens
+
+    def tokens(self, num_tokens: int) -> None:
+        self._new_tokens += num_tokens
+        now = time.monotonic()
+        if now >= self._next_update:
+            self._next_update = now + _REFRESH_SECONDS
+            self._show_speed(now)
+
+    def _show_speed(self, now: float) -> None:
+        if self._bar is not None:
+            seconds = max(now - self._began, 1e-3)
+            speed = f"in {self._prompt_tokens / seconds:.0f} tok/s, out {self._new_tokens / seconds:.0f} tok/s"
+            self._bar.update(self._task, speed=speed)
+
+    def request_done(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)

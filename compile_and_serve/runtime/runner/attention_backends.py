@@ -1,0 +1,165 @@
+"""Which attention backend runs: by name, or the first whose capabilities cover the model and the device."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from compile_and_serve.compiler.artifacts.cache_key import toolchain_fields
+from compile_and_serve.compiler.artifacts.store import ArtifactStore
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
+
+logger = logging.getLogger(__name__)
+
+# Name → class, fastest first; imported only when it is tried, so that a missing package is a reason and not a crash.
+BACKENDS: Mapping[str, str] = {
+    "cpu": "compile_and_serve.custom_ops.attention.cpu_backend:CpuAttention",
+    "flashinfer": "compile_and_serve.custom_ops.attention.flashinfer_backend:FlashInferAttention",
+    "triton": "compile_and_serve.custom_ops.attention.triton_backend:TritonAttention",
+    "torch": "compile_and_serve.custom_ops.attention.torch_backend:TorchAttention",
+}
+
+
+MODULES_KIND = "attention"  # in the artifact store
+
+
+class KernelModules(Protocol):
+    """Compiled kernels of a package that builds them at first use."""
+
+    key: str  # package version and architecture
+    variants: tuple[Any, ...]
+
+    def build(self, variant: Any) -> None: ...
+
+    def export_to(self, folder: Path) -> list[Path]: ...
+
+    def import_from(self, folder: Path) -> list[Path]: ...
+
+
+@runtime_checkable
+class BuildsModules(Protocol):
+    """A backend whose kernels are built at first use."""
+
+    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> KernelModules: ...
+
+
+class AttentionBackendError(ValueError):
+    """The backend that was asked for is not known, or does not run here."""
+
+
+def select_attention_backend(
+    name: str | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+) -> AttentionBackend:
+    """The backend called `name`, or (None) the first of `BACKENDS` that supports the combination.
+
+    Raises `AttentionBackendError`: an unknown name lists the known ones, a forced one that does not run says why.
+    """
+    if name is not None and name not in BACKENDS:
+        raise AttentionBackendError(f"There is no attention backend {name!r}: known are {', '.join(BACKENDS)}.")
+    reasons: list[tuple[str, str]] = []
+    for candidate in BACKENDS if name is None else (name,):
+        backend: AttentionBackend | None = None
+        try:
+            backend = _load(candidate)
+            reason = backend.unsupported_reason(
+                device=device,
+                dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                head_dim=head_dim,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                block_size=block_size,
+            )
+        except ImportError as error:
+            reason = f"it cannot be imported: {error}"
+        if reason is None:
+            assert backend is not None
+            passed_over = "".join(f"; not {other}: {why}" for other, why in reasons)
+            is_slow = device.type == "cuda" and candidate == "torch" and name is None
+            level = logging.WARNING if is_slow else logging.INFO
+            slow = ", the plain reference: slow" if is_slow else ""
+            logger.log(level, "Attention backend %s%s%s.", candidate, slow, passed_over)
+            return backend
+        reasons.append((candidate, reason))
+    if name is not None:
+        raise AttentionBackendError(f"Attention backend {name!r} does not run here: {reasons[0][1]}.")
+    raise AttentionBackendError(
+        "No attention backend runs this model here: " + "; ".join(f"{other}: {why}" for other, why in reasons) + "."
+    )
+
+
+def backend_of_model(
+    spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    """The backend that runs a model's attention under these options; raises as `select_attention_backend` does.
+
+    Kernel modules that an artifact brings are put where the backend finds them, so that nothing waits for their build.
+    """
+    num_ranks = config.compile.tensor_parallel_size
+    layer = spec.kv_cache_specs[0]
+    num_heads = int(spec.config.get("num_attention_heads", layer.num_kv_heads))
+    backend = select_attention_backend(
+        config.attention_backend,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
+        head_dim=layer.head_dim,
+        num_heads=max(1, num_heads // num_ranks),
+        num_kv_heads=layer.of_rank(num_ranks).num_kv_heads,
+        block_size=config.cache.block_size,
+    )
+    if config.compile.artifact_dir is not None and isinstance(backend, BuildsModules):
+        modules = backend.modules(dtype, layer.head_dim, device)
+        entry = ArtifactStore(config.compile.artifact_dir).get(
+            MODULES_KIND, _module_fields(modules, layer.head_dim, dtype, device)
+        )
+        if entry is not None and (taken := modules.import_from(entry.path)):
+            logger.info("Took %d built attention modules from the artifact %s.", len(taken), entry.path)
+    return backend
+
+
+def keep_built_modules(
+    backend: AttentionBackend, spec: ModelSpec, device: torch.device, dtype: torch.dtype, root: Path
+) -> int:
+    """Build a backend's kernel modules and keep them in the artifact store `root`, as `backend_of_model` looks for them.
+
+    → how many; 0 for a backend that builds none. Takes a minute and more for FlashInfer's.
+    """
+    if not isinstance(backend, BuildsModules):
+        return 0
+    head_dim = spec.kv_cache_specs[0].head_dim
+    modules = backend.modules(dtype, head_dim, device)
+    for variant in modules.variants:
+        modules.build(variant)
+    with tempfile.TemporaryDirectory() as folder:
+        written = modules.export_to(Path(folder))
+        if written:
+            ArtifactStore(root).put(MODULES_KIND, _module_fields(modules, head_dim, dtype, device), Path(folder))
+    return len(written)
+
+
+def _module_fields(modules: KernelModules, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return {**toolchain_fields(device), "modules": modules.key, "head_dim": head_dim, "dtype": str(dtype)}
+
+
+def _load(name: str) -> AttentionBackend:
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    return backend

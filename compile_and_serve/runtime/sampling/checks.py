@@ -1,0 +1,49 @@
+"""Checks of sampling parameters that need to know the model's vocabulary. Light to import: the API process uses it as
+well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from compile_and_serve.runtime.sampling.params import (
+    MAX_BAD_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    SamplingParams,
+    SamplingParamsError,
+)
+
+
+def verify_token_ids(params: SamplingParams, stop_token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise `SamplingParamsError` (a sentence) for a token id that the model does not have."""
+    _verify("logit_bias", params.logit_bias or (), vocab_size)
+    _verify("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _verify("stop_token_ids", stop_token_ids, vocab_size)
+    verify_bad_words(len(sequence) for sequence in params.bad_words_token_ids)
+    for sequence in params.bad_words_token_ids:
+        if not sequence:
+            raise SamplingParamsError("bad_words", "bad_words must not contain a word without tokens.")
+        _verify("bad_words", sequence, vocab_size)
+
+
+def verify_bad_words(lengths: Iterable[int]) -> None:
+    """Raise `SamplingParamsError` for bad words of so many tokens that they would slow down, or end, everybody's steps."""
+    total = 0
+    for length in lengths:
+        total += length
+        if length > MAX_BAD_WORD_TOKENS:
+            raise SamplingParamsError(
+                "bad_words", f"Each of bad_words may have {MAX_BAD_WORD_TOKENS} tokens, but one has at least {length}."
+            )
+    if total > MAX_BAD_TOKENS:
+        raise SamplingParamsError(
+            "bad_words", f"bad_words may have {MAX_BAD_TOKENS} tokens together, but they have at least {total}."
+        )
+
+
+def _verify(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise SamplingParamsError(
+                param, f"{param} has token id {token_id}, but the model's ids are 0 to {vocab_size - 1}."
+            )

@@ -1,0 +1,245 @@
+"""What a request may ask to be done to its logits before a token is chosen: allowed ids, bad words, min_tokens, bias,
+penalties.
+
+Shape legend: S rows of the step (one a request that samples), V vocabulary, H tokens of
+history, J bad words of more than one token, W tokens of such a word before its last one, A rows of a list.
+
+State lives on the device by the runner's slot and grows by one token a step without the host seeing it, so that the
+next step may be launched before this one's tokens are known. A request pays only for what it asks for: `plan` returns
+None for a batch of plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling.penalties import PenaltyPlan, PenaltyState
+
+FOREVER = 1 << 62
+
+
+@dataclass(kw_only=True, slots=True)
+class _BadWords:
+    """Words whose prefixes fit into W tokens, a power of two: so no word is padded to more than twice its length."""
+
+    prefixes_JW: np.ndarray  # int64, right-aligned, -1 where the word has no token
+    last_J: np.ndarray  # int64, the token that may not follow
+
+
+@dataclass(kw_only=True, slots=True)
+class _SlotOptions:
+    """One request's options, in the form that `plan` puts together."""
+
+    bias_ids: np.ndarray  # int64, also the bad words of one token (bias -inf)
+    bias: np.ndarray  # float32
+    min_tokens: int
+    stop_ids: np.ndarray  # int64, masked before min_tokens
+    allowed_ids: np.ndarray | None  # int64
+    bad_words: dict[int, _BadWords]  # of two tokens or more, by W
+    penalty_row: int | None
+    penalties: tuple[float, float, float]  # repetition, presence, frequency
+
+
+@dataclass(kw_only=True, slots=True)
+class _BadWordsOfBatch:
+    prefixes_JW: torch.Tensor
+    history_slots_J: torch.Tensor
+    last_ids_J: torch.Tensor  # flat index (row · V + last token) into the logits
+
+
+@dataclass(kw_only=True, slots=True)
+class _BadSequences:
+    rows_A: torch.Tensor  # rows of the batch that keep a history
+    slots_A: torch.Tensor
+    words: list[_BadWordsOfBatch]  # one a W
+
+
+@dataclass(kw_only=True, slots=True)
+class LogitsPlan:
+    """What to do to the logits of one batch composition. valid_steps: steps until a min_tokens runs out."""
+
+    bias_index: torch.Tensor | None = None  # int64, row · V + token
+    bias: torch.Tensor | None = None
+    allowed_rows: torch.Tensor | None = None
+    allowed_index: torch.Tensor | None = None
+    bad_sequences: _BadSequences | None = None
+    penalties: PenaltyPlan | None = None
+    valid_steps: int = FOREVER
+
+
+class LogitsProcessors:
+    """Per-slot options and state: `add` and `remove` by slot, `plan` once a composition, `apply` and `observe` a
+    step.
+    """
+
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.num_slots = num_slots
+        self.device = device
+        self._options: dict[int, _SlotOptions] = {}
+        self._penalties = PenaltyState(vocab_size, num_slots, device)
+        # int64, last tokens of the output, newest at the end; -1 where there is none. H: what the requests here need.
+        self._history_SH: torch.Tensor | None = None
+
+    def add(
+        self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray
+    ) -> None:
+        """Take in a request. prompt, output: int64 token ids; output is what was generated before a preemption."""
+        self.remove(slot)
+        bias = {int(token): value for token, value in (params.logit_bias or {}).items()}
+        bias.update({word[0]: float("-inf") for word in params.bad_words_token_ids if len(word) == 1})
+        sequences = [word for word in params.bad_words_token_ids if len(word) > 1]
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        has_penalties = penalties != (1.0, 0.0, 0.0)
+        allowed = params.allowed_token_ids
+        if not (bias or sequences or has_penalties or allowed or params.min_tokens > len(output)):
+            return
+        self._options[slot] = _SlotOptions(
+            bias_ids=np.array(list(bias), dtype=np.int64),
+            bias=np.array(list(bias.values()), dtype=np.float32),
+            min_tokens=params.min_tokens,
+            stop_ids=np.array(list(stop_ids), dtype=np.int64),
+            allowed_ids=None if allowed is None else np.array(sorted(set(allowed)), dtype=np.int64),
+            bad_words=_by_width(sequences),
+            penalty_row=self._penalties.add(prompt, output) if has_penalties else None,
+            penalties=penalties,
+        )
+        if sequences:
+            self._fit_history()
+            self._start_history(slot, output)
+
+    def remove(self, slot: int) -> None:
+        """Forget the slot's request, if it had options."""
+        options = self._options.pop(slot, None)
+        if options is not None and options.penalty_row is not None:
+            self._penalties.remove(options.penalty_row)
+        if options is not None and options.bad_words:
+            self._fit_history()
+
+    def plan(self, slots: list[int], num_outputs: np.ndarray) -> LogitsPlan | None:
+        """What the batch needs, row i being slots[i] with num_outputs[i] tokens put out so far; None: nothing at all."""
+        if not self._options:
+            return None
+        rows = [(row, slot, self._options[slot]) for row, slot in enumerate(slots) if slot in self._options]
+        if not rows:
+            return None
+        plan = LogitsPlan()
+        index, bias = [], []
+        for row, _, options in rows:
+            index.append(options.bias_ids + row * self.vocab_size)
+            bias.append(options.bias)
+            steps = options.min_tokens - int(num_outputs[row])
+            if steps > 0:
+                plan.valid_steps = min(plan.valid_steps, steps)
+                index.append(options.stop_ids + row * self.vocab_size)
+                bias.append(np.full(len(options.stop_ids), -np.inf, dtype=np.float32))
+        if sum(map(len, index)):
+            plan.bias_index = self._upload(np.concatenate(index))
+            plan.bias = self._upload(np.concatenate(bias))
+        allowed = [(row, options.allowed_ids) for row, _, options in rows if options.allowed_ids is not None]
+        if allowed:
+            plan.allowed_rows = self._upload(np.array([row for row, _ in allowed]))
+            plan.allowed_index = self._upload(np.concatenate([ids + row * self.vocab_size for row, ids in allowed]))
+        with_words = [(row, slot, options.bad_words) for row, slot, options in rows if options.bad_words]
+        if with_words:
+            plan.bad_sequences = self._plan_bad_sequences(with_words)
+        with_penalties = [(row, o.penalty_row, o.penalties) for row, _, o in rows if o.penalty_row is not None]
+        if with_penalties:
+            batch_rows, state_rows, penalties = zip(*with_penalties, strict=True)
+            plan.penalties = self._penalties.plan(list(batch_rows), list(state_rows), list(penalties))
+        return plan
+
+    def apply(self, plan: LogitsPlan, logits_SV: torch.Tensor) -> None:
+        """Change float32 logits in place: allowed ids, bad words, min_tokens and bias, then penalties."""
+        flat = logits_SV.view(-1)
+        if plan.allowed_rows is not None:
+            assert plan.allowed_index is not None
+            kept = flat[plan.allowed_index]
+            logits_SV.index_fill_(0, plan.allowed_rows, float("-inf"))
+            flat.index_copy_(0, plan.allowed_index, kept)
+        for words in plan.bad_sequences.words if plan.bad_sequences is not None else ():
+            assert self._history_SH is not None
+            prefixes_JW = words.prefixes_JW
+            history_JW = self._history_SH[words.history_slots_J, -prefixes_JW.shape[1] :]
+            matches_J = ((history_JW == prefixes_JW) | (prefixes_JW < 0)).all(dim=1)
+            flat.index_add_(0, words.last_ids_J, torch.where(matches_J, float("-inf"), 0.0))
+        if plan.bias_index is not None:
+            assert plan.bias is not None
+            flat.index_add_(0, plan.bias_index, plan.bias)
+        if plan.penalties is not None:
+            self._penalties.apply(plan.penalties, logits_SV)
+
+    def observe(self, plan: LogitsPlan, tokens_S: torch.Tensor) -> None:
+        """Take the step's tokens (int64 [S], on the device) into penalty counts and histories."""
+        if plan.penalties is not None:
+            self._penalties.observe(plan.penalties, tokens_S)
+        bad = plan.bad_sequences
+        if bad is not None:
+            assert self._history_SH is not None
+            moved_AH = torch.cat([self._history_SH[bad.slots_A, 1:], tokens_S[bad.rows_A, None]], dim=1)
+            self._history_SH.index_copy_(0, bad.slots_A, moved_AH)
+
+    def _plan_bad_sequences(self, with_words: list[tuple[int, int, dict[int, _BadWords]]]) -> _BadSequences:
+        words = []
+        for width in sorted({width for _, _, by_width in with_words for width in by_width}):
+            having = [(row, slot, by_width[width]) for row, slot, by_width in with_words if width in by_width]
+            counts = [len(found.last_J) for _, _, found in having]
+            words.append(
+                _BadWordsOfBatch(
+                    prefixes_JW=self._upload(np.concatenate([found.prefixes_JW for _, _, found in having])),
+                    history_slots_J=self._upload(np.repeat([slot for _, slot, _ in having], counts)),
+                    last_ids_J=self._upload(
+                        np.concatenate([row * self.vocab_size + found.last_J for row, _, found in having])
+                    ),
+                )
+            )
+        return _BadSequences(
+            rows_A=self._upload(np.array([row for row, _, _ in with_words])),
+            slots_A=self._upload(np.array([slot for _, slot, _ in with_words])),
+            words=words,
+        )
+
+    def _fit_history(self) -> None:
+        """As long as the longest word of the requests that are here; none where none has one."""
+        length = max((width for options in self._options.values() for width in options.bad_words), default=0)
+        old_SH = self._history_SH
+        if length == 0:
+            self._history_SH = None
+        elif old_SH is None or old_SH.shape[1] != length:
+            new_SH = torch.full((self.num_slots, length), -1, dtype=torch.int64, device=self.device)
+            if old_SH is not None:
+                kept = min(length, old_SH.shape[1])
+                new_SH[:, -kept:] = old_SH[:, -kept:]
+            self._history_SH = new_SH
+
+    def _start_history(self, slot: int, output: np.ndarray) -> None:
+        assert self._history_SH is not None
+        row_H = np.full(self._history_SH.shape[1], -1, dtype=np.int64)
+        recent = output[-len(row_H) :]
+        row_H[len(row_H) - len(recent) :] = recent
+        self._history_SH[slot] = self._upload(row_H)
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def _by_width(sequences: Sequence[Sequence[int]]) -> dict[int, _BadWords]:
+    """Words of two tokens or more, by the power of two that the tokens before the last one fit into."""
+    words: dict[int, list[Sequence[int]]] = {}
+    for word in sequences:
+        words.setdefault(1 << (len(word) - 2).bit_length(), []).append(word)
+    result = {}
+    for width, group in words.items():
+        prefixes_JW = np.full((len(group), width), -1, dtype=np.int64)
+        for j, word in enumerate(group):
+            prefixes_JW[j, width - len(word) + 1 :] = word[:-1]
+        result[width] = _BadWords(
+            prefixes_JW=prefixes_JW, last_J=np.array([word[-1] for word in group], dtype=np.int64)
+        )
+    return result

@@ -1,0 +1,90 @@
+"""Log-probabilities of the model's own distribution: before temperature, penalties and filters.
+
+Shape legend: L rows asked for, V vocabulary, k alternatives a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from compile_and_serve.runtime.messages import TokenLogprobs
+
+CHUNK_ROWS = 256  # a long prompt's float32 logits are never held all at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLogprobs:
+    """Device tensors of L rows; `to_host` gives the same on the host."""
+
+    tokens_L: torch.Tensor  # int64
+    chosen_L: torch.Tensor  # float32, log-probability of the row's token
+    ranks_L: torch.Tensor  # int64, 1 is the likeliest
+    top_ids_Lk: torch.Tensor  # int64
+    top_Lk: torch.Tensor  # float32
+
+    def to_host(self) -> RowLogprobs:
+        """Copies in pinned memory that are complete once the device reaches this point; on the CPU the tensors
+        themselves.
+        """
+        if self.tokens_L.device.type == "cpu":
+            return self
+        return RowLogprobs(
+            tokens_L=copy_to_pinned(self.tokens_L),
+            chosen_L=copy_to_pinned(self.chosen_L),
+            ranks_L=copy_to_pinned(self.ranks_L),
+            top_ids_Lk=copy_to_pinned(self.top_ids_Lk),
+            top_Lk=copy_to_pinned(self.top_Lk),
+        )
+
+    def to_messages(self, counts: list[int]) -> list[TokenLogprobs]:
+        """One message a row; row i names its `counts[i]` likeliest tokens after the chosen one. The tensors must be
+        on the host.
+        """
+        tokens, chosen, ranks = self.tokens_L.tolist(), self.chosen_L.tolist(), self.ranks_L.tolist()
+        top_ids, top = self.top_ids_Lk.tolist(), self.top_Lk.tolist()
+        return [
+            TokenLogprobs(ids=[tokens[i], *top_ids[i][:count]], logprobs=[chosen[i], *top[i][:count]], rank=ranks[i])
+            for i, count in enumerate(counts)
+        ]
+
+
+def copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A pinned host tensor that the device fills without the host waiting."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
+
+
+def row_logprobs(logits_LV: torch.Tensor, tokens_L: torch.Tensor, count: int) -> RowLogprobs:
+    """log softmax at `tokens_L` and at the `count` likeliest tokens; rank is 1 + the number of likelier tokens.
+
+    logits_LV: raw, any floating dtype; tokens_L: int64; 0 ≤ count ≤ V.
+    """
+    parts = [
+        _chunk_logprobs(logits_LV[start : start + CHUNK_ROWS].float(), tokens_L[start : start + CHUNK_ROWS], count)
+        for start in range(0, logits_LV.shape[0], CHUNK_ROWS)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return RowLogprobs(
+        tokens_L=tokens_L,
+        chosen_L=torch.cat([part.chosen_L for part in parts]),
+        ranks_L=torch.cat([part.ranks_L for part in parts]),
+        top_ids_Lk=torch.cat([part.top_ids_Lk for part in parts]),
+        top_Lk=torch.cat([part.top_Lk for part in parts]),
+    )
+
+
+def _chunk_logprobs(logits_LV: torch.Tensor, tokens_L: torch.Tensor, count: int) -> RowLogprobs:
+    normalizer_L1 = logits_LV.logsumexp(dim=-1, keepdim=True)
+    chosen_L1 = logits_LV.gather(1, tokens_L[:, None])
+    top_Lk, top_ids_Lk = logits_LV.topk(count, dim=-1)
+    return RowLogprobs(
+        tokens_L=tokens_L,
+        chosen_L=(chosen_L1 - normalizer_L1).squeeze(1),
+        ranks_L=(logits_LV > chosen_L1).sum(dim=-1) + 1,
+        top_ids_Lk=top_ids_Lk,
+        top_Lk=top_Lk - normalizer_L1,
+    )

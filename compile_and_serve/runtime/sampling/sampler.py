@@ -1,0 +1,270 @@
+"""From a step's logits to its tokens.
+
+Shape legend: S rows (one a request that samples in the step), V vocabulary, R rows of one way of sampling, L rows
+with logprobs.
+
+Semantics are vLLM's: allowed ids, bad words, min_tokens, bias and penalties change the logits; then temperature,
+min_p, top_k and top_p; log-probabilities are the model's own. A batch of plain greedy requests costs one argmax. What
+depends only on the batch's composition is prepared once in a `SamplingPlan` and reused while the composition stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compile_and_serve.runtime.sampling.logits_processors import FOREVER, LogitsPlan, LogitsProcessors
+from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
+from compile_and_serve.runtime.sampling.ops import (
+    SAMPLING_FIELDS,
+    argmax_rows,
+    sample_rows,
+    sample_top_k,
+    sample_top_p,
+    sample_unsorted,
+    stream_key,
+    uniforms,
+)
+from compile_and_serve.runtime.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RandomGroup:
+    """Rows that are sampled the same way: top_k is one number (0: off) and top_p is either on for all of them or for
+    none.
+
+    So a row's arithmetic does not depend on its neighbours, and neither does its token.
+    """
+
+    rows_R: torch.Tensor | None  # None: every row of the batch, in order
+    uniform_begin: int  # its uniform numbers lie one after another
+    uniform_end: int
+    top_k: int
+    inverse_temperature_R1: torch.Tensor
+    log_min_p_R1: torch.Tensor | None
+    top_p_R1: torch.Tensor | None
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingPlan:
+    """How one batch composition is sampled; valid for `valid_steps` more steps. num_random: uniform numbers that a
+    step needs.
+    """
+
+    slots_S: np.ndarray  # int64
+    is_plain_greedy: bool
+    greedy_rows_R: torch.Tensor | None  # None: no row is greedy, unless is_plain_greedy or all_greedy
+    all_greedy: bool
+    groups: list[_RandomGroup]
+    gpu: dict[str, np.ndarray]  # of `SAMPLING_FIELDS`, those that stay while the plan does, one element a row
+    num_random: int
+    random_slots: np.ndarray  # int64, in the order of the groups
+    logits: LogitsPlan | None
+    logprob_rows: list[int]
+    logprob_rows_L: torch.Tensor | None
+    logprob_counts: list[int]
+    valid_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledRows:
+    """Device tensors. best_S: the row's largest logit as it was sampled from; not finite means that the row's token
+    is meaningless.
+    """
+
+    tokens_S: torch.Tensor  # int64
+    best_S: torch.Tensor
+    logprobs: RowLogprobs | None
+
+
+class Sampler:
+    """Options and state of the requests by slot; `plan` once a batch composition, `sample` every step."""
+
+    def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._is_cpu = device.type == "cpu"
+        self.num_outputs = np.zeros(
+            num_slots, dtype=np.int64
+        )  # tokens put out by the slot's request, those in flight too
+        self._processors = LogitsProcessors(vocab_size, num_slots, device)
+        self._params: list[SamplingParams | None] = [None] * num_slots
+        self._keys = np.zeros(num_slots, dtype=np.uint64)
+
+    def add(
+        self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray
+    ) -> None:
+        """Take in a request. prompt, output: int64 token ids; output is what was generated before a preemption.
+
+        A request that is not greedy has a seed: the engine gives one to those that bring none.
+        """
+        self._params[slot] = params
+        self.num_outputs[slot] = len(output)
+        if not params.is_greedy:
+            assert params.seed is not None, f"the request of slot {slot} draws tokens and has no seed"
+            self._keys[slot] = stream_key(params.seed)
+        self._processors.add(slot, params, stop_ids, prompt, output)
+
+    def remove(self, slot: int) -> None:
+        """Forget the slot's request."""
+        self._params[slot] = None
+        self._processors.remove(slot)
+
+    def plan(self, slots: Sequence[int]) -> SamplingPlan:
+        """Prepare a batch whose row i is the request of slots[i]."""
+        slots_S = np.array(slots, dtype=np.int64)
+        params = [self._params_of(slot) for slot in slots]
+        logits = self._processors.plan(list(slots), self.num_outputs[slots_S])
+        greedy, by_way = [], dict[tuple[int, bool], list[int]]()
+        for row, row_params in enumerate(params):
+            if row_params.is_greedy:
+                greedy.append(row)
+                continue
+            top_k = row_params.top_k if 0 < row_params.top_k < self.vocab_size else 0
+            by_way.setdefault((top_k, row_params.top_p < 1.0), []).append(row)
+        groups: list[_RandomGroup] = []
+        random_rows: list[int] = []
+        for (top_k, has_top_p), rows in sorted(by_way.items()):
+            if self._is_cpu:
+                group_params = [params[row] for row in rows]
+                groups.append(self._group(rows, group_params, len(random_rows), top_k, has_top_p, len(params)))
+            random_rows.extend(rows)
+        logprob_rows = [row for row, row_params in enumerate(params) if row_params.logprobs is not None]
+        all_greedy = len(greedy) == len(params)
+        return SamplingPlan(
+            slots_S=slots_S,
+            is_plain_greedy=all_greedy and logits is None and not logprob_rows,
+            greedy_rows_R=self._upload(np.array(greedy, dtype=np.int64)) if greedy and not all_greedy else None,
+            all_greedy=all_greedy,
+            groups=groups,
+            gpu={} if self._is_cpu else self._gpu_rows(params, slots_S),
+            num_random=len(random_rows),
+            random_slots=slots_S[random_rows],
+            logits=logits,
+            logprob_rows=logprob_rows,
+            logprob_rows_L=self._upload(np.array(logprob_rows, dtype=np.int64)) if logprob_rows else None,
+            logprob_counts=[params[row].logprobs or 0 for row in logprob_rows],
+            valid_steps=FOREVER if logits is None else logits.valid_steps,
+        )
+
+    def inputs(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
+        """What makes the step's draws, by the step's array that it goes to. Call before `sample`, which moves the streams on.
+
+        On the CPU uniform numbers, float32 [num_random]; elsewhere `SAMPLING_FIELDS` [S]. A step without random rows has none of the
+        former, and of the latter only the temperatures.
+        """
+        if not self._is_cpu:
+            return {**plan.gpu, "sample_positions": self.num_outputs[plan.slots_S]} if plan.num_random else plan.gpu
+        if not plan.num_random:
+            return {}
+        return {"uniforms": uniforms(self._keys[plan.random_slots], self.num_outputs[plan.random_slots])}
+
+    def sample(
+        self,
+        logits_SV: torch.Tensor,
+        plan: SamplingPlan,
+        inputs: Mapping[str, torch.Tensor],
+        drawn: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> SampledRows:
+        """One token a row. logits_SV: raw, any floating dtype, not changed; inputs: the step's arrays, as above, on the device.
+
+        drawn: what `sample_rows` makes of the logits and the inputs, where the model's graph has done it already.
+        """
+        self.num_outputs[plan.slots_S] += 1
+        plan.valid_steps -= 1
+        if plan.is_plain_greedy:
+            tokens_S, best_S = drawn or argmax_rows(logits_SV)
+            return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=None)
+
+        raw_SV = logits_SV
+        if plan.logits is not None:
+            logits_SV = logits_SV.to(torch.float32, copy=True)
+            self._processors.apply(plan.logits, logits_SV)
+            drawn = None  # from other logits
+        tokens_S, best_S = drawn or self._choose(logits_SV, plan, inputs)
+        if plan.logits is not None:
+            self._processors.observe(plan.logits, tokens_S)
+        logprobs = None
+        if plan.logprob_rows_L is not None:
+            rows_L = plan.logprob_rows_L
+            logprobs = row_logprobs(raw_SV[rows_L], tokens_S[rows_L], max(plan.logprob_counts))
+        return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=logprobs)
+
+    def _choose(
+        self, logits_SV: torch.Tensor, plan: SamplingPlan, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if plan.all_greedy:
+            return argmax_rows(logits_SV)
+        num_rows = logits_SV.shape[0]
+        if not self._is_cpu:
+            return sample_rows(logits_SV, [inputs[name][:num_rows] for name in SAMPLING_FIELDS])
+        randomness = inputs["uniforms"]
+        if len(plan.groups) == 1 and plan.groups[0].rows_R is None:
+            return _sample_group(logits_SV.float(), plan.groups[0], randomness)
+        tokens_S = torch.empty(num_rows, dtype=torch.int64, device=self.device)
+        best_S = torch.empty(num_rows, dtype=torch.float32, device=self.device)
+        if plan.greedy_rows_R is not None:
+            tokens_R, best_R = argmax_rows(logits_SV[plan.greedy_rows_R])
+            tokens_S.index_copy_(0, plan.greedy_rows_R, tokens_R)
+            best_S.index_copy_(0, plan.greedy_rows_R, best_R.float())
+        for group in plan.groups:
+            assert group.rows_R is not None
+            tokens_R, best_R = _sample_group(logits_SV[group.rows_R].float(), group, randomness)
+            tokens_S.index_copy_(0, group.rows_R, tokens_R)
+            best_S.index_copy_(0, group.rows_R, best_R)
+        return tokens_S, best_S
+
+    def _group(
+        self, rows: list[int], params: list[SamplingParams], begin: int, top_k: int, has_top_p: bool, num_rows: int
+    ) -> _RandomGroup:
+        min_p = np.array([p.min_p for p in params], dtype=np.float32)
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(min_p)
+        return _RandomGroup(
+            rows_R=None if len(rows) == num_rows else self._upload(np.array(rows, dtype=np.int64)),
+            uniform_begin=begin,
+            uniform_end=begin + len(rows),
+            top_k=top_k,
+            inverse_temperature_R1=self._column([1.0 / p.temperature for p in params]),
+            log_min_p_R1=self._column(log_min_p) if min_p.any() else None,
+            top_p_R1=self._column([p.top_p for p in params]) if has_top_p else None,
+        )
+
+    def _gpu_rows(self, params: list[SamplingParams], slots_S: np.ndarray) -> dict[str, np.ndarray]:
+        temperatures = np.array([0.0 if p.is_greedy else p.temperature for p in params], dtype=np.float32)
+        if not temperatures.any():
+            return {"temperatures": temperatures}
+        return {
+            "temperatures": temperatures,
+            "top_ks": np.array([p.top_k if 0 < p.top_k < self.vocab_size else 0 for p in params], dtype=np.int32),
+            "top_ps": np.array([p.top_p for p in params], dtype=np.float32),
+            "min_ps": np.array([p.min_p for p in params], dtype=np.float32),
+            "seeds": self._keys[slots_S].view(np.int64),
+        }
+
+    def _params_of(self, slot: int) -> SamplingParams:
+        params = self._params[slot]
+        assert params is not None, f"slot {slot} holds no request"
+        return params
+
+    def _column(self, values: Sequence[float] | np.ndarray) -> torch.Tensor:
+        return self._upload(np.array(values, dtype=np.float32)[:, None])
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+
+def _sample_group(
+    logits_RV: torch.Tensor, group: _RandomGroup, uniforms_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    uniform_R1 = uniforms_R[group.uniform_begin : group.uniform_end, None]
+    inverse_temperature_R1, log_min_p_R1 = group.inverse_temperature_R1, group.log_min_p_R1
+    if group.top_k:
+        return sample_top_k(logits_RV, group.top_k, inverse_temperature_R1, log_min_p_R1, group.top_p_R1, uniform_R1)
+    if group.top_p_R1 is not None:
+        return sample_top_p(logits_RV, inverse_temperature_R1, log_min_p_R1, group.top_p_R1, uniform_R1)
+    return sample_unsorted(logits_RV, inverse_temperature_R1, log_min_p_R1, uniform_R1)

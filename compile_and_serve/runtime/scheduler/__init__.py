@@ -1,0 +1,1 @@
+"""Which requests run in a step, and who holds which KV blocks."""

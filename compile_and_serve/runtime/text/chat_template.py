@@ -1,0 +1,236 @@
+"""Chat templates: a conversation → the prompt's text, in the sandbox and with the helpers that templates are written for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplateError(ValueError):
+    """The messages cannot be rendered; one sentence for the user."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; its body is kept and the mark ignored."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which a prompt must not.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment
+
+
+@lru_cache(maxsize=32)
+def _compile(source: str) -> tuple[jinja2.Template, bool]:
+    """The template, and whether it walks through a message's content parts by itself."""
+    environment = _environment()
+    try:
+        return environment.from_string(source), _iterates_content(environment.parse(source))
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(f"The chat template is not valid jinja: {error}") from error
+
+
+def _iterates_content(tree: jinja2.nodes.Template) -> bool:
+    def is_content(node: jinja2.nodes.Node) -> bool:
+        if isinstance(node, jinja2.nodes.Getattr):
+            return node.attr == "content"
+        if isinstance(node, jinja2.nodes.Getitem):
+            return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+        return isinstance(node, jinja2.nodes.Name) and node.name in aliases
+
+    aliases: set[str] = set()
+    for assign in tree.find_all(jinja2.nodes.Assign):
+        if isinstance(assign.target, jinja2.nodes.Name) and is_content(assign.node):
+            aliases.add(assign.target.name)
+    return any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
+
+
+def check_template(source: str) -> None:
+    """Raise `ChatTemplateError` for a template that no messages can be rendered with."""
+    _compile(source)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt's text for a conversation.
+
+    template: jinja source; None: the tokenizer's ("tool_use" when there are tools and it has one, else "default").
+    continue_final_message: leave the last message open, so that the model goes on with it.
+    template_kwargs: further variables of the template. Raises `ChatTemplateError` for messages or variables that do not fit.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other: set one of them.")
+    further = dict(template_kwargs or {})
+    taken = _RESERVED.intersection(further)
+    if taken:
+        raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}.")
+    source = template if template is not None else _choose(tokenizer, has_tools=bool(tools))
+    compiled, walks_parts = _compile(source)
+    conversation = [_normalize(message, index, walks_parts, source) for index, message in enumerate(messages)]
+    if not conversation:
+        raise ChatTemplateError("messages must hold at least one message.")
+    if continue_final_message:
+        conversation[-1] = _mark_end(conversation[-1])
+    variables = {
+        **tokenizer.special_tokens,
+        **further,
+        "messages": conversation,
+        "tools": None if not tools else [dict(tool) for tool in tools],
+        "documents": None if documents is None else [dict(document) for document in documents],
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        text = compiled.render(variables)
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(f"The chat template refused the messages: {error!s:.200}") from error
+    except Exception as error:  # a template is a program of someone else's: anything may come out of it
+        logger.debug("chat template failed", exc_info=True)
+        raise ChatTemplateError(
+            f"The chat template failed on these messages ({type(error).__name__}: {error!s:.200})."
+        ) from error
+    return _cut_at_mark(text) if continue_final_message else text
+
+
+def _choose(tokenizer: Tokenizer, *, has_tools: bool) -> str:
+    templates = tokenizer.chat_templates
+    name = "tool_use" if has_tools and "tool_use" in templates else "default"
+    if name not in templates:
+        raise ChatTemplateError(
+            "The model has no chat template: use the completions endpoint, or start the server with a chat template."
+        )
+    return templates[name]
+
+
+def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool, source: str) -> dict[str, Any]:
+    """A copy of one message, its content in the form that the template expects and tool arguments as objects."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise ChatTemplateError(f"{where} must be an object with role and content, got a {type(message).__name__}.")
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise ChatTemplateError(f"{where}.role must be a string such as 'user', got {message.get('role')!r:.200}.")
+    result = copy.deepcopy(dict(message))
+    result["role"] = _known_role(message["role"], where, source)
+    content = result.get("content")
+    if content is None:
+        result["content"] = ""
+    elif isinstance(content, list):
+        texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        result["content"] = [{"type": "text", "text": text} for text in texts] if walks_parts else "\n".join(texts)
+    elif not isinstance(content, str):
+        raise ChatTemplateError(f"{where}.content must be a string or a list of parts, got a {type(content).__name__}.")
+    calls = result.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ChatTemplateError(f"{where}.tool_calls must be a list, got a {type(calls).__name__}.")
+    for call in calls:
+        _parse_arguments(call, where)
+    return result
+
+
+def _known_role(role: str, where: str, source: str) -> str:
+    if role in _ROLES or role in source:
+        # OpenAI's newer name for the system's role; templates that do not know it mean the same by the older one.
+        return "system" if role == "developer" and role not in source else role
+    raise ChatTemplateError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.200}.")
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise ChatTemplateError(f"{where} must be an object with a type, got a {type(part).__name__}.")
+    kind = part.get("type")
+    if kind in ("text", "input_text", "output_text", "refusal"):
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ChatTemplateError(f"{where}.text must be a string, got a {type(text).__name__}.")
+        return text
+    raise ChatTemplateError(f"{where} has the type {kind!r:.200}, but this model reads text only.")
+
+
+def _parse_arguments(call: Any, where: str) -> None:
+    # OpenAI's clients send the arguments as a string of JSON; templates print an object.
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ChatTemplateError(f"{where}.tool_calls must hold objects with a function.")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ChatTemplateError(f"{where}.tool_calls holds arguments that are not valid JSON ({error}).") from error
+
+
+def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _CONTINUE_MARK}
+    if not content:
+        raise ChatTemplateError("continue_final_message is set, but the final message has no text to continue.")
+    last = {**content[-1], "text": content[-1]["text"] + _CONTINUE_MARK}
+    return {**message, "content": [*content[:-1], last]}
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(_CONTINUE_MARK.strip())
+    if at < 0:
+        raise ChatTemplateError("continue_final_message is set, but the chat template leaves the final message out.")
+    whole = text.startswith(_CONTINUE_MARK, at)
+    # A template that trims the message took the mark's own space away: then it would have trimmed the message's, too.
+    return text[:at] if whole else text[:at].rstrip()

@@ -1,0 +1,168 @@
+"""A `Tokenizer` from the metadata of a GGUF file (keys `tokenizer.ggml.*`).
+
+What GGUF leaves out (the pre-tokenizer's regular expressions) is known by the name in `tokenizer.ggml.pre`; the patterns
+are those which the models publish in their tokenizer.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from tokenizers import (
+    Tokenizer as Backend,
+)
+
+from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
+
+PREFIX = "tokenizer.ggml."
+# Token types in `tokenizer.ggml.token_type`.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+
+_LETTERS_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LETTERS_QWEN2 = _LETTERS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+_GPT2 = ("default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2")
+_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe")
+_QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez")
+
+
+def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "") -> Tokenizer:
+    """Build the tokenizer. `metadata`: GGUF key → value. Raises `TokenizerError` naming what is supported for another kind."""
+    kind = metadata.get(PREFIX + "model")
+    if kind is None:
+        raise TokenizerError(
+            f"The GGUF file holds no tokenizer ({PREFIX}model is missing): give another one with --tokenizer."
+        )
+    tokens = [str(token) for token in metadata[PREFIX + "tokens"]]
+    types = [int(value) for value in metadata.get(PREFIX + "token_type", [1] * len(tokens))]
+    if kind == "gpt2":
+        backend, adds_bos = _byte_level_bpe(metadata, tokens)
+    elif kind == "llama":
+        backend, adds_bos = _sentencepiece_bpe(metadata, tokens), True
+    else:
+        raise TokenizerError(
+            f"The GGUF tokenizer type '{kind}' is not supported; 'gpt2' and 'llama' are. Use --tokenizer."
+        )
+    backend.add_special_tokens(
+        _added(tokens, types, {CONTROL, UNKNOWN} if kind == "llama" else {CONTROL}, special=True)
+    )
+    backend.add_tokens(_added(tokens, types, {USER_DEFINED}, special=False))
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("sep", "separator")):
+        token_id = metadata.get(f"{PREFIX}{key}_token_id")
+        if token_id is not None and 0 <= int(token_id) < len(tokens):
+            special[f"{name}_token"] = tokens[int(token_id)]
+    _add_ends(
+        backend,
+        bos=special.get("bos_token") if metadata.get(PREFIX + "add_bos_token", adds_bos) else None,
+        eos=special.get("eos_token") if metadata.get(PREFIX + "add_eos_token", False) else None,
+    )
+    ends = [metadata.get(f"{PREFIX}{key}_token_id") for key in ("eos", "eot", "eom")]
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        eos_token_ids=[int(token_id) for token_id in ends if token_id is not None],
+        chat_templates=_templates(metadata),
+        source=source,
+    )
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    base = PREFIX.removesuffix("ggml.") + "chat_template"
+    found = {key.removeprefix(base + "."): str(value) for key, value in metadata.items() if key.startswith(base + ".")}
+    if base in metadata:
+        found["default"] = str(metadata[base])
+    return found
+
+
+def _added(tokens: Sequence[str], types: Sequence[int], wanted: set[int], *, special: bool) -> list[AddedToken]:
+    return [
+        AddedToken(t, special=special, normalized=False)
+        for t, kind in zip(tokens, types, strict=True)
+        if kind in wanted
+    ]
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Backend, bool]:
+    """GPT-2's kind; also whether a beginning token is put first when the file does not say."""
+    pre = str(metadata.get(PREFIX + "pre", "default"))
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata[PREFIX + "merges"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre in _LLAMA3))
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in _GPT2:
+        backend.pre_tokenizer = plain
+    elif pre in _DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+    elif pre in _LLAMA3:
+        backend.pre_tokenizer = _split(_LETTERS_LLAMA3)
+    elif pre in _QWEN2:
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = _split(_LETTERS_QWEN2)
+    else:
+        known = ", ".join([*_GPT2, *_DIGITS, *_LLAMA3, *_QWEN2])
+        raise TokenizerError(f"The GGUF pre-tokenizer '{pre}' is not supported (supported: {known}). Use --tokenizer.")
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre in _LLAMA3
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    behavior: Literal["isolated"] = "isolated"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior), byte_level])
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Backend:
+    """SentencePiece's BPE: merges follow from the scores, bytes stand in for characters outside the vocabulary."""
+    scores = [float(score) for score in metadata[PREFIX + "scores"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = int(metadata.get(PREFIX + "unknown_token_id", 0))
+    backend = Backend(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges_from_scores(vocab, scores),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix_space = bool(metadata.get(PREFIX + "add_space_prefix", True))
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix_space else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    ends = [decoders.Strip(" ", 1, 0)] if prefix_space else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return backend
+
+
+def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the pair whose union scores highest; as ranked merges: by the union's score, then by the parts' ids."""
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token, token_id in vocab.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-scores[token_id], vocab[left], vocab[right], left, right))
+    return [(left, right) for _, _, _, left, right in sorted(ranked)]
+
+
+def _add_ends(backend: Backend, *, bos: str | None, eos: str | None) -> None:
+    if bos is None and eos is None:
+        return
+    single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    pair = [*single, *([f"{bos}:1"] if bos else []), "$B:1", *([f"{eos}:1"] if eos else [])]
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(t for t in (bos, eos) if t)]
+    backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)

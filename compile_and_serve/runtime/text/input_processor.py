@@ -1,0 +1,160 @@
+"""What a user asks for → what the engine takes: token ids, checked sampling parameters, stop ids, lengths within the limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from compile_and_serve.runtime.messages import EngineInfo, EngineRequest
+from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_token_ids
+from compile_and_serve.runtime.sampling.params import SamplingParams, SamplingParamsError
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+
+
+class PromptTooLongError(ValueError):
+    """Prompt and requested completion do not fit into the model's limit."""
+
+    param = "prompt"
+
+
+class InputProcessor:
+    """Checks and completes requests. Stateless after construction, which raises `ValueError` for a tokenizer that is not the
+    model's; methods raise the `ValueError` family with one sentence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, info: EngineInfo) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+        self.limit = min(info.max_model_len, info.num_kv_blocks * info.block_size)
+        for token_id in [] if tokenizer is None else tokenizer.eos_token_ids:
+            if not 0 <= token_id < info.vocab_size:
+                raise ValueError(
+                    f"The end-of-sequence id {token_id} is no token of the model, whose ids are 0 to {info.vocab_size - 1}: "
+                    "correct eos_token_id in generation_config.json, or the tokenizer."
+                )
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Token ids of a prompt. Unless it will be truncated, a text that cannot fit is refused before it is tokenized."""
+        tokenizer = self.require_tokenizer("a text prompt")
+        at_least = len(text) // tokenizer.max_token_chars
+        if truncate is None and at_least > self.limit:
+            raise PromptTooLongError(self._too_long(f"at least {at_least}", max_tokens))
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def prepare(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """The prompt as the engine gets it (truncated if asked for) and a completed copy of `params`.
+
+        max_tokens None becomes what the model's limit leaves; bad words become token ids.
+        """
+        params.verify()
+        self._check_ids(params)
+        prompt = self._truncate(list(prompt_token_ids), params)
+        self._check_prompt(prompt)
+        room = self.limit - len(prompt)
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if wanted > room:
+            raise PromptTooLongError(self._too_long(str(len(prompt)), params.max_tokens))
+        if params.stop or params.bad_words:
+            self.require_tokenizer("stop strings and bad words")
+        if params.stop and not params.detokenize:
+            raise SamplingParamsError("stop", "stop strings need detokenize=True: they are looked for in the text.")
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        changes: dict[str, object] = {"max_tokens": max_tokens}
+        if params.min_tokens > room:
+            raise SamplingParamsError(
+                "min_tokens", f"min_tokens is {params.min_tokens}, but the prompt leaves room for {room} tokens only."
+            )
+        if params.bad_words:
+            words = self._bad_words(params.bad_words)
+            changes["bad_words_token_ids"] = [word for word in words if len(word) <= max_tokens]  # others never come up
+        return prompt, msgspec.structs.replace(params, **changes)
+
+    def engine_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EngineRequest:
+        """The engine's request for what `prepare` returned."""
+        eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else []
+        stops = list(dict.fromkeys([*params.stop_token_ids, *([] if params.ignore_eos else eos)]))
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=params,
+            stop_token_ids=stops,
+            eos_token_ids=list(eos),
+            arrival_time=time.time(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def require_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer, or a `ValueError` that names what needs it."""
+        if self.tokenizer is None:
+            raise ValueError(f"The engine runs without a tokenizer (skip_tokenizer_init), and {what} would need one.")
+        return self.tokenizer
+
+    def _too_long(self, prompt_tokens: str, max_tokens: int | None) -> str:
+        asked = "at least 1 token" if max_tokens is None else f"{max_tokens} tokens"
+        whose = "This model's maximum context length is"
+        if self.limit < self.info.max_model_len:
+            whose = f"The model's maximum context length is {self.info.max_model_len}, the whole KV cache holds"
+        return (
+            f"{whose} {self.limit} tokens, but the prompt has {prompt_tokens} tokens and "
+            f"{asked} of completion were requested: shorten the prompt or lower max_tokens."
+        )
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        verify_token_ids(params, params.stop_token_ids, self.info.vocab_size)
+        for token_id, bias in (params.logit_bias or {}).items():
+            if not -100.0 <= bias <= 100.0:
+                raise SamplingParamsError("logit_bias", f"logit_bias[{token_id}] must be in [-100, 100], got {bias}.")
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise SamplingParamsError("prompt", "The prompt is empty: it must have at least one token.")
+        vocab = self.info.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            wrong = next(token_id for token_id in prompt if not 0 <= token_id < vocab)
+            raise SamplingParamsError("prompt", f"The prompt holds the token id {wrong}, ids are 0 to {vocab - 1}.")
+
+    def _truncate(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return prompt
+        limit = self.limit
+        if keep == -1:
+            keep = max(limit - max(params.max_tokens or 0, 1), 1)
+        elif keep > limit:
+            raise SamplingParamsError(
+                "truncate_prompt_tokens", f"truncate_prompt_tokens is {keep}, the model's limit is {limit} tokens."
+            )
+        return prompt[-keep:]
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences of each word at the start of a text and after a space."""
+        tokenizer = self.require_tokenizer("bad words")
+        verify_bad_words(len(word) // tokenizer.max_token_chars for word in words)  # at least; before they take time
+        sequences: list[list[int]] = []
+        for word in words:
+            plain = tokenizer.encode(word, add_special_tokens=False)
+            spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            sequences.append(plain)
+            # A variant of another length is not the word but the word behind a token of its own for the space.
+            if spaced != plain and len(spaced) == len(plain):
+                sequences.append(spaced)
+        verify_bad_words(map(len, sequences))
+        return [sequence for sequence in sequences if sequence]

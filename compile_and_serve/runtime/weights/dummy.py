@@ -1,0 +1,52 @@
+"""Random weights from a config alone (`--load-format dummy`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from compile_and_serve.compiler.weights.transforms import TensorSpec
+from compile_and_serve.custom_ops.quantized.quantization import LARGEST, QuantizedWeight
+
+
+def dummy_tensors(
+    specs: Mapping[str, TensorSpec],
+    *,
+    device: torch.device,
+    seed: int,
+    std: float,
+    quantized: Mapping[str, QuantizedWeight] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every spec, made on `device`: N(0, std²); norm weights are 1 and biases 0.
+
+    A tensor depends on its name, the seed and the device's kind, not on which others are made. quantized: how the checkpoint
+    would hold the weights that it holds quantized.
+    """
+    scales = {stored.scale: _spread(stored.dtype) for stored in (quantized or {}).values()}
+    for name, spec in specs.items():
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        if name in scales:
+            tensor.fill_(std / scales[name])
+        elif spec.dtype in LARGEST:
+            values = torch.empty(spec.shape, dtype=torch.float32, device=device)
+            values.normal_(0.0, _spread(spec.dtype), generator=_generator(name, seed, device))
+            tensor.copy_(values.clamp_(-LARGEST[spec.dtype], LARGEST[spec.dtype]))
+        elif name.endswith("bias"):
+            tensor.zero_()
+        elif len(spec.shape) == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, std, generator=_generator(name, seed, device))
+        yield name, tensor
+
+
+def _generator(name: str, seed: int, device: torch.device) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1)
+
+
+def _spread(dtype: torch.dtype) -> float:
+    """Standard deviation of quantized values: four of them reach to the largest."""
+    return LARGEST[dtype] / 4

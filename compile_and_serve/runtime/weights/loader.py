@@ -1,0 +1,222 @@
+"""Weights from a checkpoint into a compiled model, tensor by tensor, through the transforms that its passes recorded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, select, source_of
+from compile_and_serve.custom_ops.quantized.quantization import LARGEST
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.weights.checkpoint import open_checkpoint
+from compile_and_serve.runtime.weights.dummy import dummy_tensors
+from compile_and_serve.runtime.weights.errors import WeightError
+
+logger = logging.getLogger(__name__)
+
+_NAMES_IN_A_MESSAGE = 5
+_CACHE_SCALES = ("k_scale", "v_scale", "kv_scale")
+
+
+class WeightTarget(Protocol):
+    """What the loader needs of a compiled model (`compiler.CompiledModel` is one)."""
+
+    @property
+    def source_specs(self) -> Mapping[str, TensorSpec]: ...
+
+    @property
+    def transforms(self) -> Sequence[WeightTransform]: ...
+
+    def assign(self, name: str, tensor: torch.Tensor) -> None: ...
+
+    def finish_loading(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """num_bytes: of what was taken of the tensors, in the checkpoint's dtype; unexpected: checkpoint tensors that the model has
+    no use for.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    unexpected: tuple[str, ...] = ()
+
+
+def load_weights(
+    compiled: WeightTarget,
+    spec: ModelSpec,
+    path: Path,
+    *,
+    load_format: Literal["auto", "dummy"],
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    rank: int = 0,
+) -> LoadReport:
+    """Fill `compiled` from the folder or GGUF file at `path` ("dummy": with random values, nothing but the config is needed).
+
+    Floating-point tensors are converted to `dtype` on `device` before a transform sees them, but for quantized values and their
+    scales, which stay as they are. A source is held only until the
+    last transform that needs it has run. rank: of this process among those that share a sharded model; of a tensor that is
+    sharded only the rank's part is read, converted and held. Raises `WeightError` (missing or truncated file, missing tensor,
+    wrong shape) before any data is read.
+    """
+    started = time.perf_counter()
+    unexpected: tuple[str, ...] = ()
+    # a buffer that the compiled model holds is a source like any other, but no checkpoint has it
+    buffers = [name for name in compiled.source_specs if name in spec.buffers]
+    sources = {name: tensor for name, tensor in compiled.source_specs.items() if name not in spec.buffers}
+    if load_format == "dummy":
+        std = float(spec.config.get("initializer_range", 0.02))
+        tensors = dummy_tensors(sources, device=device, seed=seed, std=std, quantized=spec.quantized_weights)
+    else:
+        tensors, unexpected = _checked_stream(sources, spec, path)
+    num_tensors = 0
+    with torch.no_grad():
+        dtypes = {name: tensor.dtype for name, tensor in sources.items() if name in _quantized_names(spec)}
+        sink = _Transforms(compiled, rank=rank, device=device, dtype=dtype, dtypes=dtypes)
+        for name, tensor in tensors:
+            num_tensors += 1
+            sink.add(name, tensor)
+        num_bytes = sink.num_bytes
+        for name in buffers:
+            sink.add(name, spec.buffers[name], convert=False)
+    compiled.finish_loading()
+    seconds = time.perf_counter() - started
+    return LoadReport(num_tensors=num_tensors, num_bytes=num_bytes, seconds=seconds, unexpected=unexpected)
+
+
+def _quantized_names(spec: ModelSpec) -> set[str]:
+    """The tensors of a checkpoint that are quantized, and what belongs to them."""
+    stored = spec.quantized_weights
+    return {n for name, weight in stored.items() for n in (name, weight.scale, weight.input_scale) if n is not None}
+
+
+def _checked_stream(
+    specs: Mapping[str, TensorSpec], spec: ModelSpec, path: Path
+) -> tuple[Iterator[tuple[str, torch.Tensor]], tuple[str, ...]]:
+    """Compare the checkpoint's names and shapes with the model's, then stream under the model's names."""
+    checkpoint, known_scales = open_checkpoint(path), _quantized_names(spec) - spec.quantized_weights.keys()
+    wanted: dict[str, str] = {}  # checkpoint name → parameter name
+    unexpected: list[str] = []
+    for name, shape in checkpoint.shapes.items():
+        parameter = spec.weight_map.get(name, name)
+        if parameter is None:
+            continue
+        if parameter not in specs:
+            if parameter not in known_scales:  # one that this compilation has no use for
+                unexpected.append(name)
+            continue
+        wanted[name] = parameter
+        expected = tuple(specs[parameter].shape)
+        if shape != expected and not (parameter in known_scales and _without_ones(shape) == _without_ones(expected)):
+            raise WeightError(
+                f"{name} in {path} has shape {list(shape)}, but the model's config makes it {list(expected)}: "
+                "use the config.json that belongs to these weights."
+            )
+    missing = sorted(specs.keys() - wanted.values(), key=list(specs).index)
+    if missing:
+        raise WeightError(
+            f"{path} lacks {_some(missing)}, which the model's config asks for: use complete weights of the same model."
+        )
+    cache_scales = [name for name in unexpected if name.rpartition(".")[2] in _CACHE_SCALES]
+    if cache_scales:
+        logger.warning(
+            "%s holds scales of an fp8 KV cache, which are not used: no cache of ours has scales (%s).",
+            path, _some(cache_scales),
+        )  # fmt: skip
+    if others := [name for name in unexpected if name not in cache_scales]:
+        logger.warning("%s holds tensors that the model does not use: %s.", path, _some(others))
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in checkpoint.stream(set(wanted)):
+            expected = specs[wanted[name]]
+            if tensor.dtype != expected.dtype and (tensor.dtype in LARGEST or expected.dtype in LARGEST):
+                raise WeightError(
+                    f"{name} in {path} is stored as {tensor.dtype}, but the model's config makes it {expected.dtype}: use the "
+                    "config.json, with its quantization_config, that belongs to these weights."
+                )
+            yield wanted[name], tensor.view(expected.shape)
+
+    return stream(), tuple(unexpected)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_IN_A_MESSAGE])
+    more = len(names) - _NAMES_IN_A_MESSAGE
+    return shown if more <= 0 else f"{shown} and {more} more"
+
+
+class _Transforms:
+    """Runs each transform as soon as its last input has come, and forgets an input after its last use.
+
+    An input is a source, or what this rank takes of it: the rest of a sharded source is neither read nor converted.
+    """
+
+    def __init__(
+        self, compiled: WeightTarget, *, rank: int, device: torch.device, dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:  # fmt: skip
+        self.num_bytes = 0
+        self._compiled = compiled
+        self._rank, self._device, self._dtype, self._dtypes = rank, device, dtype, dtypes
+        self._inputs_of: dict[str, list[Expression]] = {}  # source → what transforms take of it
+        self._users: dict[Expression, set[int]] = {}  # input → transforms that have not run
+        self._waiting_for = [set(transform.inputs) for transform in compiled.transforms]
+        for index, transform in enumerate(compiled.transforms):
+            for part in transform.inputs:
+                if part not in self._users:
+                    self._inputs_of.setdefault(source_of(part), []).append(part)
+                self._users.setdefault(part, set()).add(index)
+        self._held: dict[Expression, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, *, convert: bool = True) -> None:
+        """Take in a source. convert: floating-point values become the model's dtype."""
+        dtype = self._dtypes.get(name, self._dtype) if convert else None
+        if name not in self._inputs_of:
+            self.num_bytes += tensor.nbytes
+            self._compiled.assign(name, self._on_device(tensor, dtype))
+            return
+        for part in self._inputs_of[name]:
+            taken = select(part, tensor, rank=self._rank)
+            self.num_bytes += taken.nbytes
+            self._held[part] = self._on_device(taken, dtype)
+        for part in self._inputs_of[name]:
+            for index in sorted(self._users[part]):
+                self._waiting_for[index].discard(part)
+                if not self._waiting_for[index]:
+                    self._run(self._compiled.transforms[index], index)
+            if part in self._held and isinstance(part, tuple):
+                self._held[part] = _without_the_rest(self._held[part])
+
+    def _on_device(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return tensor.to(device=self._device, dtype=dtype if tensor.is_floating_point() else None)
+
+    def _run(self, transform: WeightTransform, index: int) -> None:
+        result = transform.evaluate(self._held, rank=self._rank)
+        assert tuple(result.shape) == tuple(transform.spec.shape), (
+            f"{transform.target}: {result.shape} != {transform.spec}"
+        )
+        assert result.dtype == transform.spec.dtype, f"{transform.target}: {result.dtype} != {transform.spec}"
+        self._compiled.assign(transform.target, result)
+        for part in transform.inputs:
+            self._users[part].discard(index)
+            if not self._users[part]:
+                del self._held[part]
+
+
+def _without_the_rest(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that keeps no more memory alive than it needs: a view that has to wait must not hold the whole source."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

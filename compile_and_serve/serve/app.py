@@ -1,0 +1,95 @@
+"""The FastAPI application: routers, middleware and error shape around one `AsyncEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi_offline import FastAPIOffline
+
+from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.context import ServerContext, server_version
+from compile_and_serve.serve.engine import AsyncEngine, EngineClient
+from compile_and_serve.serve.errors import install_error_handlers
+from compile_and_serve.serve.inspect import router as graphs
+from compile_and_serve.serve.metrics import Metrics
+from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from compile_and_serve.serve.routers import chat, completions, health, models, tokens
+from compile_and_serve.serve.settings import ServerSettings
+
+ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    settings: ServerSettings,
+    *,
+    num_replicas: int = 1,
+    on_engine_death: Callable[[str], None] | None = None,
+) -> FastAPI:
+    """The application for an engine that is ready. Its lifespan reads the engine's outputs and shuts the engine down at the end.
+
+    tokenizer: None where the engine runs on token ids alone (skip_tokenizer_init). on_engine_death: called with the reason.
+    """
+    inputs = InputProcessor(tokenizer, client.info)
+    metrics = Metrics(settings.served_model_names[0])
+    metrics.describe_engine(client.info)
+    if num_replicas > 1:
+        metrics.describe_replicas(num_replicas)
+    engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.shutdown(drain=False)  # what could finish has finished before the lifespan ends
+
+    app = FastAPIOffline(
+        title="compile-and-serve",
+        version=server_version(),
+        description=f"OpenAI-compatible inference of {', '.join(settings.served_model_names)}.",
+        lifespan=lifespan,
+        root_path=settings.root_path,
+        swagger_ui_parameters={"tryItOutEnabled": True, "persistAuthorization": True},
+    )
+    app.router.strict_content_type = False  # curl's users forget the header
+    app.state.context = ServerContext(settings=settings, engine=engine, inputs=inputs, metrics=metrics)
+    for router in ROUTERS:
+        app.include_router(router)
+    if settings.graphs_dir is not None:
+        app.include_router(graphs.router)
+    install_error_handlers(app)
+    _leave_out_422(app)
+    # The last one added is the outermost: CORS headers belong on a 401, too.
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeyMiddleware, api_keys=settings.api_keys)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(settings.allowed_origins),
+        allow_methods=list(settings.allowed_methods),
+        allow_headers=list(settings.allowed_headers),
+        allow_credentials=settings.allow_credentials,
+    )
+    return app
+
+
+def _leave_out_422(app: FastAPI) -> None:
+    """FastAPI documents its own validation error for every body; here validation errors are 400."""
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = original()
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,5 @@
+"""`python -m compile_and_serve.serve.cli`: the same as the console script."""
+
+from compile_and_serve.serve.cli.main import main
+
+main()

@@ -1,0 +1,103 @@
+"""From the times of tokens to the figures that everybody reports. Seconds inside, milliseconds in what is reported.
+
+TTFT: request sent → first token. TPOT: (last token − first token) / (tokens − 1) of one request. ITL: gap between two
+chunks of one request. E2E: request sent → last token.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from compile_and_serve.serve.cli.output import error_console
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestTrace:
+    """One request as the client saw it. times: when each chunk of tokens came (time.perf_counter)."""
+
+    sent: float
+    prompt_tokens: int
+    times: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    error: str | None = None
+
+
+def summarize(traces: Sequence[RequestTrace], seconds: float) -> dict[str, Any]:
+    """Figures of a run that took `seconds`. Failed requests are counted and otherwise left out."""
+    good = [trace for trace in traces if trace.error is None and trace.times]
+    prompt_tokens = sum(trace.prompt_tokens for trace in good)
+    output_tokens = sum(trace.output_tokens for trace in good)
+    decode_times = [
+        (trace.times[-1] - trace.times[0]) / (trace.output_tokens - 1) for trace in good if trace.output_tokens > 1
+    ]
+    gaps = [later - earlier for trace in good for earlier, later in zip(trace.times, trace.times[1:], strict=False)]
+    return {
+        "completed": len(good),
+        "failed": len(traces) - len(good),
+        "seconds": round(seconds, 4),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "requests_per_second": round(len(good) / seconds, 4),
+        "output_tokens_per_second": round(output_tokens / seconds, 2),
+        "total_tokens_per_second": round((prompt_tokens + output_tokens) / seconds, 2),
+        "ttft_ms": _distribution([trace.times[0] - trace.sent for trace in good]),
+        "tpot_ms": _distribution(decode_times),
+        "itl_ms": _distribution(gaps),
+        "e2e_ms": _distribution([trace.times[-1] - trace.sent for trace in good]),
+    }
+
+
+def _distribution(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    import numpy as np
+
+    values = np.asarray(seconds) * 1e3
+    ranks = dict(zip((f"p{p}" for p in PERCENTILES), np.percentile(values, PERCENTILES).tolist(), strict=True))
+    return {name: round(value, 3) for name, value in ({"mean": float(values.mean())} | ranks).items()}
+
+
+def report(title: str, workload: Mapping[str, Any], results: Mapping[str, Any], output_json: Path | None) -> None:
+    """Print the table to stderr and one JSON object to stdout (and to `output_json`)."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for column in ("mean", *(f"p{p}" for p in PERCENTILES)):
+        table.add_column(column, justify="right")
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        distribution = results[f"{name}_ms"]
+        if distribution is not None:
+            table.add_row(f"{name.upper()} (ms)", *(f"{value:.2f}" for value in distribution.values()))
+    console = error_console()
+    console.print(table)
+    console.print(
+        f"{results['completed']} requests in {results['seconds']:.2f} s ({results['failed']} failed): "
+        f"{results['requests_per_second']:.2f} requests/s, "
+        f"{results['output_tokens_per_second']:.1f} output tokens/s, "
+        f"{results['total_tokens_per_second']:.1f} tokens/s in all"
+    )
+    row = json.dumps({"benchmark": title, **workload, **results, **_environment()})
+    typer.echo(row)
+    if output_json is not None:
+        output_json.write_text(row + "\n")
+
+
+def _environment() -> dict[str, str]:
+    from compile_and_serve.serve.context import server_version
+
+    return {
+        "version": server_version(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }

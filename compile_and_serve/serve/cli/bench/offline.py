@@ -1,0 +1,144 @@
+"""`bench latency` and `bench throughput`: an engine in this process, random prompts, every request runs to its full length."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compile_and_serve.serve.cli.bench.metrics import RequestTrace, report, summarize
+from compile_and_serve.serve.cli.flags import ModelArgument
+from compile_and_serve.serve.cli.output import StageDisplay, error_console
+
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.engine.client import SyncEngine
+
+OutputJson = Annotated[Path | None, typer.Option(help="Write the JSON line to this file too.")]
+
+
+def latency_command(
+    model: ModelArgument,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    num_iters: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
+    num_iters_warmup: Annotated[int, typer.Option(help="Rounds before them.")] = 1,
+    output_json: OutputJson = None,
+    *,
+    engine_options: dict[str, Any],
+) -> None:
+    """One batch at a time: how long a request takes."""
+    _at_least_one(input_len=input_len, output_len=output_len, batch_size=batch_size, num_iters=num_iters)
+    engine = _start(model, engine_options)
+    generator = random.Random(engine_options["seed"])
+    traces: list[RequestTrace] = []
+    started = time.perf_counter()
+    for round_number in range(num_iters_warmup + num_iters):
+        if round_number == num_iters_warmup:
+            traces, started = [], time.perf_counter()
+        prompts = _random_prompts(generator, engine.info.vocab_size, [input_len] * batch_size)
+        traces += run_requests(engine, prompts, [output_len] * batch_size)
+    seconds = time.perf_counter() - started
+    engine.shutdown()
+    workload = _workload(model, engine) | {
+        "input_len": input_len,
+        "output_len": output_len,
+        "batch_size": batch_size,
+        "num_iters": num_iters,
+    }
+    report("latency", workload, summarize(traces, seconds), output_json)
+
+
+def throughput_command(
+    model: ModelArgument,
+    num_prompts: Annotated[int, typer.Option(help="Requests, all sent at once.")] = 64,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
+    random_range_ratio: Annotated[
+        float, typer.Option(help="Lengths are uniform in [len · (1 − ratio), len · (1 + ratio)].")
+    ] = 0.0,
+    output_json: OutputJson = None,
+    *,
+    engine_options: dict[str, Any],
+) -> None:
+    """All requests at once: how many tokens a second."""
+    _at_least_one(input_len=input_len, output_len=output_len, num_prompts=num_prompts)
+    if not 0.0 <= random_range_ratio < 1.0:
+        raise ValueError(f"--random-range-ratio must be in [0, 1), got {random_range_ratio}.")
+    engine = _start(model, engine_options)
+    generator = random.Random(engine_options["seed"])
+    run_requests(engine, _random_prompts(generator, engine.info.vocab_size, [input_len]), [2])
+    lengths = [
+        [_around(generator, mean, random_range_ratio) for _ in range(num_prompts)] for mean in (input_len, output_len)
+    ]
+    prompts = _random_prompts(generator, engine.info.vocab_size, lengths[0])
+    started = time.perf_counter()
+    traces = run_requests(engine, prompts, lengths[1])
+    seconds = time.perf_counter() - started
+    engine.shutdown()
+    workload = _workload(model, engine) | {
+        "num_prompts": num_prompts,
+        "input_len": input_len,
+        "output_len": output_len,
+        "random_range_ratio": random_range_ratio,
+    }
+    report("throughput", workload, summarize(traces, seconds), output_json)
+
+
+def run_requests(engine: SyncEngine, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> list[RequestTrace]:
+    """Send all prompts at once, greedy and without stop ids, and note when each token comes."""
+    from compile_and_serve.runtime.messages import EngineRequest
+    from compile_and_serve.runtime.sampling.params import SamplingParams
+
+    traces: dict[str, RequestTrace] = {}
+    for number, (prompt, output_len) in enumerate(zip(prompts, output_lens, strict=True)):
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        request_id = f"bench-{number}"
+        traces[request_id] = RequestTrace(sent=time.perf_counter(), prompt_tokens=len(prompt))
+        engine.add_request(EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params))
+    unfinished = set(traces)
+    while unfinished:
+        step = engine.step()
+        now = time.perf_counter()
+        for output in step.outputs:
+            trace = traces[output.request_id]
+            if output.new_token_ids:
+                trace.times.append(now)
+                trace.output_tokens += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                trace.error = output.error
+                unfinished.discard(output.request_id)
+    return list(traces.values())
+
+
+def _start(model: str, engine_options: dict[str, Any]) -> SyncEngine:
+    from compile_and_serve.runtime.engine.client import SyncEngine
+    from compile_and_serve.runtime.options import make_engine_config
+
+    config = make_engine_config(model, skip_tokenizer_init=True, **engine_options)
+    with StageDisplay() as stages:
+        engine = SyncEngine(config, on_stage=stages)
+    error_console().print(f"{engine.info.device}, {engine.info.dtype}, {engine.info.num_kv_blocks} KV blocks")
+    return engine
+
+
+def _workload(model: str, engine: SyncEngine) -> dict[str, Any]:
+    return {"model": model, "device": engine.info.device, "dtype": engine.info.dtype}
+
+
+def _random_prompts(generator: random.Random, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def _around(generator: random.Random, mean: int, ratio: float) -> int:
+    return max(1, generator.randint(round(mean * (1 - ratio)), round(mean * (1 + ratio))))
+
+
+def _at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")

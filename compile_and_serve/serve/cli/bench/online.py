@@ -1,0 +1,198 @@
+"""`bench serve`: a load generator for any server with OpenAI's API, over streamed requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compile_and_serve.serve.cli.bench.metrics import RequestTrace, report, summarize
+
+if TYPE_CHECKING:
+    import httpx
+
+_WORDS = (
+    "time way year work government day man world life part house course case system place end group company party "
+    "information school fact money point example state business night area water thing family head hand order side "
+    "home power war service council line name body book car city community country door eye face field food"
+).split()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Where requests go. path: of the endpoint below base_url; extra: fields of every request."""
+
+    base_url: str
+    path: str
+    model: str
+    headers: dict[str, str]
+    chat: bool
+    extra: dict[str, Any]
+
+
+def serve_bench_command(
+    base_url: Annotated[str, typer.Option(help="Of the server, without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="By default the first that the server lists.")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    num_prompts: Annotated[int, typer.Option(help="Requests in all.")] = 100,
+    request_rate: Annotated[
+        float, typer.Option(help="Requests a second, as a Poisson process; inf sends all at once.")
+    ] = math.inf,
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests under way at most.")] = None,
+    input_len: Annotated[int, typer.Option(help="Prompt words (a token each, about).")] = 128,
+    output_len: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for the full length; a server that does not know the field may refuse it.")
+    ] = True,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds without a byte after which a request has failed.")] = 600.0,
+    output_json: Annotated[Path | None, typer.Option(help="Write the JSON line to this file too.")] = None,
+) -> None:
+    """Load a running server and measure what its clients see."""
+    if endpoint not in ("completions", "chat"):
+        raise ValueError(f"--endpoint must be completions or chat, got {endpoint!r}.")
+    if not request_rate > 0:
+        raise ValueError(f"--request-rate must be positive, got {request_rate}.")
+    for name, value in (("num-prompts", num_prompts), ("input-len", input_len), ("output-len", output_len)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}.")
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ValueError(f"--max-concurrency must be at least 1, got {max_concurrency}.")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
+    target = Target(
+        base_url=base_url.rstrip("/").removesuffix("/v1"),
+        path="/v1/chat/completions" if endpoint == "chat" else "/v1/completions",
+        model=model or _first_model(base_url.rstrip("/").removesuffix("/v1"), headers),
+        headers=headers,
+        chat=endpoint == "chat",
+        extra={"max_tokens": output_len, "temperature": 0.0} | ({"ignore_eos": True} if ignore_eos else {}),
+    )
+    generator = random.Random(seed)
+    prompts = [" ".join(generator.choices(_WORDS, k=input_len)) for _ in range(num_prompts)]
+    delays = arrival_delays(random.Random(seed), num_prompts, request_rate)
+    started = time.perf_counter()
+    traces = asyncio.run(send_all(target, prompts, delays, max_concurrency=max_concurrency, timeout=timeout))
+    seconds = time.perf_counter() - started
+    failed = [trace.error for trace in traces if trace.error is not None]
+    if len(failed) == len(traces):
+        raise RuntimeError(f"every request failed, the first with: {failed[0]}")
+    workload = {
+        "base_url": target.base_url,
+        "model": target.model,
+        "endpoint": endpoint,
+        "num_prompts": num_prompts,
+        "request_rate": None if math.isinf(request_rate) else request_rate,
+        "max_concurrency": max_concurrency,
+        "input_len": input_len,
+        "output_len": output_len,
+        "first_error": failed[0] if failed else None,
+    }
+    report("serve", workload, summarize(traces, seconds), output_json)
+
+
+def arrival_delays(generator: random.Random, count: int, rate: float) -> list[float]:
+    """Seconds before each request after the one before it: a Poisson process of `rate` a second; inf: none."""
+    return [0.0 if math.isinf(rate) else generator.expovariate(rate) for _ in range(count)]
+
+
+async def send_all(
+    target: Target,
+    prompts: Sequence[str],
+    delays: Sequence[float],
+    *,
+    max_concurrency: int | None,
+    timeout: float,
+) -> list[RequestTrace]:
+    """Send prompt i delays[i] seconds after prompt i - 1, at most `max_concurrency` under way. One trace a prompt, in order."""
+    import httpx
+
+    slots = asyncio.Semaphore(max_concurrency or len(prompts))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(
+        base_url=target.base_url, headers=target.headers, timeout=timeout, limits=limits
+    ) as client:
+
+        async def one(prompt: str) -> RequestTrace:
+            async with slots:
+                return await _send(client, target, prompt)
+
+        tasks: list[asyncio.Task[RequestTrace]] = []
+        due = time.perf_counter()  # summed up, so that what a sleep takes too long does not add up
+        for prompt, delay in zip(prompts, delays, strict=True):
+            due += delay
+            if (left := due - time.perf_counter()) > 0:
+                await asyncio.sleep(left)
+            tasks.append(asyncio.create_task(one(prompt)))
+        return list(await asyncio.gather(*tasks))
+
+
+async def _send(client: httpx.AsyncClient, target: Target, prompt: str) -> RequestTrace:
+    import httpx
+
+    content = {"messages": [{"role": "user", "content": prompt}]} if target.chat else {"prompt": prompt}
+    body = {
+        "model": target.model,
+        **content,
+        **target.extra,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    trace = RequestTrace(sent=time.perf_counter(), prompt_tokens=len(prompt.split()))
+    counted = False
+    try:
+        async with client.stream("POST", target.path, json=body) as response:
+            if response.status_code != 200:
+                trace.error = f"HTTP {response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
+                return trace
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    trace.error = str(event["error"])[:200]
+                    return trace
+                if any(_has_text(choice, chat=target.chat) for choice in event.get("choices", [])):
+                    trace.times.append(time.perf_counter())
+                    trace.output_tokens += 0 if counted else 1
+                if usage := event.get("usage"):
+                    trace.prompt_tokens, trace.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                    counted = True
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
+        trace.error = f"{type(error).__name__}: {error}"
+    if trace.error is None and not trace.times:
+        trace.error = "the stream ended without a token"
+    return trace
+
+
+def _has_text(choice: dict[str, Any], *, chat: bool) -> bool:
+    if chat:
+        delta = choice.get("delta") or {}
+        return bool(delta.get("content") or delta.get("reasoning"))
+    return bool(choice.get("text"))
+
+
+def _first_model(base_url: str, headers: dict[str, str]) -> str:
+    import httpx
+
+    try:
+        response = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30.0)
+        response.raise_for_status()
+        return response.json()["data"][0]["id"]
+    except httpx.HTTPStatusError as error:
+        raise ValueError(
+            f"{base_url}/v1/models answered {error.response.status_code}: give --model or --api-key."
+        ) from None
+    except httpx.HTTPError as error:
+        raise ValueError(f"No server answers at {base_url} ({error}): start it first or give --base-url.") from None
+    except (json.JSONDecodeError, LookupError, TypeError):
+        raise ValueError(f"{base_url}/v1/models is not a list of models: give --model.") from None

@@ -1,0 +1,84 @@
+"""`compile-and-serve compile`: make a model's artifact ahead of time; no weights are needed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compile_and_serve.serve.cli.flags import COMPILER_PANEL, ModelArgument
+from compile_and_serve.serve.cli.output import StageDisplay, error_console
+
+
+def compile_model_command(
+    model: ModelArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the artifact, for `--artifact`; by default the user's cache is filled.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
+    *,
+    engine_options: dict[str, Any],
+) -> None:
+    """Compile a model without loading its weights, so that a later start finds it ready."""
+    if engine_options["enforce_eager"]:
+        raise ValueError("There is nothing to compile with --enforce-eager: leave it out.")
+    if not engine_options["use_cache"]:
+        raise ValueError("A compiled model that is not kept is of no use: leave --no-cache out.")
+    if output is not None and engine_options["cache_dir"] is not None:
+        raise ValueError("--output and --cache-dir both say where the artifact goes: give one of them.")
+    from compile_and_serve.compiler import available_kernels, compile_model
+    from compile_and_serve.models.registry import build_model
+    from compile_and_serve.runtime.options import make_engine_config
+    from compile_and_serve.runtime.runner.attention_backends import backend_of_model, keep_built_modules
+    from compile_and_serve.runtime.runner.device import (
+        describe_device,
+        resolve_device,
+        resolve_dtype,
+        resolve_kv_cache_dtype,
+        use_threads,
+    )
+    from compile_and_serve.runtime.weights import read_config
+
+    config = make_engine_config(model, **(engine_options | ({} if output is None else {"cache_dir": output})))
+    started = time.perf_counter()
+    with StageDisplay() as stages:
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.model.dtype, device)
+        use_threads(config.num_threads, config.num_processes)
+        spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
+        backend = backend_of_model(spec, config, device, dtype)
+        detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {describe_device(device)}"
+        stages("read", time.perf_counter() - started, detail)
+        kernels = available_kernels(device=device, dtype=dtype, attention_backend=backend)
+        compiled = compile_model(
+            spec,
+            config.compile,
+            device=device,
+            dtype=dtype,
+            kernels=kernels,
+            attention_backend=backend,
+            kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
+            on_stage=stages,
+        )
+        if output is not None:
+            start = time.perf_counter()
+            if count := keep_built_modules(backend, spec, device, dtype, output):
+                stages("attention", time.perf_counter() - start, f"{count} kernel modules built and kept")
+    _print_report(compiled.report, time.perf_counter() - started, output)
+
+
+def _print_report(report: dict[str, Any], seconds: float, output: Path | None) -> None:
+    from compile_and_serve.serve.inspect.text import pass_tables, profile_tables
+
+    console = error_console()
+    for table in (*pass_tables(report["passes"]), *profile_tables(report.get("profile"))):
+        console.print(table)
+    verb = "found ready" if report["artifact"] == "hit" else "compiled"
+    console.print(f"{report['pieces']} pieces, {report['distinct_pieces']} distinct, {verb} in {seconds:.1f} s")
+    if output is not None:
+        console.print(f"Use it with: compile-and-serve serve … --artifact {output}")

@@ -1,0 +1,358 @@
+"""The engine's flags, once for every command that starts an engine. Names are vLLM's where it has them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, Literal
+
+import typer
+
+from compile_and_serve.compiler.config import CudaGraphMode, Quantization
+from compile_and_serve.serve.cli.output import run_command
+
+_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+MODEL_PANEL, CACHE_PANEL, SCHEDULER_PANEL, COMPILER_PANEL, PARALLEL_PANEL, DEVICE_PANEL = (
+    "Model",
+    "KV cache and prefix cache",
+    "Scheduler",
+    "Compiler",
+    "Ranks and replicas",
+    "Device",
+)
+
+Policy = Literal["fcfs", "priority"]
+Device = Literal["auto", "cpu", "cuda"]
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(help="A model folder, a .gguf file, a known name (smollm2-135m) or a Hugging Face Hub id."),
+]
+VerboseFlag = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Log more, and show the traceback when something fails.")
+]
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "2G", "512MiB", "1.5GiB" or "1000000". Raises `ValueError` for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _SIZE_UNITS:
+        raise ValueError(f"A size must be like 2G, 512MiB or a number of bytes, got {text!r}.")
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def parse_counts(text: str) -> list[int]:
+    """[1, 2, 4] of "1,2,4". Raises `ValueError` for anything else."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"Token counts must be numbers separated by commas, got {text!r}.") from None
+
+
+def engine_flags(
+    *,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder or file of another tokenizer.", rich_help_panel=MODEL_PANEL),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        typer.Option(
+            help="auto: bfloat16 where the device computes in it, else float32.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = "auto",
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest sequence, prompt and output; the model's own limit by default.", rich_help_panel=MODEL_PANEL
+        ),
+    ] = None,
+    model_impl: Annotated[
+        Literal["auto", "transformers"],
+        typer.Option(
+            help="transformers: run the class of the transformers package; auto: only where there is no file of our own.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = "auto",
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        typer.Option(help="dummy: random weights from the config alone.", rich_help_panel=MODEL_PANEL),
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="Of sampling and of dummy weights.", rich_help_panel=MODEL_PANEL)] = 0,
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        typer.Option(
+            help="auto: the model's; fp8: float8_e4m3 without scales, twice the tokens in the same memory.",
+            rich_help_panel=CACHE_PANEL,
+        ),
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=CACHE_PANEL)] = 16,
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        typer.Option(help="Exactly this many KV blocks (on the CPU too).", rich_help_panel=CACHE_PANEL),
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-memory",
+            "--kv-cache-memory-bytes",
+            metavar="SIZE",
+            help="Memory of the KV cache, e.g. 2GiB.",
+            rich_help_panel=CACHE_PANEL,
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of the GPU's memory to use.", rich_help_panel=CACHE_PANEL)
+    ] = 0.9,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Reuse the KV blocks of equal prompt beginnings.", rich_help_panel=CACHE_PANEL)
+    ] = True,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.", rich_help_panel=SCHEDULER_PANEL)] = 256,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in one step, decodes and prefill chunks; by default 2048 on the CPU, 8192 on CUDA.",
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
+    ] = None,
+    scheduling_policy: Annotated[
+        Policy,
+        typer.Option(
+            help="fcfs: in order of arrival, requests with a priority are refused; priority: lower numbers run first.",
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
+    ] = "fcfs",
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            help="Schedule a step while the one before it runs; by default on CUDA.", rich_help_panel=SCHEDULER_PANEL
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that may wait for a seat; more are refused (HTTP 503). By default any number: none is refused.",
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
+    ] = None,
+    quantization: Annotated[
+        Quantization | None,
+        typer.Option(
+            "--quantization",
+            "-q",
+            help="Quantize the linears' weights to 8 bits and, without -weight-only, what they are multiplied with.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None,
+    quantization_exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Modules that are not quantized, e.g. '*.down_proj' (may be given again); by default lm_head, if any.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None,
+    enforce_eager: Annotated[
+        bool,
+        typer.Option(
+            "--enforce-eager", "--eager", help="Run the plain model, uncompiled.", rich_help_panel=COMPILER_PANEL
+        ),
+    ] = False,
+    user_passes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pass",
+            metavar="MODULE:CLASS",
+            help="A graph pass of your own, or the name under which a package declares one (may be given again).",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
+    force_pass: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let this pass fuse all that it can, also where Inductor was measured to be faster (may be given again).",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
+    disable_pass: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave this graph pass out (may be given again).", rich_help_panel=COMPILER_PANEL),
+    ] = None,
+    verify_passes: Annotated[
+        bool,
+        typer.Option(
+            "--verify-passes",
+            help="Compare the graph before and after each pass, in float64 on random inputs; leave out a pass that is wrong.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = False,
+    profile_pieces: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Measure each piece in decode steps of these token counts, e.g. 1,16,64, against the device's limits.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
+    dump_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Write every stage of the compilation there as readable files; look at it with `inspect`.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
+    cudagraph_mode: Annotated[
+        CudaGraphMode,
+        typer.Option(help="How compiled pieces are replayed on CUDA.", rich_help_panel=COMPILER_PANEL),
+    ] = "full_and_piecewise",
+    cudagraph_capture_sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Token counts with a CUDA graph of their own.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
+    compile_sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Token counts that each piece is also compiled for alone; start-up takes longer by each.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = None,
+    cache_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Where compiled artifacts are kept; the user's cache by default.", rich_help_panel=COMPILER_PANEL
+        ),
+    ] = None,
+    artifact: Annotated[
+        str | None,
+        typer.Option(help="An artifact made by `compile-and-serve compile --output`.", rich_help_panel=COMPILER_PANEL),
+    ] = None,
+    no_cache: Annotated[
+        bool,
+        typer.Option("--no-cache", help="Neither read nor keep artifacts.", rich_help_panel=COMPILER_PANEL),
+    ] = False,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size",
+            "-tp",
+            help="Ranks that share the model's tensors, each on a device of its own.",
+            rich_help_panel=PARALLEL_PANEL,
+        ),
+    ] = 1,
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--data-parallel-size",
+            "-dp",
+            help="Replicas of the model, each with ranks, scheduler and KV cache of its own (serve only).",
+            rich_help_panel=PARALLEL_PANEL,
+        ),
+    ] = 1,
+    distributed_executor_backend: Annotated[
+        Literal["mp", "ray"] | None,
+        typer.Option(
+            help="Who starts the ranks: mp, child processes; ray, a Ray cluster. By default mp where there are several.",
+            rich_help_panel=PARALLEL_PANEL,
+        ),
+    ] = None,
+    disable_custom_all_reduce: Annotated[
+        bool,
+        typer.Option(
+            "--disable-custom-all-reduce",
+            help="Leave all-reduces to NCCL, also where ranks can read each other's memory.",
+            rich_help_panel=PARALLEL_PANEL,
+        ),
+    ] = False,
+    device: Annotated[
+        Device,
+        typer.Option(help="auto: CUDA where there is one.", rich_help_panel=DEVICE_PANEL),
+    ] = "auto",
+    attention_backend: Annotated[
+        str | None,
+        typer.Option(help="By default the first that supports the model and device.", rich_help_panel=DEVICE_PANEL),
+    ] = None,
+    num_threads: Annotated[
+        int | None,
+        typer.Option(
+            help="CPU threads of a rank; by default its share of the cores.",
+            rich_help_panel=DEVICE_PANEL,
+        ),
+    ] = None,
+) -> dict[str, Any]:
+    """The arguments of `compile_and_serve.runtime.options.make_engine_config` that the flags stand for."""
+    return {
+        "tokenizer": tokenizer,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "model_impl": model_impl,
+        "load_format": load_format,
+        "seed": seed,
+        "kv_cache_dtype": kv_cache_dtype,
+        "block_size": block_size,
+        "num_kv_blocks": num_gpu_blocks_override,
+        "kv_cache_memory_bytes": None if kv_cache_memory is None else parse_size(kv_cache_memory),
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "enable_prefix_caching": enable_prefix_caching,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "scheduling_policy": scheduling_policy,
+        "async_scheduling": async_scheduling,
+        "max_waiting": max_waiting,
+        "enforce_eager": enforce_eager,
+        "disabled_passes": disable_pass or (),
+        "user_passes": user_passes or (),
+        "quantization": quantization,
+        "quantization_exclude": quantization_exclude or None,
+        "forced_passes": force_pass or (),
+        "verify_passes": verify_passes,
+        "profile_tokens": () if profile_pieces is None else parse_counts(profile_pieces),
+        "dump_dir": dump_dir,
+        "cudagraph_mode": cudagraph_mode,
+        "capture_sizes": None if cudagraph_capture_sizes is None else parse_counts(cudagraph_capture_sizes),
+        "compile_sizes": () if compile_sizes is None else parse_counts(compile_sizes),
+        "cache_dir": cache_dir,
+        "artifact_dir": artifact,
+        "use_cache": not no_cache,
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": data_parallel_size,
+        "distributed_executor_backend": distributed_executor_backend,
+        "disable_custom_all_reduce": disable_custom_all_reduce,
+        "device": device,
+        "attention_backend": attention_backend,
+        "num_threads": num_threads,
+    }
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose errors are one sentence. It gets `--verbose`; a parameter `engine_options` becomes the engine's flags."""
+    own = inspect.signature(function, eval_str=True)
+    flags = inspect.signature(engine_flags, eval_str=True)
+    wants_engine = "engine_options" in own.parameters
+    parameters = [p for p in own.parameters.values() if p.name != "engine_options"]
+    if wants_engine:
+        parameters += [p for p in flags.parameters.values() if p.name not in own.parameters]
+    verbose_flag = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VerboseFlag)
+
+    @wraps(function)
+    def wrapper(verbose: bool = False, **values: Any) -> None:
+        def run() -> None:
+            if wants_engine:
+                given = {name: values.pop(name) for name in flags.parameters if name not in own.parameters}
+                values["engine_options"] = engine_flags(**given)
+            function(**values)
+
+        run_command(run, verbose=verbose)
+
+    keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    wrapper.__signature__ = own.replace(parameters=[*keyword_only, verbose_flag])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in [*keyword_only, verbose_flag]}
+    return wrapper

@@ -1,0 +1,112 @@
+"""What a command shows: start-up stages as they end, log lines, and one sentence when it fails. All of it on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TextIO
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+_OURS = ("benchmarks", "compile_and_serve")
+
+
+class _Console(Console):
+    """A console whose reader may go away: what is said from then on is lost, and the command goes on."""
+
+    def on_broken_pipe(self) -> None:  # rich would end whatever printed: the answer to a request that is logged, say
+        self.quiet = True
+
+
+@cache
+def _console_on(stream: TextIO) -> Console:
+    return _Console(file=stream, highlight=False, soft_wrap=True)
+
+
+def error_console() -> Console:
+    """The console of messages, on stderr: one for all, so that a line never breaks into the spinner."""
+    return _console_on(sys.stderr)
+
+
+class _ConsoleHandler(logging.Handler):
+    """Log records as plain lines: informative ones dimmed, warnings and errors with their level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = escape(self.format(record))
+        if record.levelno >= logging.ERROR:
+            text = f"[red]{record.levelname.capitalize()}:[/red] {text}"
+        elif record.levelno >= logging.WARNING:
+            text = f"[yellow]{record.levelname.capitalize()}:[/yellow] {text}"
+        else:
+            text = f"[dim]· {text}[/dim]"
+        try:
+            error_console().print(text)
+        except Exception:  # a full disk, say
+            self.handleError(record)
+
+
+class StageDisplay:
+    """Prints one line when a stage of start-up ends; call it with (stage, seconds, detail).
+
+    On a terminal a spinner shows that the next one is under way. Use it as a context manager, or `close()` it.
+    """
+
+    def __init__(self) -> None:
+        self._console = error_console()
+        self._started = time.perf_counter()
+        self._status = self._console.status("starting …") if self._console.is_terminal else None
+
+    def __enter__(self) -> StageDisplay:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __call__(self, stage: str, seconds: float, detail: str = "") -> None:
+        line = f"[green]✓[/green] {escape(stage):<14} {seconds:7.2f} s"
+        self._console.print(f"{line}  [dim]{escape(detail)}[/dim]" if detail else line)
+        if self._status is not None:
+            elapsed = time.perf_counter() - self._started
+            self._status.update(f"{elapsed:.0f} s so far, last: {escape(stage)} …")
+
+    def close(self) -> None:
+        """Stop the spinner; lines printed so far stay."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def set_up_logging(*, verbose: bool) -> None:
+    """Our own loggers at INFO (DEBUG with --verbose), everybody else's at WARNING, on stderr."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_ConsoleHandler()], force=True)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def run_command(function: Callable[[], None], *, verbose: bool) -> None:
+    """Run a command: a user's mistake ends with its sentence and status 2, a failure with 1 (and a traceback if `verbose`)."""
+    set_up_logging(verbose=verbose)
+    try:
+        function()
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:
+        user_error = isinstance(error, ValueError)
+        console = error_console()
+        if verbose:
+            console.print_exception()
+        message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        hint = "" if user_error or verbose else " (--verbose shows the traceback)"
+        kind = "" if user_error else f"{type(error).__name__}: "
+        console.print(f"[red]Error:[/red] {escape(kind + message.strip() + hint)}")
+        raise typer.Exit(USER_ERROR if user_error else FAILURE) from None

@@ -1,0 +1,130 @@
+"""`compile-and-serve serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compile_and_serve.serve.cli.flags import COMPILER_PANEL, ModelArgument
+from compile_and_serve.serve.cli.output import StageDisplay, error_console
+
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.messages import EngineInfo
+
+SERVER_PANEL = "Server"
+
+
+def serve_command(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(rich_help_panel=SERVER_PANEL)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(rich_help_panel=SERVER_PANEL)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that clients write in `model` (may be given again); the model argument by default.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Ask for this bearer token (may be given again); /graphs takes it as a password, too.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origins that browsers may call from (may be given again); all by default.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    root_path: Annotated[
+        str, typer.Option(help="Path below which a proxy serves this server.", rich_help_panel=SERVER_PANEL)
+    ] = "",
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="A Jinja file (or its text) that replaces the model's chat template.", rich_help_panel=SERVER_PANEL
+        ),
+    ] = None,
+    response_role: Annotated[
+        str, typer.Option(help="Role of the answers.", rich_help_panel=SERVER_PANEL)
+    ] = "assistant",
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        typer.Option(
+            "--return-tokens-as-token-ids",
+            help="In logprobs, write tokens as token_id:N.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = False,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that running requests get to finish after SIGINT or SIGTERM.", rich_help_panel=SERVER_PANEL
+        ),
+    ] = 30.0,
+    access_log: Annotated[bool, typer.Option(help="Log every request.", rich_help_panel=SERVER_PANEL)] = True,
+    enable_graphs: Annotated[
+        bool,
+        typer.Option(
+            "--enable-graphs",
+            help="Show what the compiler did at /graphs; the model is then captured anew at start-up.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = False,
+    *,
+    engine_options: dict[str, Any],
+) -> None:
+    """Serve a model over HTTP: OpenAI's chat and completions API, metrics, health."""
+    from compile_and_serve.runtime.options import make_engine_config
+    from compile_and_serve.serve.server import run
+    from compile_and_serve.serve.settings import ServerSettings
+
+    if enable_graphs and engine_options["enforce_eager"]:
+        raise ValueError("There is no compiled graph with --enforce-eager: leave it or --enable-graphs out.")
+    graphs = contextlib.ExitStack()
+    if enable_graphs and engine_options["dump_dir"] is None:
+        folder = graphs.enter_context(tempfile.TemporaryDirectory(prefix="compile-and-serve-graphs-"))
+        engine_options = engine_options | {"dump_dir": folder}
+    names = tuple(served_model_name or [model])
+    settings = ServerSettings(
+        served_model_names=names,
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        allowed_origins=tuple(allowed_origins or ("*",)),
+        root_path=root_path,
+        chat_template=chat_template,
+        response_role=response_role,
+        return_tokens_as_token_ids=return_tokens_as_token_ids,
+        shutdown_timeout=shutdown_timeout,
+        access_log=access_log,
+        graphs_dir=Path(engine_options["dump_dir"]) if enable_graphs else None,
+    )
+    config = make_engine_config(model, served_model_name=names[0], **engine_options)
+    started = time.perf_counter()
+    with graphs, StageDisplay() as stages:
+
+        def on_ready(url: str, info: EngineInfo) -> None:
+            stages.close()
+            seconds = time.perf_counter() - started
+            ranks, replicas = config.num_ranks, config.parallel.data_parallel_size
+            where = f"{replicas} replicas, each " if replicas > 1 else ""
+            where += f"{ranks} × " if ranks > 1 else ""
+            where += f"{info.device}, {info.dtype}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
+            error_console().print(f"[bold]Serving {settings.served_model_names[0]} on {url}[/bold]  [dim]{where}[/dim]")
+            error_console().print(f"[dim]ready after {seconds:.1f} s; API page at {url}/docs; Ctrl-C stops[/dim]")
+            if enable_graphs:
+                how = " (a browser asks for a password: the API key)" if settings.api_keys else ""
+                error_console().print(f"[dim]what the compiler did: {url}/graphs{how}[/dim]")
+
+        status = run(config, settings, on_stage=stages, on_ready=on_ready)
+    if status:
+        raise typer.Exit(status)

@@ -1,0 +1,109 @@
+"""What a router works with: settings, engine, tokenizer; one object a server, found through the request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.engine import AsyncEngine
+from compile_and_serve.serve.errors import ApiError, user_errors
+from compile_and_serve.serve.metrics import Metrics
+from compile_and_serve.serve.settings import ServerSettings
+
+T = TypeVar("T")
+
+# Bodies whose templates and texts take about a millisecond stay on the event loop.
+_INLINE_BYTES = 4096
+
+
+@cache
+def server_version() -> str:
+    """Version of the installed distribution; "unknown" when run from a folder without metadata."""
+    try:
+        return metadata.version("compile-and-serve")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerContext:
+    """State of one server."""
+
+    settings: ServerSettings
+    engine: AsyncEngine
+    inputs: InputProcessor
+    metrics: Metrics
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.inputs.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` of every answer."""
+        return f"cas-{server_version()}-{self.inputs.info.dtype.removeprefix('torch.')}"
+
+    def check_model(self, name: str | None) -> str:
+        """The name that the answer carries; 404 for a model which is not served."""
+        names = self.settings.served_model_names
+        if name and name not in names:
+            raise ApiError(404, f"The model '{name:.200}' does not exist; this server has {', '.join(names)}.", "model")
+        return name or names[0]
+
+    def check_priority(self, priority: int | None) -> None:
+        """400 for a priority that would have no effect."""
+        if priority and not self.settings.priorities:
+            raise ApiError(
+                400,
+                f"priority is {priority}, but requests run in the order of their arrival: leave it out, or start the server "
+                "with --scheduling-policy priority.",
+                "priority",
+            )
+
+    def request_id(self, prefix: str, wanted: str | None, request: Request) -> str:
+        """Public id of a request: the body's, else the X-Request-Id header's, else a new one."""
+        given = wanted or request.headers.get("x-request-id", "")[:256]
+        return f"{prefix}-{given or uuid.uuid4().hex}"
+
+    def encode(
+        self, text: str, params: SamplingParams, *, add_special_tokens: bool, names: Mapping[str, str] | None = None
+    ) -> list[int]:
+        """Token ids of a prompt; 400 for one that cannot fit. names: as of `user_errors`."""
+        with user_errors(names):
+            return self.inputs.encode(
+                text,
+                add_special_tokens=add_special_tokens,
+                truncate=params.truncate_prompt_tokens,
+                max_tokens=params.max_tokens,
+            )
+
+    async def prepare(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of `work`, which makes what the engine needs of the request's body; a large body's in a thread, so that
+        streams go on meanwhile, and not at all where the server takes no request now.
+        """
+        if len(await request.body()) <= _INLINE_BYTES:
+            return work()
+        self.engine.check_accepts(())
+        return await asyncio.to_thread(work)
+
+
+def get_context(request: Request) -> ServerContext:
+    """FastAPI dependency."""
+    context = request.app.state.context
+    assert isinstance(context, ServerContext)
+    return context
+
+
+Context = Annotated[ServerContext, Depends(get_context)]

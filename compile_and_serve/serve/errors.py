@@ -1,0 +1,156 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, `code` being the HTTP status.
+
+Whatever goes wrong with a request leaves as such a body, FastAPI's own validation included.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.sampling.params import SamplingParamsError
+from compile_and_serve.runtime.text.chat_template import ChatTemplateError
+from compile_and_serve.runtime.text.input_processor import PromptTooLongError
+
+logger = logging.getLogger(__name__)
+
+MAX_ECHO = 200  # characters of a request's own content in a message
+_MAX_MESSAGE = 1000
+_RETRY_SECONDS = 1
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    500: "internal_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. message: one sentence; param: the request's field it is about."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+
+class QueueFullError(Exception):
+    """As many requests wait or run as the server takes."""
+
+
+@contextmanager
+def user_errors(names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Inside, a `ValueError` of the runtime is the user's mistake and becomes a 400.
+
+    names: the runtime's name of a field → the request's, where it has another.
+    """
+    try:
+        yield
+    except ValueError as error:
+        message, param = str(error), "messages" if isinstance(error, ChatTemplateError) else None
+        if isinstance(error, (SamplingParamsError, PromptTooLongError)):
+            param = (names or {}).get(error.param, error.param)
+            message = message.replace(f"{error.param} must", f"{param} must")
+        raise ApiError(400, message, param) from error
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The JSON object of an error."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_error")
+    return {"error": {"message": message[:_MAX_MESSAGE], "type": kind, "param": param, "code": status}}
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The HTTP response of an error; 503 says when to try again."""
+    extra = dict(headers or {})
+    if status == 503:
+        extra.setdefault("Retry-After", str(_RETRY_SECONDS))
+    if status == 401:
+        extra.setdefault("WWW-Authenticate", "Bearer")
+    content = msgspec.json.encode(error_body(status, _encodable(message), param))
+    return Response(content, status_code=status, media_type="application/json", headers=extra)
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The answer to any exception of a handler; unexpected ones are logged and become a 500 without detail."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (EngineDeadError, QueueFullError)):
+        return ApiError(503, str(error))
+    logger.error("Unexpected error while answering a request.", exc_info=error)
+    return ApiError(500, "The server failed on this request; its log has the details.")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error of `app` leave in OpenAI's shape."""
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        api_error = to_api_error(error)
+        return error_response(api_error.status, api_error.message, api_error.param)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"There is no {request.method} {request.url.path[:MAX_ECHO]} on this server."
+        elif error.status_code == 405:
+            message = f"{request.url.path[:MAX_ECHO]} does not take {request.method}."
+        elif isinstance(error.__cause__, (RecursionError, ValueError)):  # of the JSON parser, in FastAPI's words
+            message = _parsing_problem(error.__cause__)
+        return error_response(error.status_code, message, headers=error.headers)
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        message, param = describe_validation(error.errors(), error.body)
+        return error_response(400, message, param)
+
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    for kind in (ApiError, EngineDeadError, QueueFullError, Exception):
+        app.add_exception_handler(kind, on_error)
+
+
+def describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
+    """One sentence, and the field, for the first thing that pydantic found wrong."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}.", None
+    if isinstance(body, bytes):
+        return "The body must be a JSON object, sent with the header 'Content-Type: application/json'.", None
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if not place:
+        return f"The body must be a JSON object: {first['msg']}.", None
+    param = ".".join(place)
+    if first["type"] == "missing":
+        return f"The field {param} is missing.", param
+    return f"{param}: {first['msg'].rstrip('.')}, got {first.get('input')!r:.{MAX_ECHO}}.", param
+
+
+def _parsing_problem(error: RecursionError | ValueError) -> str:
+    if isinstance(error, RecursionError):
+        return "The body's JSON is nested too deeply."
+    if isinstance(error, UnicodeDecodeError):
+        return f"The body is not valid UTF-8 (byte {error.start})."
+    if "integer string conversion" in str(error):
+        return f"The body holds a number of more than {sys.get_int_max_str_digits()} digits."
+    return f"The body could not be parsed: {error}."
+
+
+def _encodable(message: str) -> str:
+    # An echoed lone surrogate would not survive the encoding to UTF-8.
+    return message.encode("utf-8", errors="replace").decode()

@@ -1,0 +1,217 @@
+"""Prometheus metrics: names of vLLM under the prefix `cas:`, in a registry of their own, labelled with the model's name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from compile_and_serve.runtime.messages import EngineInfo, EngineStats, FinishReason
+from compile_and_serve.runtime.text.output_processor import CompletionDelta
+
+PREFIX = "cas:"
+_LABEL = "model_name"
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
+_LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+_ENGINE_COUNTERS = {
+    "prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "num_preemptions": "Requests put back to be computed again.",
+    "padded_tokens": "Tokens computed only to fill up to a captured size.",
+    "steps_on_device": "Steps whose inputs the device made of those of the step before.",
+}
+_REPLICA_GAUGES = {
+    "num_running": ("num_requests_running", "Requests in a replica's running batch."),
+    "num_waiting": ("num_requests_waiting", "Requests that wait to run on a replica."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "Part of a replica's KV cache in use, 0 to 1."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in a replica's prefix cache since it started."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in a replica's prefix cache since it started."),
+    "num_preemptions": ("num_preemptions", "Requests that a replica put back since it started."),
+}
+_STAGE = "stages."  # prefix of the stages' seconds in the compile report
+_PASS_GAUGES = {
+    "matched": "Places of the model that a graph pass rewrote.",
+    "expected": "Places that a graph pass rewrote or should have rewritten (the difference are near misses).",
+}
+
+
+@dataclass(slots=True)
+class SequenceClock:
+    """Times (time.monotonic, seconds) and counts of one sequence in flight."""
+
+    arrival: float
+    prompt_tokens: int
+    first_token: float = 0.0
+    last_token: float = 0.0
+    new_tokens: int = 0
+
+
+class Metrics:
+    """Everything under /metrics. Fed by the engine's outputs and stats; `render` is the text for Prometheus."""
+
+    def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # a second series for every counter that no dashboard asks for
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._last: dict[int, EngineStats] = {}  # by replica
+        self._replica_gauges: dict[str, Gauge] = {}
+        self._running = self._gauge("num_requests_running", "Requests in the running batch.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._engine_counters = {name: self._counter(name, text) for name, text in _ENGINE_COUNTERS.items()}
+        self._host_gap = self._counter("host_gap_seconds", "Seconds the device was idle between steps.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.")
+        self._success = Counter(
+            PREFIX + "request_success", "Finished requests.", [_LABEL, "finished_reason"], registry=self.registry
+        )
+        self._replays = Counter(
+            PREFIX + "graph_replays", "Replays of captured graphs by mode.", [_LABEL, "mode"], registry=self.registry
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", _ITL)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCY)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduled.", _LATENCY)
+        self._prefill = self._histogram("request_prefill_time_seconds", "First scheduled to first token.", _LATENCY)
+        self._decode = self._histogram("request_decode_time_seconds", "First to last token.", _LATENCY)
+        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._request_generated = self._histogram("request_generation_tokens", "New tokens of a request.", _TOKENS)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of one engine step.", _STEP_TOKENS)
+
+    def describe_engine(self, info: EngineInfo) -> None:
+        """Publish what start-up found: compilation, cache and limits."""
+        facts = {name: str(getattr(info, name)) for name in ("dtype", "device", "block_size", "num_kv_blocks")}
+        facts["max_model_len"] = str(info.max_model_len)
+        facts |= {
+            name: str(info.compile_report.get(name, ""))
+            for name in ("attention_backend", "kv_cache_dtype", "all_reduce")
+        }
+        gauge = Gauge(PREFIX + "engine_info", "Facts of the engine.", [_LABEL, *facts], registry=self.registry)
+        gauge.labels(self._model, *facts.values()).set(1)
+        report = info.compile_report
+        stages = [v for name, v in report.items() if name.startswith(_STAGE) and isinstance(v, (int, float))]
+        self._gauge("compile_seconds", "Seconds of compilation at start-up, all stages.").set(sum(stages))
+        for name, source, text in (
+            ("unique_pieces", "distinct_pieces", "Distinct compiled pieces of the model."),
+            ("total_pieces", "pieces", "Pieces of the model; equal ones share a compilation."),
+        ):
+            self._gauge(name, text).set(float(report.get(source, 0)))
+        self._gauge("artifact_hits", "1 when start-up found the compiled artifact in the store.").set(
+            report.get("artifact") == "hit"
+        )
+        memory = Gauge(
+            PREFIX + "device_memory_bytes", "Who takes device memory.", [_LABEL, "part"], registry=self.registry
+        )
+        for part in ("others", "weights", "largest_step", "sampling", "graphs"):
+            if isinstance(count := report.get(f"memory.{part}"), int):  # measured on CUDA
+                memory.labels(self._model, part).set(count)
+        self._describe_passes(report)
+
+    def _describe_passes(self, report: Mapping[str, int | float | str]) -> None:
+        """Publish the report's `pass_sites.<pass>.matched`, `….expected` and `failed_passes.<pass>`."""
+        labels = [_LABEL, "graph_pass"]
+        counts = {
+            count: Gauge(f"{PREFIX}pass_sites_{count}", text, labels, registry=self.registry)
+            for count, text in _PASS_GAUGES.items()
+        }
+        failed = Gauge(
+            PREFIX + "pass_failed", "1 for a pass that --verify-passes left out.", labels, registry=self.registry
+        )
+        for name, value in report.items():
+            group, *rest = name.split(".")
+            if group == "pass_sites" and len(rest) == 2 and rest[1] in counts and isinstance(value, (int, float)):
+                counts[rest[1]].labels(self._model, rest[0]).set(value)
+            elif group == "failed_passes":
+                failed.labels(self._model, ".".join(rest)).set(1)
+
+    def start(self, prompt_tokens: int) -> SequenceClock:
+        """The clock of a sequence that is sent to the engine now."""
+        return SequenceClock(arrival=time.monotonic(), prompt_tokens=prompt_tokens)
+
+    def observe(self, clock: SequenceClock, delta: CompletionDelta, now: float) -> None:
+        """Record one delta of a sequence; `now` (time.monotonic) is when its step came in."""
+        count = len(delta.token_ids)
+        if delta.queue_seconds is not None:  # comes once, when the prompt is done
+            self._prompt_tokens.inc(clock.prompt_tokens)
+            self._queue.observe(delta.queue_seconds)
+        if delta.prefill_seconds is not None:
+            self._prefill.observe(delta.prefill_seconds)
+        if count:
+            self._generation_tokens.inc(count)
+            if clock.new_tokens == 0:
+                clock.first_token = now
+                self._ttft.observe(now - clock.arrival)
+            else:
+                gap = (now - clock.last_token) / count
+                for _ in range(count):
+                    self._itl.observe(gap)
+            clock.new_tokens += count
+            clock.last_token = now
+        if delta.finish_reason is not None:
+            self._finished(clock, delta.finish_reason, now)
+
+    def observe_aborted(self, clocks: Sequence[SequenceClock]) -> None:
+        """Record sequences that ended because nobody waits for them any more."""
+        now = time.monotonic()
+        for clock in clocks:
+            self._finished(clock, "abort", now)
+
+    def describe_replicas(self, count: int) -> None:
+        """Publish each replica's state as well, under `replica_…`; the other metrics are of all together."""
+        self._replica_gauges = {
+            name: Gauge(PREFIX + "replica_" + metric, text, [_LABEL, "replica"], registry=self.registry)
+            for name, (metric, text) in _REPLICA_GAUGES.items()
+        }
+        for replica in range(count):
+            self._last[replica] = EngineStats()
+            self._describe_replica(replica, self._last[replica])
+
+    def observe_step(self, stats: EngineStats, replica: int = 0) -> None:
+        """Record an engine's state after a step."""
+        before = self._last.get(replica, EngineStats())
+        self._last[replica] = stats
+        everyone = self._last.values()
+        self._running.set(sum(one.num_running for one in everyone))
+        self._waiting.set(sum(one.num_waiting for one in everyone))
+        self._kv_usage.set(sum(one.kv_cache_usage for one in everyone) / len(everyone))
+        if stats.step_tokens:
+            self._step_tokens.observe(stats.step_tokens)
+        for name, counter in self._engine_counters.items():
+            counter.inc(max(0, getattr(stats, name) - getattr(before, name)))
+        self._host_gap.inc(max(0.0, stats.host_gap_seconds - before.host_gap_seconds))
+        for mode, total in stats.graph_replays.items():
+            self._replays.labels(self._model, mode).inc(max(0, total - before.graph_replays.get(mode, 0)))
+        self._describe_replica(replica, stats)
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _finished(self, clock: SequenceClock, reason: FinishReason, now: float) -> None:
+        self._success.labels(self._model, reason).inc()
+        self._e2e.observe(now - clock.arrival)
+        self._request_prompt.observe(clock.prompt_tokens)
+        self._request_generated.observe(clock.new_tokens)
+        if clock.new_tokens:
+            self._decode.observe(clock.last_token - clock.first_token)
+
+    def _describe_replica(self, replica: int, stats: EngineStats) -> None:
+        for name, gauge in self._replica_gauges.items():
+            gauge.labels(self._model, str(replica)).set(getattr(stats, name))
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(PREFIX + name, text, [_LABEL], registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, [_LABEL], registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(PREFIX + name, text, [_LABEL], registry=self.registry, buckets=buckets).labels(self._model)

@@ -1,0 +1,111 @@
+"""Body of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from compile_and_serve.serve.errors import ApiError
+from compile_and_serve.serve.protocol.fields import GenerationFields, RequestModel
+
+EXAMPLE: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "You answer in one sentence."},
+        {"role": "user", "content": "What is the capital of France?"},
+    ],
+    "max_tokens": 64,
+    "temperature": 0.0,
+}
+
+
+class ChatFields(RequestModel):
+    """How a conversation becomes a prompt."""
+
+    messages: list[dict[str, Any]] = Field(
+        description='Objects with "role" and "content" (text, or a list of text parts).', examples=[EXAMPLE["messages"]]
+    )
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = Field(
+        default=None, description="Open the assistant's turn; true unless continue_final_message is set."
+    )
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = Field(
+        default=False, description="Add the tokenizer's special tokens to what the template wrote."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(default=None, description="Handed to the chat template.")
+
+    def check_tools(self) -> None:
+        """400 unless the answer needs no tool call."""
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto", "required") and not isinstance(choice, dict):
+            raise ApiError(
+                400, "tool_choice must be 'none', 'auto', 'required' or an object that names a function.", "tool_choice"
+            )
+        if self.tools and choice != "none":
+            raise ApiError(400, "Tool calls are not supported by this server yet: set tool_choice to 'none'.", "tools")
+        if not self.tools and choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice needs tools.", "tool_choice")
+
+    def template_options(self) -> dict[str, Any]:
+        """Keyword arguments of `compile_and_serve.runtime.text.chat_template.render_chat`."""
+        continues = bool(self.continue_final_message)
+        opens = self.add_generation_prompt
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return {
+            "add_generation_prompt": (not continues) if opens is None else opens,
+            "continue_final_message": continues,
+            "documents": self.documents,
+            "template_kwargs": variables,
+        }
+
+
+class ChatCompletionRequest(ChatFields, GenerationFields):
+    """OpenAI's chat completion request and vLLM's additions to it."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+    max_completion_tokens: int | None = Field(default=None, description="Up to the model's limit when left out.")
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    echo: bool | None = Field(default=False, description="Begin the answer with the last message, if it has its role.")
+
+    def max_new_tokens(self) -> int | None:
+        """Tokens asked for; None: up to the model's limit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def names(self) -> dict[str, str]:
+        """What the fields of other endpoints and of the engine are called here."""
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens a position; None: no logprobs."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+
+RESPONSE_EXAMPLE = {
+    "id": "chatcmpl-5f0c",
+    "object": "chat.completion",
+    "created": 1_767_225_600,
+    "model": "smollm2-135m",
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "The capital of France is Paris."},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ],
+    "usage": {"prompt_tokens": 31, "completion_tokens": 8, "total_tokens": 39},
+}

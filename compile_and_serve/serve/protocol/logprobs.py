@@ -1,0 +1,92 @@
+"""Log-probabilities in the shapes of OpenAI's two APIs and of vLLM's prompt_logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from compile_and_serve.runtime.messages import TokenLogprobs
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+
+_LOWEST = -9999.0  # JSON has no minus infinity
+
+
+class LogprobsWriter:
+    """Writes entries of one request. as_ids: tokens appear as "token_id:123" instead of their text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
+
+    def token(self, token_id: int) -> str:
+        """How a token is named."""
+        if self._as_ids or self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
+
+    def num_chars(self, token_id: int) -> int:
+        """Characters of the text that begin with this token; 0 for one that goes on with a character."""
+        raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+        return sum(byte & 0xC0 != 0x80 for byte in raw)
+
+    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """`choices[].logprobs` of a chat completion."""
+        content = []
+        for entry in entries:
+            top = [self._chat_token(i, p) for i, p in zip(entry.ids[1:], entry.logprobs[1:], strict=True)]
+            content.append({**self._chat_token(entry.ids[0], entry.logprobs[0]), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def completion(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], *, offset: int
+    ) -> dict[str, Any]:
+        """`choices[].logprobs` of a completion; `offset` is where the first token begins in the text. None: no logprobs there."""
+        tokens: list[str] = []
+        offsets: list[int] = []
+        chosen: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            name = self._key(token_id)
+            tokens.append(name)
+            offsets.append(offset)
+            offset += self.num_chars(token_id)
+            if entry is None:
+                chosen.append(None)
+                top.append(None)
+            else:
+                chosen.append(_finite(entry.logprobs[0]))
+                # The chosen token comes first in an entry; in the answer the likeliest does, also of two that have one name.
+                first, *others = zip(entry.ids, entry.logprobs, strict=True)
+                likeliest: dict[str, float] = {}
+                for other_id, logprob in [*others, first]:
+                    likeliest.setdefault(self._key(other_id), _finite(logprob))
+                top.append(likeliest)
+        return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
+
+    def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs`: for each prompt token, token id → {logprob, rank, decoded_token}; None for the first."""
+        return [None if entry is None else self._ranked(entry) for entry in entries]
+
+    def _key(self, token_id: int) -> str:
+        """The token's name where names must tell tokens apart: parts of a character have OpenAI's name of their bytes."""
+        name = self.token(token_id)
+        if "\ufffd" not in name or self._tokenizer is None:
+            return name
+        raw = self._tokenizer.token_bytes(token_id)
+        return name if raw == name.encode() else "bytes:" + repr(raw)[2:-1]
+
+    def _ranked(self, entry: TokenLogprobs) -> dict[str, Any]:
+        ranked: dict[str, Any] = {}
+        for position, (token_id, logprob) in enumerate(zip(entry.ids, entry.logprobs, strict=True)):
+            rank = position or entry.rank
+            text = self.token(token_id)
+            ranked.setdefault(str(token_id), {"logprob": _finite(logprob), "rank": rank, "decoded_token": text})
+        return ranked
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
+        return {"token": self.token(token_id), "logprob": _finite(logprob), "bytes": raw}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

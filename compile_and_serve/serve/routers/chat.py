@@ -1,0 +1,183 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.text.chat_template import render_chat
+from compile_and_serve.runtime.text.output_processor import CompletionOutput
+from compile_and_serve.serve.context import Context, ServerContext
+from compile_and_serve.serve.engine import Generation
+from compile_and_serve.serve.errors import user_errors
+from compile_and_serve.serve.protocol.chat import RESPONSE_EXAMPLE, ChatCompletionRequest
+from compile_and_serve.serve.protocol.chunks import ChunkWriter, Usage
+from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
+from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
+from compile_and_serve.serve.responses import DONE, EventStream, json_response
+from compile_and_serve.serve.routers.common import ERROR_RESPONSES, collect, failure_event, usage_options
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Chat completion",
+    responses={200: {"content": {"application/json": {"example": RESPONSE_EXAMPLE}}}, **ERROR_RESPONSES},
+)
+async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
+    """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
+    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
+    if body.stream:
+        generation = await answer.submit()
+        return EventStream(answer.stream(generation), on_close=generation.close)
+    return await collect(request, answer.submit, answer.complete)
+
+
+class _Answer:
+    """One chat completion on its way."""
+
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        context: ServerContext,
+        prompt: list[int],
+        params: SamplingParams,
+        head: dict[str, Any],
+    ) -> None:
+        self.body = body
+        self.context = context
+        self.prompt = prompt
+        self.params = params
+        self.head = head
+        self.usage = Usage(prompt_tokens=len(prompt))
+        as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
+        self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
+        self.role = context.settings.response_role if not body.continue_final_message else body.messages[-1]["role"]
+        self.echo = self._echo()
+
+    @classmethod
+    def prepare(cls, body: ChatCompletionRequest, request: Request, context: ServerContext) -> _Answer:
+        """Everything that can be wrong with the request is found here, before an answer begins."""
+        model = context.check_model(body.model)
+        check_fields(body)
+        context.check_priority(body.priority)
+        body.check_tools()
+        names = body.names()
+        params = sampling_params(
+            body,
+            context.settings.default_sampling,
+            max_tokens=body.max_new_tokens(),
+            logprobs=body.num_logprobs(),
+            names=names,
+        )
+        with user_errors():
+            text = render_chat(
+                context.inputs.require_tokenizer("a conversation"),
+                body.messages,
+                template=context.settings.chat_template,
+                **body.template_options(),
+            )
+        ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens), names=names)
+        with user_errors(names):
+            prompt, params = context.inputs.prepare(ids, params)
+        head = {
+            "id": context.request_id("chatcmpl", body.request_id, request),
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": context.fingerprint,
+        }
+        return cls(body, context, prompt, params, head)
+
+    async def submit(self) -> Generation:
+        """Send it to the engine."""
+        return await self.context.engine.submit(
+            self.head["id"],
+            [self.prompt],
+            [self.params],
+            priority=self.body.priority or 0,
+            cache_salt=self.body.cache_salt,
+        )
+
+    def complete(self, completions: list[CompletionOutput]) -> Response:
+        """The answer as one JSON object."""
+        choices = []
+        for completion in completions:
+            self._count(completion.index, len(completion.token_ids), completion.num_cached_tokens)
+            message = {"role": self.role, "content": self.echo + completion.text, "refusal": None, "reasoning": None}
+            choice: dict[str, Any] = {
+                "index": completion.index,
+                "message": {**message, "tool_calls": []},
+                "logprobs": self.logprobs.chat(completion.logprobs or []) if self.body.logprobs else None,
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+            if self.body.return_token_ids:
+                choice["token_ids"] = completion.token_ids
+            choices.append(choice)
+        answer = {**self.head, "choices": choices, "usage": self.usage.as_dict(), **self._prompt_ids()}
+        prompt_logprobs = completions[0].prompt_logprobs
+        answer["prompt_logprobs"] = None if prompt_logprobs is None else self.logprobs.prompt(prompt_logprobs)
+        return json_response(answer)
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The answer as events: roles, text as it comes, usage where asked for."""
+        include_usage, continuous = usage_options(self.body)
+        in_chunks = True if continuous else (False if include_usage else None)
+        writer = ChunkWriter(self.head, _delta_body, usage=self.usage, usage_in_chunks=in_chunks)
+        role = b'"delta":{"role":%s,"content":""}' % msgspec.json.encode(self.role)
+        extra = self._prompt_ids()
+        yield b"".join(writer.raw_chunk(index, role, extra=extra) for index in range(self.params.n))
+        if self.echo:
+            yield b"".join(writer.chunk(index, self.echo) for index in range(self.params.n))
+        with_tokens = bool(self.body.logprobs or self.body.return_token_ids)
+        async for deltas in generation:
+            events: list[bytes] = []
+            for delta in deltas:
+                if delta.error is not None:
+                    yield b"".join(events) + failure_event(self.context, delta) + DONE
+                    return
+                self._count(delta.index, len(delta.token_ids), delta.num_cached_tokens)
+                if not delta.text and delta.finish_reason is None and not (with_tokens and delta.token_ids):
+                    continue
+                events.append(
+                    writer.chunk(
+                        delta.index,
+                        delta.text,
+                        logprobs=self.logprobs.chat(delta.logprobs) if self.body.logprobs and delta.logprobs else None,
+                        finish_reason=delta.finish_reason,
+                        stop_reason=delta.stop_reason,
+                        token_ids=delta.token_ids if self.body.return_token_ids else None,
+                    )
+                )
+            if events:
+                yield b"".join(events)
+        if include_usage:
+            yield writer.usage_chunk()
+        yield DONE
+
+    def _count(self, index: int, num_tokens: int, num_cached: int) -> None:
+        self.usage.completion_tokens += num_tokens
+        # All completions share the prompt: its cached tokens count once, as its tokens do.
+        if num_cached and index == 0:
+            self.usage.cached_tokens = num_cached
+
+    def _echo(self) -> str:
+        last = self.body.messages[-1]
+        content = last.get("content")
+        if not self.body.echo or last.get("role") != self.role or not isinstance(content, str):
+            return ""
+        return content
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt} if self.body.return_token_ids else {}
+
+
+def _delta_body(text: bytes) -> bytes:
+    return b'"delta":{"content":' + text + b"}"

@@ -1,0 +1,218 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from compile_and_serve.runtime.messages import TokenLogprobs
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
+from compile_and_serve.serve.context import Context, ServerContext
+from compile_and_serve.serve.engine import Generation
+from compile_and_serve.serve.errors import ApiError, user_errors
+from compile_and_serve.serve.protocol.chunks import ChunkWriter, Usage
+from compile_and_serve.serve.protocol.completions import MAX_SEQUENCES, RESPONSE_EXAMPLE, CompletionRequest
+from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
+from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
+from compile_and_serve.serve.responses import DONE, EventStream, json_response
+from compile_and_serve.serve.routers.common import ERROR_RESPONSES, collect, failure_event, usage_options
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/completions",
+    summary="Completion",
+    responses={200: {"content": {"application/json": {"example": RESPONSE_EXAMPLE}}}, **ERROR_RESPONSES},
+)
+async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
+    """Continue one or more prompts. With `stream`, server-sent events of chunks, then `[DONE]`."""
+    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
+    if body.stream:
+        generation = await answer.submit()
+        return EventStream(answer.stream(generation), on_close=generation.close)
+    return await collect(request, answer.submit, answer.complete)
+
+
+class _Answer:
+    """One completion request on its way. Completion i of prompt p has the index p * n + i."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        context: ServerContext,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        head: dict[str, Any],
+    ) -> None:
+        self.body = body
+        self.context = context
+        self.prompts = prompts
+        self.params = params
+        self.head = head
+        self.usage = Usage(prompt_tokens=sum(len(prompt) for prompt in prompts))
+        as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
+        self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
+        self.n = params[0].n
+        self.echoed = [self._text_of(prompt) for prompt in prompts] if body.echo else []
+        # Where the next token of each completion begins in its text, as `text_offset` counts.
+        self.offsets = [0] * (len(prompts) * self.n)
+
+    @classmethod
+    def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
+        """Everything that can be wrong with the request is found here, before an answer begins."""
+        model = context.check_model(body.model)
+        check_fields(body)
+        context.check_priority(body.priority)
+        asked = sampling_params(
+            body, context.settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs
+        )
+        if body.echo:
+            with user_errors():
+                context.inputs.require_tokenizer("echo")
+            if body.logprobs is not None:
+                asked = msgspec.structs.replace(asked, prompt_logprobs=body.logprobs)
+        texts = body.prompts()
+        if len(texts) * asked.n > MAX_SEQUENCES:
+            sentence = (
+                f"{len(texts)} prompts with n={asked.n} make more than {MAX_SEQUENCES} completions: send fewer at once."
+            )
+            raise ApiError(400, sentence, "prompt")
+        prompts, params = [], []
+        for given in texts:
+            ids = given
+            if isinstance(ids, str):
+                ids = context.encode(ids, asked, add_special_tokens=body.add_special_tokens is not False)
+            with user_errors():
+                prompt, prompt_params = context.inputs.prepare(ids, asked)
+            prompts.append(prompt)
+            params.append(prompt_params)
+        head = {
+            "id": context.request_id("cmpl", body.request_id, request),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": context.fingerprint,
+        }
+        return cls(body, context, prompts, params, head)
+
+    async def submit(self) -> Generation:
+        """Send all prompts to the engine."""
+        return await self.context.engine.submit(
+            self.head["id"],
+            self.prompts,
+            self.params,
+            priority=self.body.priority or 0,
+            cache_salt=self.body.cache_salt,
+        )
+
+    def complete(self, completions: list[CompletionOutput]) -> Response:
+        """The answer as one JSON object."""
+        choices = []
+        for completion in completions:
+            self._count(completion.index, len(completion.token_ids), completion.num_cached_tokens)
+            prompt = self.prompts[completion.index // self.n]
+            entries = completion.prompt_logprobs
+            choice: dict[str, Any] = {
+                "index": completion.index,
+                "text": self._echo(completion.index) + completion.text,
+                "logprobs": self._choice_logprobs(
+                    completion.index, completion.token_ids, completion.logprobs, self._echoed_entries(entries)
+                ),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+                "prompt_logprobs": None,
+            }
+            if entries is not None and self.body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self.logprobs.prompt(entries)
+            if self.body.return_token_ids:
+                choice |= {"prompt_token_ids": prompt, "token_ids": completion.token_ids}
+            choices.append(choice)
+        return json_response({**self.head, "choices": choices, "usage": self.usage.as_dict()})
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The answer as events: text as it comes, usage where asked for."""
+        include_usage, continuous = usage_options(self.body)
+        in_chunks = True if continuous else (False if include_usage else None)
+        writer = ChunkWriter(self.head, _text_body, usage=self.usage, usage_in_chunks=in_chunks)
+        begun: set[int] = set()
+        async for deltas in generation:
+            events: list[bytes] = []
+            for delta in deltas:
+                if delta.error is not None:
+                    yield b"".join(events) + failure_event(self.context, delta) + DONE
+                    return
+                events += self._events(writer, delta, first=delta.index not in begun)
+                begun.add(delta.index)
+            if events:
+                yield b"".join(events)
+        if include_usage:
+            yield writer.usage_chunk()
+        yield DONE
+
+    def _events(self, writer: ChunkWriter, delta: CompletionDelta, *, first: bool) -> list[bytes]:
+        body = self.body
+        self._count(delta.index, len(delta.token_ids), delta.num_cached_tokens)
+        text = self._echo(delta.index) + delta.text if first else delta.text
+        with_tokens = body.logprobs is not None or bool(body.return_token_ids)
+        if not text and delta.finish_reason is None and not (with_tokens and (delta.token_ids or first)):
+            return []
+        extra = None
+        if first and body.return_token_ids:
+            extra = {"prompt_token_ids": self.prompts[delta.index // self.n]}
+        return [
+            writer.chunk(
+                delta.index,
+                text,
+                logprobs=self._choice_logprobs(
+                    delta.index, delta.token_ids, delta.logprobs, self._echoed_entries(delta.prompt_logprobs)
+                ),
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+                token_ids=delta.token_ids if body.return_token_ids else None,
+                extra=extra,
+            )
+        ]
+
+    def _choice_logprobs(
+        self,
+        index: int,
+        token_ids: list[int],
+        entries: list[TokenLogprobs] | None,
+        prompt_entries: list[TokenLogprobs | None],
+    ) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        # A stop string or an abort may leave tokens without entries behind; only what has one is shown.
+        known: list[TokenLogprobs | None] = [*prompt_entries, *(entries or [])]
+        prompt = self.prompts[index // self.n][: len(prompt_entries)]
+        tokens = [*prompt, *token_ids][: len(known)]
+        shown = self.logprobs.completion(tokens, known, offset=self.offsets[index])
+        if shown["tokens"]:
+            self.offsets[index] = shown["text_offset"][-1] + self.logprobs.num_chars(tokens[-1])
+        return shown
+
+    def _echoed_entries(self, entries: list[TokenLogprobs | None] | None) -> list[TokenLogprobs | None]:
+        return entries if self.body.echo and entries is not None else []
+
+    def _echo(self, index: int) -> str:
+        return self.echoed[index // self.n] if self.echoed else ""
+
+    def _text_of(self, prompt: list[int]) -> str:
+        with user_errors():
+            return self.context.inputs.require_tokenizer("echo").decode(prompt, skip_special_tokens=False)
+
+    def _count(self, index: int, num_tokens: int, num_cached: int) -> None:
+        self.usage.completion_tokens += num_tokens
+        # The n completions of a prompt share it: its cached tokens count once, as its tokens do.
+        if num_cached and index % self.n == 0:
+            self.usage.cached_tokens += num_cached
+
+
+def _text_body(text: bytes) -> bytes:
+    return b'"text":' + text

@@ -1,0 +1,59 @@
+"""Probes, version, load and metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.serve.context import Context, server_version
+from compile_and_serve.serve.errors import error_response
+from compile_and_serve.serve.responses import json_response
+
+router = APIRouter(tags=["Utility"])
+
+
+@router.get("/health", summary="Does the engine answer?")
+async def health(context: Context) -> Response:
+    """200 when the engine process answered just now, else 503. Names the graph passes that failed `--verify-passes`, if any."""
+    try:
+        await context.engine.check_health(context.settings.health_timeout)
+    except EngineDeadError as error:
+        return error_response(503, str(error))
+    prefix = "failed_passes."
+    report = context.inputs.info.compile_report
+    failed = {name.removeprefix(prefix): reason for name, reason in report.items() if name.startswith(prefix)}
+    return json_response({"status": "ok"} | ({"failed_passes": failed} if failed else {}))
+
+
+@router.get("/ready", summary="Are requests taken?")
+async def ready(context: Context) -> Response:
+    """200 while new requests are taken; 503 while the server shuts down or the engine is dead."""
+    if not context.engine.ready:
+        return error_response(503, context.engine.dead_reason or "The server is shutting down.")
+    return json_response({"status": "ready"})
+
+
+@router.post("/ping", include_in_schema=False)
+@router.get("/ping", summary="Is the server up?")
+async def ping() -> Response:
+    """200 as long as this process answers."""
+    return Response(status_code=200)
+
+
+@router.get("/version", summary="Version of the server")
+async def version() -> Response:
+    """The version of the installed distribution."""
+    return json_response({"version": server_version()})
+
+
+@router.get("/load", summary="Sequences in flight")
+async def load(context: Context) -> Response:
+    """How many sequences wait or run."""
+    return json_response({"server_load": context.engine.num_in_flight})
+
+
+@router.get("/metrics", summary="Prometheus metrics")
+async def metrics(context: Context) -> Response:
+    """Counters, gauges and histograms in Prometheus' text format."""
+    return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,37 @@
+"""`GET /v1/models` and `/v1/models/{id}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from compile_and_serve.serve.context import Context, ServerContext
+from compile_and_serve.serve.responses import json_response
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.get("/v1/models", summary="Models of this server")
+async def list_models(context: Context) -> Response:
+    """Every name that a request may write in `model`."""
+    names = context.settings.served_model_names
+    return json_response({"object": "list", "data": [_model(name, context) for name in names]})
+
+
+@router.get("/v1/models/{model_id:path}", summary="One model")
+async def retrieve_model(model_id: str, context: Context) -> Response:
+    """One model's card, with the longest sequence it takes."""
+    return json_response(_model(context.check_model(model_id), context))
+
+
+def _model(name: str, context: ServerContext) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.started,
+        "owned_by": "compile-and-serve",
+        "root": context.settings.served_model_names[0],
+        "parent": None,
+        "max_model_len": context.inputs.info.max_model_len,
+    }

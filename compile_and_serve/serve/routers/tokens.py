@@ -1,0 +1,62 @@
+"""`POST /tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.text.chat_template import render_chat
+from compile_and_serve.serve.context import Context, ServerContext
+from compile_and_serve.serve.errors import ApiError, user_errors
+from compile_and_serve.serve.protocol.fields import check_fields
+from compile_and_serve.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from compile_and_serve.serve.responses import json_response
+from compile_and_serve.serve.routers.common import ERROR_RESPONSES
+
+router = APIRouter(tags=["Utility"])
+# Every token of however long a text is wanted here.
+_WHOLE = SamplingParams(truncate_prompt_tokens=-1)
+
+
+@router.post("/tokenize", summary="Text to token ids", responses=ERROR_RESPONSES)
+async def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Response:
+    """Token ids of a prompt, or of a conversation as the chat endpoint would see it."""
+    context.check_model(body.model)
+    check_fields(body)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "Give either prompt or messages.", "prompt")
+    return await context.prepare(request, lambda: _tokenize(body, context))
+
+
+def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
+    with user_errors():
+        tokenizer = context.inputs.require_tokenizer("tokenize")
+        if body.prompt is not None:
+            text, add = body.prompt, body.add_special_tokens is not False
+        else:
+            template = context.settings.chat_template
+            options = body.template_options()
+            text = render_chat(tokenizer, body.messages or [], template=template, tools=body.tools, **options)
+            add = bool(body.add_special_tokens)
+    ids = context.encode(text, _WHOLE, add_special_tokens=add)
+    answer = {"count": len(ids), "max_model_len": context.inputs.info.max_model_len, "tokens": ids}
+    answer["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids] if body.return_token_strs else None
+    return json_response(answer)
+
+
+@router.post("/detokenize", summary="Token ids to text", responses=ERROR_RESPONSES)
+async def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> Response:
+    """The text of token ids; special tokens are written out unless they are to be skipped."""
+    context.check_model(body.model)
+    check_fields(body)
+    return await context.prepare(request, lambda: _detokenize(body, context))
+
+
+def _detokenize(body: DetokenizeRequest, context: ServerContext) -> Response:
+    vocab = context.inputs.info.vocab_size
+    wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < vocab), None)
+    if wrong is not None:
+        raise ApiError(400, f"tokens holds the id {wrong!s:.200}, ids are 0 to {vocab - 1}.", "tokens")
+    with user_errors():
+        tokenizer = context.inputs.require_tokenizer("detokenize")
+    return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))})

@@ -1,0 +1,292 @@
+"""Runs the API server from the start of the engine to the exit code: socket, signals, graceful shutdown, engine death."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineStartError
+from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
+from compile_and_serve.runtime.messages import EngineInfo
+from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.text.chat_template import ChatTemplateError, check_template
+from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.tokenizer import Tokenizer, load_generation_defaults, load_tokenizer
+from compile_and_serve.serve.app import create_app
+from compile_and_serve.serve.context import ServerContext
+from compile_and_serve.serve.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILURE = 0, 1
+# After a cancellation, the time that answers get to leave.
+_FLUSH_SECONDS = 5.0
+
+StageCallback = Callable[[str, float, str], None]
+
+
+class ServerStartError(ValueError):
+    """The server cannot start; one sentence."""
+
+
+def run(
+    config: EngineConfig,
+    settings: ServerSettings,
+    *,
+    on_stage: StageCallback | None = None,
+    on_ready: Callable[[str, EngineInfo], None] | None = None,
+) -> int:
+    """Start the engine, serve until SIGINT or SIGTERM, stop, and return the exit code: 0, or 1 when the engine died.
+
+    on_stage: (stage, seconds, detail) as start-up goes on. on_ready: (URL, engine info) once requests are taken.
+    Raises the `ValueError` family with one sentence where nothing can be served: port in use, no tokenizer, a model that
+    does not load.
+    """
+    listener = open_socket(settings.host, settings.port)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config, settings, listener, on_stage, on_ready))
+    except OSError as error:
+        # Another program may begin to listen while the model loads.
+        if error.errno == errno.EADDRINUSE:
+            raise ServerStartError(_bind_problem(settings.host, settings.port, error)) from error
+        raise
+    finally:
+        listener.close()
+
+
+def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerSettings:
+    """`settings` with the chat template read, the model's sampling defaults, and whether there are priorities.
+
+    Raises the `ValueError` family where requests could not use them.
+    """
+    changes: dict[str, Any] = {"priorities": config.scheduler.policy == "priority"}
+    if settings.chat_template is not None:
+        template = changes["chat_template"] = read_chat_template(settings.chat_template)
+        check_template(template)
+    if not settings.default_sampling:
+        changes["default_sampling"] = defaults = load_generation_defaults(config.model.path)
+        try:
+            SamplingParams(**defaults).verify()  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ServerStartError(
+                f"The sampling defaults in generation_config.json cannot be used: {error}"
+            ) from error
+    return replace(settings, **changes)
+
+
+def read_chat_template(given: str) -> str:
+    """The template's source: `given` itself where it is jinja, else the content of the file that it names."""
+    if "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ServerStartError(
+            f"The chat template '{given:.200}' is neither jinja nor a readable text file."
+        ) from error
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A bound socket, not yet listening. Raises `ServerStartError` naming the port when it is taken or not allowed."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ServerStartError(f"The host '{host}' is not an address of this machine ({error.strerror}).") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ServerStartError(_bind_problem(host, port, error)) from error
+    listener.setblocking(False)
+    return listener
+
+
+async def _serve(
+    config: EngineConfig,
+    settings: ServerSettings,
+    listener: socket.socket,
+    on_stage: StageCallback | None,
+    on_ready: Callable[[str, EngineInfo], None] | None,
+) -> int:
+    client = make_client(config, on_stage)
+    with _Signals() as signals:
+        starting = asyncio.create_task(_start(client, config, settings))
+        await _wait_any(starting, signals.stop)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return EXIT_OK
+        tokenizer, settings = starting.result()  # raises what went wrong
+        died: list[str] = []
+
+        def on_death(reason: str) -> None:
+            died.append(reason)
+            signals.stop.set()
+
+        app = create_app(
+            client, tokenizer, settings, num_replicas=config.parallel.data_parallel_size, on_engine_death=on_death
+        )
+        server = _Server(_uvicorn_config(app, settings))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if on_ready is not None and not serving.done():
+            on_ready(_url(listener, settings), client.info)
+        await _wait_any(serving, signals.stop)
+        await _finish(server, serving, app.state.context, signals.hurry)
+    return EXIT_FAILURE if died else EXIT_OK
+
+
+async def _start(
+    client: AsyncEngineClient | DataParallelClient, config: EngineConfig, settings: ServerSettings
+) -> tuple[Tokenizer | None, ServerSettings]:
+    """Start the engine and read the tokenizer meanwhile; the first problem of either ends both."""
+    engine = asyncio.create_task(client.start())
+    files = asyncio.create_task(asyncio.to_thread(_read_files, config, settings))
+    try:
+        await asyncio.gather(engine, files)
+        tokenizer, settings = files.result()
+        InputProcessor(tokenizer, client.info)  # raises where tokenizer and model do not fit
+    except BaseException:
+        engine.cancel()
+        await asyncio.gather(engine, return_exceptions=True)
+        await client.shutdown(drain=False)
+        raise
+    return tokenizer, settings
+
+
+async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, hurry: asyncio.Event) -> None:
+    """Let what runs finish; cancel it when its time is over or at the second signal; wait for the server's end."""
+    engine = context.engine
+    engine.draining = True
+    if engine.num_in_flight:
+        seconds = context.settings.shutdown_timeout
+        logger.info("Shutting down: %d sequences get %g seconds to finish.", engine.num_in_flight, seconds)
+    server.should_exit = True
+    await _wait_any(serving, hurry, timeout=context.settings.shutdown_timeout)
+    if not serving.done():
+        logger.warning("%d sequences are cancelled.", engine.num_in_flight)
+        engine.cancel_all()
+        await _wait_any(serving, timeout=_FLUSH_SECONDS)
+    if not serving.done():
+        server.force_exit = True
+        await _wait_any(serving, timeout=_FLUSH_SECONDS)
+    # With force_exit uvicorn leaves the lifespan out; shutting down twice does no harm.
+    await engine.shutdown(drain=False)
+    if serving.done():
+        await serving  # raises what stopped it
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: `_Signals` decides what a signal means."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Signals:
+    """SIGINT and SIGTERM: the first sets `stop`, the second `hurry`, a third ends the process at once."""
+
+    _HANDLED = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> _Signals:
+        for number in self._HANDLED:
+            self._loop.add_signal_handler(number, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in self._HANDLED:
+            self._loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+            self.__exit__()  # back to the default actions
+        self.stop.set()
+
+
+async def _wait_any(*awaited: asyncio.Task[Any] | asyncio.Event, timeout: float | None = None) -> None:
+    """Until the first task is done or the first event set, or `timeout` seconds; exceptions stay in the tasks."""
+    waits = {task if isinstance(task, asyncio.Task) else asyncio.create_task(_set(task)) for task in awaited}
+    await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits.difference(task for task in awaited if isinstance(task, asyncio.Task)):
+        wait.cancel()
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level=settings.log_level,
+        access_log=settings.access_log,
+        log_config=None,
+        lifespan="on",
+        timeout_keep_alive=30,
+        root_path=settings.root_path,
+    )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        logger.info("uvloop is not installed: asyncio's own loop is used.")
+        return None
+    return uvloop.new_event_loop
+
+
+def _read_files(config: EngineConfig, settings: ServerSettings) -> tuple[Tokenizer | None, ServerSettings]:
+    settings = complete_settings(config, settings)
+    if config.model.skip_tokenizer_init:
+        return None, settings
+    given = config.model.tokenizer
+    tokenizer = load_tokenizer(config.model.path if given is None else Path(given))
+    if settings.chat_template is None and "default" in tokenizer.chat_templates:
+        try:
+            check_template(tokenizer.chat_templates["default"])
+        except ChatTemplateError as error:  # completions work without
+            logger.warning("Chat requests will be refused, unless you give another --chat-template. %s", error)
+    return tokenizer, settings
+
+
+def _bind_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} on {host} is in use: choose another with --port, or stop the program that has it."
+    if error.errno == errno.EACCES:
+        return f"Port {port} is reserved for the system's administrator: choose one above 1023 with --port."
+    return f"The server cannot listen on {host}:{port} ({error.strerror})."
+
+
+def _url(listener: socket.socket, settings: ServerSettings) -> str:
+    port = listener.getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{port}{settings.root_path}"
+
+
+__all__ = ["EngineStartError", "ServerStartError", "complete_settings", "open_socket", "run"]

@@ -1,0 +1,111 @@
+"""The pass `fuse_allreduce_add_rms_norm`: every rowwise linear of a layer is a site, and what is none says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compile_and_serve.compiler import CompileConfig
+from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
+from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.pass_manager import run_passes
+from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm
+from tests.compiler.test_tensor_parallel import KERNELS, LAYERS, run
+from tests.support.ranks import run_ranks
+
+NAME = "fuse_allreduce_add_rms_norm"
+FUSED = torch.ops.cas.allreduce_add_rms_norm.default
+WITH_IT = KERNELS | {"allreduce_add_rms_norm"}
+
+
+def test_every_sum_of_ranks_in_a_layer_is_a_site() -> None:
+    """Two a layer, the last before the final norm; only the embedding's sum stays, and the norms are no linear's any more."""
+    captured, ctx, records = run(2, "Qwen3ForCausalLM", kernels=WITH_IT)
+    assert records[NAME].result == PassResult(matched=2 * LAYERS)
+    verification = records[NAME].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+    targets = [node.target for node in captured.gm.graph.nodes]
+    assert targets.count(FUSED) == 2 * LAYERS
+    assert targets.count(torch.ops.cas.all_reduce.default) == 1
+    normed = [n.args[3] is not None for n in captured.gm.graph.nodes if n.target == torch.ops.cas.fused_linear.default]
+    assert normed == [True] + [False] * (4 * LAYERS)  # the first layer's norm follows the embedding
+    before = str(captured.gm.graph)
+    for record in run_passes(captured.gm, default_passes(CompileConfig(tensor_parallel_size=2)), ctx):
+        if isinstance(record.result, SkipReason):  # has no kernel
+            assert record.name != NAME
+            continue
+        assert record.result.matched == 0, record.name
+    assert str(captured.gm.graph) == before
+
+
+def test_it_runs_where_there_are_ranks_and_a_kernel() -> None:
+    _, ctx, records = run(1, kernels=WITH_IT, verify=False)
+    assert NAME not in records
+    assert FuseAllreduceAddRmsNorm().guard(ctx) == SkipReason(sentence="the model runs on one rank")
+    _, _, records = run(2, verify=False)
+    assert records[NAME].result == SkipReason(sentence="there is no kernel of it for torch.bfloat16 on cpu")
+    assert records["fuse_linears"].result == PassResult(matched=4 * LAYERS + 1)
+
+
+class ScaledMlp(nn.Module):
+    """Its output is scaled before it is added."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)) * 0.5
+
+
+def test_near_misses_say_why() -> None:
+    def scaled(module: Any) -> None:
+        for layer in module.model.layers:
+            layer.mlp = ScaledMlp(layer.mlp)
+
+    def float32_norm(module: Any) -> None:
+        norm = module.model.layers[0].post_attention_layernorm
+        norm.weight.data = norm.weight.data.float()
+
+    for change, count, reason in (
+        (scaled, LAYERS, "read by something else than the addition of a residual"),
+        (float32_norm, 1, "the norm's weight is not a parameter of the activations' dtype"),
+    ):
+        _, _, records = run(2, kernels=WITH_IT, change=change)
+        result = records[NAME].result
+        assert isinstance(result, PassResult)
+        assert (result.matched, len(result.near_misses)) == (2 * LAYERS - count, count)
+        assert reason in result.near_misses[0].reason
+        assert "models/" in result.near_misses[0].source or "test_fuse" in result.near_misses[0].source
+
+
+def operands(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    residual, weight = torch.randn(5, 24, generator=generator), torch.randn(24, generator=generator)
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+    return x.to(dtype), residual.to(dtype), weight.to(dtype)
+
+
+def fuse(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [allreduce_add_rms_norm(*operands(rank, dtype), 1e-5) for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("size", [2])
+def test_the_op_equals_its_formula(size: int, tmp_path: Path) -> None:
+    by_rank = run_ranks(size, fuse, folder=tmp_path)
+    for i, (dtype, tolerance) in enumerate(((torch.float32, 1e-6), (torch.bfloat16, 2**-7))):
+        parts = [operands(rank, dtype) for rank in range(size)]
+        total = torch.stack([x.double() for x, _, _ in parts]).sum(0) + parts[0][1].double()
+        normed = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
+        for outs in by_rank:
+            torch.testing.assert_close(outs[i][0].double(), total, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(outs[i][1].double(), normed, rtol=2 * tolerance, atol=2 * tolerance)
+            assert torch.equal(outs[i][0], by_rank[0][i][0])
+            assert torch.equal(outs[i][1], by_rank[0][i][1])

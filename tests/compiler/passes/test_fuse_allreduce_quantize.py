@@ -1,0 +1,182 @@
+"""The pass `fuse_allreduce_quantize`: where every linear behind a sum of ranks rounds its input to float8, it comes rounded."""
+
+from __future__ import annotations
+
+import operator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED
+from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FUSED_QUANTIZE, FuseAllreduceQuantize
+from compile_and_serve.compiler.passes.fuse_quantized_mlp import QUANTIZED_MLP
+from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
+from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.pass_manager import run_passes
+from compile_and_serve.custom_ops.collectives.allreduce_norm import (
+    allreduce_add_rms_norm,
+    allreduce_add_rms_norm_quantize,
+)
+from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
+from tests.compiler.test_fuse_allreduce_add_rms_norm import operands
+from tests.compiler.test_tensor_parallel import KERNELS, LAYERS, rewrite
+from tests.compiler.test_tensor_parallel_ranks import PROMPT
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import caches, fill, step, tiny_spec
+
+NAME = "fuse_allreduce_quantize"
+ALLREDUCE = KERNELS | {"allreduce_add_rms_norm"}
+WITH_IT = ALLREDUCE | {"allreduce_add_rms_norm_quantize"}
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}  # blocks of 128 on each rank
+SITES = 2 * LAYERS - 1  # all but the last, whose norm the output head reads unrounded
+
+
+def run(quantization: Any = "fp8", kernels: frozenset[str] = WITH_IT, ranks: int = 2, **options: Any) -> Any:
+    model = WIDE if quantization == "fp8-block" else {}
+    spec = tiny_spec("LlamaForCausalLM", LAYERS, torch.bfloat16, **model)
+    return rewrite(
+        spec, CompileConfig(tensor_parallel_size=ranks, quantization=quantization), kernels=kernels, **options
+    )
+
+
+def calls(gm: GraphModule, target: Any) -> list[Node]:
+    return list(gm.graph.find_nodes(op="call_function", target=target))
+
+
+@pytest.mark.parametrize("mlp", [False, True])
+def test_every_norm_that_is_rounded_comes_rounded(mlp: bool) -> None:
+    captured, ctx, records = run(kernels=WITH_IT | {"quantized_mlp"} if mlp else WITH_IT)
+    assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS)
+    assert records[NAME].result == PassResult(matched=SITES)
+    for record in records.values():
+        assert record.verification is None or record.verification.passed, record.name
+    assert records[NAME].verification.relative_error < 1e-12
+    fused = calls(captured.gm, FUSED_QUANTIZE)
+    assert (len(fused), len(calls(captured.gm, FUSED))) == (SITES, 1)
+    readers = [
+        *(node for node in calls(captured.gm, QUANTIZED_LINEAR) if len(node.args) == 13),
+        *(node for node in calls(captured.gm, QUANTIZED_MLP) if len(node.args) == 17),
+    ]
+    assert len(readers) == SITES  # all QKV but the first, all gate/up; after fuse_linears and fuse_quantized_mlp, too
+    assert sum(node.target == QUANTIZED_MLP for node in readers) == LAYERS * mlp
+    for reader in readers:
+        parts = [reader.args[0], *reader.args[-2:]]
+        assert all(part.target is operator.getitem for part in parts)
+        assert [part.args[1] for part in parts] == [1, 2, 3]
+        assert {part.args[0] for part in parts} <= set(fused)
+        x, values, scale = (part.meta["example_value"] for part in parts)
+        assert (values.dtype, values.shape) == (torch.float8_e4m3fn, x.shape)
+        assert (scale.dtype, scale.shape) == (torch.float32, (x.shape[0], 1))
+    before = str(captured.gm.graph)
+    config = CompileConfig(tensor_parallel_size=2, quantization="fp8")
+    for record in run_passes(captured.gm, default_passes(config), ctx):
+        assert isinstance(record.result, SkipReason) or record.result.matched == 0, record.name
+    assert str(captured.gm.graph) == before
+
+
+def test_it_runs_where_there_are_ranks_and_a_kernel() -> None:
+    _, ctx, records = run(ranks=1, verify=False)
+    assert NAME not in records
+    assert FuseAllreduceQuantize().guard(ctx) == SkipReason(sentence="the model runs on one rank")
+    captured, _, records = run(kernels=ALLREDUCE, verify=False)
+    assert records[NAME].result == SkipReason(sentence="there is no kernel of it for torch.bfloat16 on cpu")
+    assert not calls(captured.gm, FUSED_QUANTIZE)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8-weight-only", "int8-weight-only"])
+def test_nothing_is_expected_where_nothing_is_rounded(quantization: Any) -> None:
+    _, _, records = run(quantization, verify=False)
+    assert records[NAME].result == PassResult(matched=0)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "reason"),
+    [
+        ("int8", "a linear rounds the norm to int8, not to float8_e4m3fn"),
+        ("fp8-block", "with a scale for each 128 features"),
+    ],
+)
+def test_what_is_rounded_otherwise_says_so(quantization: Any, reason: str) -> None:
+    captured, _, records = run(quantization, verify=False)
+    result = records[NAME].result
+    assert (result.matched, len(result.near_misses)) == (0, SITES)
+    assert all(reason in miss.reason for miss in result.near_misses)
+    assert "models/" in result.near_misses[0].source
+    assert not calls(captured.gm, FUSED_QUANTIZE)
+
+
+def test_other_readers_and_static_scales_are_near_misses() -> None:
+    captured, ctx, _ = run(kernels=ALLREDUCE, disabled=frozenset({"fuse_linears"}), verify=False)
+    ctx.kernels = WITH_IT
+    norms = [next(part for part in fused.users if part.args[1] == 1) for fused in calls(captured.gm, FUSED)]
+    with captured.gm.graph.inserting_after(norms[0]):
+        captured.gm.graph.call_function(torch.neg, (norms[0],))
+    next(iter(norms[1].users)).update_arg(9, "static")
+    result = FuseAllreduceQuantize().run(captured.gm, ctx)
+    assert (result.matched, len(result.near_misses)) == (1, 2)
+    assert [norm.args[0].target for norm in norms] == [FUSED, FUSED, FUSED_QUANTIZE, FUSED]
+    assert "read by something else than linears that round it" in result.near_misses[0].reason
+    assert "a scale that its checkpoint brings" in result.near_misses[1].reason
+
+
+def fuse(rank: int) -> list[tuple[torch.Tensor, ...]]:
+    """The op and the one that does not round; float8 as bytes, which can be sent."""
+    outs: list[tuple[torch.Tensor, ...]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        total, normed, values, scale = allreduce_add_rms_norm_quantize(*operands(rank, dtype), 1e-5)
+        assert values.dtype == torch.float8_e4m3fn
+        outs += [allreduce_add_rms_norm(*operands(rank, dtype), 1e-5), (total, normed, values.view(torch.uint8), scale)]
+    return outs
+
+
+def test_the_op_is_the_sum_and_then_the_rounding(tmp_path: Path) -> None:
+    """To the bit, on every rank; the sum and the norm have tests of their own."""
+    by_rank = run_ranks(2, fuse, folder=tmp_path)
+    for outs in by_rank:
+        for (total, normed), ours in zip(outs[::2], outs[1::2], strict=True):
+            values, scale = quantize_activations(normed, torch.float8_e4m3fn)
+            expected = (total, normed, values.view(torch.uint8), scale)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, expected, strict=True))
+            assert scale.shape == (5, 1)
+            # But for float8's three bits of mantissa, and its smallest step, it is the norm.
+            error = (ours[2].view(torch.float8_e4m3fn).double() * ours[3] - normed.double()).abs()
+            assert (error <= 2**-4 * normed.double().abs() + 2**-10 * scale).all()
+    for ours, theirs in zip(*by_rank, strict=True):
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def generate(rank: int, cache_dir: str) -> list[tuple[torch.Tensor, list[int], int]]:
+    """Logits and greedy tokens of a float16 model (which the reference of quantized linears computes), and the sites of the pass."""
+    results = []
+    for kernels in (ALLREDUCE, WITH_IT | {"quantized_mlp"}):
+        spec = tiny_spec("LlamaForCausalLM", LAYERS, torch.float16)
+        config = CompileConfig(cache_dir=Path(cache_dir), tensor_parallel_size=2, quantization="fp8")
+        model = compile_model(spec, config, device=torch.device("cpu"), dtype=torch.float16, kernels=kernels)
+        fill(model, rank=rank)
+        kv_caches = caches(spec, torch.float16, tensor_parallel_size=2)
+        rows, tokens = [step(model, PROMPT, 0, kv_caches)], []
+        for start in range(len(PROMPT), len(PROMPT) + 4):
+            tokens.append(int(rows[-1][-1].argmax()))
+            rows.append(step(model, tokens[-1:], start, kv_caches))
+        sites = next(row.get("matched", 0) for row in model.report["passes"] if row["name"] == NAME)
+        results.append((torch.cat(rows), tokens, sites))
+    return results
+
+
+def test_ranks_say_the_same_with_and_without_it(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, generate, str(tmp_path / "artifacts"), folder=tmp_path)
+    for (logits, tokens, without), (ours, our_tokens, sites) in by_rank:
+        assert (without, sites) == (0, SITES)
+        assert torch.equal(ours, logits)
+        assert our_tokens == tokens
+        assert torch.equal(ours, by_rank[0][1][0])

@@ -1,0 +1,203 @@
+"""Each pass: how many sites it matches, what it leaves alone and why, and that a second run finds nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from compile_and_serve.compiler.artifacts.autotune import Choice
+from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.config import CompileConfig
+from compile_and_serve.compiler.passes import ON_REQUEST, default_passes
+from compile_and_serve.compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
+from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
+from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
+from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
+from tests.support.tiny_models import tiny_spec
+
+LAYERS = 3
+ALL_KERNELS = frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"})
+PASSES = default_passes(CompileConfig(forced_passes=ON_REQUEST))
+
+
+def run(
+    architecture: str = "LlamaForCausalLM",
+    kernels: frozenset[str] = ALL_KERNELS,
+    disabled: frozenset[str] = frozenset(),
+    change: Callable[[torch.nn.Module], object] = lambda module: None,
+    **config: object,
+) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
+    spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **config)
+    change(spec.module)
+    captured = capture(spec.module, example_inputs([(8, 2, 2, 16, 16)] * LAYERS, torch.bfloat16))
+    ctx = PassContext(
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        weights=captured.weights,
+        fake_mode=captured.fake_mode,
+        kernels=kernels,
+    )
+    records = run_passes(captured.gm, PASSES, ctx, disabled)
+    return captured, ctx, {record.name: record for record in records}
+
+
+def targets(captured: CapturedGraph) -> list[object]:
+    return [node.target for node in captured.gm.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_every_site_is_matched(architecture: str) -> None:
+    captured, _, records = run(architecture)
+    expected = {
+        "merge_linears": 5 * LAYERS,
+        "select_rows_early": 1,
+        "fuse_rope_attention": LAYERS,
+        "fuse_linears": 4 * LAYERS + 1,
+    }
+    for name, sites in expected.items():
+        assert records[name].result == PassResult(matched=sites), name
+    left = targets(captured)
+    assert F.linear not in left
+    assert torch.rms_norm not in left
+    assert F.silu not in left
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_a_second_run_changes_nothing(architecture: str) -> None:
+    captured, ctx, _ = run(architecture)
+    before = str(captured.gm.graph)
+    for record in run_passes(captured.gm, PASSES, ctx):
+        assert isinstance(record.result, PassResult), record.name
+        assert record.result.matched == 0, record.name
+    assert str(captured.gm.graph) == before
+
+
+def test_merged_weights_come_from_their_parts() -> None:
+    _, ctx, _ = run()
+    qkv = ctx.weights["model.layers.1.self_attn.q_proj+k_proj+v_proj.weight.packed"]
+    prefix = "model.layers.1.self_attn"
+    assert qkv.sources == tuple(f"{prefix}.{part}_proj.weight" for part in "qkv")
+    assert qkv.expression == ("pack_linear_weight", ("cat", *qkv.sources))
+
+
+def test_biases_are_merged_too() -> None:
+    _, ctx, records = run(attention_bias=True)
+    assert records["merge_linears"].result == PassResult(matched=5 * LAYERS)
+    assert ctx.weights["model.layers.0.self_attn.q_proj+k_proj+v_proj.bias"].spec.shape == (64 + 2 * 32,)
+
+
+def test_rows_are_selected_before_the_last_mlp() -> None:
+    captured, _, _ = run(kernels=frozenset())
+    selections = [
+        n
+        for n in captured.gm.graph.find_nodes(op="call_function", target=operator.getitem)
+        if len(n.args[1:]) and isinstance(n.args[1], torch.fx.Node)
+    ]
+    assert len(selections) == 2  # of the last attention's output and of the residual beside it
+    linears = captured.gm.graph.find_nodes(op="call_function", target=F.linear)
+    rows = str(selections[0].meta["example_value"].shape[0])
+    on_rows = [str(node.meta["example_value"].shape[0]) == rows for node in linears]
+    assert on_rows == [False] * (len(linears) - 4) + [True] * 4  # output projection, gate/up, down, head
+
+
+def test_without_kernels_the_fusions_say_why() -> None:
+    captured, _, records = run(kernels=frozenset())
+    for name in ("fuse_rope_attention", "fuse_linears"):
+        result = records[name].result
+        assert isinstance(result, SkipReason)
+        assert "bfloat16 on cpu" in result.sentence
+    assert targets(captured).count(torch.ops.cas.attention.default) == LAYERS
+
+
+def test_a_pass_is_turned_off_by_name() -> None:
+    _, _, records = run(disabled=frozenset({"fuse_linears"}))
+    assert records["fuse_linears"].result == SkipReason(sentence="turned off by name")
+
+
+def test_float32_norm_weight_is_a_near_miss_with_its_place() -> None:
+    def float32_norms(module: torch.nn.Module) -> None:
+        for layer in module.model.layers:
+            layer.input_layernorm.weight.data = layer.input_layernorm.weight.data.float()
+
+    _, _, records = run(change=float32_norms)
+    result = records["fuse_linears"].result
+    assert isinstance(result, PassResult)
+    assert len(result.near_misses) == LAYERS
+    assert "different dtypes (torch.float32 and torch.bfloat16)" in result.near_misses[0].reason
+    assert "models/llama.py:" in result.near_misses[0].source
+
+
+WITHOUT_LINEARS = frozenset({"fuse_linears"})
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_row_wise_ops_are_fused_where_no_linear_takes_them(architecture: str) -> None:
+    captured, ctx, records = run(architecture, disabled=WITHOUT_LINEARS)
+    assert records["fuse_silu_mul"].result == PassResult(matched=LAYERS, measured=("fused without measuring",))
+    # every norm but the first stands behind a residual add
+    assert records["fuse_add_rms_norm"].result == PassResult(matched=2 * LAYERS, measured=("fused without measuring",))
+    assert targets(captured).count(F.silu) == 0
+    assert targets(captured).count(torch.rms_norm) == 1
+    again = run_passes(captured.gm, PASSES, ctx, WITHOUT_LINEARS)
+    assert {record.result.matched for record in again if isinstance(record.result, PassResult)} == {0}
+    _, _, with_linears = run(architecture)
+    assert with_linears["fuse_silu_mul"].result == with_linears["fuse_add_rms_norm"].result == PassResult(matched=0)
+
+
+class LosesAlways:
+    def choose(self, *_: object) -> Choice:
+        return Choice(use_ours=False, ours=(2e-6,), inductor=(1e-6,))
+
+
+def test_what_was_measured_slower_is_left_with_its_reason() -> None:
+    captured, ctx, _ = run(disabled=WITHOUT_LINEARS | {"fuse_silu_mul", "fuse_add_rms_norm"})
+    ctx.tuner = LosesAlways()  # type: ignore[assignment]
+    before = str(captured.gm.graph)
+    for graph_pass, sites in ((FuseSiluMul(), LAYERS), (FuseAddRmsNorm(), 2 * LAYERS)):
+        result = graph_pass.run(captured.gm, ctx)
+        assert (result.matched, result.near_misses) == (0, ())
+        assert len(result.left_to_inductor) == sites
+        assert "100% slower than Inductor's code" in result.left_to_inductor[0].reason
+        assert "models/" in result.left_to_inductor[0].source
+    assert str(captured.gm.graph) == before
+
+
+def test_a_float32_norm_behind_an_add_is_left_alone() -> None:
+    def float32_norms(module: torch.nn.Module) -> None:
+        for layer in module.model.layers:
+            layer.post_attention_layernorm.weight.data = layer.post_attention_layernorm.weight.data.float()
+
+    _, _, records = run(disabled=WITHOUT_LINEARS, change=float32_norms)
+    result = records["fuse_add_rms_norm"].result
+    assert isinstance(result, PassResult)
+    assert (result.matched, len(result.near_misses)) == (LAYERS, LAYERS)
+    assert "the norm's weight is torch.float32, and its input torch.bfloat16" in result.near_misses[0].reason
+
+
+def test_a_gate_that_something_else_reads_keeps_its_ops() -> None:
+    captured, ctx, _ = run(disabled=WITHOUT_LINEARS | {"fuse_silu_mul"})
+    silu = captured.gm.graph.find_nodes(op="call_function", target=F.silu)[0]
+    with captured.gm.graph.inserting_after(silu):
+        extra = ctx.call(captured.gm, torch.neg, silu.args[0], origin=silu)
+    product = next(user for user in silu.users if user.target is torch.mul)
+    product.replace_input_with(product.args[1], extra)
+    result = FuseSiluMul().run(captured.gm, ctx)
+    assert (result.matched, len(result.near_misses)) == (LAYERS - 1, 1)
+
+
+def test_a_linear_with_two_readers_keeps_its_output() -> None:
+    """SiLU-mul is swallowed only where nothing else reads the gate/up product."""
+    captured, ctx, _ = run(disabled=WITHOUT_LINEARS | {"fuse_silu_mul", "fuse_add_rms_norm"})
+    silus = captured.gm.graph.find_nodes(op="call_function", target=F.silu)
+    with captured.gm.graph.inserting_after(silus[0]):
+        extra = ctx.call(captured.gm, torch.neg, silus[0], origin=silus[0])
+    products = [user for user in silus[0].users if user.target is torch.mul]
+    products[0].replace_input_with(products[0].args[1], extra)
+    FuseLinears().run(captured.gm, ctx)
+    captured.gm.graph.lint()
+    assert targets(captured).count(F.silu) == 1

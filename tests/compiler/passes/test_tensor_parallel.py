@@ -1,0 +1,286 @@
+"""The pass `tensor_parallel`: a sharded graph computes what the whole one does, on every rank, whatever sizes and plan say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compile_and_serve.compiler import CompileConfig
+from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel, first_row, shard_columns, shard_rows
+from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
+from compile_and_serve.compiler.rewrite.verify import PassVerifier
+from compile_and_serve.compiler.weights import transforms as weights
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.models.spec import ModelSpec
+from tests.support.tiny_models import tiny_spec
+from tests.support.transformers_models import config_of
+
+LAYERS = 2
+KERNELS = frozenset({"rope_attention", "fused_linear"})
+SITES = 7 * LAYERS + 2  # linears of a layer, embedding and head
+
+
+def run(
+    size: int,
+    architecture: str = "LlamaForCausalLM",
+    *,
+    kernels: frozenset[str] = KERNELS,
+    disabled: frozenset[str] = frozenset(),
+    change: Callable[[nn.Module], object] = lambda module: None,
+    plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan,
+    verify: bool = True,
+    **config: Any,
+) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
+    """Every pass over a tiny model for `size` ranks, each verified in float64 unless `verify` is off."""
+    return rewrite(
+        tiny_spec(architecture, LAYERS, torch.bfloat16, **config), CompileConfig(tensor_parallel_size=size),
+        kernels=kernels, disabled=disabled, change=change, plan=plan, verify=verify,
+    )  # fmt: skip
+
+
+def rewrite(
+    spec: ModelSpec, config: CompileConfig, *, kernels: frozenset[str] = KERNELS, disabled: frozenset[str] = frozenset(),
+    change: Callable[[nn.Module], object] = lambda module: None,
+    plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan, verify: bool = True,
+) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:  # fmt: skip
+    change(spec.module)
+    captured = capture(spec.module, example_inputs(_cache_shapes(spec), torch.bfloat16))
+    ctx = PassContext(
+        device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
+        kernels=kernels, tensor_parallel_size=config.tensor_parallel_size, tp_plan=plan(dict(spec.tp_plan)),
+    )  # fmt: skip
+    verifier = PassVerifier(spec.buffers) if verify else None
+    records = run_passes(captured.gm, default_passes(config), ctx, disabled, verifier)
+    return captured, ctx, {record.name: record for record in records}
+
+
+def _cache_shapes(spec: ModelSpec) -> list[tuple[int, ...]]:
+    return [(8, 2, kv.num_kv_heads, 16, kv.head_dim) for kv in spec.kv_cache_specs]
+
+
+CASES = {
+    "llama": (2, "LlamaForCausalLM", {}),
+    "llama-biases": (4, "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": (2, "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "llama-odd-vocabulary": (4, "LlamaForCausalLM", {"vocab_size": 33}),  # 9 tokens a rank, 6 on the last
+    "llama-one-kv-head": (2, "LlamaForCausalLM", {"num_key_value_heads": 1}),
+    "llama-8-heads": (4, "LlamaForCausalLM", {"num_attention_heads": 8, "head_dim": 8}),
+    "qwen3": (2, "Qwen3ForCausalLM", {}),
+    "qwen3-everything": (
+        4, "Qwen3ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "vocab_size": 35, "head_dim": 32},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_equals_unsharded(case: str) -> None:
+    """In float64, attention by attention, and what the ranks' caches hold together."""
+    size, architecture, config = CASES[case]
+    _, _, records = run(size, architecture, **config)
+    assert records["tensor_parallel"].result == PassResult(matched=SITES)
+    for record in records.values():
+        if isinstance(record.result, SkipReason):  # has no kernel
+            continue
+        assert record.verification is not None
+        assert record.verification.passed, record.verification.reason
+        assert record.verification.relative_error < 1e-12
+    verification = records["tensor_parallel"].verification
+    assert verification is not None
+    assert len(verification.sites) == LAYERS + 1 + LAYERS  # attentions, the result, caches
+    assert records["fuse_linears"].result == PassResult(matched=4 * LAYERS + 1)
+    assert records["fuse_rope_attention"].result == PassResult(matched=LAYERS)
+    assert records["select_rows_early"].result == PassResult(matched=1)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GPTNeoXForCausalLM"])
+def test_unmodified_transformers_models_are_sharded(architecture: str) -> None:
+    """Heads are transposed there, and GPT-NeoX's queries, keys and values are one linear, head by head."""
+    spec = build_model(config_of(architecture, num_hidden_layers=1), dtype=torch.bfloat16, model_impl="transformers")
+    _, _, records = rewrite(spec, CompileConfig(tensor_parallel_size=2))
+    sites = 9 if architecture == "LlamaForCausalLM" else 6
+    assert records["tensor_parallel"].result == PassResult(matched=sites)
+    verification = records["tensor_parallel"].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+    assert len(verification.sites) == 3
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8-weight-only"])
+def test_quantized_shards_have_the_values_of_the_whole(quantization: Any) -> None:
+    spec = tiny_spec("Qwen3ForCausalLM", LAYERS, torch.bfloat16)
+    _, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=4, quantization=quantization))
+    verification = records["quantize_linears"].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+    assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + (quantization == "int8-weight-only"))
+    dtype = "float8_e4m3fn" if quantization == "fp8" else "int8"
+    weight = ctx.weights[f"model.layers.0.self_attn.o_proj.weight.{dtype}.scale"]
+    assert weight.expression == (f"row_scales.{dtype}", "model.layers.0.self_attn.o_proj.weight")  # of whole rows
+    assert weight.spec.shape == (64,)
+    rows = ("shard_rows", "model.layers.0.mlp.gate_proj.weight", 4, 4)  # nothing else of it is read
+    merged = ctx.weights[f"model.layers.0.mlp.gate_proj+up_proj.weight.{dtype}.packed"]
+    assert merged.inputs == (rows, ("shard_rows", "model.layers.0.mlp.up_proj.weight", 4, 4))
+
+
+def test_shards_are_expressions_over_the_checkpoint() -> None:
+    captured, ctx, _ = run(4, verify=False, attention_bias=True)
+    qkv = ctx.weights["model.layers.1.self_attn.q_proj+k_proj+v_proj.weight.packed"]
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    shards = [("shard_rows", name, parts, 4) for name, parts in zip(names, (4, 2, 2), strict=True)]  # 2 key/value heads
+    assert qkv.expression == ("pack_linear_weight", ("cat", *shards))
+    assert qkv.inputs == tuple(shards)
+    assert qkv.sources == tuple(names)
+    assert ctx.weights["model.layers.0.self_attn.o_proj.bias"].expression == (
+        "on_first_rank", "model.layers.0.self_attn.o_proj.bias",
+    )  # fmt: skip
+    caches = [
+        n for n in captured.gm.graph.find_nodes(op="placeholder") if n.meta.get("input", "").startswith("kv_cache")
+    ]
+    assert [tuple(node.meta["example_value"].shape) for node in caches] == [(8, 2, 1, 16, 16)] * LAYERS
+
+
+def test_every_row_is_on_one_rank_and_padding_is_zero() -> None:
+    weight = torch.randn(10, 3)
+    rows = torch.cat([shard_rows(weight, 4, 4, rank=rank) for rank in range(4)])
+    assert torch.equal(rows, torch.cat([weight, torch.zeros(2, 3)]))
+    assert [first_row(weight, 4, rank=rank).item() for rank in range(4)] == [0, 3, 6, 9]
+    assert torch.equal(shard_rows(weight, 2, 4, rank=1), weight[:5])  # two ranks share a half
+    assert torch.equal(torch.cat([shard_columns(weight.T, 5, rank=rank) for rank in range(5)], 1), weight.T)
+    assert torch.equal(shard_rows(weight[:2], 4, 4, rank=3), torch.zeros(1, 3))  # nothing is left for the last
+
+
+def test_one_rank_needs_nothing() -> None:
+    captured, ctx, records = run(1, verify=False)
+    assert "tensor_parallel" not in records
+    assert "cas.all" not in str(captured.gm.graph)
+    assert TensorParallel().guard(ctx) == SkipReason(sentence="the model runs on one rank")
+
+
+def test_a_second_run_changes_nothing() -> None:
+    captured, ctx, _ = run(2, verify=False, tie_word_embeddings=True)
+    before = str(captured.gm.graph)
+    for record in run_passes(captured.gm, default_passes(CompileConfig(tensor_parallel_size=2)), ctx):
+        if isinstance(record.result, SkipReason):  # has no kernel
+            continue
+        assert record.result.matched == 0, record.name
+    assert str(captured.gm.graph) == before
+
+
+def test_a_module_without_a_plan_is_whole_on_every_rank_and_listed() -> None:
+    def without_mlp(plan: dict[str, str]) -> dict[str, str]:
+        return {pattern: style for pattern, style in plan.items() if ".mlp." not in pattern and pattern != "lm_head"}
+
+    _, ctx, records = run(2, plan=without_mlp, tie_word_embeddings=False)
+    result = records["tensor_parallel"].result
+    assert isinstance(result, PassResult)
+    assert result.matched == 4 * LAYERS + 1
+    assert len(result.near_misses) == 3 * LAYERS + 1
+    assert "tp_plan has no model.layers.0.mlp.gate_proj: its weight is whole" in result.near_misses[0].reason
+    assert "models/layers.py:" in result.near_misses[0].source
+    verification = records["tensor_parallel"].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+    assert ctx.weights["lm_head.weight"].expression == "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "message"),
+    [
+        (3, {}, "model.layers.0.self_attn.q_proj.weight cannot be shared by 3 tensor-parallel ranks: it has 4 heads, which "
+                "3 does not divide; sizes that fit this model: 1, 2, 4."),
+        (8, {"num_attention_heads": 24, "num_key_value_heads": 6}, "k_proj.weight cannot be shared by 8 .* has 6 heads"),
+        (4, {"intermediate_size": 90}, "mlp.gate_proj.weight cannot be shared by 4 .* it has 90 rows"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_divide_name_the_parameter(size: int, config: dict[str, int], message: str) -> None:
+    with pytest.raises(PassError, match=message):
+        run(size, verify=False, **config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.layers.*.mlp.down_proj": "colwise"}, "down_proj.weight is 'colwise' in the model's tp_plan, and its input is a shard"),
+        ({"model.layers.*.mlp.gate_proj": "rowwise"}, "gate_proj.weight is 'rowwise' .* its input is whole"),
+        ({"lm_head": "colwise"}, "result would be a shard"),
+        ({"model.embed_tokens": "colwise"}, "embed_tokens.weight is 'colwise' in the model's tp_plan: expected 'vocab'"),
+        ({"model.layers.*.mlp.up_proj": "diagonal"}, "up_proj.weight is 'diagonal' in the model's tp_plan: expected 'colwise' or"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_does_not_go_together_is_an_error(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(PassError, match=message):
+        run(2, verify=False, plan=lambda plan: plan | changes)
+
+
+class NormalizedMlp(nn.Module):
+    """Takes a norm over features that ranks would share."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.softmax(self.gate_proj(x), -1) * self.up_proj(x))
+
+
+class WrittenOutMlp(NormalizedMlp):
+    """Knows how many features there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.gate_proj(x) * self.up_proj(x)
+        return self.down_proj(hidden.view(x.shape[0], 2, 48).flatten(1))
+
+
+class CutGroupsMlp(NormalizedMlp):
+    """Knows how many groups there are and leaves their size open."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.gate_proj(x) * self.up_proj(x)
+        return self.down_proj(hidden.view(x.shape[0], 2, -1).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("mlp", "message"),
+    [
+        (CutGroupsMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard: is a size written out"),
+        (NormalizedMlp, r"cannot follow softmax at .*test_tensor_parallel.py:\d+, in forward: dimension 1 of its input is cut"),
+        (WrittenOutMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard .* is a size written out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sharded_is_an_error_with_its_place(mlp: type, message: str) -> None:
+    def change(module: Any) -> None:
+        for layer in module.model.layers:
+            layer.mlp = mlp(layer.mlp)
+
+    with pytest.raises(PassError, match=message):
+        run(2, verify=False, change=change)
+
+
+def test_an_attention_that_is_not_sharded_is_an_error() -> None:
+    """Each rank's KV cache has its own heads alone."""
+    with pytest.raises(PassError, match="does not shard the attention of any layer.* tensor parallel size of 1"):
+        run(2, verify=False, plan=lambda plan: {})
+    with pytest.raises(PassError, match=r"does not shard the attention of .*models/llama.py:\d+"):
+        run(2, verify=False, plan=lambda plan: {name: style for name, style in plan.items() if ".mlp." in name})
+
+
+def test_the_pass_cannot_be_left_out() -> None:
+    with pytest.raises(PassError, match="Pass tensor_parallel cannot be left out here: turned off by name"):
+        run(2, verify=False, disabled=frozenset({"tensor_parallel"}))
+
+
+def test_a_wrong_shard_fails_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank takes the first columns: the ranks' sum is wrong, and no unsharded graph is left to fall back to."""
+    wrong = lambda weight, size, *, rank: shard_columns(weight, size, rank=0)  # noqa: E731
+    monkeypatch.setitem(weights._FUNCTIONS, "shard_columns", wrong)
+    with pytest.raises(
+        PassError, match="tensor_parallel cannot be left out here: failed its verification, relative error"
+    ):
+        run(2)

@@ -1,0 +1,113 @@
+"""Sharded models on ranks that are processes: the same tokens as one rank, the same bits on every rank, one compilation for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.collectives.collectives import all_gather, all_reduce
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import caches, fill, step, tiny_spec
+
+CPU = torch.device("cpu")
+PROMPT = [3, 141, 59, 26, 5, 35, 8]
+NEW_TOKENS = 6
+FUSED = frozenset({"rope_attention", "fused_linear"})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A tiny float32 model and how it is compiled."""
+
+    architecture: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    quantization: Any = None
+    kernels: frozenset[str] = FUSED
+
+
+CASES = {
+    2: [
+        Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        Case("LlamaForCausalLM", quantization="int8-weight-only"),
+    ],
+    # 2 key/value heads on 4 ranks; the norms are the all-reduces', not the linears'
+    4: [
+        Case(
+            "Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"}
+        )
+    ],
+}
+
+
+def run_case(case: Case, size: int, rank: int, cache_dir: str | None) -> tuple[torch.Tensor, list[int], dict[str, Any]]:
+    """Logits of the prompt and of each greedy token, the tokens, and what the compiler reports."""
+    spec = tiny_spec(case.architecture, 2, torch.float32, **case.changes)
+    config = CompileConfig(
+        mode="compile" if cache_dir else "eager", cache_dir=None if cache_dir is None else Path(cache_dir),
+        tensor_parallel_size=size, quantization=case.quantization,
+    )  # fmt: skip
+    model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=case.kernels)
+    fill(model, rank=rank)
+    kv_caches = caches(spec, torch.float32, tensor_parallel_size=size)
+    logits = step(model, PROMPT, 0, kv_caches, TorchAttention())
+    rows, tokens = [logits], []
+    for start in range(len(PROMPT), len(PROMPT) + NEW_TOKENS):
+        tokens.append(int(rows[-1][-1].argmax()))
+        rows.append(step(model, tokens[-1:], start, kv_caches, TorchAttention()))
+    kept = ("artifact", "artifact_key", "distinct_pieces")
+    return torch.cat(rows), tokens, {name: model.report[name] for name in kept if name in model.report}
+
+
+def run_cases(rank: int, size: int, cache_dir: str) -> list[tuple[torch.Tensor, list[int], dict[str, Any]]]:
+    return [run_case(case, size, rank, cache_dir) for case in CASES[size]]
+
+
+@pytest.mark.parametrize("size", sorted(CASES))
+def test_sharded_models_say_the_same(size: int, tmp_path: Path) -> None:
+    by_rank = run_ranks(size, run_cases, size, str(tmp_path / "artifacts"), folder=tmp_path)
+    for number, case in enumerate(CASES[size]):
+        results = [rank[number] for rank in by_rank]
+        logits, tokens, _ = run_case(case, 1, 0, str(tmp_path / "artifacts") if case.quantization else None)
+        for sharded, sharded_tokens, _ in results:
+            torch.testing.assert_close(sharded, logits, rtol=1e-4, atol=1e-4)
+            assert sharded_tokens == tokens
+            assert torch.equal(sharded, results[0][0]), "ranks differ in their last bits, and would sample differently"
+        reports = [report for _, _, report in results]
+        assert sorted(report["artifact"] for report in reports) == ["hit"] * (size - 1) + ["made"]
+        assert len({report["artifact_key"] for report in reports}) == 1
+        assert reports[0]["distinct_pieces"] == 3
+
+
+def reduce_and_gather(rank: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    outs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random_part(rank, dtype)
+        outs.append((all_reduce(x), all_gather(x, size, 7 * size - 2)))
+    return outs
+
+
+def random_part(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(5, 14, generator=torch.Generator().manual_seed(rank)).to(dtype)[:, ::2]  # strided
+
+
+def test_collectives_equal_their_definition(tmp_path: Path) -> None:
+    size = 3
+    by_rank = run_ranks(size, reduce_and_gather, size, folder=tmp_path)
+    for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+        parts = [random_part(rank, dtype) for rank in range(size)]
+        total = torch.stack([part.double() for part in parts]).sum(0)
+        for outs in by_rank:
+            reduced, gathered = outs[i]
+            assert reduced.dtype == dtype
+            torch.testing.assert_close(
+                reduced.double(), total, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
+            )
+            assert torch.equal(reduced, by_rank[0][i][0])
+            assert torch.equal(gathered, torch.cat(parts, 1)[:, : 7 * size - 2])
+            assert gathered.is_contiguous()

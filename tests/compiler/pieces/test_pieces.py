@@ -1,0 +1,110 @@
+"""What the splitter and the fingerprint promise: few distinct pieces, whatever the depth, and no layer's identity in any."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from compile_and_serve.compiler.capture.capture import capture, example_inputs
+from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.compiler.pieces.fingerprint import fingerprint, normalized_text
+from compile_and_serve.compiler.pieces.plan import ExecutionPlan, make_plan
+from compile_and_serve.compiler.pieces.splitter import Piece, SplitError, split
+from compile_and_serve.compiler.rewrite.graph_pass import PassContext
+from compile_and_serve.compiler.rewrite.pass_manager import run_passes
+from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.runtime.weights import read_config
+from tests.support.tiny_models import tiny_spec
+
+ALL_KERNELS = frozenset({"rope_attention", "fused_linear"})
+
+
+def stages_of(layers: int, architecture: str = "LlamaForCausalLM", kernels: frozenset[str] = ALL_KERNELS):
+    spec = tiny_spec(architecture, layers)
+    captured = capture(spec.module, example_inputs([(8, 2, 2, 16, 16)] * layers, torch.float32))
+    ctx = PassContext(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        weights=captured.weights,
+        fake_mode=captured.fake_mode,
+        kernels=kernels,
+    )
+    run_passes(captured.gm, default_passes(), ctx)
+    return captured, split(captured.gm)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("kernels", [ALL_KERNELS, frozenset()], ids=["fused", "plain"])
+def test_distinct_pieces_do_not_grow_with_depth(architecture: str, kernels: frozenset[str]) -> None:
+    distinct = {}
+    for layers in (2, 5):
+        _, stages = stages_of(layers, architecture, kernels)
+        pieces = [stage for stage in stages if isinstance(stage, Piece)]
+        assert len(pieces) == layers + 1
+        distinct[layers] = {fingerprint(piece.gm) for piece in pieces}
+    assert distinct[2] == distinct[5]
+    assert len(distinct[2]) <= 4
+
+
+def test_smollm2_has_as_many_distinct_pieces_at_30_layers_as_at_2(smollm2_gguf: Path) -> None:
+    config = read_config(smollm2_gguf)
+    assert config["num_hidden_layers"] == 30
+    distinct = {}
+    for layers in (30, 2):
+        spec = build_model({**config, "num_hidden_layers": layers}, dtype=torch.bfloat16)
+        shapes = [(8, 2, kv.num_kv_heads, 16, kv.head_dim) for kv in spec.kv_cache_specs]
+        captured = capture(spec.module, example_inputs(shapes, torch.bfloat16))
+        ctx = PassContext(
+            device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
+            kernels=ALL_KERNELS,
+        )  # fmt: skip
+        run_passes(captured.gm, default_passes(), ctx)
+        distinct[layers] = {fingerprint(stage.gm) for stage in split(captured.gm) if isinstance(stage, Piece)}
+    assert distinct[30] == distinct[2]
+    assert len(distinct[30]) <= 4
+
+
+def test_no_layer_identity_in_a_piece() -> None:
+    _, stages = stages_of(3)
+    for stage in stages:
+        if isinstance(stage, Piece):
+            assert not re.search(r"layer|modules|weight", normalized_text(stage.gm))
+
+
+def test_fingerprint_sees_a_changed_constant() -> None:
+    def pieces(eps: float) -> set[str]:
+        spec = tiny_spec(rms_norm_eps=eps)
+        captured = capture(spec.module, example_inputs([(8, 2, 2, 16, 16)] * 2, torch.float32))
+        return {fingerprint(s.gm) for s in split(captured.gm) if isinstance(s, Piece)}
+
+    assert pieces(1e-5) == pieces(1e-5)
+    assert not pieces(1e-5) & pieces(1e-6)
+
+
+def test_plan_survives_json() -> None:
+    captured, stages = stages_of(2)
+    plan, _ = make_plan(captured.gm, stages, captured.weights)
+    assert ExecutionPlan.from_json(plan.to_json()) == plan
+
+
+class UndeclaredOp(nn.Module):
+    def forward(self, input_ids, positions, kv_caches, logits_indices):
+        x = torch.ops.undeclared.double(positions[:, None].float())
+        return attention(x[:, None], x[:, None], x[:, None], kv_caches[0], 1.0)[logits_indices]
+
+
+def test_undeclared_op_is_an_error_with_name_and_line() -> None:
+    library = torch.library.Library("undeclared", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+    torch.library.register_fake("undeclared::double", lambda x: torch.empty_like(x), lib=library)
+    captured = capture(UndeclaredOp(), example_inputs([(8, 2, 1, 16, 1)], torch.float32))
+    with pytest.raises(
+        SplitError, match=r"undeclared::double at .*test_pieces\.py:\d+.*neither declared capturable nor a split"
+    ):
+        split(captured.gm)

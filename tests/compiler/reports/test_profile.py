@@ -1,0 +1,77 @@
+"""What the measurement of pieces counts and covers; how fast anything is, is no test's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler.reports import profile
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from tests.support.tiny_models import tiny_spec
+
+CPU = torch.device("cpu")
+LAYERS, HIDDEN, QKV, INTERMEDIATE, VOCAB = 3, 64, 128, 96, 320
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(profile.STREAM_BYTES, "cpu", 1 << 16)
+    monkeypatch.setitem(profile.GEMM_SIZE, "cpu", 16)
+    monkeypatch.setattr(profile, "RUNS", 2)
+
+
+def measured(tmp_path: Path, tokens: Sequence[int], **options: Any) -> dict[str, Any]:
+    config = CompileConfig(cache_dir=tmp_path, profile_tokens=tuple(tokens), **options)
+    model = compile_model(
+        tiny_spec(layers=LAYERS), config, device=CPU, dtype=torch.float32,
+        kernels=frozenset({"rope_attention", "fused_linear"}), attention_backend=TorchAttention(),
+    )  # fmt: skip
+    return model.report["profile"]
+
+
+def test_each_piece_and_op_is_measured_at_each_size(tmp_path: Path) -> None:
+    result = measured(tmp_path, (1, 4))
+    rows = {(row["name"], row["tokens"]): row for row in result["rows"]}
+    pieces = {name for name, _ in rows if name.startswith("piece ")}
+    assert set(rows) == {(name, t) for name in pieces | {"rope_attention"} for t in (1, 4)}
+    assert sum(rows[name, 4]["count"] for name in pieces) == LAYERS + 1
+    assert rows["rope_attention", 4]["count"] == LAYERS
+    assert all(row["seconds"] > 0 for row in result["rows"])
+    assert [step["tokens"] for step in result["steps"]] == [1, 4]
+    assert min(result["bandwidth"], result["gemm_rate"]) > 0
+
+
+def test_work_is_counted_from_the_graph(tmp_path: Path) -> None:
+    tokens = 4
+    rows = {row["name"]: row for row in measured(tmp_path, (tokens,))["rows"]}
+    # o_proj, gate and up, down, and the next layer's qkv; each product is 2·T·I·O
+    macs = HIDDEN * HIDDEN + HIDDEN * 2 * INTERMEDIATE + INTERMEDIATE * HIDDEN + HIDDEN * QKV
+    assert rows["piece 1"]["flops"] == 2 * tokens * macs
+    # two norms' weights; in: attention's result and the residual; out: the residual and qkv
+    values = macs + 2 * HIDDEN + tokens * (2 * HIDDEN + HIDDEN + QKV)
+    assert rows["piece 1"]["bytes"] == 4 * values
+    # the last piece ends with the final norm and the vocabulary
+    last = max(name for name in rows if name.startswith("piece "))
+    assert rows[last]["flops"] >= 2 * tokens * HIDDEN * VOCAB
+    # an embedding is read by rows: less than the table
+    assert rows["piece 0"]["bytes"] < 4 * (VOCAB * HIDDEN + HIDDEN * QKV)
+    heads, kv_heads, size = 4, 2, 16
+    assert rows["rope_attention"]["flops"] == 4 * profile.CONTEXT * tokens * heads * size
+    cached = tokens * profile.CONTEXT * 2 * kv_heads * size
+    assert rows["rope_attention"]["bytes"] == 4 * (cached + tokens * (QKV + 2 * size + heads * size))
+
+
+def test_an_artifact_does_not_stand_in_for_a_measurement(tmp_path: Path) -> None:
+    measured(tmp_path, (1,))
+    assert measured(tmp_path, (1,))["rows"]
+
+
+def test_without_a_backend_it_is_a_sentence(tmp_path: Path) -> None:
+    config = CompileConfig(cache_dir=tmp_path, profile_tokens=(1,))
+    with pytest.raises(ValueError, match="needs the attention backend"):
+        compile_model(tiny_spec(), config, device=CPU, dtype=torch.float32)

@@ -1,0 +1,63 @@
+"""Pieces for a GPU: Inductor's processes build their kernels beside each other, each into its piece's folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+
+from compile_and_serve.compiler.inductor import load_pieces, prepared, start_piece
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(x * self.factor) + x, x.softmax(-1)  # softmax: the same kernel in all of them
+
+
+def piece(factor: float) -> GraphModule:
+    gm = symbolic_trace(Scaled(factor))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["example_value"] = torch.empty(32, 300)
+    return gm
+
+
+@pytest.mark.parametrize("is_ready", [True, False], ids=["processes", "none yet"])
+def test_pieces_in_work_beside_each_other(tmp_path: Path, is_ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from torch._inductor.async_compile import AsyncCompile
+
+    found: list[bool] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **_: found.append(cache_hit))
+    factors = (0.5, 3.0)
+    x = torch.randn(32, 300, device=CUDA)
+    with prepared(CUDA, tmp_path / "trials"):
+        if is_ready:
+            AsyncCompile.wait_pool_ready()
+        begun = [start_piece(piece(factor), CUDA, tmp_path / str(factor)) for factor in factors]
+        compiled = [in_work.result() for in_work in begun]
+    for factor, made in zip(factors, compiled, strict=True):
+        scaled, probs = made.run([x])
+        torch.testing.assert_close(scaled, torch.tanh(x * factor) + x)
+        torch.testing.assert_close(probs, x.softmax(-1))
+        folder = tmp_path / str(factor)
+        assert list(folder.rglob("*.cubin")), "the piece's kernels do not lie in its folder"
+        # As an artifact comes back: elsewhere, and what was first built is gone.
+        elsewhere = tmp_path / f"{factor}-loaded"
+        shutil.copytree(folder, elsewhere)
+        shutil.rmtree(folder)
+        found.clear()
+        again = load_pieces({"again": made.source}, CUDA, elsewhere)["again"].run([x])
+        torch.testing.assert_close(again[0], scaled)
+        assert found, "no kernel was looked for"
+        assert all(found), "loading a piece built kernels again"

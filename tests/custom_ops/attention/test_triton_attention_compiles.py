@@ -1,0 +1,143 @@
+"""Attention over a float8 cache, sampling, and what a step of decodes begins and ends with, compiled for a Hopper GPU (none is needed):
+the instructions that they rely on.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.hopper import run_script
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import json
+import torch
+from compile_and_serve.custom_ops.sampling.triton_sampling import _draw_kernel, _filter_kernel
+from compile_and_serve.custom_ops.attention.triton_decode import _decode_kernel, decode_config
+from compile_and_serve.custom_ops.quantized.quantization import RoundTo
+from compile_and_serve.custom_ops.attention.triton_decode_quantize import rounding_constants
+from compile_and_serve.custom_ops.attention.triton_prefill import _prefill_kernel
+from compile_and_serve.custom_ops.attention.triton_rope import _rope_kv_kernel
+from compile_and_serve.custom_ops.sampling.decode_inputs import _begin_kernel, _end_kernel
+from tests.support.hopper import compiled
+
+INT32 = {"has_run_ptr", "start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "counter_ptr", "top_k_ptr", "gathered_id_ptr"}
+INT64 = {"slot_ptr", "seed_ptr", "position_ptr", "out_ptr"}
+FLOAT = {"scale_log2", "eps"}
+FLOATS = {"cos_ptr", "sin_ptr", "partial_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "block_max_ptr", "gathered_ptr",
+          "out_best_ptr"}
+ATTENTION = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_R": 64, "BLOCK_E": 128, "BLOCK_G": 16,
+             "BLOCK_H": 32, "BLOCK_K": 8, "WRITE_Q": True, "WRITE_K": False, "HAS_Q_NORM": False, "HAS_K_NORM": False,
+             "HAS_ROPE": True, "PDL": True, "q_norm_ptr": None, "k_norm_ptr": None, "k_out_ptr": None}
+SAMPLING = {"CHUNK": 8192, "CHUNKS": 16, "STEP": 2048, "BLOCK": 128, "BLOCK_J": 16, "BLOCKS": 1024, "CANDIDATES": 1024, "KEY_BITS": 16,
+            "GATHERED_K": 256, "PDL": True}
+
+def ptx(kernel, constants, num_warps, special):
+    def type_of(name):
+        if name in special:
+            return special[name]
+        if name in FLOAT:
+            return "fp32"
+        if not name.endswith("_ptr"):
+            return "i32"
+        return "*i32" if name in INT32 else "*fp32" if name in FLOATS else "*i64" if name in INT64 else "*bf16"
+    return compiled(kernel, constants, type_of, num_warps).asm["ptx"]
+
+cache = {"kv_ptr": "*fp8e4nv", "out_ptr": "*bf16"}
+found = {"write": ptx(_rope_kv_kernel, ATTENTION, 4, cache)}
+for num_seqs in (1, 64, 256, 9000):  # so many are not split
+    tile, splits, stages, warps, min_split = decode_config(num_seqs, 8, 132, itemsize=1)
+    constants = {"BLOCK_C": tile, "SPLITS": splits, "MIN_SPLIT": min_split, "STAGES": stages}
+    constants |= {} if splits > 1 else {"partial_ptr": None, "counter_ptr": None}
+    constants |= rounding_constants(None, 32, 128, warps)
+    constants |= {n: None for n in ("rounded_ptr", "rounded_scale_ptr", "input_scale_ptr")}
+    found[f"decode {num_seqs}"] = ptx(_decode_kernel, ATTENTION | constants, warps, cache)
+FP8 = torch.float8_e4m3fn
+for name, round_to, head_dim in (
+    ("token", RoundTo(dtype=FP8), 128), ("int8", RoundTo(dtype=torch.int8), 128), ("group", RoundTo(dtype=FP8, per_group=True), 128),
+    ("group of heads", RoundTo(dtype=FP8, per_group=True), 64), ("static", RoundTo(dtype=FP8, input_scale=torch.ones(1)), 128),
+):
+    for num_seqs in (1, 64, 256):
+        tile, splits, stages, warps, min_split = decode_config(num_seqs, 8, 132)
+        constants = {"BLOCK_C": tile, "SPLITS": splits, "MIN_SPLIT": min_split, "STAGES": stages}
+        constants |= {"HEAD_DIM": head_dim, "BLOCK_E": head_dim, "BLOCK_R": head_dim // 2}
+        constants |= rounding_constants(round_to, 32, head_dim, warps)
+        special = {"out_ptr": "*bf16", "rounded_scale_ptr": "*fp32", "input_scale_ptr": "*fp32"}
+        special["rounded_ptr"] = "*i8" if round_to.dtype == torch.int8 else "*fp8e4nv"
+        if round_to.input_scale is None:
+            constants["input_scale_ptr"] = None
+        if splits == 1:
+            constants |= {"partial_ptr": None} | ({"counter_ptr": None} if constants["ROUNDS_HEADS"] else {})
+        found[f"{name} {num_seqs}"] = ptx(_decode_kernel, ATTENTION | constants, warps, special)
+constants = {"BLOCK_Q": 64, "BLOCK_C": 64, "STAGES": 3, "SKIP_SINGLE": False}
+found["prefill"] = ptx(_prefill_kernel, ATTENTION | constants, 4, cache)
+nothing = {n: None for n in ("temperature_ptr", "top_k_ptr", "seed_ptr", "position_ptr", "block_max_ptr")}
+found["greedy"] = ptx(_draw_kernel, SAMPLING | nothing | {"GREEDY": True}, 8, {"rank_ptr": "*u64"})
+found["draw"] = ptx(_draw_kernel, SAMPLING | {"GREEDY": False}, 8, {"rank_ptr": "*u64"})
+found["filter"] = ptx(_filter_kernel, SAMPLING, 8, {})
+tokens = {name: "*i64" for kernel in (_begin_kernel, _end_kernel) for name in kernel.arg_names
+          if name.endswith("_ptr") and name not in INT32}
+found["begin"] = ptx(_begin_kernel, {"BLOCK_SIZE": 16, "ROWS": 128}, 4, tokens)
+found["end"] = ptx(_end_kernel, {"ROWS": 128, "PDL": True}, 4, tokens)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_script(SCRIPT, tmp_path_factory.mktemp("triton"))
+
+
+@pytest.mark.parametrize("name", ["write", "decode 1", "decode 64", "decode 256"])
+def test_new_keys_and_values_are_rounded_by_one_instruction(ptx: dict[str, str], name: str) -> None:
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx[name]
+    assert "griddepcontrol.wait" in ptx[name]
+
+
+@pytest.mark.parametrize("name", ["decode 1", "decode 64", "decode 256", "prefill"])
+def test_pages_come_as_bytes_and_are_widened_two_at_a_time(ptx: dict[str, str], name: str) -> None:
+    products = [line for line in ptx[name].splitlines() if "mma" in line and "sync" in line and ".f16" in line]
+    assert products
+    assert not [line for line in ptx[name].splitlines() if "mma" in line and "bf16" in line]
+    assert "cvt.rn.f16x2.e4m3x2" in ptx[name]
+    if name != "decode 1":  # which keeps nothing on its way but what a tile needs
+        assert "cp.async" in ptx[name]
+
+
+ROUNDED = [
+    f"{kind} {num_seqs}" for kind in ("token", "int8", "group", "group of heads", "static") for num_seqs in (1, 64, 256)
+]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_output_is_rounded_in_the_same_kernel(ptx: dict[str, str], name: str) -> None:
+    kind = name.rpartition(" ")[0]
+    lines = ptx[name].splitlines()
+    assert any("cvt.rn.satfinite.e4m3x2.f32" in line for line in lines) == (kind != "int8")
+    assert any("griddepcontrol.wait" in line for line in lines)
+    # Programs count each other where splits are combined, and where a head is not rounded by itself: where its output may end.
+    in_place = kind in ("group", "static")
+    assert sum("atom." in line for line in lines) == 1 + (0 if in_place else 3)
+    assert any("ld.global.cg.v4" in line for line in lines)  # what other programs stored is read past L1
+
+
+def test_a_decode_that_is_not_rounded_counts_nothing(ptx: dict[str, str]) -> None:
+    """The one is that of splits."""
+    assert [ptx[f"decode {num_seqs}"].count("atom.") for num_seqs in (1, 64, 256, 9000)] == [1, 1, 1, 0]
+
+
+def test_the_greedy_choice_reduces_once(ptx: dict[str, str]) -> None:
+    """Within a warp, between its program's eight warps, and between the row's 16 programs; 64 bits are two exchanges each."""
+    assert ptx["greedy"].count("shfl.sync") <= 2 * (5 + 3 + 4)
+    assert ptx["greedy"].count("bar.sync") <= 4
+    assert ptx["greedy"].count("ld.global.v4.b32") == 8192 // 2048
+    for name in ("greedy", "draw", "filter"):
+        assert "griddepcontrol.wait" in ptx[name]
+
+
+def test_a_step_begins_after_and_ends_after_everything_before_it(ptx: dict[str, str]) -> None:
+    assert "griddepcontrol" not in ptx["begin"]  # an ordinary kernel: all of the step before has ended
+    wait = ptx["end"].index("griddepcontrol.wait")
+    assert "ld.global" not in ptx["end"][:wait]
+    assert "griddepcontrol.launch_dependents" not in ptx["end"]

@@ -1,0 +1,160 @@
+"""Collectives over NCCL and over peer memory, as calls and as a CUDA graph that is replayed, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_and_serve.custom_ops.collectives.allreduce_choice import AllreduceChoice, choose_allreduce
+from compile_and_serve.custom_ops.collectives.allreduce_norm import (
+    allreduce_add_rms_norm,
+    allreduce_add_rms_norm_quantize,
+)
+from compile_and_serve.custom_ops.collectives.collectives import (
+    all_gather,
+    all_reduce,
+    tensor_parallel_group,
+    use_peer_memory,
+)
+from compile_and_serve.custom_ops.collectives.symmetric_memory import PeerMemory, layout_for, map_peer_memory
+from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
+from compile_and_serve.custom_ops.triton_common import num_sms
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
+
+ROWS, FEATURES, REPLAYS = (1, 3, 128, 130, 515, 2200), 4096, 5
+EVERYTHING = 1 << 20
+CHOICES = {
+    "pushed": AllreduceChoice(pushed_rows=EVERYTHING, one_shot_rows=EVERYTHING),
+    "one shot": AllreduceChoice(one_shot_rows=EVERYTHING, two_shot_rows=EVERYTHING),
+    "two shots": AllreduceChoice(one_shot_rows=0, two_shot_rows=EVERYTHING),
+    "two shots by stores": AllreduceChoice(two_shot_stores_rows=EVERYTHING),
+    "by turns": AllreduceChoice(pushed_rows=1, one_shot_rows=3, two_shot_rows=128, two_shot_stores_rows=1000),
+}
+
+
+def operands(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shared = torch.Generator().manual_seed(rows)
+    residual, weight = torch.randn(rows, FEATURES, generator=shared), torch.randn(FEATURES, generator=shared)
+    x = torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(1000 * rows + rank))
+    return x.bfloat16(), residual.bfloat16(), weight.bfloat16()
+
+
+def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = []
+    if way in CHOICES:
+        group = tensor_parallel_group()
+        layout = layout_for(size, FEATURES, torch.bfloat16, ROWS[-1], num_sms(device))
+        peers = map_peer_memory(rank, layout, group.process_group, device)
+        assert isinstance(peers, PeerMemory), peers
+        use_peer_memory(peers, CHOICES[way])
+    for rows in ROWS:
+        x, residual, weight = (tensor.to(device) for tensor in operands(rank, rows))
+
+        def work(
+            x: torch.Tensor = x, residual: torch.Tensor = residual, weight: torch.Tensor = weight
+        ) -> dict[str, torch.Tensor]:
+            total, normed = allreduce_add_rms_norm(x, residual, weight, 1e-5)
+            total_again, normed_again, values, scale = allreduce_add_rms_norm_quantize(x, residual, weight, 1e-5)
+            return {
+                "sum": all_reduce(x),
+                "all": all_gather(x, size, size * FEATURES - 3),
+                "total": total,
+                "normed": normed,
+                "total again": total_again,
+                "normed again": normed_again,
+                "values": values.view(torch.uint8),  # which can be sent
+                "scale": scale,
+            }
+
+        for _ in range(3):
+            called = {name: tensor.cpu() for name, tensor in work().items()}
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog looks at events of other collectives meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            replayed = work()
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+        for name, tensor in replayed.items():
+            assert torch.equal(tensor.cpu(), called[name]), f"{name} of {rows} rows differs in a graph"
+        check_launches_one_by_one(x, residual, weight, called["total"])
+        results.append(called)
+    assert tensor_parallel_group().size == size
+    return results
+
+
+def check_launches_one_by_one(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor
+) -> None:
+    """Values change from launch to launch: one that reads what an earlier one left behind is seen."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        totals = [allreduce_add_rms_norm(x.neg_(), residual, weight, 1e-5)[0] for _ in range(6)]
+    for _ in range(REPLAYS):
+        graph.replay()
+        torch.cuda.synchronize()
+        for even, odd in zip(totals[::2], totals[1::2], strict=True):
+            assert torch.equal(odd.cpu(), expected)
+            assert torch.equal(even, totals[0])
+            torch.testing.assert_close((even.double() + odd.double()) / 2, residual.double(), rtol=2**-6, atol=2**-3)
+
+
+FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")
+
+
+@pytest.mark.parametrize(
+    ("size", "way", "sees_all"),
+    [
+        *((2, way, True) for way in ["nccl", *CHOICES]),
+        (2, "nccl", False),
+        (2, "by turns", False),
+        *(pytest.param(4, way, False, marks=FOUR) for way in CHOICES),
+    ],
+)
+def test_collectives_equal_their_definition(size: int, way: str, sees_all: bool, tmp_path: Path) -> None:
+    """sees_all False: each rank sees its own device alone, as in the engine."""
+    by_rank = run_ranks(size, run_rank, size, way, folder=tmp_path, device="cuda", sees_all=sees_all)
+    for i, rows in enumerate(ROWS):
+        parts = [operands(rank, rows) for rank in range(size)]
+        total = torch.stack([x.double() for x, _, _ in parts]).sum(0)
+        with_residual = total + parts[0][1].double()
+        normed = with_residual / (with_residual.square().mean(1, keepdim=True) + 1e-5).sqrt() * parts[0][2].double()
+        expected = {"sum": total, "total": with_residual, "normed": normed}
+        for results in by_rank:
+            for name, value in expected.items():
+                error = (results[i][name].double() - value).norm() / value.norm()
+                assert error < 2**-7, f"{name} of {rows} rows is off by {error:.1e}"
+                # A sum that NCCL rounds before the residual cancels it: its last bit times the norm's weight.
+                torch.testing.assert_close(results[i][name].double(), value, rtol=2**-6, atol=2**-3)
+                assert torch.equal(results[i][name], by_rank[0][i][name]), f"{name} differs between ranks"
+            assert torch.equal(results[i]["total again"], results[i]["total"])
+            # Another kernel may add a row's squares in another order: the last bit of the norm.
+            torch.testing.assert_close(results[i]["normed again"], results[i]["normed"], rtol=2**-7, atol=2**-7)
+            values, scale = quantize_activations(results[i]["normed again"], torch.float8_e4m3fn)  # to the bit
+            assert torch.equal(results[i]["values"], values.view(torch.uint8))
+            assert torch.equal(results[i]["scale"], scale)
+            assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : size * FEATURES - 3])
+
+
+def choose(rank: int, file: Path) -> tuple[list[str], AllreduceChoice | None]:
+    """Measured, and then as kept."""
+    device = torch.device("cuda", rank)
+    said = [
+        choose_allreduce(num_features=1024, dtype=torch.bfloat16, max_rows=300, device=device, file=file)
+        for _ in range(2)
+    ]
+    return said, tensor_parallel_group().choice
+
+
+def test_ranks_measure_together_and_keep_one_choice(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, choose, tmp_path / "choices.json", folder=tmp_path, device="cuda")
+    (measured, kept), choice = by_rank[0]
+    assert by_rank[1] == by_rank[0]
+    assert isinstance(choice, AllreduceChoice)
+    assert choice.sentence() == measured
+    assert kept == f"{measured}, as measured at an earlier start"

@@ -1,0 +1,73 @@
+"""Products with SiLU-mul without a GPU: the reference, what is taken, where the kernel's elements lie, and that it builds."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_and_serve.custom_ops.build.cpp import CSRC, BuildError
+from compile_and_serve.custom_ops.build.cuda import find_nvcc
+from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
+    KERNELS,
+    silu_mul_gemm_reference,
+    silu_mul_library,
+    unsupported_reason,
+)
+
+BF16 = torch.bfloat16
+
+
+def unbuildable() -> str:
+    try:
+        find_nvcc()
+        silu_mul_library()
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "hidden"), [(1, 8, 8), (7, 72, 136), (33, 384, 256)])
+def test_the_reference(tokens: int, inputs: int, hidden: int) -> None:
+    x, weight = torch.randn(tokens, inputs).to(BF16), (torch.randn(2 * hidden, inputs) * inputs**-0.5).to(BF16)
+    gate, up = x.double() @ weight[:hidden].double().T, x.double() @ weight[hidden:].double().T
+    exact = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(silu_mul_gemm_reference(x, weight).double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_operands_that_no_kernel_takes() -> None:
+    x, weight = torch.zeros(4, 64, dtype=BF16), torch.zeros(32, 64, dtype=BF16)
+    assert unsupported_reason(x, weight) is None
+    assert unsupported_reason(torch.zeros(4, 72, dtype=BF16)[:, :64], weight) is None
+    assert "bfloat16, not torch.float32" in str(unsupported_reason(x.float(), weight))
+    assert "there must be a token" in str(unsupported_reason(x[:0], weight))
+    assert "contiguous" in str(unsupported_reason(x, torch.zeros(64, 32, dtype=BF16).t()))
+    assert "multiples of 8, not 15 and 64" in str(unsupported_reason(x, weight[:30]))
+    assert "multiples of 8, not 16 and 60" in str(unsupported_reason(x[:, :60], torch.zeros(32, 60, dtype=BF16)))
+    assert "16 bytes" in str(unsupported_reason(torch.zeros(4, 65, dtype=BF16)[:, :64], weight))
+    assert "16 bytes" in str(unsupported_reason(torch.zeros(4, 72, dtype=BF16)[:, 1:65], weight))
+
+
+@pytest.mark.skipif(bool(unbuildable()), reason=unbuildable())
+def test_where_the_elements_lie(tmp_path: Path) -> None:
+    """The epilogue's arithmetic against CuTe's layouts, on the host."""
+    library, program = silu_mul_library(), tmp_path / "layout"
+    source = Path(__file__).parents[2] / "csrc" / "silu_mul_layout.cpp"
+    include = [f"-I{folder}" for folder in (CSRC / "cuda", *library.include)]
+    subprocess.run([find_nvcc(), "-std=c++17", "-w", *include, str(source), "-o", str(program)], check=True)
+    ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
+    assert ran.stdout == "16384 16384 8192 outputs, 0 wrong\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(bool(unbuildable()), reason=unbuildable())
+def test_it_builds_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    loaded = ctypes.CDLL(str(silu_mul_library().build()))
+    for kernel in KERNELS:
+        assert hasattr(loaded, f"cas_silu_mul_gemm_{kernel}")

@@ -1,0 +1,129 @@
+# ruff: noqa: E402 (Triton may be missing where there is no GPU)
+"""Linears over 8-bit weights on a GPU, by every way to compute them, against the op's torch reference in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
+from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
+from compile_and_serve.custom_ops.quantized.quantization import (
+    block_scales,
+    quantize_activations,
+    quantize_weight,
+    row_scales,
+)
+from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear
+from compile_and_serve.custom_ops.quantized.quantized_mlp import quantized_mlp
+
+CUDA = torch.device("cuda")
+KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
+         ("dynamic", block_scales)]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops take the first way (choosing has tests of its own)."""
+    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, num_tokens, runs, *_, **__: next(iter(runs)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 33, 64, 100, 300])
+@pytest.mark.parametrize(
+    ("out", "inner", "silu_mul"),
+    [(576, 576, False), (3072, 576, True), (130, 1536, False), (4096, 4096, False), (37, 72, False)],
+)
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize(("activations", "scales"), KINDS)
+@pytest.mark.parametrize("weight_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_like_the_reference(weight_dtype, scales, activations, extras, out, inner, silu_mul, num_tokens) -> None:
+    rows = out // 2 if silu_mul else out
+    weight = torch.randn(out, inner, device=CUDA) * inner**-0.5
+    scale = scales(weight, weight_dtype)
+    x, *others = (
+        torch.randn(size, device=CUDA).bfloat16() for size in [(num_tokens, inner + 8), inner, out, (num_tokens, rows)]
+    )
+    norm, bias, residual = others if extras else (None,) * 3
+    input_scale = torch.tensor([0.03], device=CUDA) if activations == "static" else None
+    arguments = (
+        x[:, :inner], quantize_weight(weight, scale, weight_dtype), scale, out, norm, 1e-5, bias, silu_mul, residual,
+        activations, input_scale,
+    )  # fmt: skip
+    result = quantized_linear(*arguments)
+    expected = torch.ops.cas.quantized_linear_reference(*arguments)
+    # Where the norm's sum is added up in another order, the largest value may come out as the next bfloat16, and all others then round to
+    # 8 bits on another scale: as far off as rounding is.
+    tolerance = 3e-2 if extras and activations == "dynamic" else 1e-2
+    assert relative_error(result, expected) < tolerance
+    linear = QuantizedLinear(
+        x_TI=x[:, :inner], weight_OI=arguments[1], scale=scale, norm_weight_I=norm, eps=1e-5, bias_O=bias, silu_mul=silu_mul,
+        residual_TO=residual, activations=activations, input_scale=input_scale,
+    )  # fmt: skip
+    comes_rounded = linear if activations == "none" else replace(linear, rounded=linear.operand())
+    for way in linear.ways():
+        y = linear.run(way)
+        assert relative_error(y, expected) < tolerance, way
+        assert relative_error(comes_rounded.run(way), y) < 1e-3, way
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33, 300])
+@pytest.mark.parametrize("scales", [row_scales, block_scales])
+@pytest.mark.parametrize("padding", [8, 3])  # rows of the residual begin at multiples of 16 bytes, or between
+def test_a_residual_alone(padding, scales, num_tokens) -> None:
+    """CUTLASS' products add it by themselves."""
+    out, inner = 1088, 512
+    weight = torch.randn(out, inner, device=CUDA) * inner**-0.5
+    scale = scales(weight, torch.float8_e4m3fn)
+    linear = QuantizedLinear(
+        x_TI=torch.randn(num_tokens, inner, device=CUDA).bfloat16(), weight_OI=quantize_weight(weight, scale, torch.float8_e4m3fn),
+        scale=scale, residual_TO=torch.randn(num_tokens, out + padding, device=CUDA).bfloat16()[:, :out], activations="dynamic",
+    )  # fmt: skip
+    expected = torch.ops.cas.quantized_linear_reference(
+        linear.x_TI, linear.weight_OI, scale, out, residual=linear.residual_TO, activations="dynamic"
+    )
+    for way in linear.ways():
+        assert relative_error(linear.run(way), expected) < 1e-2, way
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 33, 100, 300, 2048 + 300])
+@pytest.mark.parametrize(("activations", "scales"), KINDS)
+@pytest.mark.parametrize("weight_dtype", [torch.float8_e4m3fn, torch.int8])
+def test_an_mlp_is_its_two_linears(weight_dtype, scales, activations, num_tokens) -> None:
+    features, inner, out = 576, 1536, 576
+    weights = [torch.randn(size, device=CUDA) * size[1] ** -0.5 for size in ((2 * inner, features), (out, inner))]
+    scale, down_scale = (scales(weight, weight_dtype) for weight in weights)
+    gate_up, down = (quantize_weight(w, s, weight_dtype) for w, s in zip(weights, (scale, down_scale), strict=True))
+    x, norm, residual = (
+        torch.randn(size, device=CUDA).bfloat16() for size in ((num_tokens, features), (features,), (num_tokens, out))
+    )
+    input_scale = torch.tensor([0.03], device=CUDA) if activations == "static" else None
+    result = quantized_mlp(
+        x, gate_up, scale, inner, norm, 1e-5, None, input_scale, down, down_scale, out, None, residual, input_scale, activations
+    )  # fmt: skip
+    middle = quantized_linear(x, gate_up, scale, 2 * inner, norm, 1e-5, None, True, None, activations, input_scale)
+    expected = quantized_linear(
+        middle, down, down_scale, out, None, 1e-5, None, False, residual, activations, input_scale
+    )
+    assert relative_error(result, expected) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_scales_are_those_of_a_cpu(dtype: torch.dtype) -> None:
+    """To the bit: with a largest value of 3.5 many values lie right between two of 8 bits, and the scale's last bit decides."""
+    x = torch.randn(300, 640).bfloat16().clamp(-3.5, 3.5)
+    x[::3, ::128] = 3.5
+    for scale in (row_scales, block_scales):
+        assert torch.equal(scale(x.to(CUDA), dtype).cpu(), scale(x, dtype))
+    for per_group in (False, True):
+        on_gpu, on_cpu = (quantize_activations(y, dtype, per_group=per_group) for y in (x.to(CUDA), x))
+        assert all(torch.equal(a.cpu().float(), b.float()) for a, b in zip(on_gpu, on_cpu, strict=True))

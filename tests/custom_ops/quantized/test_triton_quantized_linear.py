@@ -1,0 +1,254 @@
+"""The Triton kernels of linears over 8-bit weights, in Triton's interpreter, against torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
+
+from compile_and_serve.custom_ops.linear import token_chunks
+from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
+from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
+from compile_and_serve.custom_ops.quantized import triton_matmul as triton_quantized_matmul
+from compile_and_serve.custom_ops.quantized.cuda_linear import (
+    GEMV,
+    TILE,
+    QuantizedLinear,
+    quantized_linear,
+    quantized_mlp,
+)
+from compile_and_serve.custom_ops.quantized.quantization import (
+    block_scales,
+    dequantize_weight,
+    quantize_weight,
+    row_scales,
+)
+from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, TORCH, gemm_names
+from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
+
+LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3}
+KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
+         ("dynamic", block_scales)]  # fmt: skip
+
+
+def arguments(num_tokens, out, inner, silu_mul, extras, activations, scales, weight_dtype, dtype) -> dict[str, object]:
+    rows = out // 2 if silu_mul else out
+    weight = torch.randn(out, inner) * inner**-0.5
+    scale = scales(weight, weight_dtype)
+    return {
+        "x_TI": torch.randn(num_tokens, inner + 8).to(dtype)[:, :inner],
+        "weight_OI": quantize_weight(weight, scale, weight_dtype),
+        "scale": scale,
+        "out_features": out,
+        "norm_weight_I": torch.randn(inner).to(dtype) if extras else None,
+        "eps": 1e-5,
+        "bias_O": torch.randn(out).to(dtype) if extras else None,
+        "silu_mul": silu_mul,
+        "residual_TO": torch.randn(num_tokens, rows + 4).to(dtype)[:, :rows] if extras else None,
+        "activations": activations,
+        "input_scale": torch.tensor([0.03]) if activations == "static" else None,
+    }
+
+
+def reference(a) -> torch.Tensor:
+    """In float64 over what the rounding kernel gives (it has tests of its own)."""
+    x, weight, norm, per_group = a["x_TI"], a["weight_OI"], a["norm_weight_I"], a["scale"].dim() == 2
+    if a["activations"] != "none":
+        options = {"norm_weight_I": norm, "eps": a["eps"], "per_group": per_group, "input_scale": a["input_scale"]}
+        x, x_scale = quantize_rows(x, weight.dtype, **options)
+        x = x.double() * (x_scale.double().repeat_interleave(128, 1)[:, : x.shape[1]] if per_group else x_scale)
+    elif norm is not None:
+        x = rms_norm(x, norm, a["eps"])
+    bias = a["bias_O"]
+    weight = dequantize_weight(weight, a["scale"], torch.float64)
+    y = F.linear(x.double(), weight, None if bias is None else bias.double())
+    if a["silu_mul"]:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if a["residual_TO"] is None else y + a["residual_TO"].double()
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("activations", "scales"), KINDS)
+@pytest.mark.parametrize(("num_tokens", "out", "inner", "silu_mul", "extras"), [
+    (0, 24, 48, False, False), (1, 10, 96, False, False), (1, 30, 2080, True, True), (1, 12, 4104, False, True), (1, 6, 33, False, True),
+    (3, 300, 200, True, True), (17, 20, 300, False, True), (70, 24, 40, True, True),
+])  # fmt: skip
+def test_like_float64(num_tokens, out, inner, silu_mul, extras, scales, activations, weight_dtype, monkeypatch):
+    torch.manual_seed(num_tokens + out)
+    dtype = torch.float16 if silu_mul else torch.float32
+    monkeypatch.setattr(quantized_linear_cuda, "gemm_names", lambda *_, **__: ())
+    a = arguments(num_tokens, out, inner, silu_mul, extras, activations, scales, weight_dtype, dtype)
+    result = quantized_linear(**a)
+    assert result.shape == (num_tokens, out // 2 if silu_mul else out)
+    assert result.dtype == dtype
+    if num_tokens:
+        assert relative_error(result, reference(a)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("inner", [96, 4104])
+def test_one_token_is_rounded_as_by_the_kernel_for_many(inner: int, norm: bool, activations: str, weight_dtype) -> None:
+    """To the bit: what the kernel makes of x by itself is what the kernels before it would hand to it."""
+    torch.manual_seed(inner)
+    a = arguments(1, 20, inner, False, True, activations, row_scales, weight_dtype, torch.float16)
+    if not norm:
+        a["norm_weight_I"] = None
+    x, scale = a["x_TI"], a["scale"]
+    rounding = {"norm_weight_I": a["norm_weight_I"], "eps": a["eps"], "input_scale": a["input_scale"]}
+    if activations != "none":
+        x, x_scale = quantize_rows(x, weight_dtype, **rounding)  # type: ignore[arg-type]
+        x, scale = x.half(), scale * x_scale[0]  # type: ignore[operator]
+    elif norm:
+        x = rms_norm(x, a["norm_weight_I"], a["eps"])  # type: ignore[arg-type]
+    plain = {"x_TI": x, "scale": scale, "norm_weight_I": None, "activations": "none", "input_scale": None}
+    assert torch.equal(linear_of(a).run(GEMV), linear_of(a | plain).run(GEMV))
+
+
+@pytest.mark.parametrize("way", [GEMV, TILE])
+@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_is_not_a_number_stays_so(norm: bool, activations: str, way: str) -> None:
+    a = arguments(1, 20, 4104, False, True, activations, row_scales, torch.float8_e4m3fn, torch.float16)
+    a["x_TI"][0, 4100] = float("nan")  # type: ignore[index]
+    assert linear_of(a if norm else a | {"norm_weight_I": None}).run(way).isnan().all()
+
+
+@pytest.mark.parametrize("per_block", [False, True])
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_splits(silu_mul: bool, per_block: bool) -> None:
+    torch.manual_seed(0)
+    scales = block_scales if per_block else row_scales
+    a = arguments(20, 40, 700, silu_mul, True, "none", scales, torch.int8, torch.float32)
+    operands = (a["x_TI"], None, a["weight_OI"], a["scale"], a["bias_O"], silu_mul, a["residual_TO"], torch.float32)
+    first, second = (
+        triton_quantized_matmul.matmul(*operands, config=(16, 128, 3, 2, 4))  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert relative_error(first, reference(a | {"norm_weight_I": None})) < LIMITS[torch.float32]
+
+
+def linear_of(a: dict[str, object]) -> QuantizedLinear:
+    return QuantizedLinear(**{name: value for name, value in a.items() if name != "out_features"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activations", ["none", "dynamic"])
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_every_way_computes_the_same(weight_dtype: torch.dtype, activations: str) -> None:
+    """torch's scaled GEMMs run on the CPU as well, though not all of their scalings."""
+    torch.manual_seed(0)
+    a = arguments(80, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float32)
+    linear = linear_of(a)
+    assert set(linear.ways()) == {TILE, TORCH if activations == "dynamic" else EXPANDED}
+    for way in linear.ways():
+        assert relative_error(linear.run(way), reference(a)) < 1e-5
+
+
+@pytest.mark.parametrize(("num_tokens", "scales"), [(1, row_scales), (80, row_scales), (5, block_scales)])
+def test_x_that_comes_rounded_is_not_rounded_again(num_tokens: int, scales, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, by every way, and as a choice of its own: less is left to do."""
+    torch.manual_seed(num_tokens)
+    a = arguments(num_tokens, 64, 96, True, True, "dynamic", scales, torch.float8_e4m3fn, torch.float32)
+    linear = linear_of(a)
+    expected = {way: linear.run(way) for way in linear.ways()}
+    rounded = linear_of(a | {"rounded": linear.operand()})
+    monkeypatch.setattr(quantized_linear_cuda, "quantize_rows", None)
+    assert rounded.ways() == linear.ways()
+    for way, y in expected.items():
+        assert torch.equal(rounded.run(way), y), way
+    assert rounded.family() == f"{linear.family()} comes_rounded"
+    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, *_, **__: next(iter(expected)))
+    assert torch.equal(
+        quantized_linear(**a, rounded_TI=rounded.rounded[0], rounded_scale=rounded.rounded[1]),  # type: ignore[index]
+        next(iter(expected.values())),
+    )
+
+
+def test_ways_by_the_number_of_tokens() -> None:
+    """The first is what is taken where nothing was measured."""
+
+    def ways(num_tokens: int, activations: str = "dynamic", scales=row_scales) -> tuple[str, ...]:
+        return linear_of(
+            arguments(num_tokens, 64, 96, False, True, activations, scales, torch.float8_e4m3fn, torch.float16)
+        ).ways()
+
+    assert ways(1) == ways(1, "none") == (GEMV, TILE)
+    assert ways(1, scales=block_scales) == (TILE,)
+    assert ways(16) == (TILE, TORCH)
+    assert ways(17) == ways(256) == (TORCH, TILE)
+    assert ways(257) == (TORCH,)
+    assert ways(64, "none") == (TILE,)
+    assert ways(256, "none") == (TILE, EXPANDED)
+    assert ways(257, "none") == (EXPANDED,)
+
+
+def test_what_no_library_gemm_takes() -> None:
+    for num_tokens, out, inner, scales in (
+        (80, 24, 96, row_scales), (80, 64, 40, row_scales), (80, 64, 96, block_scales), (16, 64, 96, row_scales),
+    ):  # fmt: skip
+        a = arguments(num_tokens, out, inner, False, False, "dynamic", scales, torch.int8, torch.float16)
+        assert gemm_names(num_tokens, a["weight_OI"], a["scale"], torch.float16, is_rounded=True) == ()  # type: ignore[arg-type]
+
+
+def test_a_family_is_all_but_the_number_of_tokens() -> None:
+    def family(num_tokens: int, extras: bool = True, silu_mul: bool = True, activations: str = "dynamic") -> str:
+        return linear_of(
+            arguments(num_tokens, 64, 96, silu_mul, extras, activations, row_scales, torch.int8, torch.float16)
+        ).family()
+
+    assert family(3) == family(4) == "int8 64x96 by_row float16 dynamic norm_weight bias residual silu_mul"
+    assert len({family(3), family(3, False), family(3, True, False), family(3, True, True, "none")}) == 4
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
+@pytest.mark.parametrize(("num_tokens", "most"), [(0, 2048), (1, 2048), (5, 2048), (40, 2048), (40, 20)])
+def test_an_mlp_is_its_two_linears(
+    num_tokens: int, most: int, activations: str, weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, whether SiLU-mul is a kernel of its own (few tokens) or rounds as well, and in chunks of tokens, too."""
+    torch.manual_seed(num_tokens)
+    monkeypatch.setattr(token_chunks, "MAX_CHUNK_TOKENS", most)
+    a = arguments(num_tokens, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float16)
+    b = arguments(num_tokens, 48, 32, False, True, activations, row_scales, weight_dtype, torch.float16)
+    a["residual_TO"] = None
+    b["norm_weight_I"] = None
+    expected = quantized_linear(**b | {"x_TI": quantized_linear(**a)})
+    mlp = (
+        a["x_TI"], a["weight_OI"], a["scale"], 32, a["norm_weight_I"], a["eps"], a["bias_O"], a["input_scale"],
+        b["weight_OI"], b["scale"], 48, b["bias_O"], b["residual_TO"], b["input_scale"], activations,
+    )  # fmt: skip
+    out = quantized_mlp(*mlp)  # type: ignore[arg-type]
+    assert out.shape == (num_tokens, 48)
+    assert torch.equal(out, expected)
+    if activations != "none":
+        come_rounded = quantized_mlp(*mlp, *linear_of(a).operand())
+        assert torch.equal(come_rounded, expected)
+
+
+@pytest.mark.parametrize("way", [TILE, TORCH])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_products_of_chunks_go_where_they_belong(has_residual: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QuantizedLinear, "fastest_way", lambda *_: way)
+    a = arguments(50, 64, 96, True, False, "dynamic", row_scales, torch.int8, torch.float16)
+    b = arguments(50, 48, 32, False, False, "dynamic", row_scales, torch.int8, torch.float16)
+    b["residual_TO"] = torch.randn(50, 48).half() if has_residual else None
+    mlp = (
+        a["x_TI"], a["weight_OI"], a["scale"], 32, None, 1e-5, None, None, b["weight_OI"], b["scale"], 48, None, b["residual_TO"],
+        None, "dynamic",
+    )  # fmt: skip
+    at_once = quantized_mlp(*mlp)  # type: ignore[arg-type]
+    assert relative_error(at_once, reference(b | {"x_TI": linear_of(a).run(way)})) < 1e-2
+    monkeypatch.setattr(token_chunks, "MAX_CHUNK_TOKENS", 20)
+    assert torch.equal(quantized_mlp(*mlp), at_once)  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""The kernels of linears over 8-bit weights compile for a Hopper GPU (none is needed) to the instructions that they rely on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.hopper import run_script
+
+pytest.importorskip("triton")
+
+LARGEST_SHARED = 227 << 10  # bytes that a program may have
+
+SCRIPT = """
+import json
+import triton.language as tl
+from triton import next_power_of_2
+from compile_and_serve.custom_ops.quantized.triton_quantize import _quantize_kernel
+from compile_and_serve.custom_ops.quantized.triton_gemv import _gemv_kernel, gemv_config
+from compile_and_serve.custom_ops.quantized.triton_matmul import _matmul_kernel, matmul_config
+from tests.support.hopper import compiled
+
+FLOATS = {"scale_ptr", "x_scale_ptr", "input_scale_ptr", "partial_ptr"}
+TENSORS = {tl.float8e4nv: "*fp8e4nv", tl.int8: "*i8"}
+
+def made(kernel, constants, num_warps, special, stages=3, **options):
+    def type_of(name):
+        if name in special:
+            return special[name]
+        return "fp32" if name == "eps" else "i32" if not name.endswith("_ptr") else "*fp32" if name in FLOATS else "*bf16"
+    kernel = compiled(kernel, constants, type_of, num_warps, num_stages=stages, **options)
+    return {"ptx": kernel.asm["ptx"], "shared": kernel.metadata.shared}
+
+found = {}
+for dtype, largest in ((tl.float8e4nv, 448.0), (tl.int8, 127.0)):
+    for name, inner, silu_mul in (("gate_up", 4096, True), ("down", 14336, False)):
+        block_o, warps, per_sm, _ = gemv_config(14336 if silu_mul else 4096, inner, silu_mul, dtype == tl.float8e4nv, 132)
+        constants = {
+            "HAS_NORM": silu_mul, "ROUNDS": True, "IS_STATIC": False, "DTYPE": dtype, "LARGEST_VALUE": largest, "HAS_BIAS": False,
+            "HAS_RESIDUAL": not silu_mul, "SILU_MUL": silu_mul, "WIDTH": next_power_of_2(inner), "BLOCK_O": block_o,
+            "BLOCK_I": 512 * warps, "THREADS": 32 * warps, "PDL": True, "bias_ptr": None, "input_scale_ptr": None,
+        } | ({"residual_ptr": None} if silu_mul else {"norm_ptr": None})
+        found[f"gemv {dtype} {name}"] = made(_gemv_kernel, constants, warps, {"w_ptr": "*i32"}, maxnreg=65536 // (per_sm * 32 * warps))
+        for tokens in (16, 32, 64):
+            rows = 14336 if silu_mul else 4096
+            block_o, block_i, splits, stages, warps = matmul_config(tokens, rows, inner, silu_mul, 1, False, 132)
+            constants = {
+                "HAS_X_SCALE": True, "PER_BLOCK": False, "HAS_BIAS": False, "HAS_RESIDUAL": not silu_mul, "SILU_MUL": silu_mul,
+                "DOT": dtype, "GROUP": 128, "BLOCK_T": tokens, "BLOCK_O": block_o, "BLOCK_I": block_i, "SPLITS": splits,
+                "STAGES": stages, "PREFETCH_I": 1024, "PDL": True, "bias_ptr": None,
+            } | ({"residual_ptr": None} if silu_mul else {}) | ({} if splits > 1 else {"partial_ptr": None, "counter_ptr": None})
+            special = {"x_ptr": TENSORS[dtype], "w_ptr": TENSORS[dtype], "counter_ptr": "*i32"}
+            found[f"matmul {dtype} {name} {tokens}"] = made(_matmul_kernel, constants, warps, special)
+constants = {
+    "HAS_NORM": False, "SILU_MUL": True, "IS_STATIC": False, "LARGEST_VALUE": 448.0, "GROUP": 16384, "BLOCK": 16384, "PDL": True,
+    "norm_ptr": None, "input_scale_ptr": None,
+}
+found["quantize"] = made(_quantize_kernel, constants, 16, {"out_ptr": "*fp8e4nv"}, maxnreg=64)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_script(SCRIPT, tmp_path_factory.mktemp("triton"))
+
+
+def lines(compiled: dict[str, dict[str, Any]], name: str, *words: str) -> list[str]:
+    return [line for line in compiled[name]["ptx"].splitlines() if all(word in line for word in words)]
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_one_token_reads_weights_16_bytes_at_a_time_and_widens_two_at_once(compiled, name: str) -> None:
+    float8 = f"gemv fp8e4nv {name}"
+    for kernel in (float8, f"gemv int8 {name}"):
+        assert lines(compiled, kernel, "ld.global", "evict_first", "v4.b32")
+        assert not [
+            line for line in lines(compiled, kernel, "evict_first") if "v4.b32" not in line and "ld.global" in line
+        ]
+        assert lines(compiled, kernel, "griddepcontrol.wait")
+        assert lines(compiled, kernel, "cp.async.bulk.prefetch.L2")
+    assert lines(compiled, float8, "cvt.rn.f16x2.e4m3x2")
+    assert lines(compiled, float8, "cvt.rn.satfinite.e4m3x2.f32")  # x is rounded here
+    assert lines(compiled, float8, "fma.rn.f16x2")  # two products at once
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_tiles_multiply_8_bits_from_shared_memory(compiled, name: str, tokens: int) -> None:
+    for dtype, operands in (("fp8e4nv", "f32.e4m3.e4m3"), ("int8", "s32.s8.s8")):
+        kernel = f"matmul {dtype} {name} {tokens}"
+        assert lines(compiled, kernel, "wgmma.mma_async", operands)
+        assert lines(compiled, kernel, "cp.async")
+        assert not lines(compiled, kernel, "cvt.rn.f16x2.e4m3x2")  # nothing is widened
+        assert compiled[kernel]["shared"] <= LARGEST_SHARED
+
+
+def test_rounding_divides_exactly(compiled) -> None:
+    assert len(lines(compiled, "quantize", "div.rn.f32")) >= 2
+    assert lines(compiled, "quantize", "cvt.rn.satfinite.e4m3x2.f32")
+    assert lines(compiled, "quantize", "griddepcontrol.wait")

@@ -1,0 +1,327 @@
+"""Ranks in processes of their own: every rank gets every step, and whatever happens to one ends all with its reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compile_and_serve.runtime.distributed.executor import RankFailedError
+from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor, LocalRanks
+from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError
+from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
+from tests.support.engines import tiny_config, write_tiny_model
+from tests.support.fake_worker import use_fake_workers
+from tests.support.processes import children, is_running, wait_until
+
+SECONDS = 60.0  # within which a dead rank must be known, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("ranks") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where sockets go; nothing may be left there. Executors of a test that failed end with it, not in a later one."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    left = list(folder.iterdir())
+    while _started:
+        _started.pop().shutdown()
+    assert left == []
+
+
+_started: list[DistributedExecutor] = []
+
+
+class Ranks(LocalRanks):
+    """Remembers its processes."""
+
+    def __init__(self) -> None:
+        super().__init__(0, None)
+        self.stages: list[tuple[str, float, str]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+
+def start(model_dir: Path, ranks: Ranks, size: int = 2) -> DistributedExecutor:
+    config = tiny_config(model_dir, tensor_parallel_size=size)
+    executor = DistributedExecutor(config, ranks, lambda *stage: ranks.stages.append(stage))
+    _started.append(executor)
+    return executor
+
+
+def step(number: int, *ids: str) -> SchedulerOutput:
+    return SchedulerOutput(
+        step=number, new_requests=[], cached_requests=[], num_scheduled_tokens=dict.fromkeys(ids, 1),
+        total_num_scheduled_tokens=len(ids), finished_request_ids=[],
+    )  # fmt: skip
+
+
+def run(executor: DistributedExecutor, numbers: range) -> list[dict[str, int]]:
+    return [executor.result(executor.launch(step(number, "a"))).sampled_token_ids for number in numbers]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_every_rank_gets_every_step_and_the_first_answers(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, device: str
+) -> None:
+    record = tmp_path / "record"
+    record.mkdir()
+    use_fake_workers(monkeypatch, model_dir, record=str(record), device=device)
+    ranks = Ranks()
+    executor = start(model_dir, ranks, size)
+    assert executor.num_ranks == size
+    assert executor.info.num_blocks == 100 - 10 * (size - 1)  # the smallest rank's
+    # what one rank does for all is told of every rank
+    compiled = [detail for stage, _, detail in ranks.stages if stage == "compile"]
+    assert sorted(compiled) == ["a piece", *(f"a piece (rank {rank})" for rank in range(1, size))]
+    assert [stage for stage in ranks.stages if stage[0] == "load"] == [("load", 0.5, "by rank 0")]
+    in_flight = [executor.launch(step(0, "a", "b"))]
+    for number in range(1, 8):
+        in_flight.append(executor.launch(step(number, "a", f"r{number}")))
+        output = executor.result(in_flight.pop(0))
+        assert set(output.sampled_token_ids.values()) == {number - 1}
+    assert executor.result(in_flight.pop()).sampled_token_ids == {"a": 7, "r7": 7}
+    assert executor.stats().padded_tokens == executor.info.num_blocks
+    assert [executor.idle() for _ in range(4)] == ([True, True, False, False] if device == "cuda" else [False] * 4)
+    executor.shutdown()
+    executor.shutdown()
+    assert [process.returncode for process in ranks._processes] == [0] * size
+    lines = (record / "0").read_text()
+    assert lines.count("\n") == 8
+    assert all((record / str(rank)).read_text() == lines for rank in range(size))
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, ["0 0", "1 0"]), ("6, MIG-5", ["6 0", "MIG-5 0"])])
+def test_every_rank_sees_its_own_device_alone(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    use_fake_workers(monkeypatch, model_dir, devices=str(tmp_path))
+    start(model_dir, Ranks()).shutdown()
+    assert [(tmp_path / f"0-{rank}").read_text() for rank in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("orders", "error", "message"),
+    [
+        ({"load": {"1": "mistake"}}, ValueError, r"^Rank 1 of 3: the checkpoint is wrong: take another.$"),
+        ({"load": {"2": "error"}}, RankFailedError, r"^Rank 2 of 3 could not start: RuntimeError: connection closed"),
+        ({"load": {"0": "hang", "1": "kill"}}, RankFailedError, r"^Rank 1 of 3 was ended by signal 9.$"),
+    ],
+)
+def test_a_rank_that_cannot_start_says_why(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], error: type[Exception], message: str
+) -> None:
+    use_fake_workers(monkeypatch, model_dir, **orders)
+    ranks = Ranks()
+    with pytest.raises(error, match=message):
+        start(model_dir, ranks, 3)
+    assert len(ranks.pids) == 3
+    assert not any(map(is_running, ranks.pids))
+
+
+def test_a_rank_that_does_not_even_begin_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", "import sys; sys.exit(7)")
+    with pytest.raises(RankFailedError, match=r"^Rank \d of 2 ended with status 7.$"):
+        start(model_dir, Ranks())
+
+
+def fail_in_the_fourth_step(model_dir: Path, message: str) -> float:
+    """Seconds until the executor said so; then everything is gone soon."""
+    ranks = Ranks()
+    executor = start(model_dir, ranks, 3)
+    run(executor, range(3))
+    began = time.monotonic()
+    with pytest.raises(RankFailedError) as error:
+        run(executor, range(3, 5))
+    assert str(error.value) == message
+    seconds = time.monotonic() - began
+    executor.shutdown()
+    assert time.monotonic() - began < SECONDS
+    assert not any(map(is_running, ranks.pids))
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ({"step": {"0": "hang", "1": "kill"}}, "Rank 1 of 3 was ended by signal 9."),
+        # the others fail in their collectives: a consequence, not the cause
+        ({"step": {"0": "error", "1": "error", "2": "kill"}}, "Rank 2 of 3 was ended by signal 9."),
+        (
+            {"step": {"1": "hang", "0": "error"}},
+            "Rank 0 of 3 failed while it computed a step: RuntimeError: connection closed by peer",
+        ),
+        (
+            {"step": {"0": "mistake", "1": "hang"}},
+            "Rank 0 of 3 failed while it computed a step: ValueError: the checkpoint is wrong: take another.",
+        ),
+        (
+            {"device": "cuda", "result": {"2": "error", "0": "hang"}},
+            "Rank 2 of 3 failed while it computed a step: RuntimeError: connection closed by peer",
+        ),
+        ({"device": "cuda", "result": {"0": "hang", "2": "kill"}}, "Rank 2 of 3 was ended by signal 9."),
+    ],
+)
+def test_a_rank_that_fails_in_a_step_ends_all(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], message: str
+) -> None:
+    use_fake_workers(monkeypatch, model_dir, **orders)
+    fail_in_the_fourth_step(model_dir, message)
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ({"step": {"0": "hang", "1": "stop", "2": "hang"}}, "Rank 1 of 3 said nothing for 1.8 seconds, in which the others waited."),
+        (
+            {"device": "cuda", "result": {"0": "hang", "2": "hang"}},
+            "Ranks 0, 2 of 3 did not move for 1.8 seconds, and the others waited.",
+        ),
+        ({"step": {"0": "hang", "1": "hang", "2": "hang"}}, "No rank of 3 moved for 1.8 seconds in the middle of a step."),
+    ],
+)  # fmt: skip
+def test_ranks_that_wait_for_ever_are_given_up(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, orders: dict[str, object], message: str
+) -> None:
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.STUCK_SECONDS", 1.8)
+    use_fake_workers(monkeypatch, model_dir, **orders)
+    assert fail_in_the_fourth_step(model_dir, message) > 1.7
+
+
+def test_work_for_idle_moments_that_never_ends_is_given_up(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.STUCK_SECONDS", 1.2)
+    use_fake_workers(monkeypatch, model_dir, device="cuda")
+    ranks = Ranks()
+    executor = start(model_dir, ranks)
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    try:
+        with pytest.raises(
+            RankFailedError, match=r"No rank of 2 moved for 1.2 seconds in the middle of work for idle moments\."
+        ):
+            executor.idle()
+    finally:
+        os.kill(ranks.pids[0], signal.SIGCONT)
+        executor.shutdown()
+
+
+def test_a_long_step_is_not_given_up_while_ranks_move(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.STUCK_SECONDS", 1.2)
+    use_fake_workers(monkeypatch, model_dir, pause=0.4, collectives=5)
+    executor = start(model_dir, Ranks())
+    assert run(executor, range(2)) == [{"a": 0}, {"a": 1}]
+    time.sleep(1.3)  # idle, and silent
+    assert run(executor, range(2, 3)) == [{"a": 2}]
+    executor.shutdown()
+
+
+def test_a_signal_that_is_meant_for_the_parent_ends_no_rank(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches a terminal's whole group, SIGTERM from systemd every process of a service."""
+    use_fake_workers(monkeypatch, model_dir, pause=0.1)
+    ranks = Ranks()
+    executor = start(model_dir, ranks)
+    in_flight = executor.launch(step(0, "a"))
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+    assert executor.result(in_flight).sampled_token_ids == {"a": 0}
+    assert run(executor, range(1, 3)) == [{"a": 1}, {"a": 2}]
+    executor.shutdown()
+    assert [process.returncode for process in ranks._processes] == [0, 0]
+
+
+@pytest.mark.parametrize("next_call", ["idle", "launch", "shutdown"])
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, next_call: str
+) -> None:
+    # Fake ranks do not wait for one another; its own step keeps rank 0 from an answer before it is seen that the other has ended.
+    use_fake_workers(monkeypatch, model_dir, pause=600)
+    ranks = Ranks()
+    executor = start(model_dir, ranks)
+    assert not executor.idle()
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    wait_until(lambda: 1 in ranks.ended())
+    if next_call != "shutdown":
+        with pytest.raises(RankFailedError, match="Rank 1 of 2 was ended by signal 9"):
+            executor.idle() if next_call == "idle" else executor.result(executor.launch(step(0, "a")))
+    executor.shutdown()
+    assert not is_running(ranks.pids[0])
+
+
+@pytest.mark.parametrize("moment", ["while they start", "when they are ready"])
+def test_ranks_end_when_the_engine_is_killed(model_dir: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    use_fake_workers(monkeypatch, model_dir, **({"load": {"1": "hang"}} if moment == "while they start" else {}))
+    script = textwrap.dedent(f"""
+        import tempfile, time
+        from pathlib import Path
+        import compile_and_serve.runtime.distributed.process_executor as module
+        from tests.support.engines import tiny_config
+        from tests.support.fake_worker import FAKE_BOOT_CODE
+        module.BOOT_CODE = FAKE_BOOT_CODE
+        tempfile.tempdir = {tempfile.tempdir!r}
+        class Ranks(module.LocalRanks):
+            def launch(self, bootstraps):
+                super().launch(bootstraps)
+                print(*(process.pid for process in self._processes), flush=True)
+        executor = module.DistributedExecutor(
+            tiny_config(Path({str(model_dir)!r}), tensor_parallel_size=2), Ranks(0, None), lambda *stage: None
+        )
+        print("ready", flush=True)
+        time.sleep(600)
+    """)
+    engine = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert engine.stdout is not None
+    pids = [int(pid) for pid in engine.stdout.readline().split()]
+    if moment == "when they are ready":
+        assert engine.stdout.readline() == "ready\n"
+    else:
+        time.sleep(1.0)  # they have read what they begin with
+    engine.kill()
+    engine.wait()
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.parametrize(
+    ("victim", "reason"),
+    [("rank", "Rank 1 of 2 was ended by signal 9."), ("engine", "The engine process was ended by signal 9.")],
+)
+async def test_a_death_while_the_engine_idles_reaches_the_client(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, victim: str, reason: str
+) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    client = AsyncEngineClient(tiny_config(model_dir, tensor_parallel_size=2))
+    await client.start()
+    assert client.pid is not None
+    ranks = children(client.pid)
+    assert len(ranks) == 2
+    began = time.monotonic()
+    os.kill(ranks[1] if victim == "rank" else client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError) as error:
+        async for _ in client.outputs():
+            pass
+    assert str(error.value) == reason
+    assert time.monotonic() - began < SECONDS
+    await client.shutdown()
+    assert client.exit_status == (1 if victim == "rank" else -signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, ranks)))

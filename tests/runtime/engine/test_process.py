@@ -1,0 +1,327 @@
+"""The engine in its own process: start, serve, refuse, abort, die, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+import zmq
+import zmq.asyncio
+
+from compile_and_serve.runtime.engine.client import (
+    OUTPUTS_A_TURN,
+    AsyncEngineClient,
+    EngineDeadError,
+    EngineStartError,
+    SyncEngine,
+)
+from compile_and_serve.runtime.engine.process import BOOT_CODE
+from compile_and_serve.runtime.messages import RequestOutput, StepOutputs
+from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
+from tests.support.processes import is_running, wait_until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PATIENCE = 90.0  # seconds until a wait counts as a hang; processes start slowly on a busy machine
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("process") / "tiny")
+
+
+class Reader:
+    """Collects what a client's engine puts out."""
+
+    def __init__(self, client: AsyncEngineClient) -> None:
+        self.client = client
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.error: Exception | None = None
+        self._changed = asyncio.Event()
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async for step in self.client.outputs():
+                for output in step.outputs:
+                    self.outputs.setdefault(output.request_id, []).append(output)
+                self._changed.set()
+        except EngineDeadError as error:
+            self.error = error
+
+    async def until(self, condition: Callable[[dict[str, list[RequestOutput]]], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition(self.outputs):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def until_finished(self, *names: str) -> None:
+        await self.until(lambda got: all(name in got and got[name][-1].finish_reason for name in names))
+
+
+@contextlib.asynccontextmanager
+async def started(model_dir: Path, **options: object) -> AsyncIterator[tuple[AsyncEngineClient, Reader]]:
+    client = AsyncEngineClient(tiny_config(model_dir, **options))
+    await asyncio.wait_for(client.start(), PATIENCE)
+    reader = Reader(client)
+    try:
+        yield client, reader
+    finally:
+        await client.shutdown(drain=False)
+        await asyncio.wait_for(reader.task, PATIENCE)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model_dir: Path) -> AsyncIterator[tuple[AsyncEngineClient, Reader]]:
+    async with started(model_dir, async_scheduling=True) as pair:
+        yield pair
+
+
+def requests_of(prefix: str, count: int) -> list:
+    return [request(f"{prefix}{i}", [1 + i, 2, 3], temperature=0.9, seed=i, max_tokens=8 + i % 5) for i in range(count)]
+
+
+async def test_tokens_are_those_of_the_engine_in_this_process(
+    engine: tuple[AsyncEngineClient, Reader], model_dir: Path
+) -> None:
+    client, reader = engine
+    requests = requests_of("same", 12)
+    for one in requests:
+        await client.add_request(one)
+    await reader.until_finished(*(one.request_id for one in requests))
+    local = SyncEngine(tiny_config(model_dir))
+    assert local.info == client.info
+    expected = tokens_of(run_requests(local.core, requests))
+    assert {name: ids for name, ids in tokens_of(reader.outputs).items() if name in expected} == expected
+    local.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        local.step()
+
+
+async def test_64_requests_at_once_leave_no_block_behind(engine: tuple[AsyncEngineClient, Reader]) -> None:
+    client, reader = engine
+    before = await client.utility("stats")
+    requests = requests_of("many", 64)
+    await asyncio.gather(*(client.add_request(one) for one in requests))
+    await reader.until_finished(*(one.request_id for one in requests))
+    after = await client.utility("stats")
+    assert after["num_free_blocks"] == before["num_free_blocks"] == before["num_total_blocks"]
+    assert after["num_running"] == after["num_waiting"] == 0
+    assert client.stats.num_free_blocks == after["num_free_blocks"]
+
+
+async def test_a_bad_request_comes_back_as_a_sentence_and_disturbs_nobody(
+    engine: tuple[AsyncEngineClient, Reader],
+) -> None:
+    client, reader = engine
+    good = request("good", [5, 6], max_tokens=20)
+    await client.add_request(good)
+    await client.add_request(request("bad", [5, 100000]))
+    await client.add_request(request("hot", [5], temperature=9.0))
+    await reader.until_finished("good", "bad", "hot")
+    bad = reader.outputs["bad"][-1]
+    assert (bad.finish_reason, bad.error_kind) == ("error", "invalid")
+    assert bad.error == "The prompt has token id 100000, but the model's ids are 0 to 319."
+    assert "temperature must be in [0, 2]" in (reader.outputs["hot"][-1].error or "")
+    assert len(tokens_of(reader.outputs)["good"]) == 20
+
+
+async def test_an_abort_frees_at_once_what_the_request_held(engine: tuple[AsyncEngineClient, Reader]) -> None:
+    client, reader = engine
+    await client.add_request(request("long", [9, 9], max_tokens=250))
+    await reader.until(lambda got: "long" in got)
+    await client.abort(["long", "never heard of"])
+    stats = await client.utility("stats")
+    assert stats["num_running"] == 0
+    assert stats["num_free_blocks"] == stats["num_total_blocks"]
+    assert reader.outputs["long"][-1].finish_reason is None
+
+
+async def test_utility_calls_are_answered_while_requests_run(engine: tuple[AsyncEngineClient, Reader]) -> None:
+    client, _ = engine
+    await client.add_request(request("busy", [4], max_tokens=200))
+    assert await client.utility("ping") == {"ok": True}
+    with pytest.raises(ValueError, match="no method 'dance'"):
+        await client.utility("dance")
+    await client.abort(["busy"])
+    assert client.is_alive
+
+
+async def test_a_client_that_is_behind_leaves_the_loop_to_others_between_steps(model_dir: Path) -> None:
+    """200 steps of 16 outputs wait at once, as when the engine is faster than this process."""
+    client = AsyncEngineClient(tiny_config(model_dir))
+    with zmq.asyncio.Context() as context:
+        client._output, engine = context.socket(zmq.PULL), context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        for socket in (client._output, engine):
+            socket.set_hwm(0)
+        client._output.bind("inproc://outputs")
+        engine.connect("inproc://outputs")
+        for step in range(200):
+            outputs = [RequestOutput(request_id=f"{i}", new_token_ids=[step]) for i in range(16)]
+            engine.send(msgspec.msgpack.encode(StepOutputs(outputs=outputs)))
+        turn = 0
+
+        async def others() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(others()), asyncio.create_task(client._read(asyncio.Future()))]
+        outputs_of_turn: Counter[int] = Counter()
+        steps = []
+        async for brought in client.outputs():
+            outputs_of_turn[turn] += len(brought.outputs)
+            steps.append(brought.outputs[0].new_token_ids[0])
+            if len(steps) == 200:
+                break
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert steps == list(range(200))
+    assert max(outputs_of_turn.values()) <= OUTPUTS_A_TURN
+
+
+async def test_a_full_queue_is_told_apart_from_a_bad_request(model_dir: Path) -> None:
+    async with started(model_dir, max_num_seqs=1, max_waiting=0) as (client, reader):
+        await client.add_request(request("first", [1], max_tokens=200))
+        await client.add_request(request("second", [2]))
+        await reader.until_finished("first", "second")
+        second = reader.outputs["second"][-1]
+        assert (second.finish_reason, second.error_kind) == ("error", "overloaded")
+
+
+async def test_the_abort_of_the_last_request_is_seen_in_the_numbers(model_dir: Path) -> None:
+    async with started(model_dir, async_scheduling=False) as (client, reader):
+        await client.add_request(request("only", [1], max_tokens=250))
+        await reader.until(lambda got: "only" in got)
+        assert client.stats.num_running == 1
+        await client.abort(["only"])
+        await reader.until(lambda _: client.stats.num_running == 0)
+        assert client.stats.num_free_blocks == client.stats.num_total_blocks
+        assert reader.outputs["only"][-1].finish_reason is None
+
+
+async def test_shutdown_drains_then_refuses(model_dir: Path) -> None:
+    async with started(model_dir) as (client, reader):
+        await client.add_request(request("running", [1], max_tokens=100))
+        await reader.until(lambda got: "running" in got)
+        assert client.pid is not None
+        for number in (signal.SIGINT, signal.SIGTERM):  # as from a terminal and from systemd: they are for the parent
+            os.kill(client.pid, number)
+        await asyncio.wait_for(client.shutdown(drain=True), PATIENCE)
+        await asyncio.wait_for(reader.task, PATIENCE)
+        assert reader.error is None
+        assert len(tokens_of(reader.outputs)["running"]) == 100
+        assert client.exit_status == 0
+        assert not client.is_alive
+        with pytest.raises(EngineDeadError, match="shut"):
+            await client.add_request(request("late", [1]))
+
+
+async def test_shutdown_without_drain_ends_running_requests(model_dir: Path) -> None:
+    async with started(model_dir) as (client, reader):
+        await client.add_request(request("running", [1], max_tokens=250))
+        await reader.until(lambda got: "running" in got)
+        await asyncio.wait_for(client.shutdown(drain=False), PATIENCE)
+        await asyncio.wait_for(reader.task, PATIENCE)
+        assert reader.outputs["running"][-1].finish_reason == "abort"
+        assert client.exit_status == 0
+
+
+async def test_the_death_of_the_process_wakes_every_waiter(model_dir: Path) -> None:
+    async with started(model_dir) as (client, reader):
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)  # so that the call cannot be answered before the end
+        call = asyncio.create_task(client.utility("ping"))
+        await asyncio.sleep(0.05)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="ended by signal 9"):
+            await asyncio.wait_for(call, PATIENCE)
+        await asyncio.wait_for(reader.task, PATIENCE)
+        assert "ended by signal 9" in str(reader.error)
+        assert not client.is_alive
+        with pytest.raises(EngineDeadError, match="ended by signal 9"):
+            await client.add_request(request("late", [1]))
+
+
+async def test_nothing_waits_for_a_process_that_is_gone(model_dir: Path) -> None:
+    """Whatever is sent between its end and the news of it: a socket without a peer would keep the sender for ever."""
+    async with started(model_dir) as (client, _):
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+
+        async def abort_for_ever() -> None:
+            while True:
+                await asyncio.wait_for(client.abort(["nobody"]), PATIENCE)
+                await asyncio.sleep(0)
+
+        with pytest.raises(EngineDeadError):
+            await abort_for_ever()
+
+
+async def test_a_crash_in_a_step_becomes_one_sentence(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sabotage = textwrap.dedent("""\
+        import compile_and_serve.runtime.engine.core
+        def step(self):
+            raise RuntimeError("kernel exploded\\nwith a long story")
+        compile_and_serve.runtime.engine.core.EngineCore.step = step
+        main()
+    """)
+    monkeypatch.setattr(
+        "compile_and_serve.runtime.engine.client.BOOT_CODE", BOOT_CODE.removesuffix("main()\n") + sabotage
+    )
+    async with started(model_dir) as (client, reader):
+        await client.add_request(request("one", [1]))
+        await asyncio.wait_for(reader.task, PATIENCE)
+        assert str(reader.error) == "The engine failed while it computed a step: RuntimeError: kernel exploded"
+        await client.shutdown()
+        assert client.exit_status == 1
+
+
+async def test_a_start_that_fails_says_why(model_dir: Path, tmp_path: Path) -> None:
+    stages: list[str] = []
+    client = AsyncEngineClient(
+        tiny_config(model_dir, num_kv_blocks=3), on_stage=lambda stage, seconds, detail: stages.append(stage)
+    )
+    with pytest.raises(EngineStartError, match="lower --max-model-len or raise --kv-cache-memory"):
+        await asyncio.wait_for(client.start(), PATIENCE)
+    assert client.exit_status == 1
+    assert stages == ["read", "load"]
+    assert not client.is_alive
+    await client.shutdown()
+
+
+async def test_the_engine_ends_when_its_parent_is_killed(model_dir: Path) -> None:
+    script = textwrap.dedent(f"""
+        import asyncio, sys
+        from pathlib import Path
+        from compile_and_serve.runtime.engine.client import AsyncEngineClient
+        from tests.support.engines import tiny_config
+        async def main():
+            client = AsyncEngineClient(tiny_config(Path({str(model_dir)!r})))
+            await client.start()
+            print(client.pid, flush=True)
+            await asyncio.sleep(600)
+        asyncio.run(main())
+    """)
+    root = Path(__file__).parents[3]
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
+    try:
+        assert parent.stdout is not None
+        pid = int(await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), PATIENCE))
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not is_running(pid), PATIENCE)

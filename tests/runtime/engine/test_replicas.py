@@ -1,0 +1,217 @@
+"""Replicas behind one client: real engine processes, whose workers only pretend to have a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError, SyncEngine
+from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
+from compile_and_serve.runtime.messages import RequestOutput
+from tests.support.engines import request, tiny_config, write_tiny_model
+from tests.support.fake_worker import use_fake_workers
+from tests.support.processes import is_running
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny")
+
+
+class Reader:
+    """Collects what the replicas put out. `replicas`: request → those that answered it."""
+
+    def __init__(self, client: DataParallelClient) -> None:
+        self.client = client
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.replicas: dict[str, set[int]] = {}
+        self.error: Exception | None = None
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async for step in self.client.outputs():
+                for output in step.outputs:
+                    self.outputs.setdefault(output.request_id, []).append(output)
+                    self.replicas.setdefault(output.request_id, set()).add(step.replica)
+        except EngineDeadError as error:
+            self.error = error
+
+    async def finished(self, *names: str) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not all(self.outputs.get(name, [RequestOutput(request_id="")])[-1].finish_reason for name in names):
+                await asyncio.sleep(0.01)
+
+    async def begun(self, *names: str) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not all(name in self.outputs for name in names):
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def started(model_dir: Path, **options: object) -> AsyncIterator[tuple[DataParallelClient, Reader]]:
+    client = make_client(tiny_config(model_dir, **({"data_parallel_size": 2} | options)))
+    assert isinstance(client, DataParallelClient)
+    await asyncio.wait_for(client.start(), PATIENCE)
+    reader = Reader(client)
+    pids = [replica.pid for replica in client.replicas]
+    try:
+        yield client, reader
+    finally:
+        await client.shutdown(drain=False)
+        await client.shutdown(drain=False)
+        await asyncio.wait_for(reader.task, PATIENCE)
+        assert not any(is_running(pid) for pid in pids if pid is not None)
+
+
+def prompt(seed: int) -> list[int]:
+    return [(seed * 31 + position * position) % 300 for position in range(20)]
+
+
+async def test_requests_spread_and_equal_prompts_meet(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    use_fake_workers(monkeypatch, model_dir, pause=0.002, devices=str(tmp_path))
+    async with started(model_dir) as (client, reader):
+        assert [(tmp_path / f"{replica}-0").read_text() for replica in range(2)] == ["3 0", "5 0"]  # one device each
+        assert client.is_alive
+        assert client.info.num_kv_blocks == 100
+        names = [f"r{i}" for i in range(12)]
+        for i, name in enumerate(names):
+            await client.add_request(request(name, prompt(i), max_tokens=8))
+        await reader.finished(*names)
+        homes = {name: reader.replicas[name] for name in names}
+        assert all(len(home) == 1 for home in homes.values())  # nobody is answered by two
+        assert sum(home == {0} for home in homes.values()) == 6
+        # again, one after the other: each where its prefix is
+        for i, name in enumerate(names):
+            await client.add_request(request("again " + name, prompt(i), max_tokens=2))
+            await reader.finished("again " + name)
+            assert reader.replicas["again " + name] == homes[name]
+            assert reader.outputs["again " + name][0].num_cached_tokens == 16
+        stats = await client.utility("stats")
+        assert stats["num_total_blocks"] == stats["num_free_blocks"] == 200
+        assert stats["prefix_cache_hits"] == 12 * 16
+        assert stats["kv_cache_usage"] == 0.0
+        assert await client.utility("ping") == {"ok": True}
+        assert await client.utility("reset_prefix_cache") == {"ok": True}
+        with pytest.raises(ValueError, match="no method 'dance'"):
+            await client.utility("dance")
+
+
+async def test_an_abort_goes_where_the_request_is(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir, pause=0.01)
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 8, "max_waiting": 1}
+    async with started(model_dir, **limits) as (client, reader):
+        assert (client.info.num_seats, client.info.max_in_flight) == (16, 18)
+        assert client._router._limits == [8, 9]
+        names = [f"r{i}" for i in range(6)]
+        for i, name in enumerate(names):
+            await client.add_request(request(name, prompt(i), max_tokens=200))
+        await reader.begun(*names)
+        await client.abort([*names[:5], "nobody"])
+        stats = await client.utility("stats")
+        assert stats["num_running"] == 1
+        assert [client._router.load(r) > 0 for r in range(2)].count(True) == 1
+        await client.abort(names)
+        assert (await client.utility("stats"))["num_running"] == 0
+        assert all(outputs[-1].finish_reason is None for outputs in reader.outputs.values())
+
+
+async def test_a_dead_replica_ends_its_requests_and_the_others_finish(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_workers(monkeypatch, model_dir, pause=0.01)
+    async with started(model_dir) as (client, reader):
+        names = [f"r{i}" for i in range(8)]
+        for i, name in enumerate(names):
+            await client.add_request(request(name, prompt(i), max_tokens=100))
+        await reader.begun(*names)
+        dead = client.replicas[1].pid
+        assert dead is not None
+        os.kill(dead, signal.SIGSTOP)
+        probe = asyncio.create_task(client.utility("ping"))  # is waiting when the replica dies
+        await asyncio.sleep(0.05)
+        os.kill(dead, signal.SIGKILL)
+        await reader.finished(*names)
+        with pytest.raises(EngineDeadError, match="^Replica 1 of 2: The engine process was ended by signal 9"):
+            await probe
+        reason = "Replica 1 of 2: The engine process was ended by signal 9."
+        for name in names:
+            last = reader.outputs[name][-1]
+            if reader.replicas[name] == {0}:
+                assert (last.finish_reason, last.error) == ("length", None)
+                assert sum(len(output.new_token_ids) for output in reader.outputs[name]) == 100
+            else:
+                assert (last.finish_reason, last.error) == ("error", reason)
+        assert sum(reader.replicas[name] == {1} for name in names) == 4
+        assert client.dead_reason == reason
+        assert not client.is_alive
+        with pytest.raises(EngineDeadError, match="Replica 1 of 2"):
+            await client.add_request(request("late", [1]))
+        with pytest.raises(EngineDeadError, match="Replica 1 of 2"):
+            await client.utility("ping")
+        await client.abort(names)
+        assert reader.error is None
+    assert reader.error is not None
+    assert str(reader.error) == reason
+    assert client.replicas[0].exit_status == 0
+
+
+async def test_a_rank_of_a_replica_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir, step={"0": "hang", "1": "kill"})
+    async with started(model_dir, tensor_parallel_size=2) as (client, reader):
+        await client.add_request(request("a", [1, 2], max_tokens=50))
+        await reader.finished("a")
+        assert reader.outputs["a"][-1].error == "Replica 0 of 2: Rank 1 of 2 was ended by signal 9."
+
+
+async def test_a_replica_that_cannot_start_ends_all(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    use_fake_workers(monkeypatch, model_dir, load={"1/0": "mistake"}, until=str(told))
+    stages: list[tuple[str, str]] = []
+
+    def on_stage(stage: str, seconds: float, detail: str) -> None:
+        stages.append((stage, detail))
+        if stage == "load":  # not before is the mistake made
+            told.touch()
+
+    client = make_client(tiny_config(model_dir, data_parallel_size=3), on_stage)
+    assert isinstance(client, DataParallelClient)
+    with pytest.raises(EngineStartError, match=r"^Replica 1 of 3: the checkpoint is wrong: take another.$"):
+        await asyncio.wait_for(client.start(), PATIENCE)
+    assert [stage for stage in stages if stage[0] == "load"] == [("load", "by rank 0")]  # of the first replica alone
+    assert ("compile", "a piece") in stages
+    assert {detail for stage, detail in stages if stage == "compile"} <= {
+        "a piece", "a piece (replica 1)", "a piece (replica 2)"
+    }  # fmt: skip
+    for replica in client.replicas:
+        pid = replica.pid
+        assert pid is None or not is_running(pid)
+
+
+async def test_all_dead_ends_the_outputs(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    async with started(model_dir) as (client, reader):
+        for replica in client.replicas:
+            assert replica.pid is not None
+            os.kill(replica.pid, signal.SIGKILL)
+        await asyncio.wait_for(reader.task, PATIENCE)
+        assert "was ended by signal 9" in str(reader.error)
+
+
+def test_one_replica_is_a_plain_client_and_several_are_for_the_server(model_dir: Path) -> None:
+    assert isinstance(make_client(tiny_config(model_dir)), AsyncEngineClient)
+    with pytest.raises(ValueError, match="data_parallel_size is 2, but"):
+        SyncEngine(tiny_config(model_dir, data_parallel_size=2))

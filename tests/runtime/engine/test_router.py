@@ -1,0 +1,136 @@
+"""Which replica gets a request: by load, by prefix, and by both."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from compile_and_serve.runtime.engine.router import AFFINITY, Router
+from compile_and_serve.runtime.messages import EngineStats
+from tests.support.engines import request
+
+BLOCK = 4
+
+
+def make_router(num_replicas: int = 2, **options: int | None) -> Router:
+    return Router(num_replicas, **({"max_num_seqs": 32, "num_blocks": 1000, "block_size": BLOCK} | options))  # type: ignore[arg-type]
+
+
+def prompt(seed: int, length: int = 10 * BLOCK) -> list[int]:
+    return random.Random(seed).choices(range(300), k=length)
+
+
+def test_different_prompts_spread_evenly() -> None:
+    router = make_router(3)
+    busy = Counter(router.route(request(f"r{i}", prompt(i))) for i in range(30))
+    assert busy == {0: 10, 1: 10, 2: 10}
+    for i in range(30):
+        router.finish(f"r{i}")
+    assert [router.load(r) for r in range(3)] == [0, 0, 0]
+    # one after the other, with nothing in flight between them
+    idle = Counter()
+    for i in range(30, 60):
+        idle[router.route(request(f"r{i}", prompt(i)))] += 1
+        router.finish(f"r{i}")
+    assert idle == {0: 10, 1: 10, 2: 10}
+
+
+def test_a_long_prompt_weighs_more_than_a_short_one() -> None:
+    router = make_router(num_blocks=400)
+    long = router.route(request("long", prompt(0, 800)))
+    shorts = [router.route(request(f"short{i}", prompt(i + 1, 8))) for i in range(10)]
+    assert shorts == [1 - long] * 10
+
+
+def test_a_prompt_returns_to_the_replica_that_has_its_beginning() -> None:
+    router = make_router(4)
+    homes = {}
+    for i in range(8):
+        homes[i] = router.route(request(f"first{i}", prompt(i)))
+        router.finish(f"first{i}")
+    assert len(set(homes.values())) == 4
+    for i in random.Random(0).sample(range(8), 8):
+        longer = prompt(i) + prompt(100 + i, 7)
+        assert router.route(request(f"second{i}", longer)) == homes[i]
+        router.finish(f"second{i}")
+
+
+def test_salts_and_short_overlaps_are_no_prefix() -> None:
+    router = make_router()
+    home = router.route(request("a", prompt(0)))
+    router.finish("a")
+    salted = request("b", prompt(0))
+    salted.cache_salt = "tenant"
+    assert router.route(salted) == 1 - home  # equally good, and the other had no request yet
+    router.finish("b")
+    other = prompt(0)[: BLOCK - 1] + prompt(1)
+    first = router.route(request("c", other))
+    assert router.route(request("d", prompt(0)[: BLOCK - 1] + prompt(2))) == 1 - first
+
+
+def test_a_prefix_that_everybody_shares_spreads_when_its_replica_fills_up() -> None:
+    router = make_router(2)
+    shared = prompt(0)
+    chosen = [router.route(request(f"r{i}", shared + prompt(i + 1, BLOCK))) for i in range(32)]
+    home = chosen[0]
+    first_other = chosen.index(1 - home)
+    # as many more as AFFINITY says, of 32 seats (the KV cache's part is small here)
+    assert 2 < first_other <= AFFINITY * 32 + 1
+    assert abs(chosen.count(0) - chosen.count(1)) <= 6
+
+
+def test_nobody_waits_or_is_refused_where_another_replica_has_room() -> None:
+    shared = prompt(0, 4000)  # worth more than any difference of load below
+    router = make_router(2, max_num_seqs=4, max_waiting=2, num_blocks=1_000_000)
+    counts: Counter[int] = Counter()
+    for i in range(12):
+        counts[router.route(request(f"r{i}", shared))] += 1
+        assert max(counts.values()) <= 4 or min(counts.values()) >= 4
+    assert counts == {0: 6, 1: 6}
+    router.route(request("one too many", shared))  # whoever gets it refuses it
+
+
+def test_the_load_that_a_replica_reports_counts() -> None:
+    router = make_router(2)
+    home = router.route(request("a", prompt(0)))
+    router.observe(home, EngineStats(kv_cache_usage=AFFINITY + 0.1))
+    assert router.route(request("b", prompt(0))) == 1 - home
+    # what an idle replica said before its requests were aborted is no load
+    router.finish("a")
+    assert router.load(home) == 0.0
+
+
+def test_requests_are_found_and_forgotten() -> None:
+    router = make_router()
+    indices = {name: router.route(request(name, prompt(i))) for i, name in enumerate("abcd")}
+    assert {name: router.replica_of(name) for name in "abcd"} == indices
+    assert sorted(router.requests_of(0) + router.requests_of(1)) == list("abcd")
+    router.finish("a")
+    router.finish("a")
+    router.finish("nobody")
+    assert router.replica_of("a") is None
+    assert len(router.requests_of(0) + router.requests_of(1)) == 3
+
+
+def test_memory_is_bounded_by_what_the_caches_hold() -> None:
+    router = make_router(2, num_blocks=50)
+    for i in range(100):
+        router.route(request(f"r{i}", prompt(i)))
+    assert len(router._seen) == 100
+    router.forget_prefixes()
+    assert len(router._seen) == 0
+
+
+def test_without_prefix_caches_only_load_counts() -> None:
+    router = make_router(2, enable_prefix_caching=False)
+    chosen = [router.route(request(f"r{i}", prompt(0))) for i in range(10)]
+    assert chosen.count(0) == chosen.count(1) == 5
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_prompt_is_a_load_of_its_share_of_the_kv_cache(enable_prefix_caching: bool) -> None:
+    router = make_router(1, max_num_seqs=10, num_blocks=100, enable_prefix_caching=enable_prefix_caching)
+    router.route(request("a", prompt(0, 200)))
+    assert router.load(0) == 1 / 10 + 200 / (100 * BLOCK)

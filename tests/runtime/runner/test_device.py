@@ -1,0 +1,80 @@
+"""Devices, dtypes and threads."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from compile_and_serve.runtime.distributed.child_process import one_device
+from compile_and_serve.runtime.runner import device as devices
+from compile_and_serve.runtime.runner.device import resolve_device, resolve_dtype, use_threads
+
+CPU = torch.device("cpu")
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("cpu") == CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == CPU
+    with pytest.raises(ValueError, match="torch finds no CUDA device here: use --device cpu"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [({"avx512f", "avx512_bf16"}, torch.bfloat16), ({"avx512f"}, torch.float32), (set(), torch.float32)],
+)
+def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(devices, "_cpu_flags", lambda: flags)
+    assert resolve_dtype("auto", CPU) == expected
+    assert resolve_dtype("float32", CPU) == torch.float32
+    assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
+
+
+def test_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert use_threads(1) == torch.get_num_threads() == 1
+        assert use_threads(None) == torch.get_num_threads() >= 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_device_that_was_given_and_is_not_there_is_no_reason_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto", 1) == CPU  # no CUDA on this machine
+    monkeypatch.setattr(devices, "_has_cuda", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ValueError, match=r"^CUDA device 7 is wanted, but torch finds no such device here"):
+        resolve_device("auto", 0)
+    assert resolve_device("auto") == CPU
+    assert resolve_device("cpu", 0) == CPU
+    for nothing in ("", " ", "-1"):  # on purpose
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert resolve_device("auto", 0) == CPU
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, [("0", 0), ("1", 0), ("2", 0)]),
+        ("4,7", [("4", 0), ("7", 0), ("4,7", 2)]),  # too few: the child sees both, and that there is no third
+        (" MIG-11, GPU-22,", [("MIG-11", 0), ("GPU-22", 0), (" MIG-11, GPU-22,", 2)]),
+        ("", [("", 0), ("", 1), ("", 2)]),
+    ],
+)
+def test_a_child_sees_one_device(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[tuple[str, int]]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    seen = []
+    for index in range(3):
+        environment, device = one_device(index)
+        seen.append(((os.environ | environment)["CUDA_VISIBLE_DEVICES"], device))
+    assert seen == expected

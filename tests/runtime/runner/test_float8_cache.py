@@ -1,0 +1,95 @@
+"""`--kv-cache-dtype fp8`: the engine computes what the plain model computes over rounded keys and values, in half the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.runner.kv_cache import allocate_kv_cache
+from tests.support.engines import prompt_of, request, run_requests, tiny_config, write_tiny_model
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("float8-cache") / "tiny")
+
+
+def plain_logprobs(core: EngineCore, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """log softmax at every position, in one pass of the plain module over a cache of that dtype. → [T, V]"""
+    spec = core._executor.runner.compiled.spec  # type: ignore[attr-defined]
+    count = len(tokens)
+    metadata = AttentionMetadata(
+        backend=TorchAttention(),
+        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        slot_mapping=torch.arange(count),
+        num_seqs=1,
+        num_tokens=count,
+        max_query_len=count,
+        max_seq_len=count,
+    )
+    caches = allocate_kv_cache(spec.kv_cache_specs, 1, count, dtype=dtype, device=torch.device("cpu"))
+    every = torch.arange(count)
+    with torch.no_grad(), attention_metadata(metadata):
+        return spec.module(torch.tensor(tokens), every, caches, every).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 8}, {"num_kv_blocks": 30, "max_model_len": 100, "enable_prefix_caching": False}],
+    ids=["whole", "chunked", "preempting"],
+)
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_logprobs_are_those_of_rounded_keys_and_values(
+    model_dir: Path, options: dict[str, object], backend: str
+) -> None:
+    if backend == "cpu" and not load_cpu_kernels():
+        pytest.skip(str(cpu_kernels_status()))
+    core = EngineCore(tiny_config(model_dir, kv_cache_dtype="fp8", attention_backend=backend, **options))
+    assert {cache.dtype for cache in core._executor.runner.kv_caches} == {FP8}  # type: ignore[attr-defined]
+    prompts = {f"r{i}": prompt_of(i, 5 + 13 * i) for i in range(4)}
+    for _ in range(2):  # again, from cached blocks where they are kept
+        outputs = run_requests(core, [request(name, p, logprobs=0, max_tokens=20) for name, p in prompts.items()])
+        rounding = 0.0
+        for name, prompt in prompts.items():
+            tokens = [token for step in outputs[name] for token in step.new_token_ids]
+            found = torch.tensor([step.new_logprobs[0].logprobs[0] for step in outputs[name] if step.new_logprobs])
+            rows = torch.arange(len(tokens)) + len(prompt) - 1
+            expected, unrounded = (
+                plain_logprobs(core, prompt + tokens, dtype)[rows, tokens] for dtype in (FP8, torch.float32)
+            )
+            # Sums in another order may round a key to the next float8: nothing beside what the rounding itself does.
+            assert (found - expected).abs().max() < 0.02
+            assert (found - expected).abs().mean() < 1e-3
+            rounding = max(rounding, (found - unrounded).abs().max().item())
+        assert rounding > 0.02
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "itemsize"), [("auto", 4), ("fp8", 1)])
+def test_the_same_memory_holds_more(model_dir: Path, kv_cache_dtype: str, itemsize: int) -> None:
+    config = tiny_config(model_dir, kv_cache_dtype=kv_cache_dtype, num_kv_blocks=None, kv_cache_memory_bytes=1 << 20)
+    core = EngineCore(config)
+    assert core.info.compile_report["kv_cache_dtype"] == ("float32" if kv_cache_dtype == "auto" else "float8_e4m3fn")
+    assert core.info.num_kv_blocks == (1 << 20) // (2 * 2 * 2 * 16 * 4 * itemsize)
+
+
+@pytest.mark.slow
+def test_artifacts_do_not_depend_on_it(model_dir: Path, tmp_path: Path) -> None:
+    options = {"enforce_eager": False, "attention_backend": "torch", "cache_dir": tmp_path}
+    keys = set()
+    for kv_cache_dtype, artifact in (("auto", "made"), ("fp8", "hit")):
+        core = EngineCore(tiny_config(model_dir, kv_cache_dtype=kv_cache_dtype, **options))
+        assert core.info.compile_report["artifact"] == artifact
+        keys.add(core.info.compile_report["artifact_key"])
+        [steps] = run_requests(core, [request("a", prompt_of(1, 30))]).values()
+        assert len(steps) == 16
+    assert len(keys) == 1

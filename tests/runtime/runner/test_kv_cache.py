@@ -1,0 +1,98 @@
+"""How many blocks there are, what an impossible cache says, and that layers share one allocation without overlapping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compile_and_serve.models.spec import KVCacheSpec
+from compile_and_serve.runtime.config import CacheConfig
+from compile_and_serve.runtime.runner.kv_cache import (
+    CPU_DEFAULT_LIMIT,
+    GIB,
+    KVCacheTooSmallError,
+    allocate_kv_cache,
+    bytes_per_block,
+    free_cpu_bytes,
+    plan_num_blocks,
+)
+
+SPECS = (KVCacheSpec(num_kv_heads=2, head_dim=8), KVCacheSpec(num_kv_heads=4, head_dim=16))
+BLOCK_BYTES = (2 * 2 * 8 + 2 * 4 * 16) * 16 * 2  # of 16 tokens in bfloat16
+
+
+def plan(config: CacheConfig, **overrides: object) -> int:
+    given: dict[str, object] = {
+        "dtype": torch.bfloat16, "max_model_len": 100, "max_num_seqs": 4, "free_bytes": 8 * GIB, "is_cpu": True,
+    }  # fmt: skip
+    return plan_num_blocks(config, SPECS, **(given | overrides))  # type: ignore[arg-type]
+
+
+def test_bytes_per_block() -> None:
+    assert bytes_per_block(SPECS, 16, torch.bfloat16) == BLOCK_BYTES
+    assert bytes_per_block(SPECS, 4, torch.float32) == BLOCK_BYTES // 2
+
+
+def test_forced_sizes_are_taken_as_they_are() -> None:
+    assert plan(CacheConfig(num_blocks=1234)) == 1234
+    assert plan(CacheConfig(memory_bytes=50 * BLOCK_BYTES + 3)) == 50
+
+
+def test_no_more_than_all_sequences_can_use() -> None:
+    assert plan(CacheConfig()) == 4 * 7
+    assert plan(CacheConfig(), is_cpu=False) == 4 * 7
+
+
+def test_the_cpu_default_takes_a_part_of_what_is_free() -> None:
+    many = {"max_num_seqs": 10**9}
+    assert plan(CacheConfig(), free_bytes=400 * BLOCK_BYTES, **many) == 100
+    assert plan(CacheConfig(), free_bytes=400 * BLOCK_BYTES, is_cpu=False, **many) == 400
+    assert plan(CacheConfig(), free_bytes=1 << 60, **many) == CPU_DEFAULT_LIMIT // BLOCK_BYTES
+    # up to a half for one long request, and not beyond
+    assert plan(CacheConfig(), free_bytes=400 * BLOCK_BYTES, max_model_len=150 * 16) == 150
+    with pytest.raises(KVCacheTooSmallError):
+        plan(CacheConfig(), free_bytes=400 * BLOCK_BYTES, max_model_len=201 * 16)
+
+
+@pytest.mark.parametrize(
+    "config", [CacheConfig(num_blocks=6), CacheConfig(memory_bytes=6 * BLOCK_BYTES), CacheConfig(memory_bytes=1)]
+)
+def test_a_cache_too_small_for_one_request_says_what_to_change(config: CacheConfig) -> None:
+    with pytest.raises(KVCacheTooSmallError, match=r"max_model_len=100 .*--max-model-len or raise --kv-cache-memory"):
+        plan(config)
+
+
+def test_a_device_without_room_says_so_too() -> None:
+    sentence = (
+        "room for 0 tokens .* lower --max-model-len, --max-num-batched-tokens or .* raise --gpu-memory-utilization"
+    )
+    with pytest.raises(KVCacheTooSmallError, match=sentence):
+        plan(CacheConfig(), is_cpu=False, free_bytes=-5 * GIB)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_are_views_of_one_allocation(dtype: torch.dtype) -> None:
+    caches = allocate_kv_cache(SPECS, 3, 16, dtype=dtype, device=torch.device("cpu"))
+    assert [tuple(cache.shape) for cache in caches] == [(3, 2, 2, 16, 8), (3, 2, 4, 16, 16)]
+    assert all(cache.is_contiguous() and cache.dtype == dtype and not cache.any() for cache in caches)
+    assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1
+    caches[0].fill_(1)
+    assert not caches[1].any()
+    caches[1].fill_(2)
+    assert (caches[0] == 1).all()
+    assert caches[0].data_ptr() % 64 == 0
+
+
+def test_a_large_cache_costs_no_memory_before_it_is_used() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * 4096
+
+    before = resident()
+    caches = allocate_kv_cache(SPECS, 200_000, 16, dtype=torch.float32, device=torch.device("cpu"))
+    assert sum(cache.nbytes for cache in caches) > GIB
+    assert resident() - before < 64 << 20
+
+
+def test_free_memory_is_a_sane_number() -> None:
+    assert 1 << 20 < free_cpu_bytes() < 1 << 50

