@@ -16,7 +16,7 @@ from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FuseAl
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm
-from tests.compiler.test_tensor_parallel import KERNELS, LAYERS, run
+from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, run
 from tests.support.ranks import run_ranks
 
 NAME = "fuse_allreduce_add_rms_norm"

@@ -23,9 +23,9 @@ from compile_and_serve.custom_ops.collectives.allreduce_norm import (
     allreduce_add_rms_norm_quantize,
 )
 from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
-from tests.compiler.test_fuse_allreduce_add_rms_norm import operands
-from tests.compiler.test_tensor_parallel import KERNELS, LAYERS, rewrite
-from tests.compiler.test_tensor_parallel_ranks import PROMPT
+from tests.compiler.passes.test_fuse_allreduce_add_rms_norm import operands
+from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, rewrite
+from tests.compiler.passes.test_tensor_parallel_ranks import PROMPT
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 

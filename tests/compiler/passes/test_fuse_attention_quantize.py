@@ -35,8 +35,8 @@ from compile_and_serve.custom_ops.attention.triton_backend import TritonAttentio
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights import load_weights, read_config
-from tests.compiler.test_cudagraphs import FakeDevice
-from tests.compiler.test_dump import load
+from tests.compiler.cudagraphs.test_runner import FakeDevice
+from tests.compiler.reports.test_dump import load
 from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 from tests.support.transformers_models import config_of

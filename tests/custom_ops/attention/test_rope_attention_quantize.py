@@ -25,7 +25,7 @@ from compile_and_serve.custom_ops.attention.triton_backend import TritonAttentio
 from compile_and_serve.custom_ops.attention.triton_decode_quantize import can_round, rounds_heads
 from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
 from compile_and_serve.custom_ops.triton_common import SPLIT_COUNTERS, split_counters
-from tests.custom_ops.test_attention_triton import BLOCK_SIZE, exact_float8, make_metadata, random_cache
+from tests.custom_ops.attention.test_triton_backend import BLOCK_SIZE, exact_float8, make_metadata, random_cache
 
 __all__ = ["exact_float8"]  # a fixture, used by all tests here
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
