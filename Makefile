@@ -1,6 +1,7 @@
 # make serve   install, compile SmolLM2-135M-Instruct and serve it on http://127.0.0.1:8000
 # make test    install what the tests need, run them
 # make check   format, lint, types, layers
+# Where there is an NVIDIA GPU, the packages for CUDA are installed too. DEVICE=cpu or DEVICE=cuda overrides the detection.
 
 PYTHON ?= python3
 MODEL  ?= smollm2-135m
@@ -11,6 +12,10 @@ TESTS  ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
+
+# A GPU is a device node or, where there are none (WSL), a line of the driver's tool.
+GPUS   := $(or $(wildcard /dev/nvidia[0-9]*),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU '))
+DEVICE ?= $(if $(GPUS),cuda,cpu)
 
 .PHONY: serve test check format test-torch211 test-gpu clean
 .DEFAULT_GOAL := serve
@@ -42,16 +47,29 @@ test-gpu:
 clean:
 	rm -rf .venv .venv-torch211 build dist *.egg-info
 
-# torch goes first and by its exact version, so that an index that offers a CPU build of it is asked for that one alone;
-# everything else must then be content with it. A stamp is newer than what it was made from: the next `make` starts at once.
-$(VENV)/.torch: constraints.txt
+# torch goes first and alone, so that the index's build for this device is taken: for a CPU the exact version matches a
+# CPU build where the index has one; for a GPU that build is excluded. All other packages must accept this torch.
+# A stamp is newer than what it was made from: the next `make` starts at once. The stamp .for-DEVICE reinstalls torch when
+# the device changes.
+TORCH      := $(shell grep '^torch==' constraints.txt)
+TORCH_cpu  := $(TORCH)
+TORCH_cuda := $(TORCH),!=$(subst torch==,,$(TORCH))+cpu
+EXTRA_cuda := [cuda]
+
+$(VENV)/.for-$(DEVICE):
+	@test "$(TORCH_$(DEVICE))" || { echo "DEVICE is cpu or cuda, not $(DEVICE)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || { echo "Python's venv module is needed: apt install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "Python's venv module is needed: apt install python3-venv"; exit 1; }
+	@rm -f $(VENV)/.for-*
+	@touch $@
+
+$(VENV)/.torch: constraints.txt $(VENV)/.for-$(DEVICE)
+	@echo "Installing for $(if $(EXTRA_$(DEVICE)),CUDA,the CPU): $(if $(GPUS),an NVIDIA GPU was found,no NVIDIA GPU was found) (DEVICE=$(DEVICE))."
+	$(BIN)/python -m pip install --quiet '$(TORCH_$(DEVICE))'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.$(EXTRA_$(DEVICE))'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
