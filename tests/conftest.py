@@ -12,6 +12,12 @@ import zlib
 from pathlib import Path
 
 import pytest
+
+# Workers of pytest-xdist share the cores. Read when torch is imported, and inherited by the processes that tests start.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub

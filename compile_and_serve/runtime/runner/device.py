@@ -63,10 +63,12 @@ def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype) -> torch.dtyp
 def use_threads(num_threads: int | None, num_processes: int = 1) -> int:
     """Let CPU kernels use `num_threads` threads; the number.
 
-    None: this process's part of the cores that it may run on, when `num_processes` share them.
+    None: OMP_NUM_THREADS, or else this process's part of the cores that it may run on, when `num_processes` share them.
     """
     if num_threads is None:
-        num_threads = max(1, num_cores() // num_processes)
+        variable = os.environ.get("OMP_NUM_THREADS", "")
+        num_threads = int(variable) if variable.isdigit() else num_cores() // num_processes
+        num_threads = max(1, num_threads)
     torch.set_num_threads(num_threads)
     return num_threads
 

@@ -283,7 +283,7 @@ def engine_flags(
     num_threads: Annotated[
         int | None,
         typer.Option(
-            help="CPU threads of a rank; by default its share of the cores.",
+            help="CPU threads of a rank; by default OMP_NUM_THREADS, or its share of the cores.",
             rich_help_panel=DEVICE_PANEL,
         ),
     ] = None,

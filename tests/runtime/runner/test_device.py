@@ -35,11 +35,14 @@ def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
 
 
-def test_threads() -> None:
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
+    monkeypatch.setattr(devices, "num_cores", lambda: 6)
     try:
         assert use_threads(1) == torch.get_num_threads() == 1
-        assert use_threads(None) == torch.get_num_threads() >= 1
+        for variable, expected in (("", 3), ("2", 2), ("0", 1), ("some", 3)):
+            monkeypatch.setenv("OMP_NUM_THREADS", variable)
+            assert use_threads(None, 2) == torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
 
