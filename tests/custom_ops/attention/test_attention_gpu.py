@@ -1,0 +1,149 @@
+# ruff: noqa: E402 (Triton may be missing where there is no GPU)
+"""The attention backends on a GPU, in bfloat16 and at odd sizes, against the reference backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from compile_and_serve.custom_ops.attention import flashinfer_backend as attention_flashinfer
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, attention, attention_metadata
+from compile_and_serve.custom_ops.attention.flashinfer_backend import FlashInferAttention
+from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
+from tests.support import attention_cases as cases
+from tests.support.cuda import CUDA, LIMIT, random
+
+
+def to_cuda(metadata: object) -> None:
+    for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+        setattr(metadata, name, getattr(metadata, name).to(CUDA))
+
+
+def backends() -> list[AttentionBackend]:
+    return [TritonAttention(), FlashInferAttention(build=False)]
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (8, 1, 96), (4, 4, 256), (6, 2, 80), (16, 8, 128)])
+@pytest.mark.parametrize("case", cases.BATCHES)
+@pytest.mark.parametrize("with_rope", [False, True])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_attention(
+    case: str,
+    heads: tuple[int, int, int],
+    with_rope: bool,
+    cache_dtype: torch.dtype,
+    backend: AttentionBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)  # or these prompts would be left to Triton
+    batch, (H, K, E) = cases.BATCHES[case], heads
+    reason = backend.unsupported_reason(
+        device=CUDA,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=cache_dtype,
+        head_dim=E,
+        num_heads=H,
+        num_kv_heads=K,
+        block_size=batch.block_size,
+    )
+    if reason is not None:
+        pytest.skip(reason)
+    metadata, num_blocks = cases.make_metadata(batch, backend)
+    to_cuda(metadata)
+    tokens = metadata.num_tokens + batch.padding
+    cache = random(num_blocks, 2, K, batch.block_size, E).to(cache_dtype)
+    qkv = random(tokens, (H + 2 * K) * E)
+    cos, sin = (torch.rand(tokens, E // 2, device=CUDA).repeat(1, 2) for _ in range(2))
+    norms = (random(E), random(E)) if H == 16 else (None, None)
+    outs, caches = [], []
+    for one in (backend, TorchAttention()):
+        metadata.backend = one
+        one.plan(metadata)
+        caches.append(cache.clone())
+        with attention_metadata(metadata):
+            if with_rope:
+                outs.append(rope_attention(qkv, cos, sin, caches[-1], H, K, E**-0.5, *norms))
+            else:
+                q, k, v = qkv.unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
+                outs.append(attention(q, k, v, caches[-1], E**-0.5))
+    count = metadata.num_tokens
+    # FlashInfer attends a fresh prompt with the keys and values of the step, which no float8 has rounded yet.
+    unrounded = cache_dtype == torch.float8_e4m3fn and backend.name == "flashinfer" and "prefill" in case
+    assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
+    # A key whose last bit of bfloat16 differs may be rounded to the next float8, an eighth away.
+    assert cases.relative_error(caches[0].float(), caches[1].double()) < (
+        1e-3 if cache_dtype == torch.bfloat16 else 5e-3
+    )
+    assert outs[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_float8_cache_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    """Every float8 value and every middle between two, beyond the largest, and NaN; by the decode and by the prompt kernel."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()].sort().values
+    values = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor([465.0, -1e6, torch.inf, torch.nan])])
+    values = F.pad(values, (0, 512 - len(values))).to(CUDA)
+    for lengths in ((1, 1), (2,)):
+        batch = cases.Batch(query_lens=lengths, seq_lens=lengths)
+        metadata, num_blocks = cases.make_metadata(batch, TritonAttention())
+        to_cuda(metadata)
+        cache = torch.zeros(num_blocks, 2, 4, 16, 64, device=CUDA).to(torch.float8_e4m3fn)
+        k, v = (half.view(2, 4, 64).to(dtype) for half in (values, values.flip(0)))
+        TritonAttention().forward(torch.zeros(2, 8, 64, device=CUDA, dtype=dtype), k, v, cache, 0.125, metadata)
+        for t, slot in enumerate(metadata.slot_mapping.tolist()):
+            for part, x in enumerate((values, values.flip(0))):
+                expected = x.clamp(-448, 448).to(torch.float8_e4m3fn).float().view(2, 4, 64)[t]
+                kept = cache[slot // 16, part, :, slot % 16].float()
+                assert torch.equal(kept.nan_to_num(1000.0), expected.nan_to_num(1000.0))
+
+
+def decode_steps(use_graph: bool) -> list[torch.Tensor]:
+    """Nine steps of attention and advance, plain or replayed; what they leave behind."""
+    torch.manual_seed(0)
+    metadata, _ = cases.make_metadata(cases.Batch(query_lens=(1, 1, 1), seq_lens=(3, 130, 31)), TritonAttention())
+    to_cuda(metadata)
+    metadata.block_table = torch.arange(3 * 12, device=CUDA, dtype=torch.int32).reshape(3, 12)
+    positions = (metadata.seq_lens - 1).long()
+
+    def slots() -> torch.Tensor:
+        blocks = metadata.block_table.long().gather(1, (positions // 16)[:, None])[:, 0]
+        return blocks * 16 + positions % 16
+
+    metadata.slot_mapping = slots()
+    cache = random(36, 2, 2, 16, 64)
+    qkv = random(3, 8 * 64)
+    out = torch.zeros(3, 4 * 64, device=CUDA, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with attention_metadata(metadata):
+            q, k, v = qkv.unflatten(1, (8, 64)).split((4, 2, 2), dim=1)
+            out.copy_(attention(q, k, v, cache, 0.125).flatten(1))
+        positions.add_(1)  # the next step lies a token further
+        metadata.seq_lens.add_(1)
+        metadata.slot_mapping.copy_(slots())
+
+    step()
+    run = step
+    if use_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    for _ in range(8):
+        run()
+    torch.cuda.synchronize()
+    return [out, cache, metadata.seq_lens, positions]
+
+
+def test_decode_steps_replayed_from_one_graph() -> None:
+    for plain, replayed in zip(decode_steps(False), decode_steps(True), strict=True):
+        assert torch.equal(plain, replayed)
