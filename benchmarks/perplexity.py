@@ -34,7 +34,7 @@ def measure(
 ) -> dict[str, Any]:
     """Perplexity and greedy answers of one quantization ("none": the checkpoint as it is) over one KV cache."""
     from compile_and_serve.runtime.llm import LLM
-    from compile_and_serve.runtime.sampling.params import SamplingParams
+    from compile_and_serve.runtime.sampling_params import SamplingParams
 
     start = time.perf_counter()
     options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compile_and_serve.runtime.llm import LLM
-    from compile_and_serve.runtime.sampling.params import SamplingParams
+    from compile_and_serve.runtime.sampling_params import SamplingParams
 
     __version__: str
 
@@ -18,7 +18,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 _MODULES = {
     "LLM": "compile_and_serve.runtime.llm",
-    "SamplingParams": "compile_and_serve.runtime.sampling.params",
+    "SamplingParams": "compile_and_serve.runtime.sampling_params",
 }
 
 

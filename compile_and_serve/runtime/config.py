@@ -59,7 +59,7 @@ class SchedulerConfig:
 
     max_num_batched_tokens: the token budget that decodes and prefill chunks share; None: by device, 2048 on the CPU.
     async_scheduling: launch a step before the result of the one before it is read; None: by device, off on the CPU.
-    fills_seats_together: leave seats that become free in a full batch until several requests can take them; None: on a GPU, where requests
+    admit_in_groups: leave seats that become free in a full batch until several requests can take them; None: on a GPU, where requests
     come in their order of arrival.
     """
 
@@ -67,7 +67,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool | None = None
-    fills_seats_together: bool | None = None
+    admit_in_groups: bool | None = None
     # Sequences that may wait; beyond it new ones are refused (HTTP 503). None: any number.
     max_waiting: int | None = None
 
@@ -77,14 +77,14 @@ class SchedulerConfig:
         return CPU_TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     @property
-    def num_seats(self) -> int:
+    def max_running(self) -> int:
         """Sequences that run at once at most: each of them takes a token of every step."""
         return min(self.max_num_seqs, self.token_budget)
 
     @property
     def max_in_flight(self) -> int | None:
         """Sequences that may run or wait; more are refused. None: any number."""
-        return None if self.max_waiting is None else self.num_seats + self.max_waiting
+        return None if self.max_waiting is None else self.max_running + self.max_waiting
 
     def for_device(self, device_type: str) -> SchedulerConfig:
         """The same with the device's values where none was given: a GPU is busy only with long steps and no waiting host."""
@@ -93,10 +93,10 @@ class SchedulerConfig:
             self,
             max_num_batched_tokens=budget if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
             async_scheduling=device_type == "cuda" if self.async_scheduling is None else self.async_scheduling,
-            fills_seats_together=(
+            admit_in_groups=(
                 device_type == "cuda" and self.policy == "fcfs"
-                if self.fills_seats_together is None
-                else self.fills_seats_together
+                if self.admit_in_groups is None
+                else self.admit_in_groups
             ),
         )
 
@@ -145,7 +145,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Which rank of how many. device_index: of the CUDA devices that its process sees, None: the current one. meeting_place: where
+    """Which rank of how many. device_index: of the CUDA devices that its process sees, None: the current one. rendezvous: where
     the ranks meet, as torch.distributed's init_method; None for one alone. num_sharing: how many ranks, of all replicas, share its
     host's cores and memory; None: all of them.
     """
@@ -153,5 +153,5 @@ class Rank:
     index: int = 0
     size: int = 1
     device_index: int | None = None
-    meeting_place: str | None = None
+    rendezvous: str | None = None
     num_sharing: int | None = None

@@ -13,12 +13,13 @@ import msgspec
 
 from compile_and_serve.runtime.messages import EngineInfo, FinishReason, TokenLogprobs
 from compile_and_serve.runtime.options import make_engine_config
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.chat_template import render_chat
 from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
 from compile_and_serve.runtime.text.output_processor import CompletionOutput as Completion
-from compile_and_serve.runtime.text.tokenizer import Tokenizer, load_tokenizer
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from compile_and_serve.runtime.config import ModelConfig

@@ -1,21 +1,29 @@
-"""What travels between the API process and the engine process (ZMQ, msgspec's msgpack)."""
+"""Messages between the API process and the engine process (sent over ZMQ, encoded by msgspec as msgpack)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
 
+StageCallback = Callable[[str, float, str], None]  # (stage, seconds, detail): a stage of the start-up has ended
+
+
+def ignore_stage(stage: str, seconds: float, detail: str) -> None:
+    """A `StageCallback` that does nothing."""
+
 
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sequence to generate. `n > 1` is fanned out into n of these by the API side; `sampling_params.n` is ignored here.
+    """One sequence to generate. The API side turns a request with `n > 1` into n of these; the engine ignores
+    `sampling_params.n`.
 
-    stop_token_ids holds the request's own stop ids and, unless ignore_eos, the model's end ids.
+    stop_token_ids: the request's own stop ids and, unless `ignore_eos` is set, the model's end-of-sequence ids.
     """
 
     request_id: str
@@ -29,22 +37,26 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class AddRequest(msgspec.Struct, tag="add"):
+    """Queue a request."""
+
     request: EngineRequest
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
+    """End requests without further outputs."""
+
     request_ids: list[str]
 
 
 class UtilityCall(msgspec.Struct, tag="utility"):
-    """A call that is answered by a `UtilityResult` with the same id: "ping", "reset_prefix_cache", "stats"."""
+    """Call a method: "ping", "reset_prefix_cache" or "stats". A `UtilityResult` with the same `call_id` answers it."""
 
     call_id: int
     method: str
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """drain: finish what runs first (new requests are refused); otherwise everything is aborted."""
+    """Stop the engine. drain: refuse new requests and finish the others first; otherwise abort everything."""
 
     drain: bool = True
 
@@ -53,9 +65,10 @@ ToEngine = AddRequest | AbortRequests | UtilityCall | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position. ids[0] is the chosen (or prompt) token, then the k likeliest, best first.
+    """Log-probabilities at one position.
 
-    logprobs: natural log, of the distribution before temperature and filters. ranks[0]: 1-based rank of the chosen token.
+    ids: the chosen (or prompt) token, then the k likeliest, best first. logprobs: one for each id, natural log, of the
+    distribution before temperature and filters. rank: 1-based rank of ids[0].
     """
 
     ids: list[int]
@@ -64,23 +77,23 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one step brought for one request."""
+    """What one step produced for one request."""
 
     request_id: str
     new_token_ids: list[int] = []
     new_logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, when the prompt is done; [0] is None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, after the prompt; [0] is None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token's id, where it was one of the request's own
+    stop_reason: int | str | None = None  # the id of the stop token, if it is one of the request's own
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # one sentence; finish_reason is "error"
-    error_kind: ErrorKind = "internal"  # with `error`: whose fault it is
-    queue_seconds: float | None = None  # with the first token: arrival → first scheduled
-    prefill_seconds: float | None = None  # with the first token: first scheduled → first token
+    error_kind: ErrorKind = "internal"  # meaningful only with `error`
+    queue_seconds: float | None = None  # with the first token: from arrival to first scheduled
+    prefill_seconds: float | None = None  # with the first token: from first scheduled to first token
 
 
 class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """State after a step; counters are since the engine started."""
+    """State after a step. Counters start at 0 when the engine starts."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -90,15 +103,15 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0  # tokens
     num_preemptions: int = 0
-    step_tokens: int = 0  # tokens of the step that this came with; 0 without one
+    step_tokens: int = 0  # of the step that sent these stats; 0 if there was none
     padded_tokens: int = 0
     steps_on_device: int = 0
-    graph_replays: dict[str, int] = {}  # by mode
+    graph_replays: dict[str, int] = {}  # mode → count
     host_gap_seconds: float = 0.0
 
 
 class StepOutputs(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
-    """replica: which one's step it was, where there are several (filled in by their client)."""
+    """Outputs of one step. replica: index of the replica that ran it; the client of several replicas fills it in."""
 
     outputs: list[RequestOutput] = []
     stats: EngineStats | None = None
@@ -106,13 +119,15 @@ class StepOutputs(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
 
 
 class UtilityResult(msgspec.Struct, tag="result", kw_only=True, omit_defaults=True):
+    """The answer to a `UtilityCall`: a value, or one sentence in `error`."""
+
     call_id: int
     value: dict[str, int | float | str | bool | None] = {}
     error: str | None = None
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
-    """Sent once, when the engine is ready; what the API side must know."""
+    """What the API side must know about the engine. Sent once, when the engine is ready."""
 
     max_model_len: int
     vocab_size: int
@@ -120,17 +135,19 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     block_size: int
     dtype: str
     device: str
-    num_seats: int = 1  # sequences that run at once at most
-    max_in_flight: int | None = None  # sequences that may run or wait; more are refused. None: any number
+    max_running: int = 1  # limit of sequences that run at once
+    max_in_flight: int | None = None  # limit of sequences that run or wait; more are refused. None: no limit
     compile_report: dict[str, int | float | str] = {}
 
 
 class EngineReady(msgspec.Struct, tag="ready", kw_only=True):
+    """The engine takes requests."""
+
     info: EngineInfo
 
 
 class EngineStage(msgspec.Struct, tag="stage", kw_only=True):
-    """Progress of start-up: one message when a stage ends (and "compile" one a piece)."""
+    """Progress of start-up: one message at the end of each stage, and for "compile" one for each piece."""
 
     stage: str
     seconds: float
@@ -138,7 +155,7 @@ class EngineStage(msgspec.Struct, tag="stage", kw_only=True):
 
 
 class EngineDead(msgspec.Struct, tag="dead", kw_only=True):
-    """Last words: one sentence, no stack."""
+    """The engine's last message. reason: one sentence without a stack trace."""
 
     reason: str
 

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.engine import AsyncEngine

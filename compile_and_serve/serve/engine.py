@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from compile_and_serve.runtime.engine.client import EngineDeadError
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, FinishReason, StepOutputs
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
 from compile_and_serve.serve.errors import ApiError, QueueFullError

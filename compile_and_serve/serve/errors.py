@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from compile_and_serve.runtime.engine.client import EngineDeadError
-from compile_and_serve.runtime.sampling.params import SamplingParamsError
+from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import PromptTooLongError
 

@@ -20,10 +20,11 @@ from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineStartError
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from compile_and_serve.runtime.messages import EngineInfo
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError, check_template
 from compile_and_serve.runtime.text.input_processor import InputProcessor
-from compile_and_serve.runtime.text.tokenizer import Tokenizer, load_generation_defaults, load_tokenizer
+from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_tokenizer
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.settings import ServerSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from compile_and_serve import LLM, SamplingParams
-from compile_and_serve.runtime.sampling.params import SamplingParamsError
+from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from compile_and_serve.runtime.text.input_processor import PromptTooLongError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

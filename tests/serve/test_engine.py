@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.engine import Generation
 from tests.serve.conftest import ANSWER, Server, StartServer, eventually
 from tests.support.fake_engine import says

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.metrics import Metrics
 from tests.serve.conftest import ANSWER, Server, StartServer

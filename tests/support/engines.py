@@ -11,7 +11,7 @@ from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
 from compile_and_serve.runtime.options import make_engine_config
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 VOCAB_SIZE = 320
 MAX_LEN = 256

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, TokenLogprobs
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.request import RequestStatus
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -195,11 +195,11 @@ class Driver:
 
 def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
-    policy: str = "fcfs", max_waiting: int | None = None, fills_seats_together: bool = False,
+    policy: str = "fcfs", max_waiting: int | None = None, admit_in_groups: bool = False,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy, max_waiting=max_waiting,  # type: ignore[arg-type]
-        fills_seats_together=fills_seats_together,
+        admit_in_groups=admit_in_groups,
     )  # fmt: skip
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
     return Scheduler(config, cache, num_blocks=num_blocks, max_model_len=max_model_len)

@@ -1,19 +1,18 @@
-"""`Executor`: where steps run. The engine core speaks to it in ranks and stages, never of the GPUs of one box.
+"""`Executor`: the protocol between the engine core and the ranks that run its steps.
 
-A model is cut into pipeline stages, each of which runs on one rank or on several that share its tensors. Every rank
-gets every step's `SchedulerOutput`, in order; the last stage's first rank answers with what was sampled.
+A model is cut into pipeline stages. Each stage runs on one rank, or on several that share its tensors. Every rank gets
+every step's `SchedulerOutput`, in order. The first rank of the last stage answers with the sampled tokens.
 
-One rank lives in the engine's process. Several are processes of their own, all of them: the engine is then never inside
-a collective that waits for a rank which is gone, so it can always say what happened, and ranks on other hosts are no
+A single rank lives in the engine's process. If there are several, each is a process of its own. The engine is then never
+inside a collective that waits for a dead rank, so it can always report a failure, and ranks on other hosts need no
 special case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import (
     ModelRunnerOutput,
     SchedulerOutput,
@@ -21,25 +20,18 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     WorkerStats,
 )
 
-if TYPE_CHECKING:
-    from compile_and_serve.runtime.runner.model_runner import ModelRunner
-    from compile_and_serve.runtime.runner.worker import Worker
-
-StageCallback = Callable[[str, float, str], None]
+# When processes share an artifact store, the first to reach one of these stages does the work and the others wait.
+_SHARED_STAGES = frozenset({"capture", "passes", "split", "compile"})
 
 
-# Stages that one process alone goes through when all share an artifact store: whichever is first, while the others wait.
-_OFTEN_ONCE = frozenset({"capture", "passes", "split", "compile"})
+def report_shared_stages(on_stage: StageCallback, who: str) -> StageCallback:
+    """A callback for a further process: it reports the stages that the process may run for all, marked with `who`."""
 
-
-def stages_of_another(on_stage: StageCallback, who: str) -> StageCallback:
-    """For a process beside the one whose start-up `on_stage` hears of: what it may do for all, with its name."""
-
-    def on_its_stage(stage: str, seconds: float, detail: str) -> None:
-        if stage in _OFTEN_ONCE:
+    def report(stage: str, seconds: float, detail: str) -> None:
+        if stage in _SHARED_STAGES:
             on_stage(stage, seconds, f"{detail} ({who})")
 
-    return on_its_stage
+    return report
 
 
 class RankFailedError(RuntimeError):
@@ -82,64 +74,3 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Let go of every rank. May be called more than once."""
         ...
-
-
-class InProcessExecutor:
-    """One rank, one stage: a worker in this process. Construction raises as `Worker` does."""
-
-    num_ranks = 1
-    num_stages = 1
-
-    def __init__(self, config: EngineConfig, on_stage: StageCallback) -> None:
-        from compile_and_serve.runtime.runner.worker import Worker
-
-        worker = Worker(config, Rank(device_index=config.parallel.device_index), on_stage)
-        worker.start(worker.info.num_blocks)
-        self.info = worker.info
-        self._worker: Worker | None = worker
-
-    @property
-    def worker(self) -> Worker:
-        """The rank itself."""
-        assert self._worker is not None, "the executor is shut down"
-        return self._worker
-
-    @property
-    def runner(self) -> ModelRunner:
-        """The rank's model runner."""
-        return self.worker.runner
-
-    def launch(self, scheduled: SchedulerOutput) -> StepHandle:
-        """Start a step. On the CPU it is over when this returns."""
-        return self.worker.launch(scheduled)
-
-    def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for a launched step."""
-        return handle.result()  # type: ignore[attr-defined]
-
-    def idle(self) -> bool:
-        """Capture one more graph."""
-        return self.worker.idle()
-
-    def stats(self) -> WorkerStats:
-        """Counters after the last launched step."""
-        return self.worker.stats()
-
-    def shutdown(self) -> None:
-        """Drop the model and its cache."""
-        self._worker = None
-
-
-def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
-    """The executor that the options ask for, its ranks ready for steps. on_stage hears of the first rank's start-up."""
-    parallel = config.parallel
-    if parallel.executor is None and config.num_ranks == 1:
-        return InProcessExecutor(config, on_stage)
-    from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor, LocalRanks
-
-    if parallel.executor == "ray":
-        from compile_and_serve.runtime.distributed.ray_ranks import RayRanks
-
-        return DistributedExecutor(config, RayRanks(config), on_stage)
-    host = LocalRanks(parallel.data_parallel_rank * config.num_ranks, config.compile.work_dir)
-    return DistributedExecutor(config, host, on_stage)

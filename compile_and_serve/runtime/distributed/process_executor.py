@@ -31,23 +31,24 @@ from compile_and_serve.runtime.distributed.child_process import (
     one_device,
     private_folder,
 )
-from compile_and_serve.runtime.distributed.executor import RankFailedError, StageCallback, StepHandle, stages_of_another
+from compile_and_serve.runtime.distributed.executor import RankFailedError, StepHandle, report_shared_stages
 from compile_and_serve.runtime.distributed.rank_messages import (
     FromRank,
-    IdleDone,
+    IdleTaskDone,
     RankBusy,
     RankFailed,
     RankLoaded,
     RankReady,
     RankStage,
+    RunIdleTask,
     RunStep,
     StartRank,
     StepDone,
     StopRank,
     ToRank,
-    WorkIdly,
 )
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap
+from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -60,13 +61,13 @@ _REPORTS = 6
 # How long the true cause of a failure may take to show up: a rank that is gone makes the others fail in their collectives.
 _CAUSE_SECONDS = 0.5
 
-Message = TypeVar("Message", RankLoaded, RankReady, StepDone, IdleDone)
+Message = TypeVar("Message", RankLoaded, RankReady, StepDone, IdleTaskDone)
 
 
 class RankHost(Protocol):
     """Starts ranks somewhere, and knows how they are."""
 
-    meeting_place: str
+    rendezvous: str
 
     def address(self, name: str) -> str:
         """Where the engine binds a socket for its ranks."""
@@ -99,7 +100,7 @@ class _Launched:
 
 
 @dataclass(slots=True)
-class _HowFar:
+class _RankProgress:
     """What a rank has said of itself: steps that are over, steps begun, collectives entered; and when, by the executor's clock."""
 
     progress: tuple[int, int, int] = (0, 0, 0)
@@ -114,13 +115,16 @@ class DistributedExecutor:
     def __init__(self, config: EngineConfig, host: RankHost, on_stage: StageCallback) -> None:
         self.num_ranks = config.num_ranks
         self._host = host
-        self._on_stage = [on_stage, *(stages_of_another(on_stage, f"rank {rank}") for rank in range(1, self.num_ranks))]
+        self._on_stage = [
+            on_stage,
+            *(report_shared_stages(on_stage, f"rank {rank}") for rank in range(1, self.num_ranks)),
+        ]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._stats = WorkerStats()
         self._has_failed = False
-        self._how_far = [_HowFar() for _ in range(self.num_ranks)]
+        self._how_far = [_RankProgress() for _ in range(self.num_ranks)]
         self._num_launched = 0
         self._moved = 0.0  # when, by `_clock`, a rank last was further than before
         self._clock = 0.0  # seconds of waiting for answers
@@ -158,8 +162,8 @@ class DistributedExecutor:
         """Have every rank capture one more graph. Raises `RankFailedError` for a rank that is gone."""
         self._look_for_ended()
         if self._may_work_idly:
-            self._broadcast(WorkIdly())
-            done = self._receive(IdleDone)
+            self._broadcast(RunIdleTask())
+            done = self._receive(IdleTaskDone)
             self._stats = done.stats
             self._may_work_idly = done.worked
         return self._may_work_idly
@@ -196,7 +200,7 @@ class DistributedExecutor:
                 index=index,
                 size=self.num_ranks,
                 device_index=host.device_index(index),
-                meeting_place=host.meeting_place,
+                rendezvous=host.rendezvous,
                 num_sharing=host.num_sharing(index, config),
             )
             own = config if index == 0 else without_dump
@@ -240,7 +244,11 @@ class DistributedExecutor:
             except zmq.Again:
                 self._look_for_ended()
                 # One rank waits for nobody: its steps may take long, and that it is gone is seen otherwise.
-                if self.num_ranks > 1 and kind in (StepDone, IdleDone) and self._clock > self._moved + STUCK_SECONDS:
+                if (
+                    self.num_ranks > 1
+                    and kind in (StepDone, IdleTaskDone)
+                    and self._clock > self._moved + STUCK_SECONDS
+                ):
                     self._give_up()
                 continue
             if isinstance(message, RankBusy):
@@ -327,7 +335,7 @@ class LocalRanks:
         """
         self._first_device = first_device
         self._folder = private_folder(parent)
-        self.meeting_place = f"file://{self._folder}/meeting"
+        self.rendezvous = f"file://{self._folder}/meeting"
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def address(self, name: str) -> str:

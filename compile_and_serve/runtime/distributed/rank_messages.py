@@ -22,7 +22,7 @@ class RunStep(msgspec.Struct, tag="step"):
     scheduled: SchedulerOutput
 
 
-class WorkIdly(msgspec.Struct, tag="idle"):
+class RunIdleTask(msgspec.Struct, tag="idle"):
     """Do one piece of work that can wait."""
 
 
@@ -30,7 +30,7 @@ class StopRank(msgspec.Struct, tag="stop"):
     pass
 
 
-ToRank = StartRank | RunStep | WorkIdly | StopRank
+ToRank = StartRank | RunStep | RunIdleTask | StopRank
 
 
 class RankStage(msgspec.Struct, tag="stage"):
@@ -58,7 +58,7 @@ class StepDone(msgspec.Struct, tag="done"):
     stats: WorkerStats
 
 
-class IdleDone(msgspec.Struct, tag="idle"):
+class IdleTaskDone(msgspec.Struct, tag="idle"):
     """From rank 0 alone. worked: whether there was something to do."""
 
     worked: bool
@@ -84,4 +84,4 @@ class RankFailed(msgspec.Struct, tag="failed"):
     is_mistake: bool
 
 
-FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleDone | RankBusy | RankFailed
+FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleTaskDone | RankBusy | RankFailed

@@ -28,7 +28,7 @@ from compile_and_serve.runtime.distributed.child_process import (
 )
 from compile_and_serve.runtime.distributed.rank_messages import (
     FromRank,
-    IdleDone,
+    IdleTaskDone,
     RankBusy,
     RankFailed,
     RankLoaded,
@@ -137,7 +137,7 @@ class RankProcess:
                 results.wait_for_all()  # while a graph is captured no other thread may wait for the device
                 worked = worker.idle()
                 if self._rank == 0:
-                    self._send(IdleDone(worked, worker.stats()))
+                    self._send(IdleTaskDone(worked, worker.stats()))
 
     def _receive(self) -> ToRank:
         while True:

@@ -61,7 +61,7 @@ class RayRanks:
                     f"{resources.get('GPU', 0):g} GPU in all."
                 )
             self._actors = [self._actor(index, wanted) for index in range(config.num_ranks)]
-            self.meeting_place = ray.get(self._actors[0].meeting_place.remote())
+            self.rendezvous = ray.get(self._actors[0].rendezvous.remote())
             self._hosts = ray.get([actor.host.remote() for actor in self._actors])
         except BaseException:
             self.stop(0.0)
@@ -132,7 +132,7 @@ class RayRanks:
 class _RankActor:
     """A rank's process, in Ray's hands."""
 
-    def meeting_place(self) -> str:
+    def rendezvous(self) -> str:
         """Where ranks can meet on this actor's host, as torch.distributed's init_method."""
         from ray.util import get_node_ip_address
 

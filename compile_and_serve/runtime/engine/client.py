@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,10 +38,12 @@ from compile_and_serve.runtime.messages import (
     EngineStats,
     FromEngine,
     Shutdown,
+    StageCallback,
     StepOutputs,
     ToEngine,
     UtilityCall,
     UtilityResult,
+    ignore_stage,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-StageCallback = Callable[[str, float, str], None]
 OUTPUTS_A_TURN = 256  # some milliseconds of work for whoever takes them
 _EXIT_GRACE_SECONDS = (
     10.0  # after its last message the process has that long to end by itself, longer than it gives its ranks
@@ -64,13 +65,10 @@ class EngineStartError(ValueError):
     """The engine could not start; the message is one sentence."""
 
 
-def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
-
-
 class SyncEngine:
     """An engine in this process, driven by whoever calls `step`. Construction raises as `EngineCore` does."""
 
-    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
+    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         from compile_and_serve.runtime.engine.core import EngineCore
 
         replicas = config.parallel.data_parallel_size
@@ -119,7 +117,7 @@ class AsyncEngineClient:
     is dead every method, and every wait that was under way, raises `EngineDeadError` with the reason.
     """
 
-    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
+    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         self.config = config
         self.stats = EngineStats()
         self.dead_reason: str | None = None

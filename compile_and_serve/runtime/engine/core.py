@@ -9,27 +9,32 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.distributed.executor import Executor, StepHandle, make_executor
+from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
+from compile_and_serve.runtime.distributed.factory import make_executor
 from compile_and_serve.runtime.engine.interrupts import InterruptWaits
-from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput, StepOutputs
+from compile_and_serve.runtime.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    RequestOutput,
+    StageCallback,
+    StepOutputs,
+    ignore_stage,
+)
 from compile_and_serve.runtime.sampling.checks import verify_token_ids
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 
-StageCallback = Callable[[str, float, str], None]
 UtilityValue = dict[str, int | float | str | bool | None]
 
 
 MISSES_BEFORE_CAPTURE = 4  # a capture costs several steps
-
-
-def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
 
 
 class EngineCore:
@@ -39,7 +44,7 @@ class EngineCore:
     the options.
     """
 
-    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
+    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         self._executor: Executor = make_executor(config, on_stage)
         found = self._executor.info
         options = config.scheduler.for_device(found.device_type)
@@ -62,7 +67,7 @@ class EngineCore:
             block_size=config.cache.block_size,
             dtype=found.dtype,
             device=found.device,
-            num_seats=options.num_seats,
+            max_running=options.max_running,
             max_in_flight=options.max_in_flight,
             compile_report=found.compile_report,
         )

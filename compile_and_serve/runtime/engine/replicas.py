@@ -8,34 +8,36 @@ error at once and `dead_reason` is set; no further requests are taken, and what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.distributed.executor import stages_of_another
+from compile_and_serve.runtime.distributed.executor import report_shared_stages
 from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.router import Router
-from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, RequestOutput, StepOutputs
-
-StageCallback = Callable[[str, float, str], None]
-
-
-def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
+from compile_and_serve.runtime.messages import (
+    EngineInfo,
+    EngineRequest,
+    RequestOutput,
+    StageCallback,
+    StepOutputs,
+    ignore_stage,
+)
 
 
 def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> AsyncEngineClient | DataParallelClient:
     """A client of the engine that the options ask for, or of its replicas; not started."""
     kind = AsyncEngineClient if config.parallel.data_parallel_size == 1 else DataParallelClient
-    return kind(config, on_stage=on_stage or _ignore_stage)
+    return kind(config, on_stage=on_stage or ignore_stage)
 
 
 class DataParallelClient:
     """`AsyncEngineClient` for several. on_stage hears of the first replica's start-up."""
 
-    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = _ignore_stage) -> None:
+    def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         self.config = config
         self.dead_reason: str | None = None
         self.replicas = []
@@ -44,7 +46,7 @@ class DataParallelClient:
             # What is dumped is the same for all.
             compile = config.compile if index == 0 else replace(config.compile, dump_dir=None)
             own = replace(config, parallel=parallel, compile=compile)
-            hears = on_stage if index == 0 else stages_of_another(on_stage, f"replica {index}")
+            hears = on_stage if index == 0 else report_shared_stages(on_stage, f"replica {index}")
             self.replicas.append(AsyncEngineClient(own, on_stage=hears))
         self._steps: asyncio.Queue[StepOutputs | None] = asyncio.Queue()  # None: the end
         self._readers: list[asyncio.Task[None]] = []
@@ -78,13 +80,13 @@ class DataParallelClient:
         self._info = msgspec.structs.replace(
             infos[0],
             num_kv_blocks=num_blocks,
-            num_seats=sum(info.num_seats for info in infos),
+            max_running=sum(info.max_running for info in infos),
             max_in_flight=None if limit is None else limit * len(infos),
         )
         cache = self.config.cache
         self._router = Router(
             len(self.replicas),
-            max_num_seqs=infos[0].num_seats,
+            max_num_seqs=infos[0].max_running,
             max_waiting=self.config.scheduler.max_waiting,
             num_blocks=num_blocks,
             block_size=cache.block_size,

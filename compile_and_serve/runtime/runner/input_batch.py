@@ -17,7 +17,7 @@ import torch
 from compile_and_serve.runtime.runner.block_tables import BlockTables
 from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import NewRequestData, SchedulerOutput
 
 

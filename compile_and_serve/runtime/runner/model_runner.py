@@ -28,8 +28,8 @@ from compile_and_serve.runtime.runner.pending_step import PendingStep, PromptRes
 from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
-from compile_and_serve.runtime.sampling.params import SamplingParams
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 
 logger = logging.getLogger(__name__)

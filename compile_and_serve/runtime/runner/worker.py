@@ -87,9 +87,9 @@ class Worker:
         self._cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
 
         if rank.size > 1:
-            assert rank.meeting_place is not None
+            assert rank.rendezvous is not None
             start = time.perf_counter()
-            join_tensor_parallel_group(rank=rank.index, size=rank.size, init_method=rank.meeting_place, device=device)
+            join_tensor_parallel_group(rank=rank.index, size=rank.size, init_method=rank.rendezvous, device=device)
             self._stage("join", start, f"{rank.size} ranks")
 
         start = time.perf_counter()

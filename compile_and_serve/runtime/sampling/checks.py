@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from compile_and_serve.runtime.sampling.params import (
+from compile_and_serve.runtime.sampling_params import (
     MAX_BAD_TOKENS,
     MAX_BAD_WORD_TOKENS,
     SamplingParams,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compile_and_serve.runtime.sampling.params import SamplingParams
 from compile_and_serve.runtime.sampling.penalties import PenaltyPlan, PenaltyState
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 FOREVER = 1 << 62
 

@@ -28,7 +28,7 @@ from compile_and_serve.runtime.sampling.ops import (
     stream_key,
     uniforms,
 )
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

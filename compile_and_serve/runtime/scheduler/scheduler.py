@@ -49,7 +49,7 @@ from compile_and_serve.runtime.scheduler.step_messages import (
 
 logger = logging.getLogger(__name__)
 
-# `SchedulerConfig.fills_seats_together`: a step with few prompt tokens runs its products at a lower rate than a longer one, and is launched
+# `SchedulerConfig.admit_in_groups`: a step with few prompt tokens runs its products at a lower rate than a longer one, and is launched
 # piece by piece, where decodes alone replay one graph. Seats that become free are taken
 SEATS_TOKENS = 2048  # once so many prompt tokens come at once,
 SEATS_PART = 16  # or this part of all seats is free,
@@ -103,7 +103,7 @@ class Scheduler:
                 "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end at %d tokens.",
                 self.max_len, max_model_len, self.max_len,
             )  # fmt: skip
-        self.max_num_seqs = config.num_seats
+        self.max_num_seqs = config.max_running
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # heap
@@ -344,7 +344,7 @@ class Scheduler:
             self._was_full = False
         num_free = self.max_num_seqs - len(self._running)
         is_due = not 0 < num_free < self.max_num_seqs // SEATS_PART or self._steps_waited == SEATS_STEPS
-        if self.config.fills_seats_together and self._was_full and step.decodes and not step.chunks and not is_due:
+        if self.config.admit_in_groups and self._was_full and step.decodes and not step.chunks and not is_due:
             next_ones = self._waiting[:num_free]  # about those: it is a heap
             if sum(len(request.token_ids) for _, request in next_ones) < min(SEATS_TOKENS, budget):
                 self._steps_waited += 1

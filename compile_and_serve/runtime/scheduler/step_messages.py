@@ -18,7 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from compile_and_serve.runtime.messages import TokenLogprobs
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 NOTHING_LEFT = (
     "No token can follow: allowed_token_ids, bad_words, logit_bias and min_tokens together exclude every one."

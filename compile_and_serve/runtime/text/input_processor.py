@@ -9,7 +9,7 @@ import msgspec
 
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest
 from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_token_ids
-from compile_and_serve.runtime.sampling.params import SamplingParams, SamplingParamsError
+from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, TokenLogprobs
 from compile_and_serve.runtime.messages import RequestOutput as EngineOutput
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.detokenizer import TextStream, make_detokenizer
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.tokenizer import Tokenizer

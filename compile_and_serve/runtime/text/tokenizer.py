@@ -1,24 +1,15 @@
 """The tokenizer of a model: text ↔ token ids, end-of-sequence ids, the exact bytes of one token, the model's chat templates.
 
-Backed by the `tokenizers` package on a tokenizer.json, on the metadata of a GGUF file (`runtime/text/gguf_tokenizer.py`), or on what
-transformers makes of a folder that has neither. transformers itself is imported only in that last case.
+Backed by the `tokenizers` package. `load_tokenizer.py` loads one from a model's files.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import tokenizers
-
-logger = logging.getLogger(__name__)
-
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # The package releases the GIL only in its calls for batches, which cost more to begin: a text of so many characters, or ids,
 # takes a millisecond of it at most.
@@ -111,135 +102,6 @@ class Tokenizer:
                 return bytes([int(token[3:5], 16)])
             return token.replace("▁", " ").encode()
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder or a .gguf file. Raises `TokenizerError` with one sentence when there is none."""
-    path = Path(path)
-    if path.is_file() and path.suffix == ".gguf":
-        return _load_gguf(path)
-    if not path.is_dir():
-        raise TokenizerError(f"The tokenizer '{path}' is neither a folder nor a .gguf file: give one of these.")
-    if (path / "tokenizer.json").is_file():
-        return _load_folder(path, _read_backend(path / "tokenizer.json"))
-    ggufs = sorted(path.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return _load_gguf(ggufs[0])
-    return _load_folder(path, _convert_with_transformers(path))
-
-
-def load_generation_defaults(path: str | Path) -> dict[str, float | int]:
-    """The sampling fields of the model's generation_config.json, under the names of `SamplingParams`."""
-    path = Path(path)
-    config = _read_json(path / "generation_config.json") if path.is_dir() else {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: config[name] for name in names if isinstance(config.get(name), (int, float))}
-    return {} if config.get("do_sample") is False else found
-
-
-def _load_gguf(path: Path) -> Tokenizer:
-    from compile_and_serve.runtime.text.gguf_tokenizer import tokenizer_from_gguf_metadata
-    from compile_and_serve.runtime.weights.gguf import read_metadata
-
-    return tokenizer_from_gguf_metadata(read_metadata(path), source=str(path))
-
-
-def _read_backend(file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise TokenizerError(f"{file.name} cannot be read as a tokenizer ({error}): is the file complete?") from error
-
-
-def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
-    wanted = "a tokenizer.json"
-    if importlib.util.find_spec("transformers") is None:
-        raise TokenizerError(
-            f"No {wanted[2:]} in '{path}': add one, or install transformers, which can convert other kinds."
-        )
-    from transformers import AutoTokenizer
-
-    logger.info("No tokenizer.json in %s: transformers converts what is there.", path)
-    try:
-        converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # any of a dozen types, depending on which file is missing
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TokenizerError(
-            f"No tokenizer in '{path}' ({wanted} is expected); transformers says: {first_line}"
-        ) from error
-    backend = getattr(converted, "backend_tokenizer", None)
-    if backend is None:
-        raise TokenizerError(f"The tokenizer in '{path}' has no fast form ({type(converted).__name__}): add {wanted}.")
-    return backend
-
-
-def _load_folder(path: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
-    config = _read_json(path / "tokenizer_config.json")
-    _add_missing_tokens(backend, config)
-    tokens = {**_read_json(path / "special_tokens_map.json"), **config}
-    special = {name: text for name in SPECIAL_NAMES if (text := _token_text(tokens.get(name))) is not None}
-    return Tokenizer(
-        backend,
-        special_tokens=special,
-        eos_token_ids=_eos_ids(path),
-        chat_templates=_folder_templates(path, config),
-        source=str(path),
-    )
-
-
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    # Some folders list tokens in tokenizer_config.json alone; transformers adds them in the order of their ids.
-    listed = config.get("added_tokens_decoder") or {}
-    for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(entry["content"]) is None:
-            flags = {
-                k: bool(entry[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry
-            }
-            token = tokenizers.AddedToken(entry["content"], **flags)
-            (backend.add_special_tokens if entry.get("special") else backend.add_tokens)([token])
-
-
-def _eos_ids(path: Path) -> list[int]:
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
-        if value is not None:
-            return [int(v) for v in value] if isinstance(value, list) else [int(value)]
-    return []
-
-
-def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    stored = config.get("chat_template")
-    found: dict[str, str] = {}
-    if isinstance(stored, str):
-        found["default"] = stored
-    elif isinstance(stored, list):
-        found.update({entry["name"]: entry["template"] for entry in stored})
-    legacy = _read_json(path / "chat_template.json").get("chat_template")
-    if isinstance(legacy, str):
-        found["default"] = legacy
-    if (path / "chat_template.jinja").is_file():
-        found["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
-    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
-    return found
-
-
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{file.name} is not valid JSON ({error}): is the file complete?") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file.name} must hold a JSON object, it holds a {type(value).__name__}.")
-    return value
 
 
 def _byte_rule(backend: tokenizers.Tokenizer) -> str:

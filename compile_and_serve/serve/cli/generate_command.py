@@ -39,7 +39,7 @@ def generate_command(
     """Generate answers to prompts, without a server."""
     texts = _prompts(prompts, prompts_file)
     from compile_and_serve.runtime.llm import LLM
-    from compile_and_serve.runtime.sampling.params import SamplingParams
+    from compile_and_serve.runtime.sampling_params import SamplingParams
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop or [],

@@ -238,7 +238,7 @@ def test_options_that_cannot_work_are_refused_with_a_sentence(
 
 def test_no_more_run_than_a_step_has_tokens(model_dir: Path) -> None:
     info = EngineCore(tiny_config(model_dir, max_num_seqs=8, max_num_batched_tokens=4, max_waiting=1)).info
-    assert (info.num_seats, info.max_in_flight) == (4, 5)
+    assert (info.max_running, info.max_in_flight) == (4, 5)
 
 
 def test_stages_are_reported_in_order_with_times(model_dir: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest
-from compile_and_serve.runtime.sampling.params import SamplingParams
 from compile_and_serve.runtime.sampling.sampler import Sampler
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from tests.support.engines import VOCAB_SIZE, request, run_requests, tiny_config, tokens_of, write_tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -112,7 +112,7 @@ async def test_an_abort_goes_where_the_request_is(model_dir: Path, monkeypatch: 
     use_fake_workers(monkeypatch, model_dir, pause=0.01)
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 8, "max_waiting": 1}
     async with started(model_dir, **limits) as (client, reader):
-        assert (client.info.num_seats, client.info.max_in_flight) == (16, 18)
+        assert (client.info.max_running, client.info.max_in_flight) == (16, 18)
         assert client._router._limits == [8, 9]
         names = [f"r{i}" for i in range(6)]
         for i, name in enumerate(names):

@@ -18,7 +18,7 @@ from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.model_runner import NOT_TAKEN_IN, ModelRunner, RunnableModel
 from compile_and_serve.runtime.runner.pending_step import NOT_FINITE, PendingStep
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import (
     NOTHING_LEFT,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.runtime.distributed.executor import InProcessExecutor
+from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from tests.support.engines import tiny_config, write_tiny_model
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from compile_and_serve.runtime.sampling.ops import top_p_indices
-from compile_and_serve.runtime.sampling.params import SamplingParams
 from compile_and_serve.runtime.sampling.sampler import SampledRows, Sampler, SamplingPlan
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 VOCAB = 300  # not a multiple of the sampler's block
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 
 from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS, sample_rows
-from compile_and_serve.runtime.sampling.params import SamplingParams
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
+from compile_and_serve.runtime.sampling_params import SamplingParams
 
 CPU, VOCAB, SLOTS = torch.device("cpu"), 200, 6
 GREEDY = SamplingParams(temperature=0.0)

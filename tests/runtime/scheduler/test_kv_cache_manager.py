@@ -1,7 +1,7 @@
 import pytest
 
 from compile_and_serve.runtime.messages import EngineRequest
-from compile_and_serve.runtime.sampling.params import SamplingParams
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Request
 

@@ -36,11 +36,11 @@ from tests.support.scheduler_harness import (
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
     num_aborts=st.integers(0, 3),
-    fills_seats_together=st.booleans(),
+    admit_in_groups=st.booleans(),
 )
 def test_random_workloads(
     seed: int, num_requests: int, num_blocks: int, max_num_seqs: int, budget: int, depth: int, caching: bool, policy: str,
-    num_aborts: int, fills_seats_together: bool,
+    num_aborts: int, admit_in_groups: bool,
 ) -> None:  # fmt: skip
     """Whatever the limits, arrivals, preemptions and aborts: every other request gets its tokens, and every block comes back."""
     rng = random.Random(seed)
@@ -51,7 +51,7 @@ def test_random_workloads(
         max_model_len=60,
         caching=caching,
         policy=policy,
-        fills_seats_together=fills_seats_together,
+        admit_in_groups=admit_in_groups,
     )
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(14))] for _ in range(2)]
     requests = []
@@ -466,7 +466,7 @@ def test_a_chunk_known_only_after_its_request_was_preempted_and_resumed_names_no
 def _full_batch(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """32 seats, all taken by requests of which one ends with each step, and 9 more that wait, each with 8 tokens."""
     monkeypatch.setattr(compile_and_serve.runtime.scheduler.scheduler, "SEATS_PART", 4)
-    driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=32, budget=512, fills_seats_together=True))
+    driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=32, budget=512, admit_in_groups=True))
     driver.add(*(make_request(f"r{i}", [1] * 8, max_tokens=3 + i) for i in range(32)))
     driver.add(*(make_request(f"w{i}", [1] * 8, max_tokens=30) for i in range(9)))
     return driver
@@ -502,16 +502,14 @@ def test_a_free_seat_waits_for_company_only_where_others_wait_too(monkeypatch: p
 def test_seats_are_filled_at_once_in_a_small_batch_and_where_it_is_not_wanted(
     num_seats: int, fills_together: bool
 ) -> None:
-    driver = Driver(
-        make_scheduler(num_blocks=400, max_num_seqs=num_seats, budget=64, fills_seats_together=fills_together)
-    )
+    driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=num_seats, budget=64, admit_in_groups=fills_together))
     driver.add(*(make_request(f"r{i}", [1], max_tokens=3 + i) for i in range(num_seats + 1)))
     assert _admitted(driver, 5) == [num_seats, 0, 0, 1, 0]
 
 
 def test_a_step_that_has_a_prompt_anyway_takes_more_of_them() -> None:
     driver = Driver(
-        make_scheduler(num_blocks=400, max_num_seqs=64, budget=128, max_model_len=256, fills_seats_together=True)
+        make_scheduler(num_blocks=400, max_num_seqs=64, budget=128, max_model_len=256, admit_in_groups=True)
     )
     driver.add(*(make_request(f"r{i}", [1], max_tokens=2 + i) for i in range(3)))
     driver.add(*(make_request(f"s{i}", [1], max_tokens=30) for i in range(60)))
@@ -529,7 +527,7 @@ def test_a_step_that_has_a_prompt_anyway_takes_more_of_them() -> None:
 
 def test_seats_are_filled_together_on_a_gpu_where_nobody_overtakes() -> None:
     fills = {
-        (device, policy): SchedulerConfig(policy=policy).for_device(device).fills_seats_together
+        (device, policy): SchedulerConfig(policy=policy).for_device(device).admit_in_groups
         for device in ("cpu", "cuda")
         for policy in ("fcfs", "priority")
     }  # fmt: skip
@@ -539,4 +537,4 @@ def test_seats_are_filled_together_on_a_gpu_where_nobody_overtakes() -> None:
         ("cuda", "fcfs"): True,
         ("cuda", "priority"): False,
     }
-    assert SchedulerConfig(fills_seats_together=True).for_device("cpu").fills_seats_together
+    assert SchedulerConfig(admit_in_groups=True).for_device("cpu").admit_in_groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, RequestOutput, TokenLogprobs
-from compile_and_serve.runtime.sampling.params import SamplingParams, SamplingParamsError
+from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.text.input_processor import InputProcessor, PromptTooLongError
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput, OutputProcessor
 from compile_and_serve.runtime.text.tokenizer import Tokenizer

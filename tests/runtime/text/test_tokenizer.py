@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from compile_and_serve.runtime.text.gguf_tokenizer import tokenizer_from_gguf_metadata
-from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError, load_generation_defaults, load_tokenizer
+from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_tokenizer
+from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
 from tests.support.tokenizers import TEMPLATE, byte_level_tokenizer, sentencepiece_tokenizer
 
 TEXTS = [
@@ -115,7 +116,7 @@ def test_folder_of_another_kind_is_converted_by_transformers(tmp_path: Path, cap
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with caplog.at_level("INFO", logger="compile_and_serve.runtime.text.tokenizer"):
+    with caplog.at_level("INFO", logger="compile_and_serve.runtime.text.load_tokenizer"):
         loaded = load_tokenizer(tmp_path)
     assert "transformers converts" in caplog.text
     assert loaded.encode(TEXTS[0]) == original.encode(TEXTS[0])
@@ -130,7 +131,7 @@ def test_lone_surrogate_is_a_sentence() -> None:
 def test_loading_a_folder_leaves_transformers_alone(tmp_path: Path) -> None:
     folder = save(byte_level_tokenizer([]), tmp_path)
     code = (
-        "import sys; from compile_and_serve.runtime.text.tokenizer import load_tokenizer; "
+        "import sys; from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer; "
         f"load_tokenizer({str(folder)!r}); print('transformers' in sys.modules, 'torch' in sys.modules)"
     )
     root = Path(__file__).parents[3]

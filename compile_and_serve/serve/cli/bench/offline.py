@@ -92,7 +92,7 @@ def throughput_command(
 def run_requests(engine: SyncEngine, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> list[RequestTrace]:
     """Send all prompts at once, greedy and without stop ids, and note when each token comes."""
     from compile_and_serve.runtime.messages import EngineRequest
-    from compile_and_serve.runtime.sampling.params import SamplingParams
+    from compile_and_serve.runtime.sampling_params import SamplingParams
 
     traces: dict[str, RequestTrace] = {}
     for number, (prompt, output_len) in enumerate(zip(prompts, output_lens, strict=True)):

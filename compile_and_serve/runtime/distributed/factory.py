@@ -1,0 +1,26 @@
+"""Choose the executor that the options ask for."""
+
+from __future__ import annotations
+
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.distributed.executor import Executor
+from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor, LocalRanks
+from compile_and_serve.runtime.distributed.ray_ranks import RayRanks
+from compile_and_serve.runtime.messages import StageCallback
+
+
+def make_executor(config: EngineConfig, on_stage: StageCallback) -> Executor:
+    """Make the executor that the options ask for, with its ranks ready for steps.
+
+    on_stage: reports the start-up of rank 0. Raises `ValueError` or `RankFailedError` when a rank cannot start.
+    """
+    parallel = config.parallel
+    if parallel.executor is None and config.num_ranks == 1:
+        # Imports torch, which an engine process beside its ranks does not need.
+        from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
+
+        return InProcessExecutor(config, on_stage)
+    if parallel.executor == "ray":
+        return DistributedExecutor(config, RayRanks(config), on_stage)
+    host = LocalRanks(parallel.data_parallel_rank * config.num_ranks, config.compile.work_dir)
+    return DistributedExecutor(config, host, on_stage)

@@ -1,0 +1,54 @@
+"""`InProcessExecutor`: one rank in the engine's process."""
+
+from __future__ import annotations
+
+from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.distributed.executor import StepHandle
+from compile_and_serve.runtime.messages import StageCallback
+from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.runner.worker import Worker
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
+
+
+class InProcessExecutor:
+    """One rank, one stage: a worker in this process. Construction raises as `Worker` does."""
+
+    num_ranks = 1
+    num_stages = 1
+
+    def __init__(self, config: EngineConfig, on_stage: StageCallback) -> None:
+        worker = Worker(config, Rank(device_index=config.parallel.device_index), on_stage)
+        worker.start(worker.info.num_blocks)
+        self.info = worker.info
+        self._worker: Worker | None = worker
+
+    @property
+    def worker(self) -> Worker:
+        """The rank itself."""
+        assert self._worker is not None, "the executor is shut down"
+        return self._worker
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The rank's model runner."""
+        return self.worker.runner
+
+    def launch(self, scheduled: SchedulerOutput) -> StepHandle:
+        """Start a step. On the CPU it is over when this returns."""
+        return self.worker.launch(scheduled)
+
+    def result(self, handle: StepHandle) -> ModelRunnerOutput:
+        """Wait for a launched step."""
+        return handle.result()  # type: ignore[attr-defined]
+
+    def idle(self) -> bool:
+        """Capture one more graph."""
+        return self.worker.idle()
+
+    def stats(self) -> WorkerStats:
+        """Counters after the last launched step."""
+        return self.worker.stats()
+
+    def shutdown(self) -> None:
+        """Drop the model and its cache."""
+        self._worker = None
