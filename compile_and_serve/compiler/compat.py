@@ -1,4 +1,7 @@
-"""Differences between torch 2.11 and 2.13, and the private torch names that capture and propagation need, in one place."""
+"""The private torch names that capture and the passes need, for every torch version that is supported (2.11 to 2.15).
+
+Only this file, `compiler/inductor.py` and `custom_ops/compat.py` may use private torch names (tests/test_private_torch.py).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,18 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from compile_and_serve.custom_ops.compat import OpOverload
 
 __all__ = [
+    "CAPTURED_CHECKS",
     "FakeTensorMode",
+    "GraphBreakError",
+    "OpOverload",
+    "OpOverloadPacket",
     "capture_full_graph",
     "declared_writes",
     "fake_mode_with_symbols",
@@ -23,7 +34,11 @@ __all__ = [
     "no_garbage_collection",
     "node_source_line",
     "regions_are_reused",
+    "tree_leaves",
 ]
+
+# Functions that Dynamo leaves in a captured graph and that compute nothing.
+CAPTURED_CHECKS: tuple[Callable[..., Any], ...] = (torch._check, torch._C._log_api_usage_once)
 
 _NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", f"{os.sep}custom_ops{os.sep}")  # folders of what a model calls
 
@@ -45,24 +60,28 @@ def regions_are_reused() -> bool:
     return "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
 
 
-class _Enough(Exception):
-    """The graph is captured: Dynamo need not go on to guards and bytecode."""
+class GraphBreakError(RuntimeError):
+    """Dynamo could not trace a module into one graph. The message is Dynamo's reason."""
+
+
+class _CaptureComplete(Exception):
+    """Ends a capture once the graph is there: guards and bytecode are not needed."""
 
 
 def capture_full_graph(
     module: torch.nn.Module, backend: Backend, args: Sequence[Any], *, with_bytecode: bool
 ) -> list[CodeType]:
-    """Trace `module(*args)` into one graph, which `backend` receives; raises if anything in it breaks the graph.
+    """Trace `module(*args)` into one graph and pass it to `backend`. Raises `GraphBreakError` where that is not possible.
 
-    → with_bytecode: the bytecode that Dynamo makes of the model's `forward` (for dumps; nothing of ours runs it); else nothing.
+    → the bytecode that Dynamo generates for `forward`, for dumps; empty without `with_bytecode`. It is never run.
     """
     from torch._dynamo.convert_frame import register_bytecode_hook
-    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 
     def take(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         result = backend(gm, examples)
         if not with_bytecode:
-            raise _Enough
+            raise _CaptureComplete
         return result
 
     made: list[CodeType] = []
@@ -72,8 +91,10 @@ def capture_full_graph(
         with torch.no_grad():
             torch.compile(module, backend=take, fullgraph=True)(*args)
     except BackendCompilerFailed as error:
-        if not isinstance(error.inner_exception, _Enough):
-            raise
+        if not isinstance(error.inner_exception, _CaptureComplete):
+            raise GraphBreakError(str(error)) from error
+    except TorchDynamoException as error:
+        raise GraphBreakError(str(error)) from error
     finally:
         handle.remove()
     torch._dynamo.reset()
@@ -123,10 +144,10 @@ def node_source_line(node: torch.fx.Node) -> str:
 def declared_writes(node: torch.fx.Node) -> list[Any] | None:
     """The arguments that a custom op says that it writes to; None where `node` calls no custom op, or one of ours."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
         target = next((overload for overload in overloads if overload._schema.is_mutable), overloads[0])
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace == "aten":
+    if not isinstance(target, OpOverload) or target.namespace == "aten":
         return None
     if target.namespace == "cas":
         return []
@@ -136,4 +157,4 @@ def declared_writes(node: torch.fx.Node) -> list[Any] | None:
 
 def is_nested_op(target: object) -> bool:
     """Whether a node with this target calls a graph of its own; such a call never returns a view of its inputs."""
-    return isinstance(target, torch._ops.HigherOrderOperator)
+    return isinstance(target, HigherOrderOperator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -227,18 +228,19 @@ def _materialized(module: nn.Module, device: torch.device) -> nn.Module:
     """The module with uninitialized tensors on `device`; parameters that were one (tied) stay one, unlike with `to_empty`."""
     made: dict[int, torch.Tensor] = {}
 
-    def on_device(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
             empty = torch.empty_like(tensor, device=device)
             made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
         return made[id(tensor)]
 
     for child in module.modules():
-        for tensors in (child._parameters, child._buffers):
-            for name, tensor in tensors.items():
-                tensors[name] = on_device(tensor)  # type: ignore[assignment]
+        tensors = itertools.chain(
+            child.named_parameters(recurse=False, remove_duplicate=False),
+            child.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in list(tensors):
+            setattr(child, name, on_device(tensor))
     return module
 
 

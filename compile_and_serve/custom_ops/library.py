@@ -12,6 +12,8 @@ from enum import Enum
 
 import torch
 
+from compile_and_serve.custom_ops.compat import OpOverload
+
 NAMESPACE = "cas"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -39,7 +41,7 @@ class OpInfo:
 OPS: dict[str, OpInfo] = {}
 
 
-def define(schema: str, *, kind: OpKind, version: int, fake: Callable, **impls: Callable) -> torch._ops.OpOverload:
+def define(schema: str, *, kind: OpKind, version: int, fake: Callable, **impls: Callable) -> OpOverload:
     """Define `cas::<schema>`, its fake and its kernels, and return the overload.
 
     `schema`: as `Library.define` takes it, e.g. `"silu_mul(Tensor x) -> Tensor"`; every mutated argument is declared.

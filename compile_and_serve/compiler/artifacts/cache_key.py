@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from compile_and_serve.compiler.compat import OpOverload
 from compile_and_serve.compiler.model import ModelSource
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 from compile_and_serve.compiler.rewrite.user_passes import source_of
@@ -83,7 +84,7 @@ def piece_fields(
 
 def op_versions(gm: GraphModule) -> dict[str, int]:
     """Version of each op of ours that a graph calls."""
-    targets = {n.target.name().split(".")[0] for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    targets = {n.target.name().split(".")[0] for n in gm.graph.nodes if isinstance(n.target, OpOverload)}
     return {name: OPS[name].version for name in sorted(targets) if name in OPS}
 
 

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from compile_and_serve.compiler.capture.repeated_blocks import block_classes, inline_regions, traced_once
 from compile_and_serve.compiler.compat import (
     FakeTensorMode,
+    GraphBreakError,
     capture_full_graph,
     mark_token_dimension,
     regions_are_reused,
@@ -102,7 +103,7 @@ def _trace(
     try:
         with traced_once(blocks):
             bytecode = capture_full_graph(module, backend, args, with_bytecode=with_bytecode)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except GraphBreakError as error:
         reason = str(error).strip().split("\n\n")[0]
         raise CaptureError(f"The model's forward cannot be captured as one graph: {reason}") from error
     assert len(taken) == 1, f"capture gave {len(taken)} graphs"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_and_serve.compiler.compat import CAPTURED_CHECKS
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassResult, is_call, tensor_of
 
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -31,9 +32,8 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 METHODS = {"float": (torch.float32,), "half": (torch.float16,), "bfloat16": (torch.bfloat16,)}
 SIZE_METHODS = ("reshape", "permute")  # as functions they take the sizes as one tuple
 SIZE = torch.ops.aten.sym_size.int
-ASSERTS = (
-    torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default, torch._check,
-    torch._C._log_api_usage_once,
+ASSERTS: tuple[Callable[..., Any], ...] = (
+    torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default, *CAPTURED_CHECKS,
 )  # fmt: skip
 
 

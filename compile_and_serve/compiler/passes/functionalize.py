@@ -20,9 +20,8 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
-from compile_and_serve.compiler.compat import declared_writes, is_nested_op, node_source_line
+from compile_and_serve.compiler.compat import OpOverload, declared_writes, is_nested_op, node_source_line, tree_leaves
 from compile_and_serve.compiler.passes.canonicalize import SIZE, function_of_method
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
@@ -243,7 +242,7 @@ def _write_of(node: Node) -> _Write | None:
         return _Write(spelling=name, written=declared, by_declaration=True) if declared else None
     if node.kwargs.get("out") is not None:
         kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
-        function = None if isinstance(node.target, str | torch._ops.OpOverload) else node.target
+        function = None if isinstance(node.target, str | OpOverload) else node.target
         return _Write(
             spelling=f"{name}(out=…)", written=node.kwargs["out"], function=function, args=node.args, kwargs=kwargs
         )

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_and_serve.compiler.compat import OpOverload
+
 _SYMBOL = re.compile(r"\b[us]\d+\b")
 
 
@@ -38,7 +40,7 @@ def normalized_text(gm: GraphModule) -> str:
 
 def _target(node: Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
 

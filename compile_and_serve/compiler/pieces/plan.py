@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_and_serve.compiler.compat import OpOverload
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint
 from compile_and_serve.compiler.pieces.splitter import Piece, SplitOp, Stage
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable, WeightTransform
@@ -155,7 +156,7 @@ def _step(
 ) -> Step:  # fmt: skip
     if isinstance(stage, SplitOp):
         target = stage.node.target
-        assert isinstance(target, torch._ops.OpOverload)
+        assert isinstance(target, OpOverload)
         assert not stage.node.kwargs
         arguments = tuple(REF + names[arg] if isinstance(arg, Node) else arg for arg in stage.node.args)
         return OpStep(op=target.name().split(".")[0], arguments=arguments, outputs=outputs)  # type: ignore[arg-type]

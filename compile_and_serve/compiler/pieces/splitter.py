@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from compile_and_serve.compiler.compat import node_source_line
+from compile_and_serve.compiler.compat import OpOverload, OpOverloadPacket, node_source_line
 from compile_and_serve.custom_ops.library import OPS, OpKind
 
 
@@ -74,7 +74,7 @@ def _kind(node: Node) -> OpKind:
         return OpKind.CAPTURABLE
     if node.op != "call_function":
         raise SplitError(f"{node.op} {node.target} at {node_source_line(node)} cannot be compiled: only functions can.")
-    if not isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if not isinstance(node.target, OpOverload | OpOverloadPacket):
         return OpKind.CAPTURABLE
     name = str(node.target).replace(".", "::", 1).split(".")[0]
     if name.split("::")[0] in CAPTURABLE_NAMESPACES:

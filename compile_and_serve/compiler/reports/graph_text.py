@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from compile_and_serve.compiler.compat import node_source_line
+from compile_and_serve.compiler.compat import OpOverload, OpOverloadPacket, node_source_line
 
 _ROOT = Path(__file__).parents[2]
 _SYMBOL = re.compile(r"\b[us]\d+\b")
@@ -199,7 +199,7 @@ def target_name(node: Node) -> str:
     target: Any = node.target
     if isinstance(target, str):
         return f"torch.Tensor.{target}"
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverload | OpOverloadPacket):
         return f"torch.ops.{target}"
     name = getattr(target, "__name__", str(target))
     for module, prefix in ((F, "F"), (torch, "torch"), (torch.Tensor, "torch.Tensor")):

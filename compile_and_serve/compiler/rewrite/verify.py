@@ -26,7 +26,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from compile_and_serve.compiler.compat import node_source_line
+from compile_and_serve.compiler.compat import OpOverload, node_source_line
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
 from compile_and_serve.compiler.weights.transforms import WeightTable
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
@@ -388,7 +388,7 @@ def _is_cast(node: Node) -> bool:
 
 
 def _is_split_point(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     info = OPS.get(node.target.name().split(".")[0])
     return info is not None and info.kind is OpKind.SPLIT_POINT

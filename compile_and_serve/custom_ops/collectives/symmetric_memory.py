@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from compile_and_serve.custom_ops.collectives.collectives import gather_objects
+from compile_and_serve.custom_ops.compat import empty_symmetric, rendezvous
 
 # Programs of one kernel, a multiprocessor. They wait for other ranks', so all of them must be on the device at once; and each waits for
 # its own row, so that more of them keep more of the link busy.
@@ -156,16 +157,12 @@ def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, dev
 
 
 def _map(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    # torch compares device numbers to see that no two ranks share a device: ranks that see one device each all have number 0.
-    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    buffer = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    buffer = empty_symmetric(layout.num_bytes, device)
     clear(buffer, layout)
     torch.cuda.synchronize(device)  # nobody sees a buffer before: a flag may be set as soon as it is mapped
-    handle = symmetric_memory.rendezvous(buffer, group)
-    begin = buffer.data_ptr() - handle.buffer_ptrs[rank]  # 0, unless the tensor lies within a larger allocation
-    return peer_memory(rank, layout, [address + begin for address in handle.buffer_ptrs], device, (buffer, handle))
+    addresses, handle = rendezvous(buffer, group)
+    begin = buffer.data_ptr() - addresses[rank]  # 0, unless the tensor lies within a larger allocation
+    return peer_memory(rank, layout, [address + begin for address in addresses], device, (buffer, handle))
 
 
 def _boot_id() -> str:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from compile_and_serve.custom_ops.compat import int8_matmul, scaled_matmul
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import (
     BLOCKS,
     ROWS,
@@ -21,10 +22,10 @@ from compile_and_serve.custom_ops.quantized.cutlass_gemm import (
 from compile_and_serve.custom_ops.quantized.quantization import dequantize_weight
 from compile_and_serve.custom_ops.quantized.triton_quantize import scale_sums
 
-TORCH = "torch"  # torch._scaled_mm, torch._int_mm
+TORCH = "torch"  # torch's own: `scaled_matmul`, `int8_matmul`
 EXPANDED = "expanded"  # a product with the weight in the activations' dtype, made for the call
 _MIN_EXPANDED_TOKENS = 65  # below, expanding the weight costs more than any way to read it as it is
-_MIN_INT8_TOKENS = 17  # what torch._int_mm takes
+_MIN_INT8_TOKENS = 17  # what `int8_matmul` takes
 
 
 def gemm_names(
@@ -71,12 +72,12 @@ def scaled_gemm(
     if x_scale is None:
         return _put(F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype)), out_TO)
     if weight_OI.dtype == torch.int8:
-        return _put(scale_sums(torch._int_mm(x_TI, weight_OI.t()), x_scale, scale, dtype), out_TO)
-    scaled_mm = partial(torch._scaled_mm, x_TI, weight_OI.t())
+        return _put(scale_sums(int8_matmul(x_TI, weight_OI.t()), x_scale, scale, dtype), out_TO)
+    scaled_mm = partial(scaled_matmul, x_TI, weight_OI.t())
     if dtype == torch.bfloat16:
-        return scaled_mm(scale_a=x_scale, scale_b=scale[None, :], out_dtype=dtype, out=out_TO)
+        return scaled_mm(x_scale, scale[None, :], dtype=dtype, out=out_TO)
     one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
-    sums_TO = scaled_mm(scale_a=one, scale_b=one, out_dtype=torch.float32)
+    sums_TO = scaled_mm(one, one, dtype=torch.float32)
     return _put(scale_sums(sums_TO, x_scale, scale, dtype), out_TO)
 
 

@@ -1,0 +1,66 @@
+"""The private torch names that the ops need, for every torch version that is supported (2.11 to 2.15).
+
+Only this file, `compiler/compat.py` and `compiler/inductor.py` may use private torch names (tests/test_private_torch.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+
+__all__ = ["OpOverload", "empty_symmetric", "int8_matmul", "rendezvous", "scaled_matmul"]
+
+
+def int8_matmul(a_TI: torch.Tensor, b_IO: torch.Tensor) -> torch.Tensor:
+    """int8 [T, I] · int8 [I, O] → int32 [T, O]. On CUDA: T of at least 17, I and O multiples of 8."""
+    return torch._int_mm(a_TI, b_IO)
+
+
+def scaled_matmul(
+    a_TI: torch.Tensor, b_IO: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """(scale_a · a) (scale_b · b) of float8 matrices, in `dtype` [T, O].
+
+    Scales are float32: one number each, or [T, 1] and [1, O] with a bfloat16 result.
+    """
+    return torch._scaled_mm(a_TI, b_IO, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, out=out)
+
+
+def empty_symmetric(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes], uninitialized, in memory that `rendezvous` can map into the other ranks."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def rendezvous(buffer: torch.Tensor, group: dist.ProcessGroup) -> tuple[Sequence[int], Any]:
+    """Map `buffer`, which every rank of the group has allocated, into all ranks. Every rank calls it.
+
+    → the addresses of the ranks' allocations in this process, and the handle that keeps them mapped.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    # torch refuses ranks with equal device numbers. Ranks that each see a single device all have number 0.
+    with _default_variable("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"):
+        handle = symmetric_memory.rendezvous(buffer, group)
+    return handle.buffer_ptrs, handle
+
+
+@contextmanager
+def _default_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable that is not set. It is removed again after the block."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
