@@ -1,6 +1,8 @@
-"""Builds FlashInfer's prefill modules for this machine's GPU and copies them to a folder, for machines that must not wait for it.
+"""Build FlashInfer's prefill modules for this machine's GPU, and copy them to a folder so that other machines need not build them.
 
-usage: python -m benchmarks.build_flashinfer [OUT_DIR] [--head-dim 128] [--import DIR]
+    python -m benchmarks.build_flashinfer [OUT_DIR] [--head-dim 128] [--import DIR]
+
+--import takes modules from such a folder before the rest is built. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from compile_and_serve.custom_ops.attention.flashinfer_modules import FlashInfer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("out", nargs="?", type=Path, help="folder for copies of the built modules")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--import", dest="source", type=Path)
+    parser.add_argument("--import", dest="source", type=Path, help="folder with modules built before")
     args = parser.parse_args()
     modules = FlashInferModules(torch.bfloat16, args.head_dim, torch.device("cuda"))
     if args.source:

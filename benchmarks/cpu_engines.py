@@ -1,7 +1,7 @@
-"""One engine of `benchmarks.cpu`, in a process of its own: reads a job (JSON) from stdin, prints one JSON line a case.
+"""One engine of `benchmarks.cpu` in its own process: reads a job (JSON) from stdin, prints one JSON line per case.
 
-Only the standard library and the engine's own package are imported, so that the Python of another environment can run this file.
-Each engine generates `new` greedy tokens for a batch of prompts, without stopping early; what is timed is the whole call.
+Imports only the standard library and the engine's package, so that the Python of another environment can run this file.
+Each engine generates `new` greedy tokens for a batch of prompts, without stopping early. The whole call is timed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Engine(Protocol):
-    """version: of the engine's package. run: complete every prompt by exactly `new` tokens."""
+    """version: of the engine's package. run: generate exactly `new` tokens for every prompt."""
 
     version: str
 
@@ -22,7 +22,7 @@ class Engine(Protocol):
 
 
 class Ours:
-    """This project: the engine in this process, as `LLM` uses it."""
+    """This project: the engine in this process, as in `LLM`."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from compile_and_serve.runtime.engine.client import SyncEngine
@@ -44,7 +44,7 @@ class Ours:
 
 
 class Transformers:
-    """`generate` of Hugging Face transformers, eager, scaled-dot-product attention."""
+    """Hugging Face transformers' `generate`: eager, with scaled-dot-product attention."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         import torch
@@ -67,7 +67,7 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp through its C API: one decode call a step for the whole batch, argmax over the logits."""
+    """llama.cpp through its C API: one decode call per step for the whole batch, argmax over the logits."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         import llama_cpp
@@ -91,7 +91,7 @@ class LlamaCpp:
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
         step = [(s, p, token) for s, prompt in enumerate(prompts) for p, token in enumerate(prompt)]
         ends = {len(prompt) - 1 for prompt in prompts}
-        assert len(ends) == 1, "prompts must be of one length"
+        assert len(ends) == 1, "all prompts must have the same length"
         last = ends.pop()
         for _ in range(new):
             tokens = self._decode(step, last)
@@ -154,7 +154,7 @@ def seconds_of(engine: Engine, prompts: list[list[int]], new: int) -> float:
 
 def main() -> None:
     job = json.load(sys.stdin)
-    out, sys.stdout = sys.stdout, sys.stderr  # engines may print what they like
+    out, sys.stdout = sys.stdout, sys.stderr  # keeps what engines print out of the JSON lines
     engine = ENGINES[job["engine"]](job)
     for case in job["cases"]:
         prompts, new = case["prompts"], case["new"]

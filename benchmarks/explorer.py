@@ -1,8 +1,8 @@
-"""Time until the explorer of a deep model has painted and drawn, in headless Chromium: one JSON line a page load.
+"""Time until the explorer's page of a deep model is painted and loaded, in headless Chromium. Prints one JSON line per page load.
 
     python -m benchmarks.explorer --layers 64 --loads 5
 
-The model is a Llama of the given depth with small layers: what the page holds grows with depth, not with width.
+The model is a Llama with many small layers, because the page grows with depth, not with width.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def make_page(layers: int, folder: Path) -> Path:
-    """Compile and dump the model; → the page's file."""
+    """Compile the model, dump it and write the page. → the page's file."""
     spec = build_model(CONFIG | {"num_hidden_layers": layers}, dtype=torch.bfloat16)
     config = CompileConfig(use_cache=False, verify_passes=True, dump_dir=folder / "dump")
     kernels = frozenset({"rope_attention", "fused_linear"})

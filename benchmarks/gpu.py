@@ -1,16 +1,19 @@
-"""Decode, prefill, mixed load and start-up on one GPU or several, with random weights. Prints one JSON line a workload.
+"""Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
     python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
                              [--work startup,decode,prefill,mixed] [--force-pass NAME]
 
-MODEL_DIR needs a config.json only. Prompts are random token ids; every request is greedy and runs to its full length.
-decode: (time of 129 new tokens - time of 1 new token) / 128 at prompt 128, the better of two runs of each, after runs in which whatever
-is captured at need has been captured; `device_ms`, `host_gap` and `late` come of one more run: how long a step keeps the device, the share
-of a step in which the device is idle, and the part of the steps that the host launched too late. prefill: prompts of one length, one new
-token, the best of three runs. mixed: 512 requests at once, prompts of 64 to 1024 and outputs of 32 to 320 tokens, the same requests for
-every engine (`peer-*.jsonl`); `with_prompts`: its steps that had some. startup: from the start of this process to the first token. profile
-(only when asked for): kernels by name, of captured decode steps and of a prefill of 4 × 4096; a kernel's time includes its wait for the
-one before it where both overlap, so that their sum may exceed the step.
+MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
+
+startup: from the start of this process to the first token.
+decode: (time of 129 new tokens − time of 1 new token) / 128 at prompts of 128, each the better of two runs, after warm-up runs that
+    capture the CUDA graphs. One more run gives `device_ms` (a step's time on the device), `host_gap` (the share of a step in which
+    the device is idle) and `late` (the share of steps that the host launched too late).
+prefill: prompts of one length, one new token, the best of three runs.
+mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
+    (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens.
+profile (not by default): time per kernel, in captured decode steps and in a prefill of 4 × 4096. Where two kernels overlap, the time
+    of the later one includes its wait for the earlier one, so the sum may exceed the step.
 """
 
 from __future__ import annotations
@@ -26,18 +29,18 @@ from typing import Any
 
 from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 
-PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # prompts, tokens of each
+PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # (number of prompts, tokens per prompt)
 WORKS = ("startup", "decode", "prefill", "mixed", "profile")
 
 
 def seconds_since_process_start() -> float:
-    """Wall time since this process was made, interpreter start included (Linux)."""
+    """Seconds since this process was created, the interpreter's start included (Linux)."""
     started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Bench:
-    """One engine and the rows that it brought."""
+    """One engine, its workloads and the rows that they printed."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -118,7 +121,7 @@ class Bench:
         return time.perf_counter() - started, sum(len(output.outputs[0].token_ids) for output in outputs)
 
     def capture_graphs(self) -> None:
-        """Capture now what a server captures in its idle moments, so that no capture falls into a measurement."""
+        """Capture the CUDA graphs that a server captures while idle, so that none is captured during a measurement."""
         while self.llm.engine.core.idle():
             pass
 
@@ -138,7 +141,7 @@ class Bench:
             self.emit(work="decode", batch=batch, prompt=prompt, **row)
 
     def times_of_decodes(self, batch: int, prompt: int, new: int) -> dict[str, float]:
-        """As `StepTimes.of_decodes` has them, of one run; nothing where the ranks are other processes."""
+        """`StepTimes.of_decodes` of one run; empty if the ranks are other processes."""
         from benchmarks.gpu_timing import StepTimes
 
         if self.worker is None:
@@ -148,7 +151,7 @@ class Bench:
         return times.of_decodes(batch)
 
     def captured_graph(self, batch: int) -> Any:
-        """None also where the ranks are other processes."""
+        """The graph of a decode step, or None if there is none or the ranks are other processes."""
         graphs = self.worker._graphs if self.worker is not None else None
         return graphs.captured_graph(batch) if graphs is not None else None
 
@@ -166,7 +169,7 @@ class Bench:
             self.emit(work="prefill", n=count, prompt=length, s=round(best, 4), tok_s=round(count * length / best, 1))
 
     def mixed_load(self, count: int) -> tuple[list[Any], list[int]]:
-        """Prompts and numbers of new tokens, whatever was done before: what the peers' benchmark draws after its decodes and prefills."""
+        """Prompts and numbers of new tokens: always those that the peers' benchmark draws after its decodes and prefills."""
         kept, self.rng = self.rng, random.Random(0)
         decodes = [(batch, 128) for batch in (1, 8, 32, 64, 128, 256) for _ in range(2)]
         for number, length in ((4, 64), *decodes, *(prefill for prefill in PREFILLS for _ in range(3))):
@@ -211,28 +214,30 @@ def main() -> None:
     parser.add_argument(
         "--work", type=lambda text: text.split(","), default=[work for work in WORKS if work != "profile"]
     )
-    parser.add_argument("--quantization", help="as the server's flag: fp8, int8, …")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag: auto or fp8")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs, one rank each")
-    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="NCCL alone (give it a --label)")
+    parser.add_argument("--quantization", help="like the server's flag: fp8, int8, …")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="like the server's flag: auto or fp8")
+    parser.add_argument("--tp", type=int, default=1, help="number of GPUs, one rank each")
+    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="use only NCCL (also give a --label)")
     parser.add_argument(
         "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256]
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--label", default="")
-    parser.add_argument("--out", type=Path, help="append the rows to this file too")
+    parser.add_argument("--out", type=Path, help="also append the rows to this file")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--num-kv-blocks", type=int)
     parser.add_argument("--cudagraph-mode", default="full_and_piecewise")
     parser.add_argument("--attention-backend")
-    parser.add_argument("--force-pass", action="append", default=[], help="as the server's flag (give it a --label)")
+    parser.add_argument(
+        "--force-pass", action="append", default=[], help="like the server's flag (also give a --label)"
+    )
     args = parser.parse_args()
     if unknown := set(args.work) - set(WORKS):
-        parser.error(f"--work knows {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")
-    keep_bytecode()  # as the command line does
+        parser.error(f"--work accepts {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")
+    keep_bytecode()  # as the command-line program does
     bench = Bench(args)
     bench.capture_graphs()
     bench.generate(bench.prompts(4, 64), [8] * 4)

@@ -1,4 +1,4 @@
-"""Timing on CUDA by graph replay, and the fields that every row of a GPU benchmark carries."""
+"""Timing on CUDA by replaying graphs, and the fields that every row of a GPU benchmark has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.common import commit
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Device, versions and commit of this run."""
+    """Device, versions and commit."""
     import triton
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -29,7 +29,7 @@ def emit(**row: Any) -> None:
 
 
 def capture(fn: Callable[[], Any], warmup: int = 2) -> torch.cuda.CUDAGraph:
-    """Run fn `warmup` times on a side stream, then capture it as a graph."""
+    """Run fn `warmup` times on a side stream, then capture it as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -44,7 +44,7 @@ def capture(fn: Callable[[], Any], warmup: int = 2) -> torch.cuda.CUDAGraph:
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5) -> float:
-    """Median over groups of the time of one replay, in milliseconds, by device events."""
+    """Milliseconds of one replay, between device events: the median over groups of replays."""
     graph.replay()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -66,8 +66,9 @@ def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int 
 def in_turns_ms(
     graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = 3, heat_ms: float = 300.0
 ) -> dict[str, float]:
-    """Name → the median of the rounds' times of one replay, in milliseconds: graphs take turns on a device that has been at work for
-    heat_ms, so that none has the cooler one.
+    """→ milliseconds of one replay by name: the median over rounds.
+
+    The device is warmed up for heat_ms, and graphs take turns, so that none runs on a cooler device.
     """
     first = next(iter(graphs.values()))
     for _ in range(int(heat_ms / max(replay_ms(first, budget_ms=1.0, groups=1), 1e-3))):
@@ -80,9 +81,9 @@ def in_turns_ms(
 
 
 class StepTimes:
-    """Device events around the steps that an executor of this process launches inside the `with` block."""
+    """Records device events around the steps that an executor in this process launches inside the `with` block."""
 
-    LATE_MS = 0.005  # the device was idle for longer: the host came too late
+    LATE_MS = 0.005  # if the device was idle for longer, the host launched the step too late
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -105,13 +106,16 @@ class StepTimes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        del self._executor.launch  # the class's is there again
+        del self._executor.launch  # uncovers the class's method
         torch.cuda.synchronize()
 
     def of_decodes(self, batch: int) -> dict[str, float]:
-        """Of the steps of `batch` decodes alone that follow another step: `host_gap`, the share of their time that the device is idle, and
-        `late`, the part of them before which it is. All that the host needs to launch a late step counts as idle too, although the step
-        begins meanwhile. `device_ms` is the mean time that one of the others keeps the device, and left out where there is none.
+        """Figures over the steps that consist of `batch` decodes and follow another step; empty if there are none.
+
+        host_gap: the share of their time in which the device is idle. The host's time to launch a late step counts as idle,
+            although the device may already have begun the step.
+        late: the share of steps before which the device was idle.
+        device_ms: mean time on the device of the steps that were not late; left out if all were.
         """
         work, idle, count = 0.0, 0.0, 0
         in_time: list[float] = []
@@ -132,8 +136,9 @@ class StepTimes:
         return device | {"host_gap": round(idle / (work + idle), 3), "late": round(1 - len(in_time) / count, 3)}
 
     def of_prompts(self) -> dict[str, float]:
-        """Of the steps with more than a token of some request: how many, their tokens, and milliseconds from when the device could begin
-        to their end, the host's launching included where that takes longer.
+        """The steps with more than one token of some request: how many, their tokens, and their milliseconds on the device.
+
+        If launching a step takes the host longer than the device needs, the host's time is included.
         """
         steps = [
             (tokens, begin.elapsed_time(end)) for tokens, requests, begin, end, _ in self._steps if tokens > requests
@@ -144,12 +149,12 @@ class StepTimes:
 
 
 def time_ms(fn: Callable[[], Any], budget_ms: float = 60.0) -> float:
-    """Milliseconds of fn's device work, as a graph replays it."""
+    """Milliseconds of fn's work on the device, replayed as a graph."""
     return replay_ms(capture(fn), budget_ms)
 
 
 def event_ms(fn: Callable[[], Any], repeats: int = 10) -> float:
-    """Median milliseconds between events around fn, for work that no graph can hold."""
+    """Median milliseconds between events around fn, for work that cannot be captured in a graph."""
     fn()
     times = []
     for _ in range(repeats):
@@ -163,7 +168,7 @@ def event_ms(fn: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def kernels_of(fn: Callable[[], Any], repeats: int = 1, top: int = 14) -> dict[str, Any]:
-    """Milliseconds and calls in one fn() of the kernels that take longest, by name, and of all together."""
+    """The kernels of one fn() that take longest, with milliseconds and calls, and the sum over all kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""CPU ops alone, on the shapes of one model: linears of a whole step and attention of all layers, against torch and oneDNN.
+"""CPU ops on their own, with the shapes of SmolLM2-135M: all linears of a step and attention of all layers, against torch and oneDNN.
 
     python -m benchmarks.ops_cpu [--threads 2] [--tokens 1 16 128 512] [--dtypes bfloat16 float32]
 
-One JSON line a measurement: best time in ms, GB/s over the weights (or the KV cache), GFLOP/s. A line "read" gives what the memory
-itself does at that moment: a sum over as many bytes as the bfloat16 weights have. The linears of one line take turns, so that they
-see the same machine.
+Prints one JSON line per measurement: best time in ms, GB/s of weights (or KV cache) and GFLOP/s. The line "read" is the memory's
+own bandwidth at that moment: a sum over as many bytes as the bfloat16 weights have. The ways to compute the same linears take turns, so
+that all are measured under the same conditions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantiz
 
 CPU = torch.device("cpu")
 
-# SmolLM2-135M: (outputs, inputs) of a layer's linears, how many layers, and the language-model head.
+# SmolLM2-135M: (outputs, inputs) of a layer's linears and of the language-model head.
 LAYER_SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
 NUM_LAYERS = 30
 HEAD_SHAPE = (49152, 576)
@@ -47,7 +47,7 @@ ATTENTION_CASES = [
 
 
 def best_of_turns(steps: dict[str, Callable[[], Any]], budget: float) -> dict[str, float]:
-    """The fastest call of each step, one after another in turns for `budget` seconds a step."""
+    """Seconds of the fastest call of each step. The steps take turns, for `budget` seconds per step."""
     best, deadline = dict.fromkeys(steps, float("inf")), time.perf_counter() + budget * len(steps)
     turns = 0
     while turns < 3 or time.perf_counter() < deadline:
@@ -60,7 +60,7 @@ def best_of_turns(steps: dict[str, Callable[[], Any]], budget: float) -> dict[st
 
 
 def best_seconds(step: Callable[[], Any], budget: float) -> float:
-    """The fastest of as many calls as fit `budget` seconds, at least 3."""
+    """Seconds of the fastest call, of as many as fit into `budget` seconds and at least 3."""
     step()
     best, calls, deadline = float("inf"), 0, time.perf_counter() + budget
     while calls < 3 or time.perf_counter() < deadline:
@@ -72,7 +72,7 @@ def best_seconds(step: Callable[[], Any], budget: float) -> float:
 
 
 def linear_functions(dtype: torch.dtype, tokens: int) -> dict[str, tuple[Callable, Callable]]:
-    """name → (weight preparation, product of x, prepared weight, outputs)."""
+    """name → (prepare(weight), product(x, prepared weight, number of outputs))."""
     reorder, product = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
 
     def quantized(activations: Activations) -> tuple[Callable, Callable]:
@@ -92,14 +92,14 @@ def linear_functions(dtype: torch.dtype, tokens: int) -> dict[str, tuple[Callabl
 
 
 def in_huge_pages(prepared: list[Any]) -> list[Any]:
-    """The same tensors side by side, as a compiled model keeps its weights."""
+    """Copies of the tensors in one block of memory, as a compiled model keeps its weights."""
     flat, structure = tree_flatten(prepared)
     arena = WeightArena({str(i): TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for i, t in enumerate(flat)}, CPU)
     return tree_unflatten([arena.tensor(str(i)).copy_(t) for i, t in enumerate(flat)], structure)
 
 
 def measure_linears(dtype: torch.dtype, tokens: int, budget: float) -> None:
-    """All linears of one step, one after another, each with weights of its own."""
+    """All linears of one step, one after another, each with its own weights."""
     shapes = LAYER_SHAPES * NUM_LAYERS + [HEAD_SHAPE]
     weights = [torch.randn(shape).to(dtype) for shape in shapes]
     inputs = {width: torch.randn(tokens, width).to(dtype) for width in {shape[1] for shape in shapes}}
@@ -108,7 +108,7 @@ def measure_linears(dtype: torch.dtype, tokens: int, budget: float) -> None:
     num_bytes: dict[str, int] = {}
     for name, (prepare, product) in linear_functions(dtype, tokens).items():
         prepared = [prepare(weight) for weight in weights]
-        if name != "oneDNN packed":  # its tensors are opaque
+        if name != "oneDNN packed":  # opaque tensors, which cannot be copied
             num_bytes[name] = sum(tensor.nbytes for tensor in tree_flatten(prepared)[0])
             prepared = in_huge_pages(prepared)
         work = [(inputs[shape[1]], weight, shape[0]) for shape, weight in zip(shapes, prepared, strict=True)]
@@ -131,7 +131,7 @@ def measure_linears(dtype: torch.dtype, tokens: int, budget: float) -> None:
 
 
 def make_metadata(backend: AttentionBackend, num_seqs: int, query_len: int, seq_len: int) -> AttentionMetadata:
-    """`num_seqs` equal sequences over shuffled blocks."""
+    """The metadata of `num_seqs` sequences of equal length, in shuffled KV blocks."""
     columns = -(-seq_len // BLOCK_SIZE)
     block_table = torch.randperm(num_seqs * columns).view(num_seqs, columns)
     positions = torch.arange(seq_len - query_len, seq_len)
@@ -150,7 +150,7 @@ def make_metadata(backend: AttentionBackend, num_seqs: int, query_len: int, seq_
 
 
 def measure_attention(dtype: torch.dtype, num_seqs: int, query_len: int, seq_len: int, budget: float) -> None:
-    """`rope_attention` of all layers, against rotated inputs and `scaled_dot_product_attention` on gathered keys and values."""
+    """`rope_attention` of all layers, against `scaled_dot_product_attention` alone on contiguous keys and values."""
     tokens = num_seqs * query_len
     blocks = num_seqs * -(-seq_len // BLOCK_SIZE)
     caches = [torch.randn(blocks, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(NUM_LAYERS)]
@@ -188,14 +188,14 @@ def measure_attention(dtype: torch.dtype, num_seqs: int, query_len: int, seq_len
 
 
 def measure_read(budget: float) -> None:
-    """The memory's own speed: a product with one row reads every weight once and does next to nothing else."""
+    """The memory's own bandwidth, the limit of a product with one row: that reads every weight once and does little else."""
     numbers = torch.ones(270 * 2**20 // 8, dtype=torch.int64)
     seconds = best_seconds(numbers.sum, budget)
     emit(op="read", how="sum of int64", ms=seconds * 1e3, gb_per_s=numbers.nbytes / seconds / 1e9)
 
 
 def emit(**values: Any) -> None:
-    """One JSON line, with where it was measured."""
+    """Print one JSON line, with the environment."""
     rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()}
     print(json.dumps(rounded | CONTEXT), flush=True)
 
@@ -204,12 +204,12 @@ CONTEXT: dict[str, Any] = {}
 
 
 def main() -> None:
-    """Measure everything that was asked for."""
+    """Measure what the flags ask for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128, 512])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds a measurement")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds per measurement")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     load_cpu_kernels()

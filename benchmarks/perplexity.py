@@ -1,12 +1,17 @@
-"""Perplexity of a model on a fixed text under each quantization, through the engine's own compiled model.
+"""Perplexity of a model on a fixed text with each quantization, computed by the engine's compiled model.
 
     python -m benchmarks.perplexity [--model smollm2-135m] [--dtype bfloat16] [--quantization none fp8 …] [--exclude GLOB …]
                                     [--kv-cache-dtype auto fp8]
 
-exp(−mean log p(token | all before it)) over benchmarks/texts/ferry.txt, prose that was written for this and is in no model's
-training data, as one sequence. change_percent is against the unquantized model with a cache of its own dtype, beside the standard
-error of the mean of the tokens' differences. Each line also has what greedy decoding of a few chat prompts gives, and how many of its first
-tokens are those of the unquantized model. Prints one JSON line a quantization; quality, not speed, so that it may run on a busy machine.
+Prints one JSON line per quantization and dtype of the KV cache:
+
+perplexity: exp(−mean log p(token | all tokens before it)) over benchmarks/texts/ferry.txt as one sequence. The text was written for
+    this benchmark, so it is in no model's training data.
+change_percent, standard_error_percent: against the unquantized model with an unquantized cache; the error is that of the mean of
+    the tokens' differences.
+greedy, greedy_equal: the greedy answers to a few chat prompts, and how many of their first tokens the unquantized model chooses, too.
+
+This measures quality, not speed, so it may run on a busy machine.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ GREEDY_TOKENS = 32
 def measure(
     model: str, dtype: str, quantization: str, exclude: list[str], kv_cache_dtype: str, threads: int | None
 ) -> dict[str, Any]:
-    """Perplexity and greedy answers of one quantization ("none": the checkpoint as it is) over one KV cache."""
+    """Perplexity and greedy answers with one quantization ("none": the checkpoint as it is) and one dtype of the KV cache."""
     from compile_and_serve.runtime.llm import LLM
     from compile_and_serve.runtime.sampling_params import SamplingParams
 
@@ -71,7 +76,7 @@ def measure(
 
 
 def equal_prefix(left: list[int], right: list[int]) -> int:
-    """How many of the first tokens are the same."""
+    """The number of first tokens that are equal."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
@@ -80,7 +85,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", nargs="+", default=["none", *get_args(Quantization)])
-    parser.add_argument("--exclude", nargs="*", default=[], help="globs instead of the quantization's own exclusions")
+    parser.add_argument(
+        "--exclude", nargs="*", default=[], help="module globs that replace the quantization's own exclusions"
+    )
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], choices=get_args(KVCacheDtype))
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()

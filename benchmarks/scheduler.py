@@ -1,9 +1,9 @@
-"""Host time of one step in the scheduler, in microseconds: `schedule()` and `update()` for decodes and for admissions.
+"""The scheduler's time for one step, in microseconds: `schedule()` and `update()`, for decodes and for admissions.
 
     python -m benchmarks.scheduler [--num-seqs 256] [--steps 1024]
 
-Prints one JSON line a case. Decodes are spread over all offsets within a block, so that each step needs
-num_seqs / block_size new blocks, as in a server that has run for a while.
+Prints one JSON line per case. Decodes stand at all offsets within a block, so that each step needs num_seqs / block_size new
+blocks, as in a server that has run for a while.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCAB = 50_000
 
 
 def make_requests(count: int, prompt_len: int, max_tokens: int, *, spread: int = 0) -> list[EngineRequest]:
-    """Requests of prompt_len (+ up to `spread`) random tokens."""
+    """Requests with prompts of prompt_len random tokens, plus up to `spread` more."""
     rng = random.Random(0)
     return [
         EngineRequest(
@@ -41,7 +41,7 @@ def make_requests(count: int, prompt_len: int, max_tokens: int, *, spread: int =
 
 
 def sample(step: SchedulerOutput, prompts_left: dict[str, int]) -> ModelRunnerOutput:
-    """What a runner would return: token 1 for each request without `prompts_left` (prompt tokens still to compute)."""
+    """A runner's output: token 1 for each request whose prompt is complete. prompts_left: prompt tokens still to compute."""
     tokens: dict[str, int] = {}
     for request_id, count in step.num_scheduled_tokens.items():
         left = prompts_left.get(request_id, 0)
@@ -61,7 +61,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def bench_decode(num_seqs: int, num_steps: int) -> dict[str, object]:
-    """A full batch of decodes that never ends."""
+    """A full batch of decodes without admissions or ends."""
     config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
     blocks_per_seq = (64 + num_steps) // BLOCK_SIZE + 4
     scheduler = Scheduler(
@@ -97,7 +97,7 @@ def bench_decode(num_seqs: int, num_steps: int) -> dict[str, object]:
 
 
 def bench_admission(prompt_len: int, num_requests: int) -> dict[str, object]:
-    """Prompts that come one by one into an empty scheduler: first cold, then with a cached prefix."""
+    """Prompts that arrive one by one at an empty scheduler: first uncached, then with a cached prefix."""
     blocks = (prompt_len // BLOCK_SIZE + 2) * num_requests
     config = SchedulerConfig(max_num_batched_tokens=prompt_len)
     scheduler = Scheduler(config, CacheConfig(block_size=BLOCK_SIZE), num_blocks=blocks, max_model_len=prompt_len + 16)

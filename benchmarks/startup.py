@@ -1,11 +1,13 @@
-"""From the start of a process to its first token, cold and warm, by depth. Prints one JSON line a start.
+"""Time from the start of a process to its first token, cold and warm, by number of layers. Prints one JSON line per start.
 
     python -m benchmarks.startup [--layers 2,8,32,64] [--model DIR] [--device auto] [--cold-only] [--out FILE]
 
-Each start is a process of its own. Cold has an empty artifact store and empty kernel caches, warm what the cold one left. Weights are
-random, of a small Llama shape unless --model names a folder with a config.json (then --layers is its own number unless given).
-capture_s: Dynamo. passes_s: passes and split. inductor_s: compiling the distinct pieces, or 0 where they were loaded. load_s: weights
-and artifacts. graphs_s: warm-up and CUDA graphs. first_token_s: since the process was made, interpreter and imports included.
+Each start is a new process. A cold start has an empty artifact store and empty kernel caches; a warm start has what the cold one left.
+The model is a small Llama with random weights. --model takes the config.json of a folder instead; its number of layers is then the
+default of --layers.
+
+capture_s: Dynamo. passes_s: passes and split. inductor_s: compiling the distinct pieces (0 if they were loaded). load_s: weights and
+artifacts. graphs_s: warm-up and CUDA graphs. first_token_s: since the process was created, interpreter and imports included.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ SMALL_LLAMA = {
 
 
 def worker(model: Path, device: str, cache_dir: Path) -> None:
-    """Start an engine, make one token, print what it took."""
+    """Start an engine, generate one token, print the times."""
     from benchmarks.gpu import seconds_since_process_start
     from compile_and_serve import LLM, SamplingParams
 
@@ -69,7 +71,7 @@ def worker(model: Path, device: str, cache_dir: Path) -> None:
 
 
 def start(model: Path, device: str, folder: Path) -> dict[str, Any]:
-    """One start in a process of its own, whose caches all lie in `folder`."""
+    """One start in a new process, with all caches in `folder`."""
     caches = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
@@ -98,7 +100,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--cold-only", action="store_true")
-    parser.add_argument("--out", type=Path, help="append the rows to this file too")
+    parser.add_argument("--out", type=Path, help="also append the rows to this file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
