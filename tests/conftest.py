@@ -20,13 +20,15 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 import torch
 
+from tests.support.made_once import made_once
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# What the terminal is that the tests are run in, or a service that runs them, is not to change what commands print.
+# Neither the terminal nor a CI service may change what commands print.
 for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):
     os.environ.pop(name, None)
 os.environ["COLUMNS"] = "120"
-# Read when Triton is imported and a kernel is defined: before any test module is.
+# Triton reads it when it is imported, which is before any test module is.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -42,7 +44,7 @@ COMPILE_ONCE = Path(__file__).parent / "support" / "compile_once" / "g++"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What Inductor compiles with g++ is compiled once in a run, in this process and those that it starts."""
+    """Inductor's C++ code is compiled once in a run, by all workers and the processes that they start."""
     if "CXX" in os.environ or sys.platform != "linux" or shutil.which("g++") is None or shutil.which("bash") is None:
         return
     folder = tempfile.mkdtemp(prefix="compiled-once-")
@@ -63,34 +65,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _draws_of_its_own(request: pytest.FixtureRequest) -> None:
-    """A test draws the same whichever tests ran before it."""
+def _own_seed(request: pytest.FixtureRequest) -> None:
+    """A test draws the same random numbers whichever tests ran before it."""
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 @pytest.fixture(scope="session")
-def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(run_dir: Path) -> Path:
     """A Llama of 2 layers, 4 query and 2 key/value heads of 16, untied, float32, with tokenizer and chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _write_tiny(tmp_path_factory.mktemp("tiny-llama"), LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False)
+    def make(folder: Path) -> None:
+        _write_tiny(folder, LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False)
+
+    return made_once(run_dir / "tiny-llama", make)
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_qwen3_dir(run_dir: Path) -> Path:
     """A Qwen3 of 2 layers, 4 query and 2 key/value heads of 32, tied, float32, with tokenizer and chat template."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny-qwen3")
-    return _write_tiny(folder, Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True, head_dim=32)
+    def make(folder: Path) -> None:
+        _write_tiny(folder, Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True, head_dim=32)
+
+    return made_once(run_dir / "tiny-qwen3", make)
 
 
 @pytest.fixture(scope="session")
-def shared_cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact store for tests to which it does not matter who compiled."""
-    return tmp_path_factory.mktemp("artifacts")
+def shared_cache_dir(run_dir: Path) -> Path:
+    """An artifact store of all workers, for tests to which it does not matter who compiled."""
+    folder = run_dir / "artifacts"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -102,19 +118,22 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_dir(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2_dir(smollm2_gguf: Path, run_dir: Path) -> Path:
     """The same model as a Hugging Face folder in bfloat16, so that transformers can be the reference."""
+    return made_once(run_dir / "smollm2-135m-instruct", lambda folder: _write_smollm2(smollm2_gguf, folder))
+
+
+def _write_smollm2(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from compile_and_serve.runtime.weights import iter_tensors, read_config
     from compile_and_serve.runtime.weights.gguf import read_metadata
 
-    folder = tmp_path_factory.mktemp("smollm2-135m-instruct")
-    config = read_config(smollm2_gguf) | {"model_type": "llama", "dtype": "bfloat16"}
+    config = read_config(gguf) | {"model_type": "llama", "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in iter_tensors(smollm2_gguf)}
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in iter_tensors(gguf)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    metadata = read_metadata(smollm2_gguf)
+    metadata = read_metadata(gguf)
     vocabulary = metadata["tokenizer.ggml.tokens"]
     control = [
         token for token, kind in zip(vocabulary, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 3
@@ -130,10 +149,9 @@ def smollm2_dir(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) ->
         chat_template=metadata["tokenizer.chat_template"],
         split_digits=True,
     )
-    return folder
 
 
-def _write_tiny(folder: Path, model_class: type, config_class: type, **overrides: object) -> Path:
+def _write_tiny(folder: Path, model_class: type, config_class: type, **overrides: object) -> None:
     sizes = {
         "vocab_size": TINY_VOCAB_SIZE,
         "hidden_size": 64,
@@ -165,7 +183,6 @@ def _write_tiny(folder: Path, model_class: type, config_class: type, **overrides
         chat_template=CHAT_TEMPLATE,
         split_digits=False,
     )
-    return folder
 
 
 def _byte_alphabet() -> list[str]:

@@ -1,4 +1,4 @@
-"""A dump with a near miss, made once for the tests of what shows it."""
+"""A dump with a near miss, which tests share and leave as it is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.dumps import make_dump, spec_with_near_misses
+from tests.support.made_once import made_once
 
 
 @pytest.fixture(scope="session")
-def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dump(tmp_path_factory.mktemp("dump") / "dump", spec_with_near_misses())
+def dump(run_dir: Path) -> Path:
+    return made_once(run_dir / "dump", lambda folder: make_dump(folder, spec_with_near_misses()))
