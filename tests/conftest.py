@@ -21,6 +21,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 import torch
 
 from tests.support.made_once import made_once
+from tests.support.pairwise import pairwise
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -56,12 +57,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshot", metavar="FILE", help="where the explorer's test writes the README's picture")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_rest_of_pairwise_slow(items)
     num_gpus = torch.cuda.device_count()
     for item in items:
         needed = 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_gpus}"))
+
+
+def _mark_rest_of_pairwise_slow(items: list[pytest.Item]) -> None:
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
+        chosen = pairwise(values)
+        for number, case in enumerate(cases):
+            if number not in chosen:
+                case.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,14 @@
 """Greedy tokens of SmolLM2-135M equal transformers', float32, same weights, whichever way a request is run.
 
 A token may differ only at a tie: where transformers' own two logits lie within `TIE` of each other; after one the texts part, so
-the comparison of that prompt ends there. At most one prompt of the twenty may do so.
+the comparison of that prompt ends there. At most one prompt may do so.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +16,39 @@ import pytest
 import torch
 
 from compile_and_serve import LLM, SamplingParams
+from tests.support.made_once import made_once
 from tests.support.transformers_models import load_reference
 
-NUM_TOKENS = 64
-ALL = 20  # prompts, all of them in one batch: half the steps of sixteen, then four
+NUM_TOKENS = 32
+ALL = 20  # prompts, all of them in one batch
 TIE = 1e-3
+Reference = Callable[[torch.Tensor], Any]  # token ids → transformers' output with logits
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_dir: Path) -> Any:
-    return load_reference(smollm2_dir, torch.float32)
+def reference(smollm2_dir: Path) -> Reference:
+    """transformers' model, loaded when it is first called."""
+    load = cache(lambda: load_reference(smollm2_dir, torch.float32))
+    return lambda ids: load()(ids)
 
 
 @pytest.fixture(scope="module")
-def expected(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    with torch.no_grad():
-        out = reference.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_TOKENS)
-    return out[:, longest:].tolist()
+def expected(smollm2_dir: Path, prompts: list[list[int]], run_dir: Path) -> list[list[int]]:
+    def make(folder: Path) -> None:
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        model = load_reference(smollm2_dir, torch.float32)
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_TOKENS)
+        (folder / "tokens.json").write_text(json.dumps(out[:, longest:].tolist()))
+
+    folder = made_once(run_dir / "greedy-tokens-of-transformers", make)
+    return json.loads((folder / "tokens.json").read_text())
 
 
-def check(reference: Any, prompts: list[list[int]], got: list[list[int]], expected: list[list[int]]) -> None:
+def check(reference: Reference, prompts: list[list[int]], got: list[list[int]], expected: list[list[int]]) -> None:
     ties = 0
     for prompt, ours, theirs in zip(prompts, got, expected, strict=True):
         assert len(ours) == NUM_TOKENS
@@ -56,9 +68,9 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("mode", ["compiled", pytest.param("eager", marks=pytest.mark.slow)])
 def test_alone_and_in_a_batch(
-    mode: str, smollm2_dir: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]
+    mode: str, smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     llm = LLM(
         str(smollm2_dir), dtype="float32", max_model_len=512, enable_prefix_caching=False, enforce_eager=mode == "eager",
@@ -67,14 +79,16 @@ def test_alone_and_in_a_batch(
     if mode == "compiled":
         assert 1 <= int(llm.info.compile_report["distinct_pieces"]) <= 4
     with torch.compiler.set_stance("fail_on_recompile"):
-        alone = prompts if mode == "compiled" else prompts[:2]  # op by op, one token at a time, is slow
-        check(reference, alone, [generate(llm, [prompt])[0] for prompt in alone], expected[: len(alone)])
+        alone = [0, 9, ALL - 1] if mode == "compiled" else [0]  # the last is the longest; eager steps are slow
+        by_itself = [generate(llm, [prompts[i]])[0] for i in alone]
+        check(reference, [prompts[i] for i in alone], by_itself, [expected[i] for i in alone])
         check(reference, prompts, generate(llm, prompts), expected)
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_through_transformers_own_implementation(
-    smollm2_dir: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]
+    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     llm = LLM(str(smollm2_dir), model_impl="transformers", dtype="float32", max_model_len=512, max_num_seqs=ALL)
     assert llm.info.compile_report["distinct_pieces"] == 3
@@ -82,8 +96,9 @@ def test_through_transformers_own_implementation(
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_small_token_budget(
-    smollm2_dir: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]
+    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=32)
     check(reference, prompts, generate(llm, prompts), expected)
@@ -91,7 +106,7 @@ def test_small_token_budget(
 
 
 def test_after_preemption(
-    smollm2_dir: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]
+    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     llm = LLM(
         str(smollm2_dir), dtype="float32", max_model_len=192, max_num_seqs=16, num_kv_blocks=24,
@@ -104,7 +119,9 @@ def test_after_preemption(
     llm.shutdown()
 
 
-def test_cached_prefix(smollm2_dir: Path, reference: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_cached_prefix(
+    smollm2_dir: Path, reference: Reference, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     llm = LLM(str(smollm2_dir), dtype="float32", max_model_len=512, max_num_seqs=ALL)
     check(reference, prompts, generate(llm, prompts), expected)
     hits = llm.engine.core.stats().prefix_cache_hits

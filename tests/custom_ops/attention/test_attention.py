@@ -34,6 +34,7 @@ def require(backend: AttentionBackend, dtype: torch.dtype, kv_cache_dtype: torch
         pytest.skip(reason)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", HEADS)
@@ -63,6 +64,7 @@ def test_attention(case: str, heads: tuple[int, int, int], dtype: torch.dtype, b
     assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 48)])
@@ -108,6 +110,7 @@ def test_float8_cache_saturates_and_keeps_nan(dtype: torch.dtype, backend: Atten
     assert out.isnan().nonzero()[:, 2].tolist() == [7]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @pytest.mark.parametrize("rope_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -46,6 +46,7 @@ def kernels() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out_features, in_features", SHAPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 12, 13, 16, 17, 40, 150])
@@ -59,6 +60,7 @@ def test_product(num_tokens: int, out_features: int, in_features: int, dtype: to
     assert relative_error(y, reference(x, weight)) < TOLERANCE[dtype]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out_features, in_features", SHAPES)
 @pytest.mark.parametrize("silu_mul", [False, True])

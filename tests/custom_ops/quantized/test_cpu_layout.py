@@ -67,6 +67,7 @@ def kernels() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
@@ -87,6 +88,7 @@ def test_product(num_tokens, out_features, in_features, activations, dtype, weig
     assert (errors <= TOLERANCE[dtype] * expected.norm(dim=1)).all()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activations", ACTIVATIONS)

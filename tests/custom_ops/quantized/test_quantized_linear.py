@@ -44,6 +44,7 @@ def reference(
     return y if residual is None else y + residual.double()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("activations", "scales"), KINDS)

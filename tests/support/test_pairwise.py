@@ -1,0 +1,24 @@
+"""Which cases of many parameters are chosen."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.support.pairwise import pairwise
+
+
+@pytest.mark.parametrize("sizes", [(8, 5, 3, 2, 2), (4, 4), (7,), (1, 3, 2)])
+def test_every_pair_of_values_is_covered_by_few_cases(sizes: tuple[int, ...]) -> None:
+    cases = [dict(zip("abcde", values, strict=False)) for values in product(*map(range, sizes))]
+    chosen = [cases[i] for i in pairwise(cases)]
+    for first, second in combinations(sorted(cases[0]), 2):
+        assert {(c[first], c[second]) for c in chosen} == {(c[first], c[second]) for c in cases}
+    assert {c["a"] for c in chosen} == set(range(sizes[0]))
+    largest = sorted(sizes)[-2:]
+    assert len(chosen) <= 1.5 * largest[0] * largest[-1] if len(sizes) > 1 else len(chosen) == sizes[0]
+
+
+def test_a_pair_that_no_case_has_is_not_needed() -> None:
+    assert pairwise([{"a": 0, "b": 0}, {"a": 1, "b": 1}]) == {0, 1}
