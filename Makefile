@@ -1,5 +1,5 @@
 # make serve   install, compile SmolLM2-135M-Instruct and serve it on http://127.0.0.1:8000
-# make test    install what the tests need, run them
+# make test    install what the tests need, run all but the slow ones (`make test-slow` runs those)
 # make check   format, lint, types, layers
 # Where there is an NVIDIA GPU, the packages for CUDA are installed too. DEVICE=cpu or DEVICE=cuda overrides the detection.
 
@@ -17,14 +17,21 @@ BIN    := $(VENV)/bin
 GPUS   := $(or $(wildcard /dev/nvidia[0-9]*),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU '))
 DEVICE ?= $(if $(GPUS),cuda,cpu)
 
-.PHONY: serve test check format test-torch211 test-gpu clean
+# A worker for each core, which take tests from each other; one process where there is a GPU, whose memory engines want whole.
+WORKERS ?= $(if $(GPUS),0,auto)
+PYTEST  := -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+
+.PHONY: serve test test-slow check format test-torch211 test-gpu clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
 	$(BIN)/compile-and-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not slow" $(TESTS) $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python $(PYTEST) -m slow $(TESTS) $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -38,7 +45,7 @@ format: $(VENV)/.installed-dev
 
 # The oldest torch that is supported, in an environment of its own.
 test-torch211: .venv-torch211/.installed-dev
-	.venv-torch211/bin/python -m pytest $(TESTS) $(ARGS)
+	.venv-torch211/bin/python $(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
 # Tests that need a CUDA device, with the Python of that host (torch and the [cuda] packages already there).
 test-gpu:
