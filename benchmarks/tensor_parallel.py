@@ -53,6 +53,7 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     use_peer_memory,
 )
 from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
+from compile_and_serve.runtime.distributed.rank_process import rank_environment
 
 EPS = 1e-6
 ROUNDS, REPEATS = 9, 20
@@ -111,8 +112,9 @@ class Operands:
 def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     has_devices = torch.cuda.device_count() >= args.size
     device = torch.device("cuda", rank) if has_devices else torch.device("cpu")
+    for name, value in {"GLOO_SOCKET_IFNAME": "lo", **rank_environment()}.items():
+        os.environ.setdefault(name, value)
     if not has_devices:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.size))
     join_tensor_parallel_group(rank=rank, size=args.size, init_method=f"file://{folder}/meeting", device=device)
     chosen = None

@@ -15,6 +15,7 @@ import torch
 
 from compile_and_serve.custom_ops.collectives.collectives import join_tensor_parallel_group, leave_tensor_parallel_group
 from compile_and_serve.runtime.distributed.child_process import one_device
+from compile_and_serve.runtime.distributed.rank_process import rank_environment
 
 
 def run_ranks(
@@ -57,7 +58,8 @@ def run_ranks(
 def _run_rank(
     rank: int, size: int, meeting_place: str, kind: str, sees_all: bool, work: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:  # fmt: skip
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name, value in {"GLOO_SOCKET_IFNAME": "lo", **rank_environment()}.items():
+        os.environ.setdefault(name, value)
     torch.set_num_threads(1)
     environment, index = ({}, rank) if sees_all else one_device(rank)
     os.environ.update(environment)  # CUDA looks at it when it is first used

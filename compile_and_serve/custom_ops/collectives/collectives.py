@@ -8,7 +8,6 @@ Shape legend: T rows, D features, N ranks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,10 +37,6 @@ class TensorParallelGroup:
     choice: AllreduceChoice | None = None
 
 
-# NVLink's multicast needs a fabric manager that lets us; where it does not, NCCL fails instead of doing without. A variable that
-# the user has set stays.
-_WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-
 _group: TensorParallelGroup | None = None
 _num_entered = 0
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
@@ -62,8 +57,6 @@ def join_tensor_parallel_group(
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)  # what NCCL's and Triton's launches go to
-        for name, value in _WITHOUT_MULTICAST.items():
-            os.environ.setdefault(name, value)
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
         init_method=init_method,

@@ -1,7 +1,7 @@
-"""Compiled Python modules kept where the machine does not keep them.
+"""Keep compiled Python modules in the user's cache if Python cannot keep them beside the sources.
 
-Many container images set PYTHONDONTWRITEBYTECODE, and some install packages where a user cannot write. Every start then compiles
-the some two thousand modules of torch again, which takes longer than loading an artifact.
+Many container images set PYTHONDONTWRITEBYTECODE, and some install packages where the user cannot write. Each start then
+compiles about two thousand modules of torch again, which takes longer than loading an artifact.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 
 
 def keep_bytecode() -> None:
-    """Keep this process's bytecode in the user's cache, unless it is kept already. For processes of our own, before torch is
-    imported; a library must leave its host's settings alone.
+    """Write this process's bytecode to the user's cache, unless Python already keeps it somewhere.
+
+    Call it before torch is imported, and only in processes that we start: a library must not change its host's settings.
     """
     if sys.pycache_prefix is not None or "torch" in sys.modules:
         return

@@ -1,7 +1,7 @@
-"""How every process of ours begins, and how it learns that whoever started it is gone.
+"""How our child processes start, and how they notice that their parent is gone.
 
-The parent runs `python -c <boot_code(module)>`, writes `boot_input(...)` to its standard input and keeps that pipe open:
-its end tells the child that the parent is gone, however it went.
+The parent runs `python -c <boot_code(module)>`, writes `boot_input(...)` to the child's standard input and keeps that
+pipe open. When the parent ends, for whatever reason, the pipe closes and the child ends too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 
 EXIT_FAILURE = 1
 EXIT_ORPHANED = 3
-LINGER_MS = 2000  # for messages that are on their way when a process ends
-_MAX_FOLDER_BYTES = 100
+LINGER_MS = 2000  # how long a closing socket may take to deliver its queued messages
+_MAX_FOLDER_BYTES = 100  # a Unix socket's path has at most 107 bytes
 _held_open: list[int] = []
 
 
 def boot_code(module: str) -> str:
-    """Python source that calls `main()` of one of our modules, with the parent's import path set before anything is imported."""
+    """Python source that takes over the parent's import path, then calls `main()` of `module`."""
     return f"""\
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -38,39 +38,37 @@ main()
 
 
 def one_device(index: int) -> tuple[dict[str, str], int]:
-    """What the environment of a child must have so that it sees one CUDA device alone, and the device's number there.
+    """Environment variables with which a child sees a single CUDA device, and that device's number in the child.
 
-    index: among the devices that we see. All processes then call theirs device 0, and what one has compiled is the others' too. Where
-    CUDA_VISIBLE_DEVICES names fewer devices, the child sees what we see, and says what is wrong where it has CUDA at all.
+    index: the device's number in this process. Every child then calls its device 0, so all of them can share compiled
+    artifacts. If CUDA_VISIBLE_DEVICES names too few devices, the child sees what this process sees and reports the error.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return {"CUDA_VISIBLE_DEVICES": str(index)}, 0
-    names = [
-        name.strip() for name in visible.split(",") if name.strip()
-    ]  # numbers, or UUIDs of GPUs or of their MIG instances
+    names = [name.strip() for name in visible.split(",") if name.strip()]  # numbers, or UUIDs of GPUs or MIG instances
     return ({"CUDA_VISIBLE_DEVICES": names[index]}, 0) if index < len(names) else ({}, index)
 
 
 def boot_input(bootstrap: object) -> bytes:
-    """What the child reads first: our import path, and what it needs to begin."""
+    """The bytes that the child reads first: this process's import path, then `bootstrap`, both pickled."""
     return pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps(bootstrap)
 
 
 def read_bootstrap() -> Any:
-    """The object that the parent gave to `boot_input`."""
+    """The object that the parent passed to `boot_input`."""
     return pickle.load(sys.stdin.buffer)
 
 
-def settle_in(*, who: str, log_level: int, folder: str | None) -> None:
-    """Leave Ctrl-C and SIGTERM to the parent, log to standard error, and end with the parent.
+def set_up_child(*, who: str, log_level: int, folder: str | None) -> None:
+    """Ignore Ctrl-C and SIGTERM, log to standard error, and exit when the parent is gone.
 
-    who: precedes every line of the log, e.g. "rank 1". folder: removed by a process that its parent left behind.
+    who: prefix of every log line, e.g. "rank 1". folder: removed if the parent dies first.
     """
-    # Ctrl-C reaches the whole terminal's group, and SIGTERM from systemd or a container's runtime may reach every process of a service:
-    # when to stop is the parent's decision.
+    # Ctrl-C reaches the terminal's whole process group, and systemd or a container runtime may send SIGTERM to every
+    # process of a service. The parent alone decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _do_nothing)  # SIG_IGN would be inherited by compilers, which we end by it
+    signal.signal(signal.SIGTERM, _do_nothing)  # compilers would inherit SIG_IGN, and we end them by SIGTERM
     signal.siginterrupt(signal.SIGTERM, False)
     line = f"%(levelname)s {who} %(name)s: %(message)s" if who else "%(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.WARNING, format=line, stream=sys.stderr)
@@ -79,22 +77,23 @@ def settle_in(*, who: str, log_level: int, folder: str | None) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """One line: its kind, and the first line of what it says."""
+    """One line: the error's type and the first line of its message, cut to 300 characters."""
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return f"{type(error).__name__}: {first_line[:300]}"
 
 
 def describe_exit(status: int) -> str:
-    """ "was ended by signal 9" or "ended with status 1; its log may say more"."""
+    """A predicate for a message: "was ended by signal 9" or "ended with status 1; its log may say more"."""
     if status < 0:
         return f"was ended by signal {-status}"
     return f"ended with status {status}" + ("; its log may say more" if status == EXIT_FAILURE else "")
 
 
 def private_folder(parent: Path | None = None) -> str:
-    """A new folder that only this user can enter, its path short enough for a Unix socket in it (107 bytes).
+    """Create a folder that only this user can enter, with a path short enough for a Unix socket inside it.
 
-    A process keeps everything that must not outlive it in the folder that its parent made for it: whoever is left removes it.
+    parent: None is the system's temporary folder. A child keeps everything that must not outlive it in the folder that
+    its parent created for it. Whichever of the two ends last removes the folder.
     """
     folder = tempfile.mkdtemp(prefix="cas-", dir=parent)
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
@@ -103,36 +102,38 @@ def private_folder(parent: Path | None = None) -> str:
     return folder
 
 
-def remove_after_us(folder: str) -> None:
-    """Have a folder removed once this process has ended, however it ends, where no parent of ours is there to do it.
+def remove_after_exit(folder: str) -> None:
+    """Have `folder` removed after this process ends, however it ends. For processes without a parent that would do it.
 
-    By a shell that waits for the end of a pipe which nobody but us holds open. It is nobody's child any more: whoever ends this process
-    with its children does not end that one.
+    A detached shell waits until the pipe that only this process holds open is closed. The shell is not our child, so it
+    survives when this process is killed together with its children.
     """
-    ours_is_open, ours = os.pipe()
+    read_end, write_end = os.pipe()
     wait_and_remove = 'exec 3<&0; (cat <&3; rm -rf -- "$1") >/dev/null 2>&1 &'
-    subprocess.run(["sh", "-c", wait_and_remove, "sh", folder], stdin=ours_is_open, start_new_session=True, check=False)
-    os.close(ours_is_open)
-    _held_open.append(ours)
+    subprocess.run(["sh", "-c", wait_and_remove, "sh", folder], stdin=read_end, start_new_session=True, check=False)
+    os.close(read_end)
+    _held_open.append(write_end)
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End the process without the interpreter's shutdown, which would wait for kernel threads and compile workers.
+
+    Compilers that we started are ended first.
+    """
+    sys.stderr.flush()
+    # These modules import torch. If they are not imported, they have started nothing.
+    if (build := sys.modules.get("compile_and_serve.custom_ops.build.cpp")) is not None:
+        build.end_builds()
+    if (inductor := sys.modules.get("compile_and_serve.compiler.inductor")) is not None:
+        inductor.end_kernel_compilers()
+    os._exit(status)
 
 
 def _do_nothing(*_: object) -> None: ...
 
 
 def _exit_with_parent(folder: str | None) -> None:
-    sys.stdin.buffer.read()  # returns when the parent closes its end, or dies
+    sys.stdin.buffer.read()  # returns when the parent closes its end or dies
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     exit_at_once(EXIT_ORPHANED)
-
-
-def exit_at_once(status: int) -> NoReturn:
-    """End without the interpreter's tear-down: threads of the kernels and compile workers have nothing left to save, compilers end."""
-    sys.stderr.flush()
-    if (
-        build := sys.modules.get("compile_and_serve.custom_ops.build.cpp")
-    ) is not None:  # imported by whoever builds; it takes torch along
-        build.end_builds()
-    if (inductor := sys.modules.get("compile_and_serve.compiler.inductor")) is not None:
-        inductor.end_kernel_compilers()
-    os._exit(status)

@@ -35,18 +35,20 @@ def report_shared_stages(on_stage: StageCallback, who: str) -> StageCallback:
 
 
 class RankFailedError(RuntimeError):
-    """A rank is gone, or its step failed; the message is one sentence that names the rank."""
+    """A rank is gone or its step failed. The message is one sentence that names the rank."""
 
 
 class StepHandle(Protocol):
-    """A launched step."""
+    """A launched step. step: its number."""
 
     step: int
 
 
 class Executor(Protocol):
-    """Runs steps on num_ranks ranks in num_stages stages. Steps are launched in order, and their results taken in
-    that order. info: what all ranks have in common; its num_blocks is the number of KV blocks that each has.
+    """Runs steps on `num_ranks` ranks in `num_stages` stages.
+
+    Steps are launched in order, and their results are taken in that order. info: what all ranks have in common;
+    info.num_blocks is the number of KV blocks that each rank has.
     """
 
     num_ranks: int
@@ -54,23 +56,24 @@ class Executor(Protocol):
     info: WorkerInfo
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
-        """Start a step on every rank, without waiting for it where the device allows."""
+        """Start a step on every rank. Does not wait for it if the device is asynchronous."""
         ...
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for the oldest launched step; raises what the rank raised, or `RankFailedError`."""
+        """Wait for the oldest launched step. Raises what the rank raised, or `RankFailedError`."""
         ...
 
     def idle(self) -> bool:
-        """Have every rank do one piece of work that can wait; False when there is none. Nothing may be in flight.
+        """Run one deferrable task on every rank; False if there was none. No step may be in flight.
+
         Raises `RankFailedError` for a rank that is gone.
         """
         ...
 
     def stats(self) -> WorkerStats:
-        """The answering rank's counters, as far as results were taken."""
+        """Counters of the rank that answers, as of the last result taken."""
         ...
 
     def shutdown(self) -> None:
-        """Let go of every rank. May be called more than once."""
+        """Release every rank. May be called more than once."""
         ...

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.executor import StepHandle
 from compile_and_serve.runtime.messages import StageCallback
-from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.worker import Worker
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
 
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.runner.model_runner import ModelRunner
+
 
 class InProcessExecutor:
-    """One rank, one stage: a worker in this process. Construction raises as `Worker` does."""
+    """One rank and one stage: a worker in this process. Construction raises the errors of `Worker`."""
 
     num_ranks = 1
     num_stages = 1
@@ -24,7 +28,7 @@ class InProcessExecutor:
 
     @property
     def worker(self) -> Worker:
-        """The rank itself."""
+        """The rank."""
         assert self._worker is not None, "the executor is shut down"
         return self._worker
 
@@ -34,15 +38,15 @@ class InProcessExecutor:
         return self.worker.runner
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
-        """Start a step. On the CPU it is over when this returns."""
+        """Start a step. On the CPU it has run when this returns."""
         return self.worker.launch(scheduled)
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for a launched step."""
+        """Wait for a launched step and return what it sampled."""
         return handle.result()  # type: ignore[attr-defined]
 
     def idle(self) -> bool:
-        """Capture one more graph."""
+        """Capture one more CUDA graph; False if there is none to capture."""
         return self.worker.idle()
 
     def stats(self) -> WorkerStats:
@@ -50,5 +54,5 @@ class InProcessExecutor:
         return self.worker.stats()
 
     def shutdown(self) -> None:
-        """Drop the model and its cache."""
+        """Drop the model and its KV cache."""
         self._worker = None

@@ -1,8 +1,8 @@
-"""`DistributedExecutor`: every rank is a process of its own, on this host or on others (whoever starts them knows).
+"""`DistributedExecutor`: every rank is a process, on this host or on others. A `RankHost` starts the processes.
 
-A command is encoded once and sent to each rank over a socket of its own; all answers come in over one. Start-up:
-every rank loads its part → the smallest number of KV blocks that a rank has room for is everybody's → every rank
-warms up. Whenever the engine waits for an answer it also looks for ranks that have ended.
+A command is encoded once and sent to each rank over its own socket. All answers arrive at one socket. Start-up: every
+rank loads its part of the model, the smallest number of KV blocks that any rank has room for becomes the number of all,
+and every rank warms up. Whenever the engine waits for an answer, it also checks for ranks that have ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from compile_and_serve.runtime.distributed.executor import RankFailedError, Step
 from compile_and_serve.runtime.distributed.rank_messages import (
     FromRank,
     IdleTaskDone,
-    RankBusy,
+    ProgressReport,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -47,50 +47,52 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     StopRank,
     ToRank,
 )
-from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap
+from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap, rank_environment
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
 
 logger = logging.getLogger(__name__)
 
+STUCK_SECONDS = 120.0  # ranks that wait for each other in a step without any progress are given up after this time
 _POLL_MS = 100
 _STOP_SECONDS = 5.0
-# Ranks that wait for each other in a step, none of which moves, are given up after so long; each says how far it is more often.
-STUCK_SECONDS = 120.0
-_REPORTS = 6
-# How long the true cause of a failure may take to show up: a rank that is gone makes the others fail in their collectives.
+_REPORTS = 6  # progress reports of a rank within that time
+# How long to wait for the true cause of a failure: one dead rank makes the others fail in their collectives.
 _CAUSE_SECONDS = 0.5
 
 Message = TypeVar("Message", RankLoaded, RankReady, StepDone, IdleTaskDone)
 
 
 class RankHost(Protocol):
-    """Starts ranks somewhere, and knows how they are."""
+    """Starts the rank processes and knows which of them have ended.
+
+    rendezvous: where the ranks find each other, as torch.distributed's init_method.
+    """
 
     rendezvous: str
 
     def address(self, name: str) -> str:
-        """Where the engine binds a socket for its ranks."""
+        """ZMQ address to which the engine binds the socket `name`."""
         ...
 
     def device_index(self, rank: int) -> int:
-        """Number of a rank's CUDA device, among those that its process sees."""
+        """Number of the rank's CUDA device among those that its process sees."""
         ...
 
     def num_sharing(self, rank: int, config: EngineConfig) -> int:
-        """How many ranks, of all replicas, share its host's cores and memory."""
+        """Number of ranks, of all replicas, that share the cores and memory of this rank's host."""
         ...
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
-        """Start the ranks, without waiting for them."""
+        """Start the ranks without waiting for them."""
         ...
 
     def ended(self) -> dict[int, str]:
-        """Ranks that have ended, and how ("was ended by signal 9")."""
+        """The ranks that have ended, and how, e.g. "was ended by signal 9"."""
         ...
 
     def stop(self, seconds: float) -> None:
-        """Give the ranks so long to end by themselves, then end them. May be called more than once."""
+        """Wait `seconds` for the ranks to end, then kill the rest. May be called more than once."""
         ...
 
 
@@ -101,20 +103,31 @@ class _Launched:
 
 @dataclass(slots=True)
 class _RankProgress:
-    """What a rank has said of itself: steps that are over, steps begun, collectives entered; and when, by the executor's clock."""
+    """A rank's last report: (steps done, steps begun, collectives entered), and when it came by the executor's clock."""
 
     progress: tuple[int, int, int] = (0, 0, 0)
-    heard: float = 0.0
+    reported_at: float = 0.0
+
+    @property
+    def steps_done(self) -> int:
+        return self.progress[0]
 
 
 class DistributedExecutor:
-    """Ranks on a `RankHost`. Construction raises `ValueError` or `RankFailedError` with a sentence that names the rank."""
+    """An `Executor` whose ranks run on a `RankHost`.
+
+    on_stage: reports the start-up of rank 0. stuck_seconds: how long a step may go without any rank making progress.
+    Construction raises `ValueError` (wrong options or files) or `RankFailedError`; the message names the rank.
+    """
 
     num_stages = 1
 
-    def __init__(self, config: EngineConfig, host: RankHost, on_stage: StageCallback) -> None:
+    def __init__(
+        self, config: EngineConfig, host: RankHost, on_stage: StageCallback, *, stuck_seconds: float = STUCK_SECONDS
+    ) -> None:
         self.num_ranks = config.num_ranks
         self._host = host
+        self._stuck_seconds = stuck_seconds
         self._on_stage = [
             on_stage,
             *(report_shared_stages(on_stage, f"rank {rank}") for rank in range(1, self.num_ranks)),
@@ -124,11 +137,11 @@ class DistributedExecutor:
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._stats = WorkerStats()
         self._has_failed = False
-        self._how_far = [_RankProgress() for _ in range(self.num_ranks)]
+        self._progress = [_RankProgress() for _ in range(self.num_ranks)]
         self._num_launched = 0
-        self._moved = 0.0  # when, by `_clock`, a rank last was further than before
-        self._clock = 0.0  # seconds of waiting for answers
-        self._looked_at = 0.0  # real time
+        self._clock = 0.0  # seconds spent waiting for answers
+        self._last_progress = 0.0  # by `_clock`
+        self._last_poll = 0.0  # by the system's clock
         self._commands: list[zmq.Socket[bytes]] = []
         try:
             host.launch(self._bootstraps(config))
@@ -143,7 +156,7 @@ class DistributedExecutor:
             raise
         first = next(message.info for message in loaded if message.rank == 0)
         self.info = msgspec.structs.replace(first, num_blocks=num_blocks)
-        self._may_work_idly = first.device_type == "cuda"  # there are no graphs elsewhere
+        self._has_idle_tasks = first.device_type == "cuda"  # the only idle task is capturing a CUDA graph
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Send the step to every rank."""
@@ -152,40 +165,43 @@ class DistributedExecutor:
         return _Launched(scheduled.step)
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for rank 0's answer. Raises `RankFailedError` when a rank failed or is gone."""
+        """Wait for rank 0's answer. Raises `RankFailedError` if a rank failed or is gone."""
         done = self._receive(StepDone)
         assert done.output.step == handle.step, (done.output.step, handle.step)
         self._stats = done.stats
         return done.output
 
     def idle(self) -> bool:
-        """Have every rank capture one more graph. Raises `RankFailedError` for a rank that is gone."""
-        self._look_for_ended()
-        if self._may_work_idly:
+        """Capture one more CUDA graph on every rank; False if there is none to capture.
+
+        Raises `RankFailedError` for a rank that is gone.
+        """
+        self._check_ended()
+        if self._has_idle_tasks:
             self._broadcast(RunIdleTask())
             done = self._receive(IdleTaskDone)
             self._stats = done.stats
-            self._may_work_idly = done.worked
-        return self._may_work_idly
+            self._has_idle_tasks = done.did_work
+        return self._has_idle_tasks
 
     def stats(self) -> WorkerStats:
         """Rank 0's counters, as of its last answer."""
         return self._stats
 
     def shutdown(self) -> None:
-        """End the ranks: those of a group that works end by themselves, others wait for one another and are killed."""
+        """End the ranks. After a failure they are killed at once, since they may wait for each other forever."""
         if self._context.closed:
             return
         if not self._has_failed:
             for endpoint in self._commands:
-                # A rank may be gone already: nobody asks for its reason any more, and the others are told.
+                # The reason of a rank that died meanwhile no longer matters; the other ranks must still be told.
                 with contextlib.suppress(ValueError, RankFailedError):
                     self._send(endpoint, self._encoder.encode(StopRank()))
         self._host.stop(0.0 if self._has_failed else _STOP_SECONDS)
         self._context.destroy(linger=0)
 
     def _bootstraps(self, config: EngineConfig) -> list[RankBootstrap]:
-        """Bind a socket for each rank's commands, and one for all answers."""
+        """Bind one socket for each rank's commands and one for all answers."""
         host = self._host
         self._answers, answers = self._bind(zmq.PULL, "answers")
         self._answers.setsockopt(zmq.RCVTIMEO, _POLL_MS)
@@ -203,15 +219,14 @@ class DistributedExecutor:
                 rendezvous=host.rendezvous,
                 num_sharing=host.num_sharing(index, config),
             )
-            own = config if index == 0 else without_dump
             bootstraps.append(
                 RankBootstrap(
-                    config=own,
+                    config=config if index == 0 else without_dump,
                     rank=rank,
                     commands=commands,
                     answers=answers,
                     log_level=level,
-                    busy_seconds=STUCK_SECONDS / _REPORTS,
+                    report_seconds=self._stuck_seconds / _REPORTS,
                 )
             )
         return bootstraps
@@ -232,76 +247,75 @@ class DistributedExecutor:
         while True:
             try:
                 return endpoint.send(data)
-            except zmq.Again:  # nobody is at the other end: not yet, or no more
-                self._look_for_ended()
+            except zmq.Again:  # no peer: the rank has not connected yet, or it is gone
+                self._check_ended()
 
     def _receive(self, kind: type[Message]) -> Message:
-        self._moved, self._looked_at = self._clock, time.monotonic()
+        self._last_progress, self._last_poll = self._clock, time.monotonic()
         while True:
-            self._let_time_pass()
+            self._advance_clock()
             try:
                 message = self._decoder.decode(self._answers.recv())
             except zmq.Again:
-                self._look_for_ended()
-                # One rank waits for nobody: its steps may take long, and that it is gone is seen otherwise.
-                if (
-                    self.num_ranks > 1
-                    and kind in (StepDone, IdleTaskDone)
-                    and self._clock > self._moved + STUCK_SECONDS
-                ):
-                    self._give_up()
+                self._check_ended()
+                # A single rank waits for no other: its step may take long, and `_check_ended` sees its end.
+                may_be_stuck = self.num_ranks > 1 and kind in (StepDone, IdleTaskDone)
+                if may_be_stuck and self._clock > self._last_progress + self._stuck_seconds:
+                    self._raise_stuck()
                 continue
-            if isinstance(message, RankBusy):
-                self._hear(message)
+            if isinstance(message, ProgressReport):
+                self._record_progress(message)
                 continue
             if isinstance(message, RankStage):
                 self._on_stage[message.rank](message.stage, message.seconds, message.detail)
             elif isinstance(message, RankFailed):
-                self._fail(message)
+                self._raise_failure(message)
             else:
                 assert isinstance(message, kind), message
                 return message
 
-    def _let_time_pass(self) -> None:
-        """A look for answers takes a tenth of a second. Longer, we were stopped, most likely with our ranks: that does not count."""
+    def _advance_clock(self) -> None:
+        """Count the time since the last poll. Time during which this process was suspended does not count."""
         now = time.monotonic()
-        self._clock += min(now - self._looked_at, 2 * _POLL_MS / 1000)
-        self._looked_at = now
+        self._clock += min(now - self._last_poll, 2 * _POLL_MS / 1000)
+        self._last_poll = now
 
-    def _hear(self, message: RankBusy) -> None:
-        rank = self._how_far[message.rank]
-        progress = (message.over, message.begun, message.collectives)
+    def _record_progress(self, report: ProgressReport) -> None:
+        rank = self._progress[report.rank]
+        progress = (report.steps_done, report.steps_begun, report.collectives)
         if progress > rank.progress:
-            self._moved = self._clock
-        rank.progress, rank.heard = progress, self._clock
+            self._last_progress = self._clock
+        rank.progress, rank.reported_at = progress, self._clock
 
-    def _give_up(self) -> NoReturn:
-        """Name the rank that the others wait for: one that says nothing at all, else the one that is least far."""
+    def _raise_stuck(self) -> NoReturn:
+        """Name the ranks that the others wait for: those that send no reports, else those that are furthest behind."""
         self._has_failed = True
-        many = self.num_ranks
-        busy = [i for i, rank in enumerate(self._how_far) if rank.progress[0] < self._num_launched]
-        silent = [i for i in busy if self._clock > self._how_far[i].heard + STUCK_SECONDS / 2]
-        least = min(rank.progress for rank in self._how_far)
-        behind = [i for i, rank in enumerate(self._how_far) if rank.progress == least]
-        how_long = f"for {STUCK_SECONDS:g} seconds"
-        if 0 < len(silent) < many:
-            raise RankFailedError(f"{_ranks(silent)} of {many} said nothing {how_long}, in which the others waited.")
-        if len(behind) < many:
-            raise RankFailedError(f"{_ranks(behind)} of {many} did not move {how_long}, and the others waited.")
-        what = "a step" if busy else "work for idle moments"
-        raise RankFailedError(f"No rank of {many} moved {how_long} in the middle of {what}.")
+        size = self.num_ranks
+        busy = [i for i, rank in enumerate(self._progress) if rank.steps_done < self._num_launched]
+        silent = [i for i in busy if self._clock > self._progress[i].reported_at + self._stuck_seconds / 2]
+        least = min(rank.progress for rank in self._progress)
+        behind = [i for i, rank in enumerate(self._progress) if rank.progress == least]
+        duration = f"for {self._stuck_seconds:g} seconds"
+        if 0 < len(silent) < size:
+            raise RankFailedError(
+                f"{_ranks(silent)} of {size} sent no sign of life {duration} while the others waited."
+            )
+        if len(behind) < size:
+            raise RankFailedError(f"{_ranks(behind)} of {size} made no progress {duration} while the others waited.")
+        task = "a step" if busy else "an idle task"
+        raise RankFailedError(f"None of {size} ranks made progress {duration} during {task}.")
 
-    def _look_for_ended(self) -> None:
+    def _check_ended(self) -> None:
         if self._host.ended():
-            self._fail()
+            self._raise_failure()
 
-    def _fail(self, *said: RankFailed) -> NoReturn:
-        """Raise the cause: the rank that ended without a word, else what the first said that said something."""
+    def _raise_failure(self, *received: RankFailed) -> NoReturn:
+        """Raise the cause: the rank that ended without a message, else the first failure that a rank reported."""
         self._has_failed = True
-        failures = list(said)
+        failures = list(received)
         deadline = time.monotonic() + _CAUSE_SECONDS
         while True:
-            is_late = time.monotonic() > deadline  # before the last look: we may be stopped in between
+            is_late = time.monotonic() > deadline  # before the last look: this process may be suspended in between
             ended = self._host.ended()
             try:
                 message = self._decoder.decode(self._answers.recv())
@@ -317,7 +331,7 @@ class DistributedExecutor:
             rank = min(silent)
             raise RankFailedError(f"Rank {rank} of {self.num_ranks} {ended[rank]}.")
         first = failures[0]
-        if first.is_mistake:
+        if first.is_user_error:
             raise ValueError(f"Rank {first.rank} of {self.num_ranks}: {first.reason}")
         raise RankFailedError(f"Rank {first.rank} of {self.num_ranks} {first.reason}")
 
@@ -327,11 +341,12 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 class LocalRanks:
-    """Child processes on this host, which meet in a folder that only this user can enter."""
+    """A `RankHost` of child processes on this host. Sockets and rendezvous lie in a folder that only this user can enter."""
 
     def __init__(self, first_device: int, parent: Path | None) -> None:
-        """first_device: CUDA device of rank 0; the others follow. parent: where the folder is made; None: the system's
-        temporary folder.
+        """first_device: CUDA device of rank 0; the other ranks get the devices after it.
+
+        parent: where the folder is created; None is the system's temporary folder.
         """
         self._first_device = first_device
         self._folder = private_folder(parent)
@@ -343,36 +358,37 @@ class LocalRanks:
         return f"ipc://{self._folder}/{name}"
 
     def device_index(self, rank: int) -> int:
-        """One device a rank, the only one that it sees."""
+        """Each rank sees only its own device, which is device 0 there."""
         return one_device(self._first_device + rank)[1]
 
     def num_sharing(self, rank: int, config: EngineConfig) -> int:
-        """All of them."""
+        """All ranks share this host."""
         return config.num_processes
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
-        """One Python process a rank; its standard input stays open as long as we live."""
-        environment = dict(os.environ)
+        """Start one Python process for each rank. Its standard input stays open as long as this process lives."""
+        environment = {**rank_environment(), **os.environ}
         if any(name == "lo" for _, name in socket.if_nameindex()):
-            # All on this host: gloo and NCCL need neither find the host by its name nor listen to a network.
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            # All ranks are on this host: gloo and NCCL need not resolve its name, nor listen on the network.
+            environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environment}
         for bootstrap in bootstraps:
-            own = environment | one_device(self._first_device + bootstrap.rank.index)[0]
-            process = subprocess.Popen([sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env=own)
+            device = one_device(self._first_device + bootstrap.rank.index)[0]
+            process = subprocess.Popen(
+                [sys.executable, "-c", BOOT_CODE], stdin=subprocess.PIPE, env={**environment, **device}
+            )
             self._processes.append(process)
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` will tell
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` will report
                 process.stdin.write(boot_input(self._with_folder(bootstrap)))
                 process.stdin.flush()
 
     def ended(self) -> dict[int, str]:
-        """By exit status."""
+        """The ranks that have ended, described by their exit status."""
         statuses = {rank: process.poll() for rank, process in enumerate(self._processes)}
         return {rank: describe_exit(status) for rank, status in statuses.items() if status is not None}
 
     def stop(self, seconds: float) -> None:
-        """Wait, then kill."""
+        """Wait `seconds` for the processes to end, kill the rest, and remove the folder."""
         deadline = time.monotonic() + seconds
         for process in self._processes:
             try:

@@ -1,4 +1,4 @@
-"""What travels between an engine and its ranks (ZMQ, msgspec's msgpack)."""
+"""Messages between an engine and its ranks (sent over ZMQ, encoded by msgspec as msgpack)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from compile_and_serve.runtime.scheduler.step_messages import (
 
 
 class StartRank(msgspec.Struct, tag="start"):
-    """Once all ranks are loaded: allocate the cache of so many blocks, warm up, then take steps."""
+    """All ranks are loaded: allocate a cache of `num_blocks` blocks, warm up, then run steps."""
 
     num_blocks: int
 
 
 class RunStep(msgspec.Struct, tag="step"):
+    """Run one step."""
+
     scheduled: SchedulerOutput
 
 
 class RunIdleTask(msgspec.Struct, tag="idle"):
-    """Do one piece of work that can wait."""
+    """Run one deferrable task, such as capturing a CUDA graph."""
 
 
 class StopRank(msgspec.Struct, tag="stop"):
-    pass
+    """End the process."""
 
 
 ToRank = StartRank | RunStep | RunIdleTask | StopRank
 
 
 class RankStage(msgspec.Struct, tag="stage"):
-    """Progress of start-up."""
+    """A stage of the start-up has ended."""
 
     rank: int
     stage: str
@@ -43,45 +45,47 @@ class RankStage(msgspec.Struct, tag="stage"):
 
 
 class RankLoaded(msgspec.Struct, tag="loaded"):
+    """The rank holds its weights and waits for `StartRank`."""
+
     rank: int
     info: WorkerInfo
 
 
 class RankReady(msgspec.Struct, tag="ready"):
+    """The rank has warmed up and runs steps."""
+
     rank: int
 
 
 class StepDone(msgspec.Struct, tag="done"):
-    """From rank 0 alone: all ranks sample the same tokens."""
+    """The result of a step. Only rank 0 sends it: all ranks sample the same tokens."""
 
     output: ModelRunnerOutput
     stats: WorkerStats
 
 
 class IdleTaskDone(msgspec.Struct, tag="idle"):
-    """From rank 0 alone. worked: whether there was something to do."""
+    """The end of an idle task. Only rank 0 sends it. did_work: False if there was nothing to do."""
 
-    worked: bool
+    did_work: bool
     stats: WorkerStats
 
 
-class RankBusy(msgspec.Struct, tag="busy"):
-    """From time to time, while there are steps: how many of them the rank has begun and how many are over, and how many collectives
-    it has entered (on the CPU).
-    """
+class ProgressReport(msgspec.Struct, tag="progress"):
+    """How far a rank is, sent at intervals while steps run: steps begun, steps finished, and collectives entered (CPU only)."""
 
     rank: int
-    begun: int
-    over: int
+    steps_begun: int
+    steps_done: int
     collectives: int
 
 
 class RankFailed(msgspec.Struct, tag="failed"):
-    """Last words. reason: one sentence, no stack. is_mistake: it is the user's, about options or files."""
+    """The rank's last message. reason: one sentence without a stack trace. is_user_error: wrong options or files."""
 
     rank: int
     reason: str
-    is_mistake: bool
+    is_user_error: bool
 
 
-FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleTaskDone | RankBusy | RankFailed
+FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleTaskDone | ProgressReport | RankFailed

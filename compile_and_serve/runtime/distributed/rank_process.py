@@ -1,7 +1,7 @@
-"""A rank as a process of its own: a `Worker` between two sockets. Messages are those of runtime/distributed/rank_messages.py.
+"""A rank as a process of its own: a `Worker` between two sockets that carry the messages of `rank_messages.py`.
 
-Every rank gets every command and carries it out in the same order; rank 0 answers for all. On the CPU a step is over
-when it is launched; elsewhere a thread waits for its end, so that the next one is launched meanwhile.
+Every rank receives all commands and runs them in the same order. Rank 0 answers for all. On the CPU a step has run when
+it is launched. On other devices a thread waits for its end, so that the next step can be launched meanwhile.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from compile_and_serve.runtime.distributed.child_process import (
     describe_error,
     exit_at_once,
     read_bootstrap,
-    settle_in,
+    set_up_child,
 )
 from compile_and_serve.runtime.distributed.rank_messages import (
     FromRank,
     IdleTaskDone,
-    RankBusy,
+    ProgressReport,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -50,14 +50,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BOOT_CODE = boot_code("compile_and_serve.runtime.distributed.rank_process")
-MAX_STEPS_IN_FLIGHT = 2  # of a model runner
+MAX_STEPS_IN_FLIGHT = 2  # as many as the model runner supports
 _POLL_MS = 200
+
+
+def rank_environment() -> dict[str, str]:
+    """Default environment variables of a rank's process. A variable that the user has set takes precedence."""
+    # NVLink multicast needs permission from a fabric manager. Without it NCCL fails instead of doing without multicast.
+    return {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBootstrap:
-    """What a rank needs to begin. folder: of the sockets on this host, None where they are elsewhere.
-    busy_seconds: how often it says how far it is while there are steps.
+    """What a rank needs to start.
+
+    commands, answers: ZMQ addresses. log_level: of the logger `compile_and_serve`. folder: where the sockets lie; None if
+    the engine is on another host. report_seconds: interval between progress reports while steps run.
     """
 
     config: EngineConfig
@@ -66,11 +74,11 @@ class RankBootstrap:
     answers: str
     log_level: int
     folder: str | None = None
-    busy_seconds: float = 10.0
+    report_seconds: float = 10.0
 
 
 class RankProcess:
-    """Both ends of a rank's life: `run` until told to stop, then `close`."""
+    """Call `run`, which returns when the rank is told to stop, then `close`."""
 
     def __init__(self, bootstrap: RankBootstrap) -> None:
         self._bootstrap = bootstrap
@@ -86,37 +94,40 @@ class RankProcess:
         self._decoder = msgspec.msgpack.Decoder(ToRank)
         self._encoder = msgspec.msgpack.Encoder()
         self._sending = threading.Lock()
-        self._begun = self._over = 0  # steps
+        self._steps_begun = self._steps_done = 0
         self._closing = threading.Event()
 
     def run(self) -> int:
-        """Build the worker, take steps until told to stop; the process's exit status."""
+        """Build the worker and run steps until told to stop. Returns the process's exit status."""
         try:
             is_started = self._start()
         except Exception as error:
-            return self._fail("could not start", error, is_mistake=isinstance(error, ValueError))
+            return self._fail("could not start", error, is_user_error=isinstance(error, ValueError))
         try:
             if is_started:
                 self._serve()
         except Exception as error:
-            return self._fail("failed while it computed a step", error, is_mistake=False)
+            return self._fail("failed while it computed a step", error, is_user_error=False)
         return 0
 
     def close(self) -> None:
-        """Send what is queued, for LINGER_MS at most."""
+        """Close the sockets. Queued messages have LINGER_MS to be sent."""
         self._commands.close()
         self._closing.set()
-        with self._sending:  # the thread of results may be sending one
+        with self._sending:  # another thread may be sending
             self._answers.close()
         self._context.term()
 
     def _start(self) -> bool:
+        """Load the model and warm up; False if the engine stopped the rank before that."""
         from compile_and_serve.runtime.runner.worker import Worker
 
         self._worker = Worker(self._bootstrap.config, self._bootstrap.rank, self._report_stage)
         device = self._worker.device
         is_cpu = device.type == "cpu"
-        self._results: _Results = _InTurn(self._report_step) if is_cpu else _InThread(self._report_step, device)
+        self._results: _Results = (
+            _ImmediateResults(self._report_step) if is_cpu else _ThreadedResults(self._report_step, device)
+        )
         self._send(RankLoaded(self._rank, self._worker.info))
         command = self._receive()
         if not isinstance(command, StartRank):
@@ -127,17 +138,17 @@ class RankProcess:
 
     def _serve(self) -> None:
         worker, results = self._worker, self._results
-        threading.Thread(target=self._tell_how_far, name="how-far", daemon=True).start()
+        threading.Thread(target=self._report_progress, name="progress", daemon=True).start()
         while not isinstance(command := self._receive(), StopRank):
             if isinstance(command, RunStep):
                 results.wait_for_room()
-                self._begun += 1
+                self._steps_begun += 1
                 results.put(worker.launch(command.scheduled), worker.stats())
             else:
-                results.wait_for_all()  # while a graph is captured no other thread may wait for the device
-                worked = worker.idle()
+                results.wait_for_all()  # no other thread may wait for the device while a graph is captured
+                did_work = worker.idle()
                 if self._rank == 0:
-                    self._send(IdleTaskDone(worked, worker.stats()))
+                    self._send(IdleTaskDone(did_work, worker.stats()))
 
     def _receive(self) -> ToRank:
         while True:
@@ -148,23 +159,23 @@ class RankProcess:
 
     def _report_step(self, step: PendingStep, stats: WorkerStats) -> None:
         output = step.result()
-        self._over += 1
+        self._steps_done += 1
         if self._rank == 0:
             self._send(StepDone(output, stats))
 
-    def _tell_how_far(self) -> None:
-        """So that the engine can tell a long step from one that never ends, and which rank the others wait for."""
+    def _report_progress(self) -> None:
+        """Let the engine tell a long step from a hung one, and find the rank that the others wait for."""
         from compile_and_serve.custom_ops.collectives.collectives import collectives_entered
 
-        said = None
-        while not self._closing.wait(self._bootstrap.busy_seconds):
-            message = RankBusy(self._rank, self._begun, self._over, collectives_entered())
-            if message == said and self._begun == self._over:
-                continue  # nothing runs
-            said = message
+        last = None
+        while not self._closing.wait(self._bootstrap.report_seconds):
+            report = ProgressReport(self._rank, self._steps_begun, self._steps_done, collectives_entered())
+            if report == last and self._steps_begun == self._steps_done:
+                continue  # the rank is idle
+            last = report
             with self._sending:
                 if not self._closing.is_set():
-                    self._answers.send(self._encoder.encode(message))
+                    self._answers.send(self._encoder.encode(report))
 
     def _report_stage(self, stage: str, seconds: float, detail: str) -> None:
         self._send(RankStage(self._rank, stage, seconds, detail))
@@ -174,10 +185,10 @@ class RankProcess:
         with self._sending:
             self._answers.send(data)
 
-    def _fail(self, what: str, error: Exception, *, is_mistake: bool) -> int:
-        reason = str(error) if is_mistake else f"{what}: {describe_error(error)}"
-        logger.log(logging.DEBUG if is_mistake else logging.ERROR, "Rank %d %s.", self._rank, what, exc_info=error)
-        self._send(RankFailed(self._rank, reason, is_mistake))
+    def _fail(self, what: str, error: Exception, *, is_user_error: bool) -> int:
+        reason = str(error) if is_user_error else f"{what}: {describe_error(error)}"
+        logger.log(logging.DEBUG if is_user_error else logging.ERROR, "Rank %d %s.", self._rank, what, exc_info=error)
+        self._send(RankFailed(self._rank, reason, is_user_error))
         return EXIT_FAILURE
 
 
@@ -185,24 +196,26 @@ Report = Callable[["PendingStep", "WorkerStats"], None]
 
 
 class _Results(Protocol):
-    """Reports launched steps in order, when they are over."""
+    """Reports launched steps in order as they finish."""
 
     def wait_for_room(self) -> None:
-        """Until one more step may be launched."""
+        """Wait until one more step may be launched."""
         ...
 
     def wait_for_all(self) -> None:
-        """Until every launched step is over."""
+        """Wait until every launched step has finished."""
         ...
 
-    def put(self, step: PendingStep, stats: WorkerStats) -> None: ...
+    def put(self, step: PendingStep, stats: WorkerStats) -> None:
+        """Report the step once it has finished."""
+        ...
 
     def check(self) -> None:
-        """Raise what waiting for a step raised."""
+        """Raise the error with which a step failed, if there was one."""
         ...
 
 
-class _InTurn:
+class _ImmediateResults:
     def __init__(self, report: Report) -> None:
         self.put = report
 
@@ -213,7 +226,7 @@ class _InTurn:
     def check(self) -> None: ...
 
 
-class _InThread:
+class _ThreadedResults:
     def __init__(self, report: Report, device: torch.device) -> None:
         self._report = report
         self._device = device
@@ -243,7 +256,7 @@ class _InThread:
         while self._error is None:
             try:
                 step = self._steps.get()
-                if self._device.type == "cuda":  # a thread begins on device 0, where a wait would make a context
+                if self._device.type == "cuda":  # a new thread's device is 0, and waiting there would create a context
                     import torch
 
                     torch.cuda.set_device(self._device)
@@ -258,7 +271,7 @@ def main() -> NoReturn:
     bootstrap: RankBootstrap = read_bootstrap()
     parallel = bootstrap.config.parallel
     replica = f"replica {parallel.data_parallel_rank} " if parallel.data_parallel_size > 1 else ""
-    settle_in(who=f"{replica}rank {bootstrap.rank.index}", log_level=bootstrap.log_level, folder=bootstrap.folder)
+    set_up_child(who=f"{replica}rank {bootstrap.rank.index}", log_level=bootstrap.log_level, folder=bootstrap.folder)
     process = RankProcess(bootstrap)
     status = process.run()
     process.close()

@@ -1,8 +1,9 @@
-"""`RayRanks`: ranks as actors of a Ray cluster, one a bundle of a placement group; on one host as far as they fit, else on several.
+"""`RayRanks`: ranks as actors of a Ray cluster, one in each bundle of a placement group.
 
-The engine connects to the cluster that RAY_ADDRESS or this host's Ray says, or starts one of this host alone. Ray starts the ranks
-and says when one is gone; commands and answers go over ZMQ as everywhere, here over TCP, which is neither encrypted nor
-authenticated: as Ray itself, it is for a network that only you can reach.
+The placement group uses one host if the ranks fit there, otherwise several. The engine connects to the cluster that
+RAY_ADDRESS or this host's Ray names, or starts one on this host alone. Ray starts the ranks and reports when one is gone.
+Commands and answers go over ZMQ, as with other hosts, but over TCP without encryption or authentication. Use it, like
+Ray itself, only on a network that nobody else can reach.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.distributed.child_process import describe_exit, private_folder, remove_after_us
-from compile_and_serve.runtime.distributed.rank_process import RankBootstrap, RankProcess
+from compile_and_serve.runtime.distributed.child_process import describe_exit, private_folder, remove_after_exit
+from compile_and_serve.runtime.distributed.rank_process import RankBootstrap, RankProcess, rank_environment
 
 _PLACEMENT_SECONDS = 60.0
 
 
 class RayRanks:
-    """Construction places the ranks; raises `ValueError` where Ray is not installed or has no room for them."""
+    """A `RankHost` on a Ray cluster.
+
+    Construction reserves resources for the ranks. It raises `ValueError` if Ray is not installed, or if the cluster has no
+    room for them within a minute.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         try:
@@ -38,16 +43,16 @@ class RayRanks:
         self._ray = ray
         self._runs: list[Any] = []
         self._actors: list[Any] = []
-        self._is_ours = not ray.is_initialized()
-        if self._is_ours:
-            # A cluster that one replica starts is found by no other: they would all take the same devices.
+        self._started_ray = not ray.is_initialized()
+        if self._started_ray:
+            # Replicas could not find a cluster that one of them started, and would all take the same devices.
             address = "auto" if config.parallel.data_parallel_size > 1 else None
             try:
                 ray.init(address=address, include_dashboard=False, logging_level="warning")
             except ConnectionError as error:
                 raise ValueError(
-                    "Replicas with the executor backend 'ray' share a Ray cluster, and none was found: run 'ray start --head' "
-                    "before, or name one in RAY_ADDRESS."
+                    "Replicas with the executor backend 'ray' need a Ray cluster to share, and none was found: run 'ray start "
+                    "--head' first, or name a cluster in RAY_ADDRESS."
                 ) from error
         resources = ray.cluster_resources()
         has_gpus = config.device == "cuda" or (config.device == "auto" and resources.get("GPU", 0) > 0)
@@ -56,9 +61,9 @@ class RayRanks:
         try:
             if not self._group.wait(_PLACEMENT_SECONDS):
                 raise ValueError(
-                    f"Ray found no place for {config.num_ranks} ranks with {' and '.join(f'1 {kind}' for kind in wanted)} each "
-                    f"within {_PLACEMENT_SECONDS:g} seconds: the cluster has {resources.get('CPU', 0):g} CPU and "
-                    f"{resources.get('GPU', 0):g} GPU in all."
+                    f"Ray could not reserve {' and '.join(f'1 {kind}' for kind in wanted)} for each of {config.num_ranks} ranks "
+                    f"within {_PLACEMENT_SECONDS:g} seconds. The cluster has {resources.get('CPU', 0):g} CPU and "
+                    f"{resources.get('GPU', 0):g} GPU in all: add hosts or lower --tensor-parallel-size."
                 )
             self._actors = [self._actor(index, wanted) for index in range(config.num_ranks)]
             self.rendezvous = ray.get(self._actors[0].rendezvous.remote())
@@ -73,27 +78,27 @@ class RayRanks:
         return f"tcp://{self._own_address}:*"
 
     def device_index(self, rank: int) -> int:
-        """Ray shows each actor the GPU that it was given, and no other."""
+        """Always 0: Ray lets an actor see only its own GPU."""
         return 0
 
     def num_sharing(self, rank: int, config: EngineConfig) -> int:
-        """Ranks of ours on its host; those of other replicas are counted as if they lay evenly on the cluster's hosts."""
+        """Ranks of this engine on the rank's host, or the mean of all replicas' ranks for each host if that is larger."""
         num_hosts = sum(node["Alive"] for node in self._ray.nodes())
         return max(self._hosts.count(self._hosts[rank]), math.ceil(config.num_processes / num_hosts))
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
-        """Begin to run the ranks."""
+        """Start the ranks."""
         self._runs = [actor.run.remote(bootstrap) for actor, bootstrap in zip(self._actors, bootstraps, strict=True)]
 
     def ended(self) -> dict[int, str]:
-        """As Ray says."""
+        """The ranks whose actors have returned or died."""
         if not self._runs:
             return {}
-        over, _ = self._ray.wait(self._runs, num_returns=len(self._runs), timeout=0)
-        return {self._runs.index(run): self._how(run) for run in over}
+        ended, _ = self._ray.wait(self._runs, num_returns=len(self._runs), timeout=0)
+        return {self._runs.index(run): self._describe_end(run) for run in ended}
 
     def stop(self, seconds: float) -> None:
-        """Wait, then kill; give back the places."""
+        """Wait `seconds` for the ranks to end, kill the rest, and release the resources."""
         ray = self._ray
         if not ray.is_initialized():
             return
@@ -103,25 +108,26 @@ class RayRanks:
             ray.kill(actor)
         self._actors = []
         ray.util.remove_placement_group(self._group)
-        if self._is_ours:
+        if self._started_ray:
             ray.shutdown()
 
     def _actor(self, index: int, wanted: dict[str, int]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        variables = {name: os.environ.get(name, value) for name, value in rank_environment().items()}
+        variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         return (
             self._ray.remote(_RankActor)
             .options(
                 num_cpus=wanted["CPU"],
                 num_gpus=wanted.get("GPU", 0),
-                runtime_env={"env_vars": {"PYTHONPATH": path}},
+                runtime_env={"env_vars": variables},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
             )
             .remote()
         )
 
-    def _how(self, run: Any) -> str:
+    def _describe_end(self, run: Any) -> str:
         try:
             return describe_exit(self._ray.get(run))
         except self._ray.exceptions.RayError as error:  # the actor's process or host is gone
@@ -130,10 +136,10 @@ class RayRanks:
 
 
 class _RankActor:
-    """A rank's process, in Ray's hands."""
+    """The rank in a process that Ray starts."""
 
     def rendezvous(self) -> str:
-        """Where ranks can meet on this actor's host, as torch.distributed's init_method."""
+        """An init_method of torch.distributed with a free port on this actor's host."""
         from ray.util import get_node_ip_address
 
         address = get_node_ip_address()
@@ -142,15 +148,15 @@ class _RankActor:
             return f"tcp://{address}:{probe.getsockname()[1]}"
 
     def host(self) -> str:
-        """Which of the cluster's hosts this is."""
+        """Ray's id of this actor's host."""
         import ray
 
         return ray.get_runtime_context().get_node_id()
 
     def run(self, bootstrap: RankBootstrap) -> int:
-        """Until the rank is told to stop, or fails; its exit status."""
+        """Run the rank until it is told to stop or fails. Returns its exit status."""
         folder = private_folder()
-        remove_after_us(folder)  # Ray may end us at any moment
+        remove_after_exit(folder)  # Ray may kill this process at any moment
         config = bootstrap.config
         config = replace(config, compile=replace(config.compile, work_dir=Path(folder)))
         process = RankProcess(replace(bootstrap, config=config))

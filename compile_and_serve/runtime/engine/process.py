@@ -24,7 +24,7 @@ from compile_and_serve.runtime.distributed.child_process import (
     describe_error,
     exit_at_once,
     read_bootstrap,
-    settle_in,
+    set_up_child,
 )
 from compile_and_serve.runtime.distributed.executor import RankFailedError
 from compile_and_serve.runtime.messages import (
@@ -198,7 +198,7 @@ def main() -> NoReturn:
     bootstrap: Bootstrap = read_bootstrap()
     parallel = bootstrap.config.parallel
     who = f"replica {parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-    settle_in(who=who, log_level=bootstrap.log_level, folder=bootstrap.folder)
+    set_up_child(who=who, log_level=bootstrap.log_level, folder=bootstrap.folder)
     process = EngineProcess(bootstrap)
     status = process.run()
     process.close()

@@ -1,4 +1,4 @@
-"""Bytecode goes to the user's cache only where the machine keeps none."""
+"""Bytecode goes to the user's cache only if Python cannot keep it beside the sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ print(sys.pycache_prefix, sys.dont_write_bytecode)
 
 
 def run(tmp_path: Path, **environment: str) -> str:
-    """What a process says that finds a package `torch` without bytecode."""
+    """Output of a process that imports a package `torch` without bytecode."""
     package = tmp_path / "packages" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -30,12 +30,12 @@ def run(tmp_path: Path, **environment: str) -> str:
     return output.stdout.strip()
 
 
-def test_kept_in_the_cache_where_python_may_not_write_it(tmp_path: Path) -> None:
+def test_it_goes_to_the_cache_if_python_may_not_write_it(tmp_path: Path) -> None:
     prefix = tmp_path / "cache" / "compile-and-serve" / "bytecode"
     assert run(tmp_path, PYTHONDONTWRITEBYTECODE="1") == f"{prefix} False"
     assert list(prefix.rglob("torch/__init__.*.pyc"))
 
 
-def test_left_alone_where_python_keeps_it(tmp_path: Path) -> None:
+def test_it_stays_beside_the_sources_if_python_writes_it(tmp_path: Path) -> None:
     assert run(tmp_path, PYTHONDONTWRITEBYTECODE="") == "None False"
     assert list((tmp_path / "packages" / "torch").rglob("__init__.*.pyc"))
