@@ -1,6 +1,4 @@
-"""Times every way to compute linears over 8-bit weights on a GPU, and attention that rounds its output for them, at a model's shapes.
-
-Prints JSON lines.
+"""Times every kernel of linears over 8-bit weights on a GPU, at a model's shapes. Prints JSON lines.
 
 usage: python -m benchmarks.ops_gpu_quantized [--models llama-8b] [--tokens 1,16,64] [--sites qkv,down] [--quantization fp8] [--sweep]
 Builds CUTLASS' products first where they are not built (a minute). Weights come from memory, as in a step over many layers.
@@ -17,24 +15,17 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import emit, relative_error, time_ms
-from benchmarks.ops_gpu import DTYPE, Shape, make_batch, rope_tables
-from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
-from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
+from benchmarks.ops_gpu import DTYPE, Shape
 from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
 from compile_and_serve.custom_ops.quantized.quantization import (
     Activations,
-    Rounded,
-    RoundTo,
     block_scales,
     quantize_weight,
     row_scales,
 )
-from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear
-from compile_and_serve.custom_ops.quantized.quantized_mlp import quantized_mlp
 from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
 from compile_and_serve.custom_ops.quantized.triton_matmul import matmul
-from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
 from compile_and_serve.custom_ops.tuning.tuner import fastest
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
@@ -48,7 +39,6 @@ SCHEMES: dict[
     "int8-weight-only": (torch.int8, False, "none"),
 }
 MEMORY_BYTES_PER_SECOND = 4.8e12  # of an H200, as NVIDIA gives it
-CONTEXTS = (192, 1024)  # tokens of each sequence, where attention is measured
 FEW_TOKENS = 256  # up to here the weight's bytes decide, and the copies of it that are timed exceed L2 together
 
 
@@ -88,7 +78,7 @@ def floor_us(linear: QuantizedLinear) -> float:
 
 
 def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | None:
-    """Time and check every way; → microseconds of the fastest."""
+    """Time and check every kernel; → microseconds of the fastest."""
     linear = linear_of(shape, site, num_tokens, scheme)
     arguments = (
         linear.x_TI, linear.weight_OI, linear.scale, linear.weight_OI.shape[0], linear.norm_weight_I, linear.eps, None,
@@ -99,22 +89,22 @@ def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | No
     row: dict[str, Any] = {"model": shape.name, "scheme": scheme, "site": site, "tokens": num_tokens}
     row["floor_us"] = round(floor_us(linear), 2)
     us: dict[str, float] = {}
-    for way in linear.ways():
+    for kernel in linear.kernels():
 
-        def all_copies(way: str = way) -> None:
+        def all_copies(kernel: str = kernel) -> None:
             for weight in copies:
-                linear.run(way, weight)
+                linear.run(kernel, weight)
 
         try:
-            us[way] = round(time_ms(all_copies, 15.0) * 1e3 / len(copies), 2)
+            us[kernel] = round(time_ms(all_copies, 15.0) * 1e3 / len(copies), 2)
             check = {}
             if expected is not None:
-                error = relative_error(linear.run(way), expected)
+                error = relative_error(linear.run(kernel), expected)
                 check = {"error": float(f"{error:.2e}"), "ok": error < 1e-2}
-            emit(work="quantized_linear", **row, way=way, us=us[way], **check)
+            emit(work="quantized_linear", **row, kernel=kernel, us=us[kernel], **check)
         except Exception as error:  # a product that does not take these sizes
-            emit(work="quantized_linear", **row, way=way, failed=repr(error)[:200])
-    runs = {way: lambda weight, way=way: linear.run(way, weight) for way in linear.ways()}
+            emit(work="quantized_linear", **row, kernel=kernel, failed=repr(error)[:200])
+    runs = {kernel: lambda weight, kernel=kernel: linear.run(kernel, weight) for kernel in linear.kernels()}
     started = time.perf_counter()
     chosen = fastest(linear.family(), num_tokens, runs, linear.weight_OI)
     emit(
@@ -166,81 +156,6 @@ def sweep(shape: Shape, site: str, num_tokens: int, scheme: str) -> None:
          as_chosen=results[0][0], best=sorted(results, key=lambda r: r[0])[:8])  # fmt: skip
 
 
-def measure_mlp(shape: Shape, num_tokens: int, scheme: str) -> None:
-    """The MLP as one op, and as two linears with SiLU-mul written between them."""
-    gate_up, down = (linear_of(shape, site, num_tokens, scheme) for site in ("gate_up", "down"))
-    gate_ups, downs = copies_of(gate_up.weight_OI, num_tokens), copies_of(down.weight_OI, num_tokens)
-    pairs = [(gate_ups[i % len(gate_ups)], downs[i % len(downs)]) for i in range(max(len(gate_ups), len(downs)))]
-
-    def one_op(gate_up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:
-        return quantized_mlp(
-            gate_up.x_TI, gate_up_weight, gate_up.scale, shape.inner, gate_up.norm_weight_I, shape.eps, None, None,
-            down_weight, down.scale, shape.hidden, None, down.residual_TO, None, gate_up.activations,
-        )  # fmt: skip
-
-    def two_ops(gate_up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:
-        inner = quantized_linear(
-            gate_up.x_TI, gate_up_weight, gate_up.scale, 2 * shape.inner, gate_up.norm_weight_I, shape.eps, None, True, None,
-            gate_up.activations,
-        )  # fmt: skip
-        return quantized_linear(
-            inner, down_weight, down.scale, shape.hidden, residual_TO=down.residual_TO, activations=down.activations
-        )
-
-    one_op(*pairs[0])  # measures the ways
-    us = {}
-    for name, run in (("one_op", one_op), ("two_ops", two_ops)):
-        us[name] = time_ms(lambda run=run: [run(*pair) for pair in pairs] and None, 15.0) * 1e3 / len(pairs)  # type: ignore[misc]
-    emit(
-        work="quantized_mlp",
-        model=shape.name,
-        scheme=scheme,
-        tokens=num_tokens,
-        **{k: round(v, 2) for k, v in us.items()},
-    )
-
-
-def measure_attention(shape: Shape, num_tokens: int, scheme: str) -> None:
-    """Attention of so many decodes, alone, with a kernel behind it that rounds its output, and with the rounding inside.
-
-    Every round goes over several layers' caches; the longer one sequence is, the less rounding matters.
-    """
-    dtype, per_block, _ = SCHEMES[scheme]
-    round_to = RoundTo(dtype=dtype, per_group=per_block)
-    for length in CONTEXTS:
-        metadata, caches = make_batch(shape, [1] * num_tokens, [length] * num_tokens, None, layers=4)
-        qkv = torch.randn(num_tokens, shape.qkv_rows, device="cuda").to(DTYPE)
-        cos, sin = rope_tables(num_tokens, shape.head_dim)
-        q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
-        out = torch.empty(num_tokens, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
-
-        def attention(cache: torch.Tensor, round_to: RoundTo | None) -> Rounded | None:
-            return decode_attention(
-                q, k, v, cos, sin, cache, shape.head_dim**-0.5, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-                metadata.slot_mapping, out, num_tokens, round_to=round_to,
-            )  # fmt: skip
-
-        def alone() -> None:
-            for cache in caches:
-                attention(cache, None)
-
-        def then_rounded() -> None:
-            for cache in caches:
-                attention(cache, None)
-                quantize_rows(out.flatten(1), dtype, per_group=per_block)
-
-        def rounding() -> None:
-            for cache in caches:
-                attention(cache, round_to)
-
-        us = {run.__name__: round(time_ms(run, 15.0) * 1e3 / len(caches), 2) for run in (alone, then_rounded, rounding)}
-        fused = attention(caches[0], round_to)
-        assert fused is not None
-        expected = quantize_rows(out.flatten(1), dtype, per_group=per_block)
-        ok = all(torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(fused, expected, strict=True))
-        emit(work="attention_quantize", model=shape.name, scheme=scheme, tokens=num_tokens, context=length, **us, ok=ok)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama-8b")
@@ -265,10 +180,6 @@ def main() -> None:
             layers_ms = sum(filter(None, us)) * shape.layers / 1e3
             emit(work="quantized_linears_of_all_layers", model=name, scheme=args.quantization, tokens=num_tokens,
                  ms=round(layers_ms, 3))  # fmt: skip
-            if SCHEMES[args.quantization][2] != "none":
-                measure_mlp(shape, num_tokens, args.quantization)
-                if num_tokens <= FEW_TOKENS:
-                    measure_attention(shape, num_tokens, args.quantization)
             torch.cuda.empty_cache()
     emit(work="total", seconds=round(time.perf_counter() - started, 1))
 

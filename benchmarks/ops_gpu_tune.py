@@ -1,8 +1,8 @@
-"""Tries configurations of kernels on a GPU: each small-batch linear alone, 17 to 64 tokens, and a whole 1-token step; cuBLASLt's algorithms
-by number of tokens; a prompt's linears whole and in chunks of tokens; decode attention over sequences of differing lengths. JSON lines.
+"""Tries configurations of kernels on a GPU: each small-batch linear alone, 17 to 64 tokens, and a whole 1-token step;
+a prompt's linears whole and in chunks of tokens; decode attention over sequences of differing lengths. JSON lines.
 
-usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,products,chunks,lengths] [--models llama-8b,qwen3-0.6b]
-What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config`, `token_range` and `MAX_CHUNK_TOKENS`.
+usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,chunks,lengths] [--models llama-8b,qwen3-0.6b]
+What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config` and `MAX_CHUNK_TOKENS`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from benchmarks.ops_gpu import (
 from compile_and_serve.custom_ops.attention import triton_decode
 from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
 from compile_and_serve.custom_ops.linear import triton_linear
-from compile_and_serve.custom_ops.linear.cublaslt import _product, linear
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     KERNELS,
     load_silu_mul_gemms,
@@ -44,7 +43,6 @@ from compile_and_serve.custom_ops.linear.triton_linear import _gemv, _small_batc
 from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
 from compile_and_serve.custom_ops.triton_common import num_sms
 
-PRODUCT_TOKENS = (16384, 4096, 2816, 2304, 2048, 1152, 1024, 512, 256, 192)  # from many to few: see `section_products`
 DECODE_CONFIGS = [
     (128, 2, 1, 4, 128),
     (128, 16, 1, 4, 128),
@@ -238,39 +236,6 @@ def section_tune(shape: Shape, sweep: bool) -> None:
         triton_linear.gemv_config, triton_decode.decode_config = saved
 
 
-def section_products(shape: Shape, sweep: bool) -> None:
-    """cuBLASLt's algorithms by number of tokens, and what the best one of more tokens takes for fewer."""
-    for site, (rows, columns) in shape.sizes().items():
-        has_residual = shape.sites()[site].get("residual", False)
-        weights = [layer[site] for layer in shape.weights[:4]]
-        microseconds: dict[int, dict[str, float]] = {}
-        for num_tokens in PRODUCT_TOKENS:
-            x = torch.randn(num_tokens, columns, device="cuda").to(DTYPE)
-            residual = torch.randn(num_tokens, rows, device="cuda").to(DTYPE) if has_residual else None
-            product = _product(x.device, num_tokens, rows, columns, columns, rows if has_residual else 0)
-
-            def run(name: str, x: torch.Tensor = x, residual: Any = residual, product: Any = product) -> None:
-                for weight in weights:
-                    product.run(name, x, residual, weight)
-
-            of_more = [min(times, key=times.__getitem__) for times in microseconds.values()]
-            names = dict.fromkeys([*product.algorithms(), *filter(product.takes, of_more)])
-            times = {
-                name: round(time_ms(lambda name=name: run(name), 6.0) * 1e3 / len(weights), 1)  # type: ignore[misc]
-                for name in names
-            }
-            if not times:
-                continue  # the library refuses, which the log says
-            best = min(times.values())
-            emit(
-                work="product", model=shape.name, site=site, tokens=num_tokens, us=best,
-                tflop_s=round(2e-6 * num_tokens * rows * columns / best), tried=len(product.algorithms()),
-                place=list(names).index(min(times, key=times.__getitem__)),
-                us_by_the_best_of={n: times.get(name) for n, name in zip(microseconds, of_more, strict=True)},
-            )  # fmt: skip
-            microseconds[num_tokens] = times
-
-
 def section_chunks(shape: Shape, sweep: bool) -> None:
     """A prompt's linears whole and in chunks of tokens, the residual and SiLU-mul included, and both linears of the MLP chunk by chunk."""
     silu_mul_library().build()
@@ -279,7 +244,7 @@ def section_chunks(shape: Shape, sweep: bool) -> None:
 
     def activate(x: torch.Tensor, weight: torch.Tensor, kernel: str | None) -> torch.Tensor:
         if library is None or kernel is None:
-            return silu_mul_rows(linear(x, weight))
+            return silu_mul_rows(F.linear(x, weight))
         return run_silu_mul_gemm(library, kernel, x, weight)
 
     def over_layers(run: Callable[[dict[str, Any], slice], object], chunks: list[slice]) -> None:
@@ -294,9 +259,9 @@ def section_chunks(shape: Shape, sweep: bool) -> None:
             for size in (shape.inner, shape.heads * shape.head_dim, shape.hidden)
         )
         of_layer: dict[str, Callable[[dict[str, Any], slice], object]] = {
-            "qkv": lambda w, at, x=x: linear(x[at], w["qkv"]),  # type: ignore[misc]
-            "o": lambda w, at, x=attended, r=residual: linear(x[at], w["o"], r[at]),  # type: ignore[misc]
-            "down": lambda w, at, x=inner, r=residual: linear(x[at], w["down"], r[at]),  # type: ignore[misc]
+            "qkv": lambda w, at, x=x: F.linear(x[at], w["qkv"]),  # type: ignore[misc]
+            "o": lambda w, at, x=attended, r=residual: torch.addmm(r[at], x[at], w["o"].t()),  # type: ignore[misc]
+            "down": lambda w, at, x=inner, r=residual: torch.addmm(r[at], x[at], w["down"].t()),  # type: ignore[misc]
         }
         for kernel in (None, *(KERNELS if library is not None else ())):
 
@@ -304,9 +269,9 @@ def section_chunks(shape: Shape, sweep: bool) -> None:
                 return activate(x[at], w["gate_up"], kernel)
 
             def mlp(w: dict[str, Any], at: slice, gate_up: Any = gate_up, r: Any = residual) -> torch.Tensor:
-                return linear(gate_up(w, at), w["down"], r[at])
+                return torch.addmm(r[at], gate_up(w, at), w["down"].t())
 
-            of_layer |= {f"gate_up {kernel or 'cuBLASLt'}": gate_up, f"mlp {kernel or 'cuBLASLt'}": mlp}
+            of_layer |= {f"gate_up {kernel or 'cuBLAS'}": gate_up, f"mlp {kernel or 'cuBLAS'}": mlp}
         graphs = {}
         for what, run in of_layer.items():
             for chunk in (num_tokens, *(size for size in (4096, 2048, 1024, 512) if size < num_tokens)):
@@ -369,8 +334,7 @@ def section_lengths(shape: Shape, sweep: bool) -> None:
 
 
 SECTIONS = {
-    "sweep": sweep_linear, "medium": section_medium, "tune": section_tune, "products": section_products,
-    "chunks": section_chunks, "lengths": section_lengths,
+    "sweep": sweep_linear, "medium": section_medium, "tune": section_tune, "chunks": section_chunks, "lengths": section_lengths,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ One JSON line a pass and number of tokens (as many sequences of 512 tokens, one 
 pieces and split ops read and write before and after, and what share of the device's bandwidth and matrix rate, measured in the same run,
 the step reaches after it. Two passes act only where another has left them something, so they are measured without that one, and the line
 has what `auto` measured for each of their shapes; three have work only in models of the transformers package, so they are measured in its
-class; two hand rounded activations to quantized linears, so they are measured with those. A pass without sites is not timed. Weights are
+class. A pass without sites is not timed. Weights are
 random: only the config is read.
 """
 
@@ -48,8 +48,6 @@ SETTINGS = {
     "eliminate_noops": Setting(model_impl="transformers"),
     "drop_batch_axis": Setting(model_impl="transformers"),
     "lift_norms": Setting(model_impl="transformers"),
-    "fuse_attention_quantize": Setting(quantization="fp8"),
-    "fuse_quantized_mlp": Setting(quantization="fp8"),
     "fuse_silu_mul": Setting(without=WITHOUT_LINEARS | {"fuse_add_rms_norm"}),
     "fuse_add_rms_norm": Setting(without=WITHOUT_LINEARS | {"fuse_silu_mul"}),
 }

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_timing import capture, emit, in_turns_ms
-from compile_and_serve.custom_ops.linear.cublaslt import linear
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     KERNELS,
     load_silu_mul_gemms,
@@ -37,7 +36,6 @@ def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
     weight = torch.empty(2 * hidden, inputs, dtype=torch.bfloat16, device=device).normal_(std=inputs**-0.5)
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "torch, silu_mul_rows": lambda: silu_mul_rows(F.linear(x, weight)),
-        "cublaslt, silu_mul_rows": lambda: silu_mul_rows(linear(x, weight)),
     }
     for kernel in KERNELS:
         ways[kernel] = functools.partial(run_silu_mul_gemm, library, kernel, x, weight)

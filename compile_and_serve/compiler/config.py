@@ -24,8 +24,6 @@ class CompileConfig:
     verify_passes: run the graph before and after each pass on the same random inputs and compare.
     cudagraph_mode: how compiled pieces are replayed on CUDA (ignored on the CPU).
     capture_sizes: token counts with a CUDA graph of their own; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
-    compile_sizes: token counts that each piece is also compiled for alone, beside the code for any count. None by default: ops pick
-        their kernels by range while they run, so that a size of its own only unrolls loops between them.
     cache_dir: artifact store; None: the user's cache folder.
     artifact_dir: an artifact made ahead of time; tried before the store.
     dump_dir: where every stage is written to as readable files (`compiler/reports/dump.py`); the model is then captured anew.
@@ -43,7 +41,6 @@ class CompileConfig:
     verify_passes: bool = False
     cudagraph_mode: CudaGraphMode = "full_and_piecewise"
     capture_sizes: tuple[int, ...] | None = None
-    compile_sizes: tuple[int, ...] = ()
     cache_dir: Path | None = None
     artifact_dir: Path | None = None
     use_cache: bool = True

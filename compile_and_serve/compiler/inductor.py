@@ -73,13 +73,10 @@ class PieceInWork:
         return self._piece
 
 
-def start_piece(
-    gm: GraphModule, device: torch.device, work_dir: Path, lengths: Mapping[str, int] | None = None
-) -> PieceInWork:
+def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> PieceInWork:
     """Compile a functional piece for `device`, with its symbolic lengths anywhere in [1, MAX_TOKENS].
 
     gm: placeholders carry meta["example_value"]. work_dir: where Inductor leaves the files that it builds, this piece's alone.
-    lengths: values of symbolic lengths, by name, that the piece is compiled for alone.
     Raises `PieceCompileError`.
     """
     from torch._inductor import config
@@ -89,7 +86,7 @@ def start_piece(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     _allow_fallback_of_our_ops()
-    mode, arguments = fake_arguments(gm, device, lengths)
+    mode, arguments = fake_arguments(gm, device)
     tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
     with (
         _cache_dir(work_dir, device), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS),
@@ -106,11 +103,9 @@ def start_piece(
     return PieceInWork(piece, waits, device, work_dir)
 
 
-def compile_piece(
-    gm: GraphModule, device: torch.device, work_dir: Path, lengths: Mapping[str, int] | None = None
-) -> CompiledPiece:
+def compile_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> CompiledPiece:
     """`start_piece`, to the end."""
-    return start_piece(gm, device, work_dir, lengths).result()
+    return start_piece(gm, device, work_dir).result()
 
 
 def import_inductor() -> None:
@@ -173,17 +168,14 @@ def _find_kernels_here(work_dir: Path) -> None:
         listed.write_text(json.dumps({"child_paths": {name: str(listed.parent / name) for name in names}}))
 
 
-def fake_arguments(
-    gm: GraphModule, device: torch.device, lengths: Mapping[str, int] | None = None
-) -> tuple[Any, list[Any]]:
-    """(fake mode, fakes on `device` of the piece's inputs), with one fresh symbol for each of its symbolic lengths not in `lengths`."""
-    known = lengths or {}
+def fake_arguments(gm: GraphModule, device: torch.device) -> tuple[Any, list[Any]]:
+    """(fake mode, fakes on `device` of the piece's inputs), with one fresh symbol for each of its symbolic lengths."""
     values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    names = [name for name in symbolic_lengths(gm) if name not in known]
+    names = symbolic_lengths(gm)
     mode, symbols = fake_mode_with_symbols(names, dict.fromkeys(names, MAX_TOKENS))
 
     def concrete(size: Any) -> Any:
-        return {**symbols, **known}[str(size)] if isinstance(size, torch.SymInt) else size
+        return symbols[str(size)] if isinstance(size, torch.SymInt) else size
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -99,20 +99,17 @@ class Model(Protocol):
 class CompiledModel:
     """A model as its compiled pieces, stitched together.
 
-    join_pieces: gives the distinct pieces by fingerprint (a specialization by its `sized_name`), once they are loaded
-    (they may load while weights are read). sizes: numbers of tokens with pieces of their own.
+    join_pieces: returns the distinct pieces by fingerprint once they are loaded (they may load while weights are read).
     """
 
     spec: ModelSource
     plan: ExecutionPlan
     join_pieces: JoinPieces
-    sizes: tuple[int, ...]
     device: torch.device
     report: dict[str, Any]
     work_dir: tempfile.TemporaryDirectory[str]  # Inductor's files; removed with the model
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
     _forward: Stitched | None = None
-    _sized: dict[int, Stitched] = field(default_factory=dict)
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
@@ -126,11 +123,6 @@ class CompiledModel:
     def pieces(self) -> Mapping[str, PieceCallable]:
         """The distinct pieces by fingerprint; waits until they are loaded."""
         return self.join_pieces()
-
-    def pieces_at(self, tokens: int) -> Mapping[str, PieceCallable]:
-        """The distinct pieces by fingerprint, as a step of that many tokens runs them."""
-        size = tokens if tokens in self.sizes else None
-        return {piece: self.pieces[self.plan.piece_at(piece, size)] for piece in self.plan.pieces}
 
     @cached_property
     def _arena(self) -> WeightArena:
@@ -153,7 +145,6 @@ class CompiledModel:
                     self.assign(transform.target, transform.fn(value.to(self.device)))
         _require(self._weights, [t.target for t in self.plan.transforms])
         self._forward = stitch(self.plan, self.pieces, self._weights)
-        self._sized = {size: stitch(self.plan, self.pieces_at(size), self._weights) for size in self.sizes}
 
     def __call__(
         self,
@@ -163,8 +154,7 @@ class CompiledModel:
         logits_indices: torch.Tensor,
     ) -> torch.Tensor:
         assert self._forward is not None, "the model's weights are not loaded"
-        forward = self._sized.get(input_ids.shape[0], self._forward)
-        return forward(input_ids, positions, kv_caches, logits_indices)
+        return self._forward(input_ids, positions, kv_caches, logits_indices)
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,6 @@ loaded.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ from compile_and_serve.compiler.model import CompiledModel, EagerModel, JoinPiec
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.quantize_linears import slow_reason
 from compile_and_serve.compiler.pieces.fingerprint import normalized_text
-from compile_and_serve.compiler.pieces.plan import ExecutionPlan, PieceStep, make_plan, token_symbol
+from compile_and_serve.compiler.pieces.plan import ExecutionPlan, PieceStep, make_plan
 from compile_and_serve.compiler.pieces.splitter import split
 from compile_and_serve.compiler.pieces.stitch import stitched_source
 from compile_and_serve.compiler.reports.dump import Dump
@@ -123,15 +121,10 @@ def compile_model(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WantedPiece:
-    """A distinct piece for one number of tokens, or (None) any. name: the plan's. number: for people. fields: of its artifact. folder:
-    where it is made.
-    """
+    """A distinct piece. piece: its fingerprint. number: its number in messages. fields: of its artifact. folder: where it is compiled."""
 
     piece: str
     graph: GraphModule
-    tokens: int | None
-    lengths: dict[str, int] | None
-    name: str
     number: str
     fields: dict[str, Any]
     folder: Path
@@ -189,7 +182,6 @@ class _Compilation:
         self.report |= {
             "pieces": len([s for s in plan.steps if isinstance(s, PieceStep)]),
             "distinct_pieces": len(plan.pieces),
-            "sized_pieces": len(plan.token_pieces) * len(self.config.compile_sizes),
         }
         if self.dump is not None:
             self.dump.finish(self.report)
@@ -197,7 +189,6 @@ class _Compilation:
             spec=self.spec,
             plan=plan,
             join_pieces=join_pieces,
-            sizes=self.config.compile_sizes,
             device=self.device,
             report=self.report,
             work_dir=work_dir,
@@ -218,11 +209,11 @@ class _Compilation:
             return None
         plan, ops = ExecutionPlan.from_json(stored["plan"]), stored["ops"]
         entries = {}
-        for piece, tokens in self._wanted(plan):
-            piece_entry = self._get("piece", piece_fields(piece, ops[piece], self.device, tokens))
+        for piece in plan.pieces:
+            piece_entry = self._get("piece", piece_fields(piece, ops[piece], self.device))
             if piece_entry is None:
                 return None
-            entries[plan.piece_at(piece, tokens)] = piece_entry
+            entries[piece] = piece_entry
         self.report |= {"passes": stored["passes"], "artifact": "hit", "artifact_key": entry.key}
         threads = ThreadPoolExecutor(1, thread_name_prefix="load-pieces")
         loading = threads.submit(_load_timed, entries, self.device, work_dir)
@@ -250,12 +241,12 @@ class _Compilation:
         with prepared(self.device, work_dir / TRIALS) as wait:
             importing = time.perf_counter() - start
             with no_garbage_collection():
-                plan, graphs, records, symbol = self._rewrite(wait)
+                plan, graphs, records = self._rewrite(wait)
             start = time.perf_counter()
             wait()
             self._stage("compile", importing + time.perf_counter() - start, "Inductor is imported")
             ops = {piece: op_versions(gm) for piece, gm in graphs.items()}
-            pieces = self._make_pieces(plan, graphs, ops, symbol, work_dir)
+            pieces = self._make_pieces(plan, graphs, ops, work_dir)
         passes = [_pass_row(record) for record in records]
         self.report |= {"passes": passes, "artifact": "made", "artifact_key": key_of(fields)}
         content = {
@@ -273,28 +264,19 @@ class _Compilation:
         plan: ExecutionPlan,
         graphs: Mapping[str, GraphModule],
         ops: Mapping[str, dict[str, int]],
-        symbol: str,
         work_dir: Path,
     ) -> dict[str, PieceCallable]:
-        """Load or compile every distinct piece; those for any number of tokens are kept before those for a chosen number are begun."""
-        pieces: dict[str, PieceCallable] = {}
-        for tokens, group in itertools.groupby(self._wanted(plan), key=itemgetter(1)):
-            wanted = []
-            for piece, _ in group:
-                name = plan.piece_at(piece, tokens)
-                fields = piece_fields(piece, ops[piece], self.device, tokens)
-                number = f"{plan.pieces.index(piece) + 1} of {len(graphs)} distinct pieces"
-                wanted.append(
-                    _WantedPiece(
-                        piece=piece, graph=graphs[piece], lengths=None if tokens is None else {symbol: tokens}, tokens=tokens,
-                        name=name, number=number, fields=fields, folder=work_dir / f"compile-{name}",
-                    )
-                )  # fmt: skip
-            pieces |= self._make_together(wanted, work_dir)
-        return pieces
+        """Load or compile every distinct piece. The kernels of one are built while the next is generated.
 
-    def _make_together(self, wanted: Sequence[_WantedPiece], work_dir: Path) -> dict[str, PieceCallable]:
-        """The kernels of one piece are built while the next is generated. Where one fails, those that do not are kept all the same."""
+        Where one fails, the others are kept.
+        """
+        wanted = [
+            _WantedPiece(
+                piece=piece, graph=graphs[piece], number=f"{i} of {len(graphs)} distinct pieces",
+                fields=piece_fields(piece, ops[piece], self.device), folder=work_dir / f"compile-{piece}",
+            )
+            for i, piece in enumerate(plan.pieces, 1)
+        ]  # fmt: skip
         failure: PieceCompileError | None = None
         begun: list[tuple[_WantedPiece, CompiledPiece | PieceInWork, float]] = []
         for piece in wanted:
@@ -302,7 +284,7 @@ class _Compilation:
             made: CompiledPiece | PieceInWork | None = self._load_piece(piece, work_dir)
             if made is None:
                 try:
-                    made = start_piece(piece.graph, self.device, piece.folder / KERNELS, piece.lengths)
+                    made = start_piece(piece.graph, self.device, piece.folder / KERNELS)
                 except PieceCompileError as error:
                     failure = error
                     break
@@ -317,12 +299,11 @@ class _Compilation:
                     failure = failure or error
                     continue
                 self._keep(piece, made, work_dir / TRIALS)
-            pieces[piece.name] = made.run
+            pieces[piece.piece] = made.run
             seconds += time.perf_counter() - start
             if self.dump is not None:
-                self.dump.compiled(piece.piece, piece.tokens, made.source, how, seconds)
-            size = "" if piece.tokens is None else f" for {piece.tokens} tokens"
-            self._stage("compile", seconds, f"{piece.number}{size} {how}")
+                self.dump.compiled(piece.piece, made.source, how, seconds)
+            self._stage("compile", seconds, f"{piece.number} {how}")
         if failure is not None:
             raise failure
         return pieces
@@ -332,7 +313,7 @@ class _Compilation:
         if entry is None:
             return None
         try:
-            return _load_entries({piece.name: entry}, self.device, work_dir)[piece.name]
+            return _load_entries({piece.piece: entry}, self.device, work_dir)[piece.piece]
         except Exception as error:
             self._do_without(error, entry)
             return None
@@ -346,15 +327,10 @@ class _Compilation:
         log.debug("Where it failed:", exc_info=error)
         self.useless |= {entry.path for entry in entries}
 
-    def _wanted(self, plan: ExecutionPlan) -> list[tuple[str, int | None]]:
-        """The distinct pieces, each for any number of tokens; then those that depend on it for each chosen number."""
-        sizes = self.config.compile_sizes
-        return [*((piece, None) for piece in plan.pieces), *((p, n) for n in sizes for p in plan.token_pieces)]
-
     def _rewrite(
         self, before_measuring: Callable[[], None]
-    ) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord], str]:
-        """→ the plan, a graph for each distinct piece, what the passes said, the name of the number of tokens in the graphs."""
+    ) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord]]:
+        """→ the plan, a graph for each distinct piece, what the passes said."""
         start = time.perf_counter()
         shapes = [
             (CAPTURE_BLOCKS, 2, kv.num_kv_heads, CAPTURE_BLOCK_SIZE, kv.head_dim) for kv in self.spec.kv_cache_specs
@@ -386,7 +362,7 @@ class _Compilation:
         self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
         if self.dump is not None:
             self.dump.split(plan, graphs)
-        return plan, graphs, records, token_symbol(captured.gm)
+        return plan, graphs, records
 
     def _profile(
         self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule], pieces: Mapping[str, PieceCallable]

@@ -23,14 +23,13 @@ def int8_matmul(a_TI: torch.Tensor, b_IO: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_matmul(
-    a_TI: torch.Tensor, b_IO: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    a_TI: torch.Tensor, b_IO: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, dtype: torch.dtype
+) -> torch.Tensor:
     """(scale_a · a) (scale_b · b) of float8 matrices, in `dtype` [T, O].
 
     Scales are float32: one number each, or [T, 1] and [1, O] with a bfloat16 result.
     """
-    return torch._scaled_mm(a_TI, b_IO, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, out=out)
+    return torch._scaled_mm(a_TI, b_IO, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
 
 
 def empty_symmetric(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -52,7 +52,6 @@ def make_engine_config(
     verify_passes: bool = False,
     cudagraph_mode: CudaGraphMode = "full_and_piecewise",
     capture_sizes: Iterable[int] | None = None,
-    compile_sizes: Iterable[int] = (),
     cache_dir: str | Path | None = None,
     artifact_dir: str | Path | None = None,
     use_cache: bool = True,
@@ -107,8 +106,6 @@ def make_engine_config(
         raise ValueError("num_kv_blocks and kv_cache_memory_bytes both size the KV cache: give one of them.")
     sizes = None if capture_sizes is None else tuple(sorted(set(capture_sizes)))
     _require(sizes is None or (len(sizes) > 0 and sizes[0] >= 1), "capture_sizes", "positive token counts", sizes)
-    compiled = tuple(sorted(set(compile_sizes)))
-    _require(not compiled or compiled[0] >= 1, "compile_sizes", "positive token counts", compiled)
     profiled = tuple(profile_tokens)
     _require(all(count >= 1 for count in profiled), "profile_tokens", "positive token counts", profiled)
     if enforce_eager and tensor_parallel_size > 1:
@@ -157,7 +154,6 @@ def make_engine_config(
             verify_passes=verify_passes,
             cudagraph_mode=cudagraph_mode,
             capture_sizes=sizes,
-            compile_sizes=compiled,
             cache_dir=None if cache_dir is None else Path(cache_dir),
             artifact_dir=None if artifact_dir is None else Path(artifact_dir),
             use_cache=use_cache,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.fx import GraphModule
 from compile_and_serve.compiler import CompileConfig, compile_model, pipeline
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.compiler.inductor import PieceCompileError, PieceInWork
-from compile_and_serve.compiler.model import CompiledModel, WeightMismatchError
+from compile_and_serve.compiler.model import WeightMismatchError
 from compile_and_serve.compiler.rewrite.graph_pass import PassError
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
@@ -126,32 +125,6 @@ def test_what_is_compiled_is_kept_where_another_piece_fails(tmp_path: Path, monk
         on_stage=lambda stage, seconds, detail: stages.append(detail.rpartition(" ")[2] if stage == "compile" else ""),
     )  # fmt: skip
     assert (stages.count("loaded"), stages.count("compiled")) == (2, 1)
-
-
-def test_chosen_sizes_have_pieces_of_their_own(tmp_path: Path) -> None:
-    """Steps of a chosen size run code for that size, any other the code for all; both are found again."""
-    reference = eager("LlamaForCausalLM")
-    for found in ("made", "hit"):
-        spec = tiny_spec()
-        config = CompileConfig(cache_dir=tmp_path, compile_sizes=(1, 4))
-        model = compile_model(spec, config, device=CPU, dtype=torch.float32)
-        fill(model)
-        assert isinstance(model, CompiledModel)
-        assert model.report["artifact"] == found
-        assert model.report["sized_pieces"] == 2 * len(model.plan.token_pieces) > 0
-        for piece in model.plan.token_pieces:
-            assert len({model.pieces_at(tokens)[piece] for tokens in (1, 4, 3)}) == 3
-            assert model.pieces_at(3)[piece] is model.pieces_at(5)[piece]
-        ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
-        start = 0
-        for length in (4, 1, 3, 1, 4):
-            tokens = [(start + i) * 7 % 320 for i in range(length)]
-            torch.testing.assert_close(
-                step(model, tokens, start, ours), step(reference, tokens, start, theirs), rtol=1e-4, atol=1e-4
-            )
-            start += length
-    sized = [json.loads(file.read_text())["fields"].get("tokens") for file in tmp_path.glob("piece/*/manifest.json")]
-    assert {tokens: sized.count(tokens) for tokens in (1, 4)} == {1: 3, 4: 3}
 
 
 def test_nothing_depends_on_the_number_of_tokens_that_was_traced(

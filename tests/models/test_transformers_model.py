@@ -11,8 +11,7 @@ import torch
 
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
-from compile_and_serve.compiler.config import CompileConfig
-from compile_and_serve.compiler.passes import ON_REQUEST, default_passes
+from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
@@ -25,7 +24,7 @@ LAYERS = SIZES["num_hidden_layers"]
 PROMPTS = [[7, 21, 300, 9, 44], [5], list(range(30, 53))]
 NUM_TOKENS = 24
 
-PASSES = default_passes(CompileConfig(forced_passes=ON_REQUEST))
+PASSES = default_passes()
 
 
 def build(architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> ModelSpec:
@@ -39,7 +38,7 @@ def rewrite(
     captured = capture(spec.module, example_inputs(shapes, dtype))
     ctx = PassContext(
         device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-        kernels=frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"}),
+        kernels=frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"}),
     )  # fmt: skip
     records = run_passes(captured.gm, PASSES, ctx, verifier=PassVerifier(spec.buffers) if verify else None)
     return captured, ctx, {record.name: record for record in records}

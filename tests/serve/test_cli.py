@@ -38,7 +38,7 @@ ENGINE_FLAGS = {
     "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass", "--force-pass",
     "--pass", "--quantization", "-q", "--quantization-exclude",
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes",
-    "--compile-sizes", "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp",
+    "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp",
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
 }  # fmt: skip
 

@@ -71,15 +71,9 @@ def plan_fields(
     }
 
 
-def piece_fields(
-    fingerprint: str, ops: dict[str, int], device: torch.device, tokens: int | None = None
-) -> dict[str, Any]:
-    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), the toolchain, and how we use that.
-
-    tokens: the only number of tokens that it takes, if it is a specialization.
-    """
-    size = {} if tokens is None else {"tokens": tokens}
-    return {**toolchain_fields(device), "adaptor": _adaptor_sources(), "fingerprint": fingerprint, "ops": ops, **size}
+def piece_fields(fingerprint: str, ops: dict[str, int], device: torch.device) -> dict[str, Any]:
+    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), the toolchain, and how we use that."""
+    return {**toolchain_fields(device), "adaptor": _adaptor_sources(), "fingerprint": fingerprint, "ops": ops}
 
 
 def op_versions(gm: GraphModule) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Piecewise CUDA graphs: each compiled piece of a step is a graph of its own, the ops between them run as they are.
 
-For a padded token count, every piece is captured on static inputs; the outputs of an op between pieces are copied into the
-static inputs of the next piece. Memory is that of one layer, not of all: a value's memory is free for later pieces once its
+For a padded token count, every piece is captured on static inputs; the output of an op between pieces is copied into the
+static input of the next piece. Memory is that of one layer, not of all: a value's memory is free for later pieces once its
 last reader is captured. The pieces that depend on `logits_indices` (their number of rows changes from step to step) run
 without a graph.
 """
@@ -33,7 +33,7 @@ ASKED_BEFORE_CAPTURE = 3  # a size is captured once this many steps came with it
 
 def piecewise_unsupported_reason(model: object) -> str | None:
     """None when the model can be replayed piece by piece, else one sentence why not."""
-    if not all(hasattr(model, name) for name in ("plan", "pieces", "pieces_at", "weights")):
+    if not all(hasattr(model, name) for name in ("plan", "pieces", "weights")):
         return "the model is not compiled into pieces"
     return None
 
@@ -119,23 +119,24 @@ class PiecewiseGraphs:
         """What the graphs of a step of this size keep for themselves, by one run without graphs: the static inputs, the outputs of ops
         and the values that the uncaptured rest reads. Everything else lies in memory that all sizes share.
         """
-        plan, pieces = self._model.plan, self._model.pieces_at(input_ids.shape[0])
+        plan, pieces = self._model.plan, self._model.pieces
         values = self._inputs(input_ids, positions, kv_caches)
         kept = input_ids.nbytes + positions.nbytes
-        shared: set[tuple[int, torch.Size, torch.dtype]] = set()
+        shared: set[tuple[torch.Size, torch.dtype]] = set()
         last_use = {name: index for index, step in enumerate(plan.steps) for name in _reads(step)}
         for index, step in enumerate(self._covered()):
             _run_step(step, values, pieces)
-            for place, name in enumerate(step.outputs if isinstance(step, OpStep) else ()):
-                key = (place, values[name].shape, values[name].dtype)
-                if last_use.get(name) != index + 1 or key not in shared:
-                    kept += values[name].nbytes
-                if last_use.get(name) == index + 1:
+            if isinstance(step, OpStep):
+                output = values[step.output]
+                key = (output.shape, output.dtype)
+                if last_use.get(step.output) != index + 1 or key not in shared:
+                    kept += output.nbytes
+                if last_use.get(step.output) == index + 1:
                     shared.add(key)
             for name in _reads(step):
                 if last_use[name] == index and name.startswith("v"):
                     values.pop(name, None)
-        ops = {name for step in self._covered() if isinstance(step, OpStep) for name in step.outputs}
+        ops = {step.output for step in self._covered() if isinstance(step, OpStep)}
         return kept + sum(value.nbytes for name, value in values.items() if name.startswith("v") and name not in ops)
 
     def _inputs(
@@ -159,11 +160,11 @@ class PiecewiseGraphs:
     def _capture(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Sequence[torch.Tensor], stats: GraphStats
     ) -> _Captured:
-        plan, pieces = self._model.plan, self._model.pieces_at(input_ids.shape[0])
+        plan, pieces = self._model.plan, self._model.pieces
         static_ids, static_positions = input_ids.clone(), positions.clone()
         values = self._inputs(static_ids, static_positions, kv_caches)
         actions: list[Callable[[], None]] = []
-        buffers: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+        buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
         last_use = {name: index for index, step in enumerate(plan.steps) for name in _reads(step)}
         for index, step in enumerate(self._covered()):
             if isinstance(step, PieceStep):
@@ -175,17 +176,15 @@ class PiecewiseGraphs:
                 actions.append(graph.replay)
             else:
                 op, arguments = _overload(step), [_value(argument, values) for argument in step.arguments]
-                held_outputs = []
-                for place, (name, output) in enumerate(zip(step.outputs, step.tensors(op(*arguments)), strict=True)):
-                    if last_use.get(name) == index + 1:  # read by the next piece alone: layers share one buffer
-                        output = buffers.setdefault((place, output.shape, output.dtype), output).copy_(output)
-                    values[name] = output
-                    held_outputs.append(output)
+                output = op(*arguments)
+                if last_use.get(step.output) == index + 1:  # read by the next piece alone: layers share one buffer
+                    output = buffers.setdefault((output.shape, output.dtype), output).copy_(output)
+                values[step.output] = output
                 # Not owned: what a piece returned may be overwritten by pieces that are replayed after this op.
                 held = [
                     self._borrowed(argument, value) for argument, value in zip(step.arguments, arguments, strict=True)
                 ]
-                actions.append(_copy_action(step, held_outputs, op, held))
+                actions.append(_copy_action(output, op, held))
             for name in _reads(step):
                 if last_use[name] == index and name.startswith("v"):
                     values.pop(name, None)  # its memory is free for the pieces that are captured next
@@ -200,12 +199,9 @@ def _call(piece: Callable[..., Any], inputs: list[Any]) -> Callable[[], tuple[to
     return lambda: tuple(piece(list(inputs)))  # a piece empties the list that it is given
 
 
-def _copy_action(
-    step: OpStep, outputs: list[torch.Tensor], op: Callable[..., Any], arguments: list[Any]
-) -> Callable[[], None]:  # fmt: skip
+def _copy_action(output: torch.Tensor, op: Callable[..., torch.Tensor], arguments: list[Any]) -> Callable[[], None]:
     def run() -> None:
-        for output, fresh in zip(outputs, step.tensors(op(*arguments)), strict=True):
-            output.copy_(fresh)
+        output.copy_(op(*arguments))
 
     return run
 
@@ -214,8 +210,7 @@ def _run_step(step: PieceStep | OpStep, values: dict[str, Any], pieces: Any) -> 
     if isinstance(step, PieceStep):
         values |= dict(zip(step.outputs, pieces[step.piece]([values[name] for name in step.inputs]), strict=True))
     else:
-        returned = _overload(step)(*[_value(argument, values) for argument in step.arguments])
-        values |= dict(zip(step.outputs, step.tensors(returned), strict=True))
+        values[step.output] = _overload(step)(*[_value(argument, values) for argument in step.arguments])
 
 
 def _reads(step: PieceStep | OpStep) -> list[str]:

@@ -12,11 +12,9 @@
 10. fuse_allreduce_add_rms_norm  the ranks' sum, the residual and the next norm become one op
 11. quantize_linears             linears over weights of 8 bits, where that is asked for
 12. fuse_allreduce_quantize      the norm behind the ranks' sum comes rounded to float8, where linears round it
-13. fuse_attention_quantize      attention's output comes rounded to 8 bits, where linears round it
-14. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-15. fuse_quantized_mlp           quantized linears with SiLU-mul between them become one op that hands rounded activations over
-16. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
-17. fuse_add_rms_norm            residual add + RMSNorm likewise
+13. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+14. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
+15. fuse_add_rms_norm            residual add + RMSNorm likewise
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ from compile_and_serve.compiler.passes.functionalize import Functionalize
 from compile_and_serve.compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FuseAllreduceQuantize
-from compile_and_serve.compiler.passes.fuse_attention_quantize import FuseAttentionQuantize
 from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
-from compile_and_serve.compiler.passes.fuse_quantized_mlp import FuseQuantizedMlp
 from compile_and_serve.compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.passes.lift_norms import LiftNorms
@@ -41,8 +37,6 @@ from compile_and_serve.compiler.passes.select_rows_early import SelectRowsEarly
 from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 
-ON_REQUEST = frozenset({FuseAttentionQuantize.name})  # which run only where `--force-pass` asks for them
-
 
 def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
     """The passes of every compilation, in the order in which they run; None: with a config's defaults.
@@ -51,11 +45,10 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
     """
     config = config or CompileConfig()
     has_ranks = config.tensor_parallel_size > 1
-    attention_quantize = FuseAttentionQuantize(is_wanted=FuseAttentionQuantize.name in config.forced_passes)
     return (
         Functionalize(), Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(),
         *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
-        attention_quantize, FuseLinears(), FuseQuantizedMlp(), FuseSiluMul(), FuseAddRmsNorm(),
+        FuseLinears(), FuseSiluMul(), FuseAddRmsNorm(),
     )  # fmt: skip

@@ -34,23 +34,14 @@ class PieceStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpStep:
-    """outputs = op(*arguments), e.g. op "cas::attention"; an argument "$v7" is a value, anything else a constant."""
+    """output = op(*arguments), e.g. op "cas::attention"; an argument "$v7" is a value, anything else a constant."""
 
     op: str
     arguments: tuple[Argument, ...]
-    outputs: tuple[str, ...]
-
-    def tensors(self, returned: Any) -> tuple[torch.Tensor, ...]:
-        """The values of `outputs`, of what the op returned: a tensor or a tuple of several."""
-        return tuple(returned) if len(self.outputs) > 1 else (returned,)
+    output: str
 
 
 Step = PieceStep | OpStep
-
-
-def sized_name(piece: str, tokens: int) -> str:
-    """Name of a piece's specialization to a number of tokens, beside its fingerprint among the compiled pieces."""
-    return f"{piece}@{tokens}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +52,6 @@ class ExecutionPlan:
     result: str
     num_kv_caches: int
     transforms: tuple[WeightTransform, ...]
-    token_pieces: tuple[str, ...]  # fingerprints of the pieces that depend on the number of tokens
-
-    def piece_at(self, piece: str, tokens: int | None) -> str:
-        """Name of the compiled piece for a number of tokens; None: for any."""
-        return piece if tokens is None or piece not in self.token_pieces else sized_name(piece, tokens)
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -84,7 +70,7 @@ class ExecutionPlan:
         steps = tuple(
             PieceStep(piece=s["piece"], inputs=tuple(s["inputs"]), outputs=tuple(s["outputs"]))
             if "piece" in s
-            else OpStep(op=s["op"], arguments=tuple(s["arguments"]), outputs=tuple(s["outputs"]))
+            else OpStep(op=s["op"], arguments=tuple(s["arguments"]), output=s["output"])
             for s in data["steps"]
         )
         transforms = tuple(
@@ -95,10 +81,7 @@ class ExecutionPlan:
             )
             for t in data["transforms"]
         )
-        return cls(
-            steps=steps, result=data["result"], num_kv_caches=data["num_kv_caches"], transforms=transforms,
-            token_pieces=tuple(data["token_pieces"]),
-        )  # fmt: skip
+        return cls(steps=steps, result=data["result"], num_kv_caches=data["num_kv_caches"], transforms=transforms)
 
 
 def make_plan(
@@ -114,17 +97,14 @@ def make_plan(
             names[node] = f"weight.{node.meta['weight']}"
             if node.users:
                 used_weights.append(node.meta["weight"])
-    tokens = token_symbol(gm)
     graphs: dict[str, GraphModule] = {}
     steps: list[Step] = []
     num_values = 0
     for stage in stages:
-        outputs = []
-        for nodes in [[node] for node in stage.outputs] if isinstance(stage, Piece) else stage.outputs:
-            outputs.append(f"v{num_values}")
+        for node in stage.outputs if isinstance(stage, Piece) else [stage.node]:
+            names[node] = f"v{num_values}"
             num_values += 1
-            names |= dict.fromkeys(nodes, outputs[-1])
-        steps.append(_step(stage, tuple(outputs), names, graphs))
+        steps.append(_step(stage, names, graphs))
     result: Any = next(iter(reversed(gm.graph.nodes))).args[0]
     assert len(result) == 1, "the model's forward must return one tensor"
     plan = ExecutionPlan(
@@ -132,16 +112,8 @@ def make_plan(
         result=names[result[0]],
         num_kv_caches=sum(name.startswith("kv_cache.") for name in names.values()),
         transforms=weights.keep(used_weights),
-        token_pieces=tuple(piece for piece, graph in graphs.items() if tokens in symbolic_lengths(graph)),
     )
     return plan, graphs
-
-
-def token_symbol(gm: GraphModule) -> str:
-    """Name of a whole graph's number of tokens, as its pieces have it among their `symbolic_lengths`."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    input_ids = next(node for node in placeholders if node.meta.get("input") == "input_ids")
-    return str(input_ids.meta["example_value"].shape[0])
 
 
 def symbolic_lengths(gm: GraphModule) -> list[str]:
@@ -151,18 +123,17 @@ def symbolic_lengths(gm: GraphModule) -> list[str]:
     return list(dict.fromkeys(str(size) for size in sizes if isinstance(size, torch.SymInt)))
 
 
-def _step(
-    stage: Stage, outputs: tuple[str, ...], names: dict[Node, str], graphs: dict[str, GraphModule]
-) -> Step:  # fmt: skip
+def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) -> Step:
     if isinstance(stage, SplitOp):
         target = stage.node.target
         assert isinstance(target, OpOverload)
         assert not stage.node.kwargs
         arguments = tuple(REF + names[arg] if isinstance(arg, Node) else arg for arg in stage.node.args)
-        return OpStep(op=target.name().split(".")[0], arguments=arguments, outputs=outputs)  # type: ignore[arg-type]
+        return OpStep(op=target.name().split(".")[0], arguments=arguments, output=names[stage.node])  # type: ignore[arg-type]
     key = fingerprint(stage.gm)
     graphs.setdefault(key, stage.gm)
-    return PieceStep(piece=key, inputs=tuple(names[node] for node in stage.inputs), outputs=outputs)
+    inputs, outputs = (tuple(names[node] for node in nodes) for nodes in (stage.inputs, stage.outputs))
+    return PieceStep(piece=key, inputs=inputs, outputs=outputs)
 
 
 def _tuples(expression: Any) -> Any:

@@ -6,7 +6,6 @@ and an output of the earlier; weights are inputs too, so that two layers' pieces
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +34,9 @@ class Piece:
 
 @dataclass(kw_only=True, slots=True)
 class SplitOp:
-    """A split-point op between two pieces, run as it is.
-
-    outputs: for each tensor that it returns, the nodes of the whole graph that stand for it: its own node, or those that take the
-    tensor out of a tuple (none, if nobody reads it).
-    """
+    """A split-point op between two pieces, run as it is. It returns one tensor."""
 
     node: Node
-    outputs: list[list[Node]]
 
 
 Stage = Piece | SplitOp
@@ -59,10 +53,8 @@ def split(gm: GraphModule) -> list[Stage]:
             continue
         if _kind(node) is OpKind.SPLIT_POINT:
             _close(gm, current, stages)
-            stages.append(SplitOp(node=node, outputs=_outputs(node)))
+            stages.append(SplitOp(node=node))
             current = []
-        elif _is_output_of_split_op(node):
-            continue
         else:
             current.append(node)
     _close(gm, current, stages)
@@ -85,24 +77,6 @@ def _kind(node: Node) -> OpKind:
         f"Op {name} at {node_source_line(node)} is neither declared capturable nor a split point: "
         f"define it with compile_and_serve.custom_ops.library.define(..., kind=...)."
     )
-
-
-def _outputs(node: Node) -> list[list[Node]]:
-    value = node.meta["example_value"]
-    if isinstance(value, torch.Tensor):
-        return [[node]]
-    assert all(_is_output_of_split_op(user) for user in node.users), f"the tuple {node.name} crosses a split point"
-    return [[user for user in node.users if user.args[1] == index] for index in range(len(value))]
-
-
-def _is_output_of_split_op(node: Node) -> bool:
-    """Whether the node takes one tensor out of the tuple that a split-point op returns."""
-    if node.target is not operator.getitem:
-        return False
-    source = node.args[0]
-    assert isinstance(source, Node)
-    is_tuple = isinstance(source.meta.get("example_value"), tuple | list)
-    return is_tuple and source.op == "call_function" and _kind(source) is OpKind.SPLIT_POINT
 
 
 def _close(gm: GraphModule, nodes: list[Node], stages: list[Stage]) -> None:

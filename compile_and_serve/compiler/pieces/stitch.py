@@ -24,7 +24,7 @@ def stitched_source(plan: ExecutionPlan) -> str:
     Its globals are `piece_<n>` (n-th distinct piece), `op_<name>`, and `weight_<…>` for each weight.
     """
     numbers = {piece: i for i, piece in enumerate(plan.pieces)}
-    last_use = {name: i for i, step in enumerate(plan.steps) for name in _reads(step)} | {plan.result: len(plan.steps)}
+    last_use = {name: i for i, step in enumerate(plan.steps) for name in _reads(step)}
     caches = ", ".join(f"kv_cache_{i}" for i in range(plan.num_kv_caches))
     lines = ["def forward(input_ids, positions, kv_caches, logits_indices):"]
     if caches:
@@ -36,10 +36,8 @@ def stitched_source(plan: ExecutionPlan) -> str:
             lines.append(f"    {outputs}= piece_{numbers[step.piece]}([{inputs}])")
         else:
             arguments = ", ".join(_argument(argument) for argument in step.arguments)
-            outputs = ", ".join(identifier(name) for name in step.outputs)
-            lines.append(f"    {outputs} = {_op_name(step)}({arguments})")
-        here = dict.fromkeys((*_reads(step), *step.outputs))
-        dead = [name for name in here if last_use.get(name, i) == i and re.fullmatch(r"v\d+", name)]
+            lines.append(f"    {identifier(step.output)} = {_op_name(step)}({arguments})")
+        dead = [name for name in dict.fromkeys(_reads(step)) if last_use[name] == i and re.fullmatch(r"v\d+", name)]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
     lines.append(f"    return {identifier(plan.result)}")

@@ -124,17 +124,11 @@ class Dump:
         (self.folder / FORWARD).write_text(f"{head}\n\n{stitched_source(plan)}")
 
     @_never_breaks
-    def compiled(self, piece: str, tokens: int | None, source: str, how: str, seconds: float) -> None:
-        """What Inductor generated for a piece (tokens: for that many alone); how: "compiled" or "loaded"."""
+    def compiled(self, piece: str, source: str, how: str, seconds: float) -> None:
+        """What Inductor generated for a piece; how: "compiled" or "loaded"."""
         row = next(row for row in self.report["split"] if row["piece"] == piece)
         file = row["file"].replace(SPLIT, COMPILED)
-        if tokens is not None:
-            file = file.replace(".py", f"_{tokens}_tokens.py")
-        made = {"compiled_file": file, "how": how, "seconds": round(seconds, 4)}
-        if tokens is None:
-            row |= made
-        else:
-            row.setdefault("sizes", []).append({"tokens": tokens, **made})
+        row |= {"compiled_file": file, "how": how, "seconds": round(seconds, 4)}
         (self.folder / file).write_text(source)
 
     @_never_breaks

@@ -190,11 +190,10 @@ class _DecodeStep:
             if isinstance(step, PieceStep):
                 outputs = self._pieces[step.piece](arguments)
             else:
-                outputs = _overload(step)(*arguments)
+                outputs = [_overload(step)(*arguments)]
             clock.stop()
-            if isinstance(step, OpStep):
-                outputs = step.tensors(outputs)
-            self._values |= dict(zip(step.outputs, outputs, strict=True))
+            names = step.outputs if isinstance(step, PieceStep) else (step.output,)
+            self._values |= dict(zip(names, outputs, strict=True))
         return clock.seconds()
 
     def _time_whole(self) -> float:
@@ -215,8 +214,8 @@ class _DecodeStep:
         """{"bytes", "flops"} of one use of a split op: what it reads and writes besides the cache, and the cached keys and values."""
         step = next(s for s in self._plan.steps if isinstance(s, OpStep) and s.op == op)
         tensors = [a for a in self._arguments(step) if isinstance(a, torch.Tensor)]
-        output = self._values[step.outputs[0]]  # of attention; what else there may be is made of it
-        moved, flops = sum(self._values[name].nbytes for name in step.outputs), 0
+        output = self._values[step.output]
+        moved, flops = output.nbytes, 0
         for tensor in tensors:
             if tensor.dim() == 5:  # the cache: K heads of E, keys and values
                 moved += len(output) * CONTEXT * 2 * tensor.shape[2] * tensor.shape[4] * tensor.itemsize

@@ -25,11 +25,9 @@ def available_kernels(
     if linear_reason is None:
         kernels.add("fused_linear")
         if device.type == "cuda":  # Triton's
-            kernels |= {"allreduce_add_rms_norm", "quantized_mlp"}
+            kernels.add("allreduce_add_rms_norm")
             if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
                 kernels.add("allreduce_add_rms_norm_quantize")
-                if hasattr(attention_backend, "rope_quantize_forward"):
-                    kernels.add("rope_attention_quantize")
     if (device.type == "cuda" and linear_reason is None) or elementwise_unsupported_reason(
         device=device, dtype=dtype
     ) is None:

@@ -30,13 +30,11 @@ from compile_and_serve.compiler.compat import OpOverload, node_source_line
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
 from compile_and_serve.compiler.weights.transforms import WeightTable
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
-from compile_and_serve.custom_ops.attention.rope_attention_quantize import exact_rope_attention_quantize
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.collectives.collectives import REFERENCES
 from compile_and_serve.custom_ops.library import OPS, OpKind
 from compile_and_serve.custom_ops.quantized.quantization import LARGEST
 from compile_and_serve.custom_ops.quantized.quantized_linear import exact_quantized_linear
-from compile_and_serve.custom_ops.quantized.quantized_mlp import exact_quantized_mlp
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +46,9 @@ ROWS = 3
 LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
 MAX_TOKEN_ID = 32  # every vocabulary is larger
 
-# Ops that round their input or output by design, and what they compute without that.
+# Ops that quantize their input by design, and what they compute without that.
 EXACT: Mapping[Any, Callable[..., Any]] = {
     torch.ops.cas.quantized_linear.default: exact_quantized_linear,
-    torch.ops.cas.quantized_mlp.default: exact_quantized_mlp,
-    torch.ops.cas.rope_attention_quantize.default: exact_rope_attention_quantize,
 }
 
 _WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})
@@ -255,9 +251,7 @@ def evaluate(
             for rank, value in zip(ranks, wholes, strict=True):
                 rank.values[node] = value
             if _is_split_point(node):
-                outcome.sites.append(
-                    (node, torch.cat([_output(rank.values[node]).flatten(1) for rank in ranks], dim=1))
-                )
+                outcome.sites.append((node, torch.cat([rank.values[node].flatten(1) for rank in ranks], dim=1)))
             for read in node.all_input_nodes:
                 if last_user[read] is node:
                     for rank in ranks:
@@ -392,11 +386,6 @@ def _is_split_point(node: Node) -> bool:
         return False
     info = OPS.get(node.target.name().split(".")[0])
     return info is not None and info.kind is OpKind.SPLIT_POINT
-
-
-def _output(value: Any) -> torch.Tensor:
-    """A split op's output, without what is made of it."""
-    return value[0] if isinstance(value, tuple) else value
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
-from compile_and_serve.custom_ops.quantized.quantization import RoundTo
 
 MAX_HEAD_DIM = 256
 
@@ -97,39 +96,6 @@ class TritonAttention:
         return self._run(
             q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
         ).flatten(1)
-
-    def rope_quantize_forward(
-        self,
-        qkv: torch.Tensor,
-        cos_TE: torch.Tensor,
-        sin_TE: torch.Tensor,
-        kv_cache: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        scale: float,
-        q_norm_weight_E: torch.Tensor | None,
-        k_norm_weight_E: torch.Tensor | None,
-        eps: float,
-        metadata: AttentionMetadata,
-        round_to: RoundTo,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """As `rope_attention_quantize`, with the metadata handed over; None, and nothing done, but for decodes that fill the step."""
-        from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
-        from compile_and_serve.custom_ops.attention.triton_decode_quantize import can_round
-        from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
-
-        num_tokens, num_seqs = qkv.shape[0], metadata.seq_lens.shape[0]
-        if metadata.max_query_len > 1 or num_seqs != num_tokens or not can_round(num_seqs, num_kv_heads):
-            return None
-        q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
-        out_THE = q_THE.new_empty(q_THE.shape)
-        rounded = decode_attention(
-            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, metadata.query_start_loc, metadata.seq_lens,
-            metadata.block_table, metadata.slot_mapping, out_THE, num_seqs, q_norm_weight_E, k_norm_weight_E, eps,
-            round_to=round_to,
-        )  # fmt: skip
-        assert rounded is not None
-        return out_THE.flatten(1), *rounded
 
     def _run(
         self,

@@ -10,8 +10,6 @@ and heads alone, never on their lengths: one launch serves every length, which i
 
 Programs start in the grid's order, heads first, then sequences, then splits: of sequences that come longest first (`BatchLayout`) the
 largest pieces are taken first, and what runs at the end, when no others wait, is small.
-
-Its output can come rounded to 8 bits besides, for a linear that rounds its input (`triton_decode_quantize`).
 """
 
 from __future__ import annotations
@@ -20,15 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.attention.triton_decode_quantize import (
-    round_row_when_complete,
-    rounding_constants,
-    rounds_heads,
-    store_rounded_heads,
-)
 from compile_and_serve.custom_ops.attention.triton_rope import heads_contiguous, load_norm_rope
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.quantized.quantization import Rounded, RoundTo
 from compile_and_serve.custom_ops.triton_common import (
     SPLIT_COUNTERS,
     launch_options,
@@ -50,14 +41,12 @@ MAX_SPLITS = 16
 @triton.jit(do_not_specialize=["num_seqs"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, out_ptr, partial_ptr, counter_ptr,
-    start_loc_ptr, seq_lens_ptr, block_table_ptr, slot_ptr, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
+    start_loc_ptr, seq_lens_ptr, block_table_ptr, slot_ptr,
     q_stride, k_stride, v_stride, cos_stride, block_stride, table_stride, num_seqs, scale_log2, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PDL: tl.constexpr,
-    ROUNDS_HEADS: tl.constexpr, ROUNDS_ROW: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr,
-    ROUND_GROUP: tl.constexpr, ROUND_WIDTH: tl.constexpr,
 ):  # fmt: skip
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -95,18 +84,7 @@ def _decode_kernel(
     ok_GE = ok_G[:, None] & ok_E[None, :]
     if seq_len <= 0:
         if split == 0:
-            zeros_GE = tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32).to(dtype)
-            tl.store(out_GE, zeros_GE, mask=ok_GE)
-            if ROUNDS_HEADS:
-                store_rounded_heads(
-                    zeros_GE, kv_head * GROUP + heads_G, ok_G, token, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
-                    NUM_HEADS, HEAD_DIM, BLOCK_G, BLOCK_E, IS_STATIC, LARGEST_VALUE, ROUND_GROUP,
-                )  # fmt: skip
-            if ROUNDS_ROW:
-                round_row_when_complete(
-                    token, counter_ptr + num_seqs * NUM_KV_HEADS + seq, out_ptr, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
-                    NUM_KV_HEADS, NUM_HEADS * HEAD_DIM, IS_STATIC, LARGEST_VALUE, ROUND_GROUP, ROUND_WIDTH,
-                )  # fmt: skip
+            tl.store(out_GE, tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32).to(dtype), mask=ok_GE)
         return
     if split >= used_splits:
         return
@@ -173,18 +151,7 @@ def _decode_kernel(
         max_G = new_max_G
 
     if used_splits == 1:
-        result_GE = (acc_GE / sum_G[:, None]).to(dtype)
-        tl.store(out_GE, result_GE, mask=ok_GE)
-        if ROUNDS_HEADS:
-            store_rounded_heads(
-                result_GE, kv_head * GROUP + heads_G, ok_G, token, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
-                NUM_HEADS, HEAD_DIM, BLOCK_G, BLOCK_E, IS_STATIC, LARGEST_VALUE, ROUND_GROUP,
-            )  # fmt: skip
-        if ROUNDS_ROW:
-            round_row_when_complete(
-                token, counter_ptr + num_seqs * NUM_KV_HEADS + seq, out_ptr, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
-                NUM_KV_HEADS, NUM_HEADS * HEAD_DIM, IS_STATIC, LARGEST_VALUE, ROUND_GROUP, ROUND_WIDTH,
-            )  # fmt: skip
+        tl.store(out_GE, (acc_GE / sum_G[:, None]).to(dtype), mask=ok_GE)
         return
     if SPLITS > 1:
         # Partial results of a split: [H, E] sums, then [H] maxima and [H] sums, for every sequence and split.
@@ -213,18 +180,7 @@ def _decode_kernel(
                 tl.store(
                     out_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + cols_E, out_E.to(dtype), mask=ok_E
                 )
-                if ROUNDS_HEADS:
-                    head_1 = head + tl.zeros((1,), dtype=tl.int32)
-                    store_rounded_heads(
-                        out_E.to(dtype)[None, :], head_1, head_1 >= 0, token, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
-                        NUM_HEADS, HEAD_DIM, 1, BLOCK_E, IS_STATIC, LARGEST_VALUE, ROUND_GROUP,
-                    )  # fmt: skip
             tl.store(counter, 0)
-            if ROUNDS_ROW:
-                round_row_when_complete(
-                    token, counter_ptr + num_seqs * NUM_KV_HEADS + seq, out_ptr, rounded_ptr, rounded_scale_ptr, input_scale_ptr,
-                    NUM_KV_HEADS, NUM_HEADS * HEAD_DIM, IS_STATIC, LARGEST_VALUE, ROUND_GROUP, ROUND_WIDTH,
-                )  # fmt: skip
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
@@ -265,15 +221,12 @@ def decode_attention(
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
     config: tuple[int, int, int, int, int] | None = None,
-    round_to: RoundTo | None = None,
-) -> Rounded | None:
+) -> None:
     """out = attention of the sequences that have exactly one query token; the others' rows of out are left alone.
 
     q_THE, k_TKE, v_TKE: the step's new heads before norm and rope, rows may be strided; cos_TE, sin_TE: [T, E], None: no rope.
     kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn, gets the new tokens. Sequences with seq_len 0 are padding: zeros.
     config: as `decode_config` gives it, None: that. The metadata's tensors are as in `AttentionMetadata`; num_seqs is S of the launch.
-    round_to: out's rows [T, H * E] are also rounded to this, if `can_round`. → them and their scales, to the bit what `quantize_rows` makes
-    of out (in rows with NaN: NaN again, not always of the same bits); those of other sequences' tokens are not filled.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_heads, head_dim = q_THE.shape[1:]
@@ -286,18 +239,11 @@ def decode_attention(
     if splits > 1:
         partial = torch.empty(num_seqs * splits * num_heads * (head_dim + 2), dtype=torch.float32, device=device)
         counters = split_counters(device)
-    rounded, limit = None, {}
-    if round_to is not None:
-        rounded = round_to.empty(out_THE.flatten(1))
-        if warps == 1 and kv_cache.itemsize == 2 and head_dim <= 128 and device.type == "cuda":
-            limit = {"maxnreg": 200}  # what it takes without rounding: as many programs at once
-        if not rounds_heads(round_to, head_dim):
-            counters = split_counters(device)
     pdl = supports_pdl(device)
     launch(
         _decode_kernel, (num_kv_heads, num_seqs, splits),
         q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, kv_cache, out_THE, partial, counters,
-        query_start_loc, seq_lens_S, block_table_SM, slot_mapping_T, *(rounded or (None, None)), round_to and round_to.input_scale,
+        query_start_loc, seq_lens_S, block_table_SM, slot_mapping_T,
         q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0,
         kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E, eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
@@ -305,6 +251,5 @@ def decode_attention(
         BLOCK_R=max(16, next_power_of_2(head_dim // 2)), BLOCK_E=max(16, next_power_of_2(head_dim)), BLOCK_C=block_c,
         SPLITS=splits, MIN_SPLIT=max(block_c, min_split), STAGES=stages,
         HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
-        PDL=pdl, **rounding_constants(round_to, num_heads, head_dim, warps), num_warps=warps, **limit, **launch_options(pdl),
+        PDL=pdl, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
-    return rounded

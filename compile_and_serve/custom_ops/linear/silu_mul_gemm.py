@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
-from compile_and_serve.custom_ops.linear import cublaslt
 from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 from compile_and_serve.custom_ops.tuning.tuner import fastest
@@ -112,7 +111,7 @@ def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, first: int = 1)
 
 def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, first: int, most: int) -> None:
     def separate(weight_OI: torch.Tensor) -> torch.Tensor:
-        return silu_mul_rows(cublaslt.linear(x_TI, weight_OI, first=first), out_TH)
+        return silu_mul_rows(F.linear(x_TI, weight_OI), out_TH)
 
     is_taken = x_TI.is_cuda and unsupported_reason(x_TI, weight_OI) is None
     library = load_silu_mul_gemms(x_TI.device) if is_taken else None

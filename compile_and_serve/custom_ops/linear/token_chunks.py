@@ -1,4 +1,4 @@
-"""Long prompts in chunks of tokens, for products whose results are far larger than what reads them next can find in a cache."""
+"""Splits long prompts into chunks of tokens, for products whose results are much larger than the L2 cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ _UNIT = 256  # two tiles of tokens of a product: the two of a cluster
 
 
 def token_chunks(num_tokens: int) -> list[slice]:
-    """num_tokens, from 0 up, in as few chunks of at most MAX_CHUNK_TOKENS as there can be, equal up to `_UNIT`s.
+    """Split num_tokens into as few chunks of at most MAX_CHUNK_TOKENS as possible, of equal size up to `_UNIT`.
 
-    Of Llama-3.1-8B's layer over 16384 tokens on one H200 (`benchmarks.ops_gpu_tune --sections chunks`; h200-kernels-2026-11-22.jsonl in
-    benchmarks/results): CUTLASS' product with SiLU-mul takes 5.74 ms in chunks and 6.49 at once, cuBLASLt's and a kernel behind it
-    6.09 and 6.06; the MLP of float8 5.08 and 5.36. What writes less is faster at once: qkv, o and down of bfloat16. And the values
-    between the products take less memory.
+    Over 16384 tokens of a layer of Llama-3.1-8B on one H200, CUTLASS' product with SiLU-mul takes 5.74 ms in chunks and 6.49 ms at once
+    (`benchmarks.ops_gpu_tune --sections chunks`; benchmarks/results/h200-kernels-2026-11-22.jsonl). Chunks also bound the memory of the
+    values between the products. Products that write less (qkv, o, down) are faster at once.
     """
     unit = min(_UNIT, MAX_CHUNK_TOKENS)
     units, chunks = -(-num_tokens // unit), -(-num_tokens // MAX_CHUNK_TOKENS)

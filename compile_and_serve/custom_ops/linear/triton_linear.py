@@ -5,7 +5,7 @@ Shape legend: T tokens, I input features, O output features (OH = O, or O / 2 wi
 Three ways, by the number of tokens, all bound by the weights' bytes:
 - 1 token: each program multiplies a few rows of W with x in float32, no tensor core (`_gemv_kernel`);
 - 2 … MAX_SMALL_TOKENS: W tiles times xᵀ on the tensor cores, split over I where rows are few (`_small_batch_kernel`);
-- more: cuBLASLt, which adds the residual too, between elementwise kernels.
+- more: cuBLAS between elementwise kernels; it adds the residual too.
 RMSNorm costs nothing for a few tokens: Σ x² is summed beside the products, and 1 / rms, being the same for a whole token,
 multiplies the finished sums.
 """
@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.linear import cublaslt
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import silu_mul_linear
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.triton_common import (
@@ -262,8 +261,10 @@ def fused_linear(
         y_TO = silu_mul_rows(y_TO) if silu_mul else y_TO
     elif silu_mul:
         y_TO = silu_mul_linear(x_TI, weight_OI, first=MAX_SMALL_TOKENS + 1)
+    elif residual_TO is not None:
+        return torch.addmm(residual_TO, x_TI, weight_OI.t())  # one rounding, after the addition
     else:
-        return cublaslt.linear(x_TI, weight_OI, residual_TO, first=MAX_SMALL_TOKENS + 1)
+        return F.linear(x_TI, weight_OI)
     return y_TO if residual_TO is None else y_TO + residual_TO
 
 

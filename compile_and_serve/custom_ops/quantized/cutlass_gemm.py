@@ -65,16 +65,14 @@ def run_gemm(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     residual_TO: torch.Tensor | None = None,
-    out_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """bf16(a_scale · b_scale · a bᵀ + residual) by one configuration, for what `unsupported_reason` allows. → [T, O]
 
-    residual_TO: that `takes_residual`. out_TO: contiguous, where the result is to be.
+    residual_TO: that `takes_residual`.
     a_scale: float32, one value, [T] or [T, 1], or (BLOCKS) [T, G]; b_scale: float32, one value, [O], or (BLOCKS) [ceil(O / 128), G].
     """
     num_tokens, out_features = a_TI.shape[0], b_OI.shape[0]
-    if out_TO is None:
-        out_TO = torch.empty(num_tokens, out_features, dtype=torch.bfloat16, device=a_TI.device)
+    out_TO = torch.empty(num_tokens, out_features, dtype=torch.bfloat16, device=a_TI.device)
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     args = _Arguments(
         out=out_TO.data_ptr(), a=a_TI.data_ptr(), b=b_OI.data_ptr(), a_scale=a_scale.data_ptr(), b_scale=b_scale.data_ptr(),

@@ -37,21 +37,6 @@ class QuantizedWeight:
     input_scale: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundTo:
-    """What activations are rounded to: arguments of `quantize_activations`."""
-
-    dtype: torch.dtype
-    per_group: bool = False
-    input_scale: torch.Tensor | None = None
-
-    def empty(self, x_TI: torch.Tensor) -> Rounded:
-        """Room for x_TI rounded. → `dtype` [T, I], float32 [T, 1] or, per group, [T, G]"""
-        num_groups = -(-x_TI.shape[1] // BLOCK) if self.per_group else 1
-        scale = x_TI.new_empty(x_TI.shape[0], num_groups, dtype=torch.float32)
-        return x_TI.new_empty(x_TI.shape, dtype=self.dtype), scale
-
-
 def row_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """max |w| of each output's row over the largest value of `dtype`. → float32 [O]"""
     return _scale(weight_OI.abs().amax(1), dtype).to(torch.float32)

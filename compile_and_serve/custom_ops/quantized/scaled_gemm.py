@@ -5,8 +5,6 @@ Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) g
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
@@ -55,31 +53,25 @@ def scaled_gemm(
     scale: torch.Tensor,
     dtype: torch.dtype,
     residual_TO: torch.Tensor | None = None,
-    out_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = (x · x_scale) (scale · W)ᵀ + residual, by one of `gemm_names`. → `dtype` [T, O]
 
     x_TI: rounded to the weight's dtype, with its scales [T, 1] or [T, G]; or, without them, as it is. CUTLASS' products take the
-    residual in, before the one rounding; others round before it is added, too. out_TO: contiguous, where the result is to be.
+    residual in, before the one rounding; others round before it is added, too.
     """
     if name in ROWS + BLOCKS and (residual_TO is None or takes_residual(residual_TO)):
         library = load_gemms(x_TI.device)
         assert library is not None, "gemm_names named what is not built"
         assert x_scale is not None
-        return run_gemm(library, name, x_TI, weight_OI, x_scale, scale, residual_TO, out_TO)
+        return run_gemm(library, name, x_TI, weight_OI, x_scale, scale, residual_TO)
     if residual_TO is not None:
-        return torch.add(scaled_gemm(name, x_TI, x_scale, weight_OI, scale, dtype), residual_TO, out=out_TO)
+        return scaled_gemm(name, x_TI, x_scale, weight_OI, scale, dtype) + residual_TO
     if x_scale is None:
-        return _put(F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype)), out_TO)
+        return F.linear(x_TI, dequantize_weight(weight_OI, scale, dtype))
     if weight_OI.dtype == torch.int8:
-        return _put(scale_sums(int8_matmul(x_TI, weight_OI.t()), x_scale, scale, dtype), out_TO)
-    scaled_mm = partial(scaled_matmul, x_TI, weight_OI.t())
+        return scale_sums(int8_matmul(x_TI, weight_OI.t()), x_scale, scale, dtype)
     if dtype == torch.bfloat16:
-        return scaled_mm(x_scale, scale[None, :], dtype=dtype, out=out_TO)
+        return scaled_matmul(x_TI, weight_OI.t(), x_scale, scale[None, :], dtype=dtype)
     one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
-    sums_TO = scaled_mm(one, one, dtype=torch.float32)
-    return _put(scale_sums(sums_TO, x_scale, scale, dtype), out_TO)
-
-
-def _put(y_TO: torch.Tensor, out_TO: torch.Tensor | None) -> torch.Tensor:
-    return y_TO if out_TO is None else out_TO.copy_(y_TO)
+    sums_TO = scaled_matmul(x_TI, weight_OI.t(), one, one, dtype=torch.float32)
+    return scale_sums(sums_TO, x_scale, scale, dtype)

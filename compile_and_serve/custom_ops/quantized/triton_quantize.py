@@ -1,4 +1,4 @@
-"""Row-wise kernels around a scaled GEMM: RMSNorm or SiLU-mul and rounding to 8 bits before it, the scales of its sums after it.
+"""Row-wise kernels around a scaled GEMM: RMSNorm and quantization to 8 bits before it, the scales of its sums after it.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 """
@@ -36,38 +36,6 @@ def round_to(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def count_nan(x_GB):
-    """How many values of each group are not numbers."""
-    return tl.sum((x_GB != x_GB).to(tl.int32), 1)
-
-
-@triton.jit
-def scale_of(largest_G, input_scale_ptr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr):
-    """The scale of values of which none is beyond ±largest, or the static one."""
-    if IS_STATIC:
-        scale_G = tl.zeros_like(largest_G) + tl.load(input_scale_ptr).to(tl.float32)
-    else:
-        scale_G = tl.maximum(tl.div_rn(largest_G, LARGEST_VALUE), 1e-12)
-    return scale_G
-
-
-@triton.jit
-def scales_of(x_GB, input_scale_ptr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr):
-    """The scale of each group of x_GB."""
-    scale_G = scale_of(tl.max(tl.abs(x_GB), 1), input_scale_ptr, IS_STATIC, LARGEST_VALUE)
-    # Maxima drop NaN, and a token that is not a number must not become one.
-    return tl.where(count_nan(x_GB) > 0, float("nan"), scale_G)
-
-
-@triton.jit
-def to_eight_bits(x, scale, DTYPE: tl.constexpr, LARGEST_VALUE: tl.constexpr):
-    """x over its scale, rounded to DTYPE."""
-    # Exact divisions, as the reference's: under a constant scale many values fall between two of float8's, to be rounded alike.
-    values = x * tl.div_rn(1.0, scale)
-    return round_to(tl.minimum(tl.maximum(values, -LARGEST_VALUE), LARGEST_VALUE), DTYPE)
-
-
-@triton.jit
 def store_quantized(
     x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features,
     IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -77,8 +45,16 @@ def store_quantized(
     All of a group, or of the row (GROUP = BLOCK), has one scale.
     """
     x_GB = tl.reshape(x_I, (BLOCK // GROUP, GROUP))
-    scale_G = scales_of(x_GB, input_scale_ptr, IS_STATIC, LARGEST_VALUE)
-    values_GB = to_eight_bits(x_GB, scale_G[:, None], out_ptr.dtype.element_ty, LARGEST_VALUE)
+    largest_G = tl.max(tl.abs(x_GB), 1)
+    if IS_STATIC:
+        scale_G = tl.zeros_like(largest_G) + tl.load(input_scale_ptr).to(tl.float32)
+    else:
+        scale_G = tl.maximum(tl.div_rn(largest_G, LARGEST_VALUE), 1e-12)
+    # A maximum drops NaN; NaN must stay NaN.
+    scale_G = tl.where(tl.sum((x_GB != x_GB).to(tl.int32), 1) > 0, float("nan"), scale_G)
+    # Exact divisions, as in the reference: with a constant scale many values lie halfway between two float8 values.
+    values_GB = x_GB * tl.div_rn(1.0, scale_G)[:, None]
+    values_GB = round_to(tl.minimum(tl.maximum(values_GB, -LARGEST_VALUE), LARGEST_VALUE), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * num_features + cols_I, tl.reshape(values_GB, (BLOCK,)), mask=ok_I)
     groups = tl.arange(0, BLOCK // GROUP)
     num_groups = tl.cdiv(num_features, GROUP)
@@ -93,8 +69,8 @@ def quantize_constants(quantized: Rounded | None) -> dict[str, Any]:
 @triton.jit
 def _quantize_kernel(
     x_ptr, norm_ptr, input_scale_ptr, out_ptr, scale_ptr, num_features, x_stride, eps,
-    HAS_NORM: tl.constexpr, SILU_MUL: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols_I = tl.arange(0, BLOCK)
@@ -104,9 +80,6 @@ def _quantize_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     x_I = tl.load(x_ptr + row * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
-    if SILU_MUL:
-        up_I = tl.load(x_ptr + row * x_stride + num_features + cols_I, mask=ok_I, other=0.0).to(tl.float32)
-        x_I = (x_I / (1.0 + tl.exp(-x_I)) * up_I).to(x_ptr.dtype.element_ty).to(tl.float32)
     if HAS_NORM:
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_I * x_I) / num_features + eps)
         x_I = (x_I * inverse_rms * norm_I).to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -121,17 +94,16 @@ def quantize_rows(
     *,
     norm_weight_I: torch.Tensor | None = None,
     eps: float = 1e-6,
-    silu_mul: bool = False,
     per_group: bool = False,
     input_scale: torch.Tensor | None = None,
 ) -> Rounded:
-    """`quantize_activations` of rms_norm(x), of silu(first half) · second half, or of x, on the device.
+    """`quantize_activations` of rms_norm(x), or of x, on the device.
 
-    x_TI: [T, I] (with silu_mul [T, 2 * I]), rows may be strided. What is rounded to 8 bits is rounded to x's dtype before.
+    x_TI: [T, I], rows may be strided. The norm is rounded to x's dtype before it is quantized.
     → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
     """
     assert input_scale is None or not per_group, "a static scale is per tensor"
-    num_tokens, num_features = x_TI.shape[0], x_TI.shape[1] // (2 if silu_mul else 1)
+    num_tokens, num_features = x_TI.shape
     width = max(BLOCK, next_power_of_2(num_features))
     num_groups = cdiv(num_features, BLOCK) if per_group else 1
     out_TI = torch.empty(num_tokens, num_features, dtype=dtype, device=x_TI.device)
@@ -139,13 +111,11 @@ def quantize_rows(
     if num_tokens:
         pdl = supports_pdl(x_TI.device)
         warps = max(1, min(16 if width <= 16384 else 32, width // 512))
-        # Of 65,536 registers so many that one program loads while another looks for its largest value.
-        limit = {"maxnreg": min(255, max(64, 1024 // warps))} if silu_mul and x_TI.device.type == "cuda" else {}
         launch(
             _quantize_kernel, (num_tokens,),
             x_TI, norm_weight_I, input_scale, out_TI, scale, num_features, x_TI.stride(0), eps,
-            HAS_NORM=norm_weight_I is not None, SILU_MUL=silu_mul, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
-            GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=warps, **limit, **launch_options(pdl),
+            HAS_NORM=norm_weight_I is not None, IS_STATIC=input_scale is not None, LARGEST_VALUE=LARGEST[dtype],
+            GROUP=BLOCK if per_group else width, BLOCK=width, PDL=pdl, num_warps=warps, **launch_options(pdl),
         )  # fmt: skip
     return out_TI, scale
 

@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 _WIDTHS = ((64, 1024), (128, 2048), (256, 4096), (2048, math.inf))  # of ranges up to so many tokens
 _SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: tiles have no fewer
-_SHOWN = 40  # letters of a candidate's name in the log: cuBLASLt's algorithms have 128
 _MAX_COPIES = 16
 _MAX_COLD_TOKENS = 256  # beyond, a weight is read so often that where it lies at first does not matter
 _MIN_CALLS = 4
@@ -118,13 +117,11 @@ class Choices:
                 times[name] = seconds(name)
             except Exception as error:  # of torch, Triton or CUTLASS: another candidate may do
                 is_final &= not isinstance(error, torch.OutOfMemoryError)
-                log.info("%s is no choice for %s: %s: %s", name[:_SHOWN], problem, type(error).__name__, error)
+                log.info("%s is no choice for %s: %s: %s", name, problem, type(error).__name__, error)
         if not times:
             return None, False
         choice = min(times, key=times.__getitem__)
-        shown = ", ".join(
-            f"{name[:_SHOWN]} {s * 1e6:.1f} us" for name, s in sorted(times.items(), key=lambda item: item[1])
-        )
+        shown = ", ".join(f"{name} {s * 1e6:.1f} us" for name, s in sorted(times.items(), key=lambda item: item[1]))
         log.info("%s, fastest first: %s", problem, shown)
         return choice, is_final
 

@@ -217,14 +217,6 @@ def engine_flags(
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
-    compile_sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Token counts that each piece is also compiled for alone; start-up takes longer by each.",
-            rich_help_panel=COMPILER_PANEL,
-        ),
-    ] = None,
     cache_dir: Annotated[
         str | None,
         typer.Option(
@@ -318,7 +310,6 @@ def engine_flags(
         "dump_dir": dump_dir,
         "cudagraph_mode": cudagraph_mode,
         "capture_sizes": None if cudagraph_capture_sizes is None else parse_counts(cudagraph_capture_sizes),
-        "compile_sizes": () if compile_sizes is None else parse_counts(compile_sizes),
         "cache_dir": cache_dir,
         "artifact_dir": artifact,
         "use_cache": not no_cache,

@@ -110,9 +110,6 @@ def _pieces(report: Mapping[str, Any]) -> Table:
         calls = sum(node["kind"] == "call" for node in report["pieces"][row["piece"]]["nodes"])
         seconds = f"{row['seconds']:.2f}" if "seconds" in row else ""
         lines.append((f"piece {i}", str(row["count"]), str(calls), row["piece"][:8], row.get("how", ""), seconds))
-        for sized in row.get("sizes", []):
-            what = f"{sized['how']} for {sized['tokens']} tokens"
-            lines.append((f"piece {i}", "", "", "", what, f"{sized['seconds']:.2f}"))
     return _table("Distinct pieces", ("piece", "×", "calls", "fingerprint", "", "seconds"), lines)
 
 

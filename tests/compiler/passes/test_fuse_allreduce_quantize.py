@@ -14,7 +14,6 @@ from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FUSED_QUANTIZE, FuseAllreduceQuantize
-from compile_and_serve.compiler.passes.fuse_quantized_mlp import QUANTIZED_MLP
 from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
@@ -53,9 +52,8 @@ def calls(gm: GraphModule, target: Any) -> list[Node]:
     return list(gm.graph.find_nodes(op="call_function", target=target))
 
 
-@pytest.mark.parametrize("mlp", [False, True])
-def test_every_norm_that_is_rounded_comes_rounded(mlp: bool) -> None:
-    captured, ctx, records = run(kernels=WITH_IT | {"quantized_mlp"} if mlp else WITH_IT)
+def test_every_norm_that_is_rounded_comes_rounded() -> None:
+    captured, ctx, records = run(kernels=WITH_IT)
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS)
     assert records[NAME].result == PassResult(matched=SITES)
     for record in records.values():
@@ -63,12 +61,8 @@ def test_every_norm_that_is_rounded_comes_rounded(mlp: bool) -> None:
     assert records[NAME].verification.relative_error < 1e-12
     fused = calls(captured.gm, FUSED_QUANTIZE)
     assert (len(fused), len(calls(captured.gm, FUSED))) == (SITES, 1)
-    readers = [
-        *(node for node in calls(captured.gm, QUANTIZED_LINEAR) if len(node.args) == 13),
-        *(node for node in calls(captured.gm, QUANTIZED_MLP) if len(node.args) == 17),
-    ]
-    assert len(readers) == SITES  # all QKV but the first, all gate/up; after fuse_linears and fuse_quantized_mlp, too
-    assert sum(node.target == QUANTIZED_MLP for node in readers) == LAYERS * mlp
+    readers = [node for node in calls(captured.gm, QUANTIZED_LINEAR) if len(node.args) == 13]
+    assert len(readers) == SITES  # all QKV but the first, all gate/up; after fuse_linears, too
     for reader in readers:
         parts = [reader.args[0], *reader.args[-2:]]
         assert all(part.target is operator.getitem for part in parts)
@@ -158,7 +152,7 @@ def test_the_op_is_the_sum_and_then_the_rounding(tmp_path: Path) -> None:
 def generate(rank: int, cache_dir: str) -> list[tuple[torch.Tensor, list[int], int]]:
     """Logits and greedy tokens of a float16 model (which the reference of quantized linears computes), and the sites of the pass."""
     results = []
-    for kernels in (ALLREDUCE, WITH_IT | {"quantized_mlp"}):
+    for kernels in (ALLREDUCE, WITH_IT):
         spec = tiny_spec("LlamaForCausalLM", LAYERS, torch.float16)
         config = CompileConfig(cache_dir=Path(cache_dir), tensor_parallel_size=2, quantization="fp8")
         model = compile_model(spec, config, device=torch.device("cpu"), dtype=torch.float16, kernels=kernels)

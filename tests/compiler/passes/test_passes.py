@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from compile_and_serve.compiler.artifacts.autotune import Choice
 from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
-from compile_and_serve.compiler.config import CompileConfig
-from compile_and_serve.compiler.passes import ON_REQUEST, default_passes
+from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
@@ -21,8 +20,8 @@ from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_pass
 from tests.support.tiny_models import tiny_spec
 
 LAYERS = 3
-ALL_KERNELS = frozenset({"rope_attention", "rope_attention_quantize", "fused_linear", "silu_mul", "add_rms_norm"})
-PASSES = default_passes(CompileConfig(forced_passes=ON_REQUEST))
+ALL_KERNELS = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
+PASSES = default_passes()
 
 
 def run(

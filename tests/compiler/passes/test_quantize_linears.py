@@ -14,7 +14,6 @@ from compile_and_serve.compiler.artifacts.cache_key import plan_fields
 from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.passes import default_passes
-from compile_and_serve.compiler.passes.fuse_quantized_mlp import QUANTIZED_MLP, FuseQuantizedMlp
 from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR, SCHEMES, QuantizeLinears
 from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
@@ -87,45 +86,6 @@ def test_every_linear_but_the_head_is_matched(scheme: str, architecture: str) ->
     for record in run_passes(captured.gm, default_passes(CompileConfig(quantization=scheme)), ctx):
         assert isinstance(record.result, SkipReason) or record.result == PassResult(matched=0), record.name
     assert str(captured.gm.graph) == before
-
-
-@pytest.mark.parametrize(("scheme", "matched"), [("fp8", LAYERS), ("fp8-block", LAYERS), ("int8-weight-only", 0)])
-def test_an_mlp_hands_rounded_activations_over(scheme: Quantization, matched: int) -> None:
-    captured, ctx, records = run(quantization=scheme, model=WIDE, kernels=KERNELS | {"quantized_mlp"}, verify=True)
-    assert records["fuse_quantized_mlp"].result == PassResult(matched=matched)
-    for record in records.values():
-        assert record.verification is None or record.verification.passed, record.name
-    mlps = captured.gm.graph.find_nodes(op="call_function", target=QUANTIZED_MLP)
-    assert len(mlps) == matched
-    for node in mlps:
-        x, gate_up, *_, activations = node.args
-        assert (node.args[3], node.args[10], activations) == (256, 128, "dynamic")
-        assert node.args[4] is not None  # the norm
-        assert node.args[12] is not None  # the residual
-        assert node.meta["example_value"].shape == x.meta["example_value"].shape
-        assert "gate_proj+up_proj" in gate_up.meta["weight"]
-    again = run_passes(captured.gm, (FuseQuantizedMlp(),), ctx)[0].result
-    assert again == PassResult(matched=0)
-
-
-def test_an_mlp_that_is_not_one() -> None:
-    captured, ctx, _ = run(
-        quantization="fp8", model=WIDE, kernels=KERNELS | {"quantized_mlp"}, disabled=frozenset({"fuse_quantized_mlp"})
-    )
-    downs = [
-        n
-        for n in captured.gm.graph.find_nodes(op="call_function", target=QUANTIZED_LINEAR)
-        if n.args[0].args[7:8] == (True,)
-    ]
-    assert len(downs) == LAYERS
-    downs[0].update_arg(9, "static")
-    with captured.gm.graph.inserting_after(downs[1].args[0]):
-        captured.gm.graph.call_function(torch.neg, (downs[1].args[0],))
-    result = FuseQuantizedMlp().run(captured.gm, ctx)
-    assert result.matched == 0
-    assert ["differently" in result.near_misses[0].reason, "elsewhere" in result.near_misses[1].reason] == [True, True]
-    _, _, records = run(quantization="fp8", model=WIDE)
-    assert records["fuse_quantized_mlp"].result == PassResult(matched=0)  # without a kernel
 
 
 def test_nothing_happens_unasked() -> None:
@@ -249,19 +209,6 @@ def test_a_compiled_model_computes_with_the_rounded_weights(tmp_path: Path, sche
     assert (rounded - exact).norm() / exact.norm() > 1e-3
     slow = ours.report.get("slow_quantized_linears")
     assert "not per block" in slow if scheme == "fp8-block" else slow is None
-
-
-def test_a_compiled_model_with_mlps_as_one_op(tmp_path: Path) -> None:
-    """Compiled, and once more from the store; on the CPU it is the two linears, to the bit."""
-    spec = tiny_spec(layers=LAYERS)
-    logits = []
-    for kernels in (KERNELS, KERNELS | {"quantized_mlp"}, KERNELS | {"quantized_mlp"}):
-        config = CompileConfig(cache_dir=tmp_path, quantization="fp8")
-        model = compile_model(spec, config, device=CPU, dtype=torch.float32, kernels=kernels)
-        fill(model)
-        logits.append(step(model, [5, 6, 7, 8], 0, caches(spec, torch.float32)))
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
 
 
 def test_the_artifact_is_another_one() -> None:

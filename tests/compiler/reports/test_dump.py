@@ -18,7 +18,7 @@ import torch
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.inductor import load_pieces
 from compile_and_serve.compiler.model import Model
-from compile_and_serve.compiler.passes import ON_REQUEST, default_passes
+from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.compiler.reports.dump_format import REPORT, SCHEMA
 from compile_and_serve.compiler.reports.run_dump import random_inputs, run
@@ -26,7 +26,7 @@ from compile_and_serve.models.registry import build_model
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
-RUN = [graph_pass for graph_pass in default_passes() if graph_pass.name not in ON_REQUEST]
+RUN = default_passes()
 FUSED = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
 
 
@@ -102,7 +102,7 @@ def test_graphs_run_and_say_dtype_shape_and_source_on_every_line(tmp_path: Path)
         assert all(re.match(r"    # models/\w+\.py:\d+, in forward: ", line) or "  # " in line for line in body), file
         graph = load(file)
         results.append(run(graph.forward, graph.INPUTS, random_inputs(graph.INPUTS))[0])
-    assert len(results) == 1 + len(default_passes()) - 5  # the five fusions had no kernel and did not run
+    assert len(results) == 1 + len(default_passes()) - 4  # the four fusions had no kernel and did not run
     assert "# bfloat16[tokens, 64]" in text
     for result in results[1:3]:  # up to `merge_linears` the inputs are the same
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from compile_and_serve.compiler import CompileConfig, compile_model
-from compile_and_serve.compiler.passes import ON_REQUEST, default_passes
+from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassResult
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 from tests.support.wrong_passes import DropsResidual
@@ -67,8 +67,6 @@ def test_every_default_pass_is_right(tmp_path: Path, architecture: str, config: 
     rows = {row["name"]: row for row in model.report["passes"]}
     assert list(rows) == [p.name for p in default_passes()]
     for name, row in rows.items():
-        if name in ON_REQUEST:
-            continue
         assert row["verification"]["reason"] is None, name
         assert row["verification"]["relative_error"] < 1e-12
     sites = rows["fuse_rope_attention"]["verification"]["sites"]
@@ -122,5 +120,4 @@ def test_a_plan_with_a_pass_left_out_is_not_found_without_verification(tmp_path:
     assert plain.report["artifact"] == "made"
     _, again = make(tmp_path)
     assert again.report["artifact"] == "hit"
-    ran = [row for row in again.report["passes"] if row["name"] not in ON_REQUEST]
-    assert all(row["verification"]["reason"] is None for row in ran)
+    assert all(row["verification"]["reason"] is None for row in again.report["passes"])

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from compile_and_serve.custom_ops.build.cpp import BuildError
-from compile_and_serve.custom_ops.linear import cublaslt, silu_mul_gemm
+from compile_and_serve.custom_ops.linear import silu_mul_gemm
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     KERNELS,
     SEPARATE,
@@ -121,8 +121,7 @@ def test_extreme_values(library: ctypes.CDLL, kernel: str) -> None:
 
 def test_the_choice(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Choices(tmp_path / "choices.json")
-    for module in (cublaslt, choices_module):
-        monkeypatch.setattr(module, "choices_of", lambda device: kept)
+    monkeypatch.setattr(choices_module, "choices_of", lambda device: kept)
     for num_tokens in (512, 460):  # one range
         x, weight = operands(num_tokens, 1024, 256)
         result = silu_mul_linear(x, weight)
@@ -133,12 +132,7 @@ def test_the_choice(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("way", [SEPARATE, *KERNELS])
-def test_chunks_of_a_long_prompt(
-    library: ctypes.CDLL, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = Choices(tmp_path / "choices.json")
-    for module in (cublaslt, choices_module):
-        monkeypatch.setattr(module, "choices_of", lambda device: kept)
+def test_chunks_of_a_long_prompt(library: ctypes.CDLL, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silu_mul_gemm, "fastest", lambda *_: way)
     x, weight = operands(2 * 2048 + 1000, 256, 128)
     result, reference = silu_mul_linear(x, weight), expected(x, weight)

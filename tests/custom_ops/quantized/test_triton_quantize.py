@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
-from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm, silu_mul_rows
+from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
 from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
 from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
 
@@ -44,20 +44,6 @@ def test_like_the_reference(num_tokens, features, norm, kind, source, dtype) -> 
     # ties to float8 away from zero.
     may_differ = norm or dtype == torch.float8_e4m3fn
     assert (~right).float().mean() < (0.02 if may_differ else 1e-9) or num_tokens == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("kind", ["token", "group", "static"])
-@pytest.mark.parametrize(("num_tokens", "features"), [(3, 300), (1, 33), (0, 64)])
-def test_silu_mul_in_the_same_kernel(num_tokens, features, kind, dtype) -> None:
-    """To the bit what two kernels give."""
-    torch.manual_seed(features)
-    x = torch.randn(num_tokens, 2 * features + 8).half()[:, : 2 * features]
-    options = {"per_group": kind == "group", "input_scale": torch.tensor([0.01]) if kind == "static" else None}
-    quantized, scale = quantize_rows(x, dtype, silu_mul=True, **options)
-    expected, expected_scale = quantize_rows(silu_mul_rows(x), dtype, **options)
-    assert torch.equal(scale, expected_scale)
-    assert torch.equal(quantized.float(), expected.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

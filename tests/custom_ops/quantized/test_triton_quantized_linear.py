@@ -19,7 +19,6 @@ from compile_and_serve.custom_ops.quantized.cuda_linear import (
     TILE,
     QuantizedLinear,
     quantized_linear,
-    quantized_mlp,
 )
 from compile_and_serve.custom_ops.quantized.quantization import (
     block_scales,
@@ -115,13 +114,13 @@ def test_one_token_is_rounded_as_by_the_kernel_for_many(inner: int, norm: bool, 
     assert torch.equal(linear_of(a).run(GEMV), linear_of(a | plain).run(GEMV))
 
 
-@pytest.mark.parametrize("way", [GEMV, TILE])
+@pytest.mark.parametrize("kernel", [GEMV, TILE])
 @pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
 @pytest.mark.parametrize("norm", [False, True])
-def test_what_is_not_a_number_stays_so(norm: bool, activations: str, way: str) -> None:
+def test_what_is_not_a_number_stays_so(norm: bool, activations: str, kernel: str) -> None:
     a = arguments(1, 20, 4104, False, True, activations, row_scales, torch.float8_e4m3fn, torch.float16)
     a["x_TI"][0, 4100] = float("nan")  # type: ignore[index]
-    assert linear_of(a if norm else a | {"norm_weight_I": None}).run(way).isnan().all()
+    assert linear_of(a if norm else a | {"norm_weight_I": None}).run(kernel).isnan().all()
 
 
 @pytest.mark.parametrize("per_block", [False, True])
@@ -145,28 +144,28 @@ def linear_of(a: dict[str, object]) -> QuantizedLinear:
 
 @pytest.mark.parametrize("activations", ["none", "dynamic"])
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_every_way_computes_the_same(weight_dtype: torch.dtype, activations: str) -> None:
+def test_every_kernel_computes_the_same(weight_dtype: torch.dtype, activations: str) -> None:
     """torch's scaled GEMMs run on the CPU as well, though not all of their scalings."""
     torch.manual_seed(0)
     a = arguments(80, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float32)
     linear = linear_of(a)
-    assert set(linear.ways()) == {TILE, TORCH if activations == "dynamic" else EXPANDED}
-    for way in linear.ways():
-        assert relative_error(linear.run(way), reference(a)) < 1e-5
+    assert set(linear.kernels()) == {TILE, TORCH if activations == "dynamic" else EXPANDED}
+    for kernel in linear.kernels():
+        assert relative_error(linear.run(kernel), reference(a)) < 1e-5
 
 
 @pytest.mark.parametrize(("num_tokens", "scales"), [(1, row_scales), (80, row_scales), (5, block_scales)])
 def test_x_that_comes_rounded_is_not_rounded_again(num_tokens: int, scales, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, by every way, and as a choice of its own: less is left to do."""
+    """To the bit, by every kernel, and as a choice of its own: less is left to do."""
     torch.manual_seed(num_tokens)
     a = arguments(num_tokens, 64, 96, True, True, "dynamic", scales, torch.float8_e4m3fn, torch.float32)
     linear = linear_of(a)
-    expected = {way: linear.run(way) for way in linear.ways()}
+    expected = {kernel: linear.run(kernel) for kernel in linear.kernels()}
     rounded = linear_of(a | {"rounded": linear.operand()})
     monkeypatch.setattr(quantized_linear_cuda, "quantize_rows", None)
-    assert rounded.ways() == linear.ways()
-    for way, y in expected.items():
-        assert torch.equal(rounded.run(way), y), way
+    assert rounded.kernels() == linear.kernels()
+    for kernel, y in expected.items():
+        assert torch.equal(rounded.run(kernel), y), kernel
     assert rounded.family() == f"{linear.family()} comes_rounded"
     monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, *_, **__: next(iter(expected)))
     assert torch.equal(
@@ -175,22 +174,22 @@ def test_x_that_comes_rounded_is_not_rounded_again(num_tokens: int, scales, monk
     )
 
 
-def test_ways_by_the_number_of_tokens() -> None:
+def test_kernels_by_the_number_of_tokens() -> None:
     """The first is what is taken where nothing was measured."""
 
-    def ways(num_tokens: int, activations: str = "dynamic", scales=row_scales) -> tuple[str, ...]:
+    def kernels(num_tokens: int, activations: str = "dynamic", scales=row_scales) -> tuple[str, ...]:
         return linear_of(
             arguments(num_tokens, 64, 96, False, True, activations, scales, torch.float8_e4m3fn, torch.float16)
-        ).ways()
+        ).kernels()
 
-    assert ways(1) == ways(1, "none") == (GEMV, TILE)
-    assert ways(1, scales=block_scales) == (TILE,)
-    assert ways(16) == (TILE, TORCH)
-    assert ways(17) == ways(256) == (TORCH, TILE)
-    assert ways(257) == (TORCH,)
-    assert ways(64, "none") == (TILE,)
-    assert ways(256, "none") == (TILE, EXPANDED)
-    assert ways(257, "none") == (EXPANDED,)
+    assert kernels(1) == kernels(1, "none") == (GEMV, TILE)
+    assert kernels(1, scales=block_scales) == (TILE,)
+    assert kernels(16) == (TILE, TORCH)
+    assert kernels(17) == kernels(256) == (TORCH, TILE)
+    assert kernels(257) == (TORCH,)
+    assert kernels(64, "none") == (TILE,)
+    assert kernels(256, "none") == (TILE, EXPANDED)
+    assert kernels(257, "none") == (EXPANDED,)
 
 
 def test_what_no_library_gemm_takes() -> None:
@@ -211,44 +210,20 @@ def test_a_family_is_all_but_the_number_of_tokens() -> None:
     assert len({family(3), family(3, False), family(3, True, False), family(3, True, True, "none")}) == 4
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
-@pytest.mark.parametrize(("num_tokens", "most"), [(0, 2048), (1, 2048), (5, 2048), (40, 2048), (40, 20)])
-def test_an_mlp_is_its_two_linears(
-    num_tokens: int, most: int, activations: str, weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the bit, whether SiLU-mul is a kernel of its own (few tokens) or rounds as well, and in chunks of tokens, too."""
-    torch.manual_seed(num_tokens)
-    monkeypatch.setattr(token_chunks, "MAX_CHUNK_TOKENS", most)
-    a = arguments(num_tokens, 64, 96, True, True, activations, row_scales, weight_dtype, torch.float16)
-    b = arguments(num_tokens, 48, 32, False, True, activations, row_scales, weight_dtype, torch.float16)
-    a["residual_TO"] = None
-    b["norm_weight_I"] = None
-    expected = quantized_linear(**b | {"x_TI": quantized_linear(**a)})
-    mlp = (
-        a["x_TI"], a["weight_OI"], a["scale"], 32, a["norm_weight_I"], a["eps"], a["bias_O"], a["input_scale"],
-        b["weight_OI"], b["scale"], 48, b["bias_O"], b["residual_TO"], b["input_scale"], activations,
-    )  # fmt: skip
-    out = quantized_mlp(*mlp)  # type: ignore[arg-type]
-    assert out.shape == (num_tokens, 48)
-    assert torch.equal(out, expected)
-    if activations != "none":
-        come_rounded = quantized_mlp(*mlp, *linear_of(a).operand())
-        assert torch.equal(come_rounded, expected)
-
-
-@pytest.mark.parametrize("way", [TILE, TORCH])
+@pytest.mark.parametrize("kernel", [TILE, TORCH])
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_products_of_chunks_go_where_they_belong(has_residual: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QuantizedLinear, "fastest_way", lambda *_: way)
-    a = arguments(50, 64, 96, True, False, "dynamic", row_scales, torch.int8, torch.float16)
-    b = arguments(50, 48, 32, False, False, "dynamic", row_scales, torch.int8, torch.float16)
-    b["residual_TO"] = torch.randn(50, 48).half() if has_residual else None
-    mlp = (
-        a["x_TI"], a["weight_OI"], a["scale"], 32, None, 1e-5, None, None, b["weight_OI"], b["scale"], 48, None, b["residual_TO"],
-        None, "dynamic",
-    )  # fmt: skip
-    at_once = quantized_mlp(*mlp)  # type: ignore[arg-type]
-    assert relative_error(at_once, reference(b | {"x_TI": linear_of(a).run(way)})) < 1e-2
+@pytest.mark.parametrize("comes_rounded", [False, True])
+def test_silu_mul_of_a_long_prompt_in_chunks(
+    comes_rounded: bool, has_residual: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit what the whole prompt gives at once."""
+    monkeypatch.setattr(QuantizedLinear, "fastest_kernel", lambda *_: kernel)
+    a = arguments(50, 64, 96, True, True, "dynamic", row_scales, torch.int8, torch.float16)
+    if not has_residual:
+        a["residual_TO"] = None
+    if comes_rounded:
+        a["rounded_TI"], a["rounded_scale"] = linear_of(a).operand()
+    at_once = quantized_linear(**a)  # type: ignore[arg-type]
+    assert relative_error(at_once, reference(a)) < 1e-2
     monkeypatch.setattr(token_chunks, "MAX_CHUNK_TOKENS", 20)
-    assert torch.equal(quantized_mlp(*mlp), at_once)  # type: ignore[arg-type]
+    assert torch.equal(quantized_linear(**a), at_once)  # type: ignore[arg-type]

@@ -53,10 +53,10 @@ for dtype, largest in ((tl.float8e4nv, 448.0), (tl.int8, 127.0)):
             special = {"x_ptr": TENSORS[dtype], "w_ptr": TENSORS[dtype], "counter_ptr": "*i32"}
             found[f"matmul {dtype} {name} {tokens}"] = made(_matmul_kernel, constants, warps, special)
 constants = {
-    "HAS_NORM": False, "SILU_MUL": True, "IS_STATIC": False, "LARGEST_VALUE": 448.0, "GROUP": 16384, "BLOCK": 16384, "PDL": True,
+    "HAS_NORM": False, "IS_STATIC": False, "LARGEST_VALUE": 448.0, "GROUP": 16384, "BLOCK": 16384, "PDL": True,
     "norm_ptr": None, "input_scale_ptr": None,
 }
-found["quantize"] = made(_quantize_kernel, constants, 16, {"out_ptr": "*fp8e4nv"}, maxnreg=64)
+found["quantize"] = made(_quantize_kernel, constants, 16, {"out_ptr": "*fp8e4nv"})
 print(json.dumps(found))
 """
 

@@ -19,7 +19,7 @@ def test_serving_never_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     core = EngineCore(
         tiny_config(
             model, device="cpu", enforce_eager=False, cache_dir=tmp_path / "store", max_num_batched_tokens=48,
-            num_kv_blocks=256, block_size=16, compile_sizes=(1, 2),
+            num_kv_blocks=256, block_size=16,
         )
     )  # fmt: skip
     before = sorted((tmp_path / "store").rglob("*"))

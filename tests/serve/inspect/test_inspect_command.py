@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compile_and_serve.compiler.passes import ON_REQUEST, default_passes
+from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.serve.cli.main import app
 from compile_and_serve.serve.inspect.data import load_dump
 from compile_and_serve.serve.inspect.page import build_page, serve_page
@@ -32,7 +32,7 @@ def test_text_says_what_the_page_says(dump: Path) -> None:
     assert f"(rope_attention → piece 1) × {repeats(dump)}" in result.output
     assert "the norm's weight and its input have different dtypes (torch.float32 and torch.bfloat16)" in result.output
     assert re.search(r"fuse_linears .*models/llama\.py:\d+", result.output)
-    assert result.output.count("right") == len(default_passes()) - len(ON_REQUEST)
+    assert result.output.count("right") == len(default_passes())
     assert "Measured pieces (" in result.output
     assert "KV cache 512 tokens, 1.0 MiB, attention by torch" in result.output
     assert re.search(r"largest step\W+2\.00\b", result.output)

@@ -37,14 +37,9 @@ function passRow(row) {
   ];
 }
 
-function pieceMade(row) {
-  const sizes = (row.sizes || []).map((made) => made.tokens);
-  return [row.how || "", ...(sizes.length ? [`, also for ${sizes.join(", ")} tokens alone`] : [])].join("");
-}
-
 function pieceRow(row, i) {
   const calls = DATA.pieces[row.piece].nodes.filter((node) => node.kind === "call").length;
-  return [`piece ${i}`, `× ${row.count}`, h("code", {}, row.piece.slice(0, 8)), calls, pieceMade(row), number(row.seconds ?? 0),
+  return [`piece ${i}`, `× ${row.count}`, h("code", {}, row.piece.slice(0, 8)), calls, row.how || "", number(row.seconds ?? 0),
     linkTo("graph", () => show("graph", DATA.graphs.length - 1), `Graph of piece ${i}`)];
 }
 
