@@ -1,1 +1,1 @@
-"""Model families: one plain `torch.nn` file each, and the registry from Hugging Face architecture name to `ModelSpec`."""
+"""Model families, one plain `torch.nn` file each, and the registry from Hugging Face architecture to `ModelSpec`."""

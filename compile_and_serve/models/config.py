@@ -1,4 +1,4 @@
-"""`DecoderConfig`: the fields of a dense decoder's config.json, checked once, so that model code reads attributes."""
+"""`DecoderConfig`: the checked fields of a dense decoder's config.json."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 class ModelConfigError(ValueError):
-    """A config.json that no model of ours can be built from; the message is one sentence."""
+    """No model can be built from a config.json. The message is one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """Sizes and switches of a Llama-like decoder. `rope` is config.json's rope_parameters (or rope_scaling + rope_theta)."""
+    """Sizes and switches of a Llama-like decoder. rope: config.json's rope_parameters, or rope_scaling with rope_theta."""
 
     vocab_size: int
     hidden_size: int
@@ -33,9 +33,9 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], *, default_head_dim: int | None = None) -> DecoderConfig:
-        """Read a config.json. `default_head_dim`: the family's, where it is not hidden_size / num_attention_heads.
+        """Read a config.json. default_head_dim: the family's default, if it is not hidden_size / num_attention_heads.
 
-        Raises `ModelConfigError` for a missing or impossible value.
+        Raises `ModelConfigError` for a missing or invalid value.
         """
         missing = [name for name in _REQUIRED if config.get(name) is None]
         if missing:
@@ -49,7 +49,7 @@ class DecoderConfig:
             )
         if config.get("head_dim") is None and default_head_dim is None and sizes["hidden_size"] % num_heads:
             raise ModelConfigError(
-                f"hidden_size must be a multiple of num_attention_heads where head_dim is not given, "
+                f"hidden_size must be a multiple of num_attention_heads if head_dim is not given, "
                 f"got {sizes['hidden_size']} and {num_heads}."
             )
         activation = config.get("hidden_act", "silu")
@@ -59,7 +59,7 @@ class DecoderConfig:
             raise ModelConfigError("use_sliding_window is not supported: set it to false in the model's config.")
         rope = _rope(config)
         if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise ModelConfigError("partial_rotary_factor is not supported: only RoPE over the whole head is.")
+            raise ModelConfigError("partial_rotary_factor is not supported: RoPE must cover the whole head.")
         return cls(
             **sizes,
             num_key_value_heads=num_kv_heads,
@@ -83,9 +83,9 @@ def _positive_int(config: Mapping[str, Any], name: str, default: int | None = No
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings of config.json: rope_parameters (transformers 5), or rope_theta beside rope_scaling.
+    """RoPE parameters from rope_parameters (transformers 5) or from rope_scaling with rope_theta.
 
-    Who adds one to a file that has the other must mean the same: transformers would take rope_scaling, and forget the other's rope_theta.
+    A file with both must give equal values: transformers reads rope_scaling and ignores the rope_theta in rope_parameters.
     """
     spellings = {name: dict(config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)}
     rope: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
             if rope[name] != spelling[name]:
                 raise ModelConfigError(
                     f"rope_parameters and rope_scaling in the model's config disagree about {name} ({rope[name]!r} and "
-                    f"{spelling[name]!r}): move everything to rope_parameters, rope_theta too, and remove rope_scaling."
+                    f"{spelling[name]!r}): move everything, including rope_theta, to rope_parameters and remove rope_scaling."
                 )
         rope |= spelling
     rope.setdefault("rope_type", "default")

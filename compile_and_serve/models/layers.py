@@ -1,6 +1,6 @@
-"""What the families truly share: rotary positions and the gated MLP.
+"""Layers that the model families share: rotary position embedding and the gated MLP.
 
-Shape legend: T tokens of the step, D hidden size, F feed-forward size, X heads of any kind, E head size.
+Shape legend: T tokens of the step, D hidden size, X heads of any kind, E head size.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "divisors")
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
-    """θ^(-2i/E) for i < E/2, scaled as `rope["rope_type"]` says. → float32 [E/2]
+    """θ^(-2i/E) for i < E/2, scaled according to `rope["rope_type"]`. → float32 [E/2]
 
-    "linear" divides by `factor` (position interpolation, arXiv:2306.15595); "llama3" divides only the long wavelengths and
-    blends in between (Llama 3.1's reference code); "divisors" is llama3's outcome as a list, which is what GGUF files hold.
+    "linear" divides by `factor` (position interpolation, arXiv:2306.15595). "llama3" divides only the long wavelengths, with
+    a smooth transition (Llama 3.1's reference code). "divisors" divides by a given list, which GGUF files store for llama3.
     Raises `ModelConfigError` for another type or a missing parameter.
     """
     rope_type = rope["rope_type"]
@@ -44,9 +44,12 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
 
 
 def max_positions(config: DecoderConfig) -> int:
-    """Longest sequence that the positions encode: linear scaling stretches the trained length, llama3's already counts it."""
-    stretch = _rope_parameter(config.rope, "factor") if config.rope["rope_type"] == "linear" else 1.0
-    return int(config.max_position_embeddings * stretch)
+    """Longest sequence that the positions encode.
+
+    Linear scaling multiplies max_position_embeddings; llama3's max_position_embeddings already includes its scaling.
+    """
+    factor = _rope_parameter(config.rope, "factor") if config.rope["rope_type"] == "linear" else 1.0
+    return int(config.max_position_embeddings * factor)
 
 
 def _rope_parameter(rope: Mapping[str, Any], name: str) -> float:
@@ -56,7 +59,7 @@ def _rope_parameter(rope: Mapping[str, Any], name: str) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every position's angles, computed once a forward and shared by the layers."""
+    """cos and sin of every position's angles. Computed once per forward and shared by the layers."""
 
     inv_freq: torch.Tensor
 
@@ -65,7 +68,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies(config.rope, config.head_dim), persistent=False)
 
     def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: int64 [T]. → cos, sin: [T, E] in `dtype`, computed in float32; both halves equal."""
+        """positions: int64 [T]. → cos, sin: [T, E] in `dtype`, computed in float32. Their two halves are equal."""
         angles = positions_T[:, None].to(torch.float32) * self.inv_freq
         angles_TE = torch.cat((angles, angles), dim=-1)
         return angles_TE.cos().to(dtype), angles_TE.sin().to(dtype)

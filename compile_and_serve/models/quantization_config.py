@@ -1,7 +1,8 @@
-"""What a config.json's `quantization_config` says of the checkpoint's linears, for the formats whose values run as they are stored.
+"""Reads a config.json's `quantization_config`: which linears the checkpoint stores quantized, and how.
 
-- `compressed-tensors` (llm-compressor), formats float-quantized, int-quantized and naive-quantized with 8 bits;
-- `fp8` of Hugging Face: blocks of 128 × 128 with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` a tensor.
+Supported are the formats that the kernels run without conversion:
+- `compressed-tensors` (llm-compressor): formats float-quantized, int-quantized and naive-quantized with 8 bits;
+- Hugging Face's `fp8`: blocks of 128 × 128 with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` per tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
 
 
 def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, QuantizedWeight]:
-    """Parameter name → how the checkpoint holds it, for the linears that `quantization_config` says are quantized.
+    """Parameter name → how the checkpoint stores it, for the linears that `quantization_config` declares quantized.
 
-    module: the model, on the meta device. Raises `ModelConfigError` for a method or a combination that is not supported.
+    module: the model on the meta device. Raises `ModelConfigError` for an unsupported method or scheme.
     """
     quantization = config.get("quantization_config")
     if quantization is None:
@@ -36,13 +37,13 @@ def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str,
     if method == "fp8":
         return _fp8(quantization, _linears(module))
     raise ModelConfigError(
-        f"The checkpoint is quantized with {method!r}, which is not supported: use one in the compressed-tensors (8 bits) or "
-        "fp8 format, or an unquantized one with --quantization."
+        f"The checkpoint is quantized with {method!r}, which is not supported: use a checkpoint in the compressed-tensors "
+        "(8 bits) or fp8 format, or an unquantized one with --quantization."
     )
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """By name; without an output head that shares its weight with the embedding, which no format quantizes."""
+    """Linears by name, without an output head that shares its weight with the embedding: no format quantizes it."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         name: child
@@ -80,24 +81,24 @@ def _compressed_tensors(config: Mapping[str, Any], linears: Mapping[str, nn.Line
 
 
 def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> tuple[torch.dtype, Activations, str]:
-    """What the weights are stored as, what the inputs become, and what a weight's scale is for."""
+    """(the weights' dtype, how activations are quantized, what a weight scale covers: tensor, channel or block)."""
     kind, strategy = weights.get("type"), weights.get("strategy")
-    said = f"{weights.get('num_bits')}-bit {kind} weights per {strategy}"
+    scheme = f"{weights.get('num_bits')}-bit {kind} weights per {strategy}"
     if weights.get("num_bits") != 8 or kind not in _DTYPES or not weights.get("symmetric", True):
-        raise _unsupported(said, "symmetric 8-bit weights")
+        raise _unsupported(scheme, "symmetric 8-bit weights")
     if strategy not in ("tensor", "channel", "block"):
-        raise _unsupported(said, "scales per tensor, channel or block")
+        raise _unsupported(scheme, "scales per tensor, channel or block")
     if strategy == "block" and list(weights.get("block_structure") or []) != [BLOCK, BLOCK]:
-        raise _unsupported(f"{said} of {weights.get('block_structure')}", f"blocks of [{BLOCK}, {BLOCK}]")
+        raise _unsupported(f"{scheme} of {weights.get('block_structure')}", f"blocks of [{BLOCK}, {BLOCK}]")
     if inputs is None:
         return _DTYPES[kind], "none", strategy
-    said = f"{inputs.get('num_bits')}-bit {inputs.get('type')} activations per {inputs.get('strategy')} over {said}"
+    scheme = f"{inputs.get('num_bits')}-bit {inputs.get('type')} activations per {inputs.get('strategy')} over {scheme}"
     if inputs.get("num_bits") != 8 or inputs.get("type") != kind or not inputs.get("symmetric", True):
-        raise _unsupported(said, "symmetric activations of the weights' type")
-    wanted = "group" if strategy == "block" else "token" if inputs.get("dynamic") else "tensor"
-    if inputs.get("strategy") != wanted or (wanted == "group" and inputs.get("group_size") not in (None, BLOCK)):
+        raise _unsupported(scheme, "symmetric activations of the weights' type")
+    expected = "group" if strategy == "block" else "token" if inputs.get("dynamic") else "tensor"
+    if inputs.get("strategy") != expected or (expected == "group" and inputs.get("group_size") not in (None, BLOCK)):
         raise _unsupported(
-            said, "dynamic activations per token (per group of 128 with blocks) or static ones per tensor"
+            scheme, "dynamic activations per token (with blocks: per group of 128) or static activations per tensor"
         )
     return _DTYPES[kind], "dynamic" if inputs.get("dynamic") else "static", strategy
 
@@ -109,7 +110,9 @@ def _fp8(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[st
     if scheme not in ("dynamic", "static"):
         raise _unsupported(f"activation_scheme {scheme!r}", "'dynamic' or 'static'")
     if block is not None and (list(block) != [BLOCK, BLOCK] or scheme != "dynamic"):
-        raise _unsupported(f"fp8 blocks of {block} with {scheme} activations", f"[{BLOCK}, {BLOCK}] and dynamic ones")
+        raise _unsupported(
+            f"fp8 blocks of {block} with {scheme} activations", f"blocks of [{BLOCK}, {BLOCK}] with dynamic activations"
+        )
     ignored = ["lm_head", *(config.get("modules_to_not_convert") or config.get("ignored_layers") or [])]
     found: dict[str, QuantizedWeight] = {}
     for name, linear in linears.items():
@@ -127,7 +130,7 @@ def _fp8(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[st
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:
-    """compressed-tensors' rule: a module's name, its class's, or `re:` and a pattern that its name begins with."""
+    """compressed-tensors' rule: a target is a module's name, its class's name, or `re:` with a pattern for `re.match`."""
     return any(
         re.match(target[3:], name) is not None if target.startswith("re:") else target in (name, "Linear")
         for target in targets

@@ -1,7 +1,7 @@
-"""Qwen3, dense: Llama's block with an RMSNorm over each query and key head before RoPE.
+"""Dense Qwen3: Llama's block with an RMSNorm over each query and key head before RoPE.
 
-Shape legend: T tokens of the step, S rows of logits wanted, D hidden size, H query heads, K key/value heads, E head size,
-V vocabulary. Head counts are never baked into a view (`-1`), so that a sharded projection needs no edit here.
+Shape legend: T tokens of the step, S rows whose logits are needed, D hidden size, H query heads, K key/value heads,
+E head size, V vocabulary. Views use -1 for head counts, so that sharded projections need no change here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], one kv cache a layer, logits_indices int64 [S]) → logits [S, V]."""
+    """forward(input_ids int64 [T], positions int64 [T], a KV cache per layer, logits_indices int64 [S]) → logits [S, V]."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

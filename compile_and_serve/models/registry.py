@@ -1,4 +1,4 @@
-"""From a checkpoint's config.json to a `ModelSpec`, by Hugging Face architecture name."""
+"""Builds a `ModelSpec` from a checkpoint's config.json, by Hugging Face architecture name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ DECODER_TP_PLAN: Mapping[str, ShardStyle] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One architecture: its module, and where its config's defaults differ from hidden_size / num_attention_heads."""
+    """One architecture: its module class and its config's defaults.
+
+    default_head_dim: None means hidden_size / num_attention_heads.
+    """
 
     module: Callable[[DecoderConfig], nn.Module]
     default_head_dim: int | None = None
@@ -49,21 +52,21 @@ ARCHITECTURES: Mapping[str, Family] = {
 
 
 def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto") -> ModelSpec:
-    """Build the plain module of a config.json on the meta device, its parameters in `dtype`.
+    """Build the module of a config.json on the meta device, with its parameters in `dtype`.
 
-    model_impl: "auto" takes transformers' class where there is no file of ours; "transformers" takes it always.
-    Raises `ModelConfigError` for a config without an architecture, an unsupported one (naming those that are), bad sizes, or
-    a quantization that is not supported.
+    model_impl: "transformers" uses the transformers package's class; "auto" does so only without a native implementation.
+    Raises `ModelConfigError` for a config without an architecture, an unsupported architecture, invalid sizes, or an
+    unsupported quantization.
     """
     architecture = architecture_of(config)
     if model_impl == "transformers" or architecture not in ARCHITECTURES:
-        spec = _through_transformers(config, architecture, dtype)
+        spec = _build_with_transformers(config, architecture, dtype)
     else:
-        spec = _from_our_file(config, architecture, dtype)
+        spec = _build_native(config, architecture, dtype)
     return replace(spec, quantized_weights=quantized_weights(config, spec.module))
 
 
-def _from_our_file(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
+def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
     family = ARCHITECTURES[architecture]
     decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
     with torch.device("meta"):
@@ -90,7 +93,7 @@ def _from_our_file(config: Mapping[str, Any], architecture: str, dtype: torch.dt
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The architecture that a config.json names. Raises `ModelConfigError` where it names none."""
+    """The architecture that a config.json names. Raises `ModelConfigError` if it names none."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise ModelConfigError(
@@ -100,16 +103,15 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def _through_transformers(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
-    from compile_and_serve.models.transformers_model import (
-        build_transformers_model,  # takes seconds: only where it is used
-    )
+def _build_with_transformers(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
+    # Imported here because importing transformers takes seconds.
+    from compile_and_serve.models.transformers_model import build_transformers_model
 
     try:
         spec = build_transformers_model(config, dtype=dtype)
     except ModelConfigError as error:
         if architecture in ARCHITECTURES:
             raise
-        raise ModelConfigError(f"{error} Architectures with a file of our own: {', '.join(ARCHITECTURES)}.") from error
-    log.info("%s is served through transformers' own implementation.", architecture)
+        raise ModelConfigError(f"{error} Native architectures: {', '.join(ARCHITECTURES)}.") from error
+    log.info("%s runs in the transformers package's implementation.", architecture)
     return spec

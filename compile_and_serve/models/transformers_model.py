@@ -1,11 +1,12 @@
-"""Any decoder of the transformers package, its class unmodified, as a `ModelSpec`.
+"""Builds a `ModelSpec` from an unmodified decoder class of the transformers package.
 
-Attention goes through transformers' `AttentionInterface` to our attention op, so that the captured graph can be split there; the
-KV caches are ours, positions are passed in, and there is no mask. Whatever the class computes around attention is captured as it
-is written. A dry run on the meta device, which computes nothing, finds the shape of every attention layer and what is not plain
-causal softmax attention: an unsupported model is refused with a sentence before anything is compiled.
+transformers' `AttentionInterface` routes attention to our attention op, at which the captured graph is split. The KV caches
+are ours, positions are passed in, and there is no mask. All other code of the class is captured unchanged. A dry run on the
+meta device finds the shape of every attention layer. It also detects anything but causal softmax attention, so that an
+unsupported model is refused before anything is compiled.
 
-Shape legend: T tokens of the step, S rows of logits wanted, H query heads, K key/value heads, E head size, V vocabulary.
+Shape legend: T tokens of the step, S rows whose logits are needed, H query heads, K key/value heads, E head size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.spec import KVCacheSpec, ModelSpec, ShardStyle
 
 ATTENTION = "compile_and_serve"  # our name in transformers' AttentionInterface
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the frequencies of the others change with the sequence's length
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the others' frequencies depend on the sequence length
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DRY_TOKENS = 3
 
 
 class TransformersModel(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], one kv cache a layer, logits_indices int64 [S]) → logits [S, V].
+    """forward(input_ids int64 [T], positions int64 [T], a KV cache per layer, logits_indices int64 [S]) → logits [S, V].
 
-    It holds the transformers model's own children under their own names: parameters are called as in a checkpoint.
+    Its children are those of the transformers model, so that parameters have the checkpoint's names.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -56,9 +57,9 @@ class TransformersModel(nn.Module):
 
 
 def build_transformers_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> ModelSpec:
-    """Build transformers' class of a config.json on the meta device, its parameters in `dtype`.
+    """Build the class that a config.json names on the meta device, with its parameters in `dtype`.
 
-    Raises `ModelConfigError` for a class that transformers does not have, or that needs more than causal softmax attention.
+    Raises `ModelConfigError` if transformers lacks the class, or if the class needs more than causal softmax attention.
     """
     name = config["architectures"][0]
     model = _instantiate(name, config)
@@ -72,7 +73,7 @@ def build_transformers_model(config: Mapping[str, Any], *, dtype: torch.dtype) -
     module = TransformersModel(model).eval()
     return ModelSpec(
         module=module,
-        # What the module computes depends on the package, too: no artifact may outlive it.
+        # The computation also depends on the package's version, so the version is part of the artifacts' key.
         config={**config, "model_impl": f"transformers {transformers.__version__}"},
         kv_cache_specs=_attention_layers(name, module, model.config),
         vocab_size=model.get_output_embeddings().weight.shape[0],
@@ -86,10 +87,10 @@ def build_transformers_model(config: Mapping[str, Any], *, dtype: torch.dtype) -
 def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise _unsupported(name, f"transformers {transformers.__version__} has no model of that name")
+        raise _unsupported(name, f"transformers {transformers.__version__} has no such model")
     cls: Any = found
     if not cls.can_generate() or not cls._supports_attention_backend:
-        raise _unsupported(name, "that class does not let its attention be replaced")
+        raise _unsupported(name, "the class does not allow its attention to be replaced")
     AttentionInterface.register(ATTENTION, _attention_forward)
     try:
         hf_config = cls.config_class.from_dict(dict(config))
@@ -100,7 +101,7 @@ def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
         model.tie_weights()
     except ModelConfigError:
         raise
-    except Exception as error:  # whatever transformers raises for a config that it does not like
+    except Exception as error:  # transformers raises many kinds of errors for an invalid config
         raise ModelConfigError(f"transformers cannot build {name} from this config: {_first_line(error)}") from error
     return model
 
@@ -114,11 +115,11 @@ def _check_config(name: str, config: PreTrainedConfig) -> None:
         raise _unsupported(name, "it is a mixture of experts")
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
-        raise _unsupported(name, f"its RoPE type is {rope_type!r}, not one of {', '.join(ROPE_TYPES)}")
+        raise _unsupported(name, f"its RoPE type is {rope_type!r}, but only {', '.join(ROPE_TYPES)} are supported")
 
 
 def _buffer_values(name: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What the buffers that no checkpoint holds are set to by transformers: each on the CPU for as long as that takes."""
+    """The values that transformers gives to buffers outside the checkpoint. Each buffer is on the CPU only while it is set."""
     values: dict[str, torch.Tensor] = {}
     persistent = model.state_dict().keys()
     for prefix, module in model.named_modules():
@@ -127,7 +128,7 @@ def _buffer_values(name: str, model: PreTrainedModel) -> dict[str, torch.Tensor]
         if not buffers:
             continue
         if kept := next((full for full in names.values() if full in persistent), None):
-            raise _unsupported(name, f"its checkpoint holds the buffer {kept}")
+            raise _unsupported(name, f"its checkpoint contains the buffer {kept}")
         for leaf, buffer in buffers.items():
             module._buffers[leaf] = torch.full_like(buffer, float("nan"), device="cpu")
         model._init_weights(module)
@@ -135,16 +136,16 @@ def _buffer_values(name: str, model: PreTrainedModel) -> dict[str, torch.Tensor]
             values[names[leaf]] = module.get_buffer(leaf)
             module._buffers[leaf] = buffer
             if values[names[leaf]].isnan().any():
-                raise _unsupported(name, f"transformers does not say how its buffer {names[leaf]} is made")
+                raise _unsupported(name, f"transformers does not initialize its buffer {names[leaf]}")
     return values
 
 
 def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
-    """The config's own plan, under full names, and the vocabulary's; none where it asks for more than linears by columns or by rows."""
+    """The config's own plan with full names, plus the vocabulary's. Empty if it needs more than colwise and rowwise linears."""
     plan = {
         pattern: style
         for pattern, style in (model.config.base_model_tp_plan or {}).items()
-        if not style.startswith(("replicated", "embedding"))  # what is not said to be sharded is whole on every rank
+        if not style.startswith(("replicated", "embedding"))  # modules outside the plan are replicated
     }
     if not plan or any(style not in ("colwise", "rowwise") for style in plan.values()):
         return {}
@@ -164,25 +165,25 @@ def _attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls as its attention. → [1, T, H, E]"""
+    """The attention function that transformers calls. → [1, T, H, E]"""
     caches = kwargs.get("kv_caches")
     if caches is None:
         raise _unsupported(type(module).__name__, "its arguments do not reach its attention")
     if isinstance(caches, _DryRun):
-        return caches.see(module, q_1HTE, k_1KTE, v_1KTE, attention_mask, kwargs), None
+        return caches.record(module, q_1HTE, k_1KTE, v_1KTE, attention_mask, kwargs), None
     scale = q_1HTE.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q_THE, k_TKE, v_TKE = q_1HTE.transpose(1, 2)[0], k_1KTE.transpose(1, 2)[0], v_1KTE.transpose(1, 2)[0]
     return attention(q_THE, k_TKE, v_TKE, caches[module.layer_idx], scale)[None], None
 
 
 class _DryRun:
-    """Stands for the KV caches while the model runs on the meta device, and keeps what each attention layer asked for."""
+    """Replaces the KV caches while the model runs on the meta device, and records the shape of each attention layer."""
 
     def __init__(self, name: str, max_len: int) -> None:
         self._name, self._max_len = name, max_len
         self.layers: dict[int, KVCacheSpec] = {}
 
-    def see(
+    def record(
         self,
         module: nn.Module,
         q_1HTE: torch.Tensor,
@@ -191,7 +192,7 @@ class _DryRun:
         attention_mask: torch.Tensor | None,
         kwargs: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Check one call of attention. → an output of the right shape, [1, T, H, E]"""
+        """Check one call of attention and record its shape. → an uninitialized output [1, T, H, E]"""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         window = kwargs.get("sliding_window")
         causal = kwargs.get("is_causal")
@@ -202,7 +203,7 @@ class _DryRun:
         if kwargs.get("s_aux") is not None:
             raise _unsupported(self._name, f"layer {layer} has attention sinks")
         if attention_mask is not None:
-            raise _unsupported(self._name, f"layer {layer} has an attention mask of its own")
+            raise _unsupported(self._name, f"layer {layer} uses an attention mask")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise _unsupported(self._name, f"layer {layer} attends to later tokens")
         if layer in self.layers:
@@ -222,10 +223,10 @@ def _attention_layers(name: str, module: TransformersModel, config: PreTrainedCo
             module(ids, ids, dry_run, ids[:1])
     except ModelConfigError:
         raise
-    except Exception as error:  # of the class's own code
-        raise _unsupported(name, f"a run without data failed with {_first_line(error)}") from error
+    except Exception as error:  # raised by the class's own code
+        raise _unsupported(name, f"a dry run failed with {_first_line(error)}") from error
     if sorted(dry_run.layers) != list(range(config.num_hidden_layers)):
-        raise _unsupported(name, f"{len(dry_run.layers)} of its {config.num_hidden_layers} layers are attention")
+        raise _unsupported(name, f"only {len(dry_run.layers)} of its {config.num_hidden_layers} layers are attention layers")
     layers = tuple(dry_run.layers[i] for i in range(config.num_hidden_layers))
     if len(set(layers)) > 1:
         raise _unsupported(name, "its layers differ in the number or size of their heads")
@@ -233,7 +234,7 @@ def _attention_layers(name: str, module: TransformersModel, config: PreTrainedCo
 
 
 def _unsupported(name: str, reason: str) -> ModelConfigError:
-    return ModelConfigError(f"{name} cannot be served through transformers' own implementation: {reason}.")
+    return ModelConfigError(f"{name} cannot run in the transformers package's implementation: {reason}.")
 
 
 def _first_line(error: Exception) -> str:

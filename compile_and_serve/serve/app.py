@@ -1,4 +1,4 @@
-"""The FastAPI application: routers, middleware and error shape around one `AsyncEngine`."""
+"""The FastAPI application: routers, middleware and error handlers around one `AsyncEngine`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def create_app(
     num_replicas: int = 1,
     on_engine_death: Callable[[str], None] | None = None,
 ) -> FastAPI:
-    """The application for an engine that is ready. Its lifespan reads the engine's outputs and shuts the engine down at the end.
+    """The application for an engine that is ready. Its lifespan reads the engine's outputs and finally stops the engine.
 
-    tokenizer: None where the engine runs on token ids alone (skip_tokenizer_init). on_engine_death: called with the reason.
+    tokenizer: None if the engine works on token ids only (skip_tokenizer_init). on_engine_death: called with the reason.
     """
     inputs = InputProcessor(tokenizer, client.info)
     metrics = Metrics(settings.served_model_names[0])
@@ -47,7 +47,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
-        await engine.shutdown(drain=False)  # what could finish has finished before the lifespan ends
+        await engine.shutdown(drain=False)  # `server._finish` has already let running requests finish
 
     app = FastAPIOffline(
         title="compile-and-serve",
@@ -57,7 +57,7 @@ def create_app(
         root_path=settings.root_path,
         swagger_ui_parameters={"tryItOutEnabled": True, "persistAuthorization": True},
     )
-    app.router.strict_content_type = False  # curl's users forget the header
+    app.router.strict_content_type = False  # accept requests without the header, such as curl's
     app.state.context = ServerContext(settings=settings, engine=engine, inputs=inputs, metrics=metrics)
     for router in ROUTERS:
         app.include_router(router)
@@ -65,7 +65,7 @@ def create_app(
         app.include_router(graphs.router)
     install_error_handlers(app)
     _leave_out_422(app)
-    # The last one added is the outermost: CORS headers belong on a 401, too.
+    # The last middleware added is the outermost: a 401 needs CORS headers too.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=settings.api_keys)
@@ -80,7 +80,7 @@ def create_app(
 
 
 def _leave_out_422(app: FastAPI) -> None:
-    """FastAPI documents its own validation error for every body; here validation errors are 400."""
+    """Remove FastAPI's own validation error from the documentation: here validation errors are 400."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a router works with: settings, engine, tokenizer; one object a server, found through the request."""
+"""`ServerContext`: settings, engine and tokenizer for the routers. One object per server, stored in the application."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from compile_and_serve.serve.settings import ServerSettings
 
 T = TypeVar("T")
 
-# Bodies whose templates and texts take about a millisecond stay on the event loop.
+# Smaller bodies are prepared on the event loop: rendering and tokenizing them takes about a millisecond.
 _INLINE_BYTES = 4096
 
 
 @cache
 def server_version() -> str:
-    """Version of the installed distribution; "unknown" when run from a folder without metadata."""
+    """Version of the installed distribution, or "unknown" if it is not installed."""
     try:
         return metadata.version("compile-and-serve")
     except metadata.PackageNotFoundError:
@@ -38,7 +38,7 @@ def server_version() -> str:
 
 @dataclass(kw_only=True, slots=True)
 class ServerContext:
-    """State of one server."""
+    """The state of one server."""
 
     settings: ServerSettings
     engine: AsyncEngine
@@ -56,31 +56,31 @@ class ServerContext:
         return f"cas-{server_version()}-{self.inputs.info.dtype.removeprefix('torch.')}"
 
     def check_model(self, name: str | None) -> str:
-        """The name that the answer carries; 404 for a model which is not served."""
+        """The model name for the answer. Raises a 404 for a model that is not served."""
         names = self.settings.served_model_names
         if name and name not in names:
-            raise ApiError(404, f"The model '{name:.200}' does not exist; this server has {', '.join(names)}.", "model")
+            raise ApiError(404, f"The model '{name:.200}' does not exist: this server has {', '.join(names)}.", "model")
         return name or names[0]
 
     def check_priority(self, priority: int | None) -> None:
-        """400 for a priority that would have no effect."""
+        """Raise a 400 for a priority that would have no effect."""
         if priority and not self.settings.priorities:
             raise ApiError(
                 400,
-                f"priority is {priority}, but requests run in the order of their arrival: leave it out, or start the server "
-                "with --scheduling-policy priority.",
+                f"priority is {priority}, but requests run in the order of arrival: leave it out, or start the server with "
+                "--scheduling-policy priority.",
                 "priority",
             )
 
     def request_id(self, prefix: str, wanted: str | None, request: Request) -> str:
-        """Public id of a request: the body's, else the X-Request-Id header's, else a new one."""
+        """A request's public id: from the body, else from the X-Request-Id header, else new."""
         given = wanted or request.headers.get("x-request-id", "")[:256]
         return f"{prefix}-{given or uuid.uuid4().hex}"
 
     def encode(
         self, text: str, params: SamplingParams, *, add_special_tokens: bool, names: Mapping[str, str] | None = None
     ) -> list[int]:
-        """Token ids of a prompt; 400 for one that cannot fit. names: as of `user_errors`."""
+        """Token ids of a prompt. Raises a 400 for a prompt that cannot fit. names: see `user_errors`."""
         with user_errors(names):
             return self.inputs.encode(
                 text,
@@ -90,8 +90,10 @@ class ServerContext:
             )
 
     async def prepare(self, request: Request, work: Callable[[], T]) -> T:
-        """The result of `work`, which makes what the engine needs of the request's body; a large body's in a thread, so that
-        streams go on meanwhile, and not at all where the server takes no request now.
+        """The result of `work`, which turns the request's body into the engine's input.
+
+        Work on a large body runs in a thread, so that streams continue meanwhile; it is refused at once if the server
+        accepts no request now.
         """
         if len(await request.body()) <= _INLINE_BYTES:
             return work()
@@ -100,7 +102,7 @@ class ServerContext:
 
 
 def get_context(request: Request) -> ServerContext:
-    """FastAPI dependency."""
+    """The application's context, as a FastAPI dependency."""
     context = request.app.state.context
     assert isinstance(context, ServerContext)
     return context

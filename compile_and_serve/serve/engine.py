@@ -1,6 +1,6 @@
-"""The API process's side of the engine: sends prepared requests, hands deltas to whoever waits, aborts what nobody waits for.
+"""The engine as the API process sees it: `AsyncEngine` sends requests, delivers their deltas and aborts abandoned ones.
 
-`EngineClient` is what the server needs of a client of the engine process; `AsyncEngine` is built on it.
+`EngineClient` is the interface that `AsyncEngine` needs from a client of the engine process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class EngineClient(Protocol):
-    """A connection to an engine process. Every method raises `EngineDeadError` with one sentence once the engine is dead."""
+    """A connection to an engine process. If the engine is dead, every method raises `EngineDeadError` with one sentence."""
 
-    dead_reason: str | None  # set once the engine, or a replica of it, is dead
+    dead_reason: str | None  # set when the engine or one of its replicas has died
 
     @property
     def info(self) -> EngineInfo: ...
@@ -35,7 +35,7 @@ class EngineClient(Protocol):
     async def abort(self, request_ids: list[str]) -> None: ...
 
     def outputs(self) -> AsyncIterator[StepOutputs]:
-        """Every step's outputs, until shutdown ends the iteration or the engine's death raises."""
+        """Every step's outputs. Ends at shutdown; raises `EngineDeadError` if the engine dies."""
         ...
 
     async def utility(self, method: str) -> Mapping[str, Any]: ...
@@ -50,16 +50,16 @@ class Generation:
         self._engine = engine
         self.num_sequences = self._unfinished = num_sequences
         self._deltas: list[CompletionDelta] = []
-        self._unread: dict[int, CompletionDelta] = {}  # of _deltas, by completion, those that can be extended
+        self._unread: dict[int, CompletionDelta] = {}  # completion index → the delta in _deltas to extend
         self._waiter: asyncio.Future[None] | None = None
         self.engine_ids: list[str] = []
         self.clocks: dict[int, SequenceClock] = {}
 
     def put(self, delta: CompletionDelta) -> None:
-        """Called by the output processor."""
+        """Add a delta. The output processor calls this."""
         self._engine.metrics.observe(self.clocks[delta.index], delta, self._engine.now)
         unread = self._unread.get(delta.index)
-        if unread is None or delta.error is not None:  # what came before an error is shown before it
+        if unread is None or delta.error is not None:  # an error stays separate from the text before it
             self._deltas.append(delta)
             self._unread[delta.index] = delta
         else:
@@ -74,7 +74,10 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[CompletionDelta]:
-        """What came since the last call: at least one delta, one a completion (and its error), however many steps there were."""
+        """The deltas since the last call, at least one: those of several steps are merged into one per completion.
+
+        An error is a delta of its own.
+        """
         if not self._deltas:
             if self._unfinished == 0:
                 raise StopAsyncIteration
@@ -85,14 +88,14 @@ class Generation:
         return deltas
 
     def close(self) -> None:
-        """Abort whatever is not finished. May be called at any time, more than once."""
+        """Abort all unfinished sequences. May be called at any time and more than once."""
         self._engine.release(self)
 
 
 class AsyncEngine:
-    """One engine for many concurrent requests; lives on one event loop.
+    """One engine for many concurrent requests, on one event loop.
 
-    on_death: called once, with the reason, when the engine dies.
+    on_death: called once with the reason when the engine dies.
     """
 
     def __init__(
@@ -116,16 +119,16 @@ class AsyncEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """Sequences that wait or run."""
+        """Number of sequences that wait or run."""
         return len(self._processor)
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are taken."""
+        """Whether new requests are accepted."""
         return self.dead_reason is None and not self.draining
 
     def start(self) -> None:
-        """Begin to read the engine's outputs (needs the running loop)."""
+        """Begin to read the engine's outputs. Must be called on the running event loop."""
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def submit(
@@ -137,13 +140,13 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Generation:
-        """Send prompts (prepared, one `SamplingParams` each) as one request.
+        """Send prepared prompts, each with its `SamplingParams`, as one request.
 
         Completion i of prompt p gets the index p * n + i. Raises `EngineDeadError`, `QueueFullError`, and a 400 for more
-        sequences than are ever taken.
+        sequences than the server ever accepts at once.
         """
         self.check_accepts(params)
-        if self._background:  # the engine knows that others left before it hears of whoever takes their places
+        if self._background:  # aborts must reach the engine before the requests that take the freed places
             await asyncio.wait(set(self._background))
             self.check_accepts(params)
         generation = Generation(self, sum(p.n for p in params))
@@ -173,20 +176,20 @@ class AsyncEngine:
         return generation
 
     def release(self, generation: Generation) -> None:
-        """Abort a generation's unfinished sequences. Never waits: it runs inside cancelled tasks, too."""
+        """Abort a generation's unfinished sequences. Never awaits, because it also runs inside cancelled tasks."""
         unfinished = self._processor.forget(generation.engine_ids)
         if unfinished:
             self.metrics.observe_aborted(list(generation.clocks.values()))
             self._send(self.client.abort(unfinished))
 
     def cancel_all(self, finish_reason: FinishReason = "abort") -> None:
-        """End every request now; each gets what it has so far."""
+        """End every request now. Each is answered with the text generated so far."""
         ended = self._processor.end_all(finish_reason)
         if ended:
             self._send(self.client.abort(ended))
 
     async def check_health(self, timeout: float) -> None:
-        """Return when the engine answers; raises `EngineDeadError` with the reason when it does not within `timeout` seconds."""
+        """Return when the engine answers. Raises `EngineDeadError` if it does not answer within `timeout` seconds."""
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         try:
@@ -195,23 +198,26 @@ class AsyncEngine:
             raise EngineDeadError(f"The engine did not answer within {timeout:g} seconds.") from error
         except EngineDeadError as error:
             if not self.draining:
-                # What died is ended by whoever reads the outputs: a replica that lives goes on with what it runs.
+                # `_read` ends the requests of a dead replica. The requests of live replicas continue.
                 self._refuse(self.client.dead_reason or str(error))
             raise
 
     async def shutdown(self, *, drain: bool = True) -> None:
-        """Stop the engine and the reading of its outputs."""
+        """Stop the engine and stop reading its outputs."""
         self.draining = True
         try:
             await self.client.shutdown(drain=drain)
-        except Exception as error:  # it may die while it is told to stop
+        except Exception as error:  # the engine may die during the shutdown
             logger.warning("The engine did not shut down cleanly: %s", error)
         if self._reader is not None:
             self._reader.cancel()
         self._processor.end_all("abort")
 
     def check_accepts(self, params: Sequence[SamplingParams]) -> None:
-        """Raises as `submit` does where a request with these parameters, one a prompt, would be refused now; (): where any would."""
+        """Raise as `submit` does if a request with these parameters (one per prompt) would be refused now.
+
+        Empty parameters stand for the smallest request.
+        """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if self.draining:
@@ -222,12 +228,12 @@ class AsyncEngine:
         if count > limit:
             raise ApiError(
                 400,
-                f"This request brings {count} sequences, but the server takes {limit} at once: send fewer.",
+                f"This request has {count} sequences, but the server accepts {limit} at once: send fewer.",
                 "n" if params[0].n > 1 else "prompt",
             )
         raise QueueFullError(
-            f"{self.num_in_flight} sequences wait or run and this request brings {count}; "
-            f"the server takes {limit}: try again later."
+            f"{self.num_in_flight} sequences wait or run and this request adds {count}, "
+            f"but the server accepts {limit}: try again later."
         )
 
     async def _read(self) -> None:
@@ -240,7 +246,7 @@ class AsyncEngine:
                 if step.stats is not None:
                     self.metrics.observe_step(step.stats, step.replica)
                 if self.client.dead_reason is not None:
-                    self._refuse(self.client.dead_reason)  # what other replicas run goes on
+                    self._refuse(self.client.dead_reason)  # requests on the other replicas continue
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -256,7 +262,7 @@ class AsyncEngine:
         self._refuse(reason)
 
     def _refuse(self, reason: str) -> None:
-        """Take no more requests, for ever."""
+        """Accept no more requests."""
         if self.dead_reason is None:
             self.dead_reason = reason
             logger.error("The engine is dead: %s", reason)
@@ -272,6 +278,6 @@ class AsyncEngine:
         try:
             await message
         except EngineDeadError:
-            pass  # whoever reads its outputs hears of it, and why
+            pass  # `_read` sees the death too, with its reason
         except Exception as error:
             self._die(error)

@@ -1,6 +1,6 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, `code` being the HTTP status.
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`. `code` is the HTTP status.
 
-Whatever goes wrong with a request leaves as such a body, FastAPI's own validation included.
+Every failed request gets such a body, also where FastAPI's own validation rejects it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compile_and_serve.runtime.text.input_processor import PromptTooLongError
 
 logger = logging.getLogger(__name__)
 
-MAX_ECHO = 200  # characters of a request's own content in a message
+MAX_ECHO = 200  # characters of a request's own content that an error message repeats
 _MAX_MESSAGE = 1000
 _RETRY_SECONDS = 1
 _TYPES = {
@@ -38,7 +38,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. message: one sentence; param: the request's field it is about."""
+    """An answer with a status other than 200. message: one sentence. param: the request field that is wrong."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -48,14 +48,14 @@ class ApiError(Exception):
 
 
 class QueueFullError(Exception):
-    """As many requests wait or run as the server takes."""
+    """The server already holds as many requests as it accepts."""
 
 
 @contextmanager
 def user_errors(names: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Inside, a `ValueError` of the runtime is the user's mistake and becomes a 400.
+    """Turn a `ValueError` of the runtime into a 400.
 
-    names: the runtime's name of a field → the request's, where it has another.
+    names: the runtime's name of a field → its name in the request, where the two differ.
     """
     try:
         yield
@@ -68,7 +68,7 @@ def user_errors(names: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The JSON object of an error."""
+    """The JSON object that describes an error."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_error")
     return {"error": {"message": message[:_MAX_MESSAGE], "type": kind, "param": param, "code": status}}
 
@@ -76,7 +76,7 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 def error_response(
     status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The HTTP response of an error; 503 says when to try again."""
+    """The HTTP response for an error. A 503 carries `Retry-After`."""
     extra = dict(headers or {})
     if status == 503:
         extra.setdefault("Retry-After", str(_RETRY_SECONDS))
@@ -87,7 +87,7 @@ def error_response(
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The answer to any exception of a handler; unexpected ones are logged and become a 500 without detail."""
+    """The answer to an exception of a handler. Unexpected exceptions are logged and become a 500 without detail."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (EngineDeadError, QueueFullError)):
@@ -97,7 +97,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every error of `app` leave in OpenAI's shape."""
+    """Make `app` answer every error in OpenAI's shape."""
 
     async def on_error(request: Request, error: Exception) -> Response:
         api_error = to_api_error(error)
@@ -107,10 +107,10 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"There is no {request.method} {request.url.path[:MAX_ECHO]} on this server."
+            message = f"This server has no route {request.method} {request.url.path[:MAX_ECHO]}."
         elif error.status_code == 405:
-            message = f"{request.url.path[:MAX_ECHO]} does not take {request.method}."
-        elif isinstance(error.__cause__, (RecursionError, ValueError)):  # of the JSON parser, in FastAPI's words
+            message = f"{request.url.path[:MAX_ECHO]} does not support {request.method}."
+        elif isinstance(error.__cause__, (RecursionError, ValueError)):  # raised by the JSON parser
             message = _parsing_problem(error.__cause__)
         return error_response(error.status_code, message, headers=error.headers)
 
@@ -126,7 +126,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
-    """One sentence, and the field, for the first thing that pydantic found wrong."""
+    """One sentence about pydantic's first error, and the field that it is about."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}.", None
@@ -147,10 +147,10 @@ def _parsing_problem(error: RecursionError | ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"The body is not valid UTF-8 (byte {error.start})."
     if "integer string conversion" in str(error):
-        return f"The body holds a number of more than {sys.get_int_max_str_digits()} digits."
+        return f"The body contains a number with more than {sys.get_int_max_str_digits()} digits."
     return f"The body could not be parsed: {error}."
 
 
 def _encodable(message: str) -> str:
-    # An echoed lone surrogate would not survive the encoding to UTF-8.
+    # A lone surrogate that the message repeats cannot be encoded as UTF-8.
     return message.encode("utf-8", errors="replace").decode()

@@ -1,4 +1,4 @@
-"""Prometheus metrics: names of vLLM under the prefix `cas:`, in a registry of their own, labelled with the model's name."""
+"""Prometheus metrics: vLLM's names with the prefix `cas:`, in a separate registry, labelled with the model's name."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 _ENGINE_COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
-    "num_preemptions": "Requests put back to be computed again.",
-    "padded_tokens": "Tokens computed only to fill up to a captured size.",
-    "steps_on_device": "Steps whose inputs the device made of those of the step before.",
+    "num_preemptions": "Preempted requests, which are recomputed later.",
+    "padded_tokens": "Padding tokens computed to reach a captured graph size.",
+    "steps_on_device": "Steps whose inputs the device computed from the previous step.",
 }
 _REPLICA_GAUGES = {
-    "num_running": ("num_requests_running", "Requests in a replica's running batch."),
-    "num_waiting": ("num_requests_waiting", "Requests that wait to run on a replica."),
-    "kv_cache_usage": ("kv_cache_usage_perc", "Part of a replica's KV cache in use, 0 to 1."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in a replica's prefix cache since it started."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in a replica's prefix cache since it started."),
-    "num_preemptions": ("num_preemptions", "Requests that a replica put back since it started."),
+    "num_running": ("num_requests_running", "Requests in the replica's running batch."),
+    "num_waiting": ("num_requests_waiting", "Requests that wait to run on the replica."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "Share of the replica's KV cache in use, 0 to 1."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the replica's prefix cache since its start."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the replica's prefix cache since its start."),
+    "num_preemptions": ("num_preemptions", "Requests that the replica preempted since its start."),
 }
 _STAGE = "stages."  # prefix of the stages' seconds in the compile report
 _PASS_GAUGES = {
-    "matched": "Places of the model that a graph pass rewrote.",
-    "expected": "Places that a graph pass rewrote or should have rewritten (the difference are near misses).",
+    "matched": "Sites that a graph pass rewrote.",
+    "expected": "Sites that a graph pass rewrote or should have rewritten; expected - matched are near misses.",
 }
 
 
@@ -53,21 +53,21 @@ class SequenceClock:
 
 
 class Metrics:
-    """Everything under /metrics. Fed by the engine's outputs and stats; `render` is the text for Prometheus."""
+    """Everything under /metrics. Updated from the engine's outputs and stats; `render` gives the text for Prometheus."""
 
     def __init__(self, model_name: str) -> None:
-        disable_created_metrics()  # a second series for every counter that no dashboard asks for
+        disable_created_metrics()  # they double the number of series, and dashboards do not use them
         self.registry = CollectorRegistry()
         self._model = model_name
         self._last: dict[int, EngineStats] = {}  # by replica
         self._replica_gauges: dict[str, Gauge] = {}
         self._running = self._gauge("num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._engine_counters = {name: self._counter(name, text) for name, text in _ENGINE_COUNTERS.items()}
-        self._host_gap = self._counter("host_gap_seconds", "Seconds the device was idle between steps.")
+        self._host_gap = self._counter("host_gap_seconds", "Seconds for which the device was idle between steps.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.")
         self._success = Counter(
@@ -77,7 +77,7 @@ class Metrics:
             PREFIX + "graph_replays", "Replays of captured graphs by mode.", [_LABEL, "mode"], registry=self.registry
         )
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT)
-        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", _ITL)
+        self._itl = self._histogram("inter_token_latency_seconds", "Time between two tokens of a request.", _ITL)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCY)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduled.", _LATENCY)
         self._prefill = self._histogram("request_prefill_time_seconds", "First scheduled to first token.", _LATENCY)
@@ -87,31 +87,31 @@ class Metrics:
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of one engine step.", _STEP_TOKENS)
 
     def describe_engine(self, info: EngineInfo) -> None:
-        """Publish what start-up found: compilation, cache and limits."""
+        """Publish the facts known after start-up: compilation, KV cache and limits."""
         facts = {name: str(getattr(info, name)) for name in ("dtype", "device", "block_size", "num_kv_blocks")}
         facts["max_model_len"] = str(info.max_model_len)
         facts |= {
             name: str(info.compile_report.get(name, ""))
             for name in ("attention_backend", "kv_cache_dtype", "all_reduce")
         }
-        gauge = Gauge(PREFIX + "engine_info", "Facts of the engine.", [_LABEL, *facts], registry=self.registry)
+        gauge = Gauge(PREFIX + "engine_info", "Properties of the engine.", [_LABEL, *facts], registry=self.registry)
         gauge.labels(self._model, *facts.values()).set(1)
         report = info.compile_report
         stages = [v for name, v in report.items() if name.startswith(_STAGE) and isinstance(v, (int, float))]
         self._gauge("compile_seconds", "Seconds of compilation at start-up, all stages.").set(sum(stages))
         for name, source, text in (
             ("unique_pieces", "distinct_pieces", "Distinct compiled pieces of the model."),
-            ("total_pieces", "pieces", "Pieces of the model; equal ones share a compilation."),
+            ("total_pieces", "pieces", "Pieces of the model; equal pieces share one compilation."),
         ):
             self._gauge(name, text).set(float(report.get(source, 0)))
-        self._gauge("artifact_hits", "1 when start-up found the compiled artifact in the store.").set(
+        self._gauge("artifact_hits", "1 if start-up found the compiled artifact in the store.").set(
             report.get("artifact") == "hit"
         )
         memory = Gauge(
-            PREFIX + "device_memory_bytes", "Who takes device memory.", [_LABEL, "part"], registry=self.registry
+            PREFIX + "device_memory_bytes", "Device memory by use.", [_LABEL, "part"], registry=self.registry
         )
         for part in ("others", "weights", "largest_step", "sampling", "graphs"):
-            if isinstance(count := report.get(f"memory.{part}"), int):  # measured on CUDA
+            if isinstance(count := report.get(f"memory.{part}"), int):  # only CUDA measures it
                 memory.labels(self._model, part).set(count)
         self._describe_passes(report)
 
@@ -123,7 +123,7 @@ class Metrics:
             for count, text in _PASS_GAUGES.items()
         }
         failed = Gauge(
-            PREFIX + "pass_failed", "1 for a pass that --verify-passes left out.", labels, registry=self.registry
+            PREFIX + "pass_failed", "1 for a pass that failed --verify-passes.", labels, registry=self.registry
         )
         for name, value in report.items():
             group, *rest = name.split(".")
@@ -133,13 +133,13 @@ class Metrics:
                 failed.labels(self._model, ".".join(rest)).set(1)
 
     def start(self, prompt_tokens: int) -> SequenceClock:
-        """The clock of a sequence that is sent to the engine now."""
+        """The clock of a sequence that is being sent to the engine."""
         return SequenceClock(arrival=time.monotonic(), prompt_tokens=prompt_tokens)
 
     def observe(self, clock: SequenceClock, delta: CompletionDelta, now: float) -> None:
-        """Record one delta of a sequence; `now` (time.monotonic) is when its step came in."""
+        """Record one delta of a sequence. now: when its step arrived (time.monotonic)."""
         count = len(delta.token_ids)
-        if delta.queue_seconds is not None:  # comes once, when the prompt is done
+        if delta.queue_seconds is not None:  # set once per sequence, after the prefill
             self._prompt_tokens.inc(clock.prompt_tokens)
             self._queue.observe(delta.queue_seconds)
         if delta.prefill_seconds is not None:
@@ -159,13 +159,13 @@ class Metrics:
             self._finished(clock, delta.finish_reason, now)
 
     def observe_aborted(self, clocks: Sequence[SequenceClock]) -> None:
-        """Record sequences that ended because nobody waits for them any more."""
+        """Record sequences that were aborted because their client disconnected."""
         now = time.monotonic()
         for clock in clocks:
             self._finished(clock, "abort", now)
 
     def describe_replicas(self, count: int) -> None:
-        """Publish each replica's state as well, under `replica_…`; the other metrics are of all together."""
+        """Also publish each replica's state, as `replica_…`. The other metrics are totals over the replicas."""
         self._replica_gauges = {
             name: Gauge(PREFIX + "replica_" + metric, text, [_LABEL, "replica"], registry=self.registry)
             for name, (metric, text) in _REPLICA_GAUGES.items()
@@ -178,10 +178,10 @@ class Metrics:
         """Record an engine's state after a step."""
         before = self._last.get(replica, EngineStats())
         self._last[replica] = stats
-        everyone = self._last.values()
-        self._running.set(sum(one.num_running for one in everyone))
-        self._waiting.set(sum(one.num_waiting for one in everyone))
-        self._kv_usage.set(sum(one.kv_cache_usage for one in everyone) / len(everyone))
+        replicas = self._last.values()
+        self._running.set(sum(last.num_running for last in replicas))
+        self._waiting.set(sum(last.num_waiting for last in replicas))
+        self._kv_usage.set(sum(last.kv_cache_usage for last in replicas) / len(replicas))
         if stats.step_tokens:
             self._step_tokens.observe(stats.step_tokens)
         for name, counter in self._engine_counters.items():

@@ -1,4 +1,4 @@
-"""ASGI middleware: the API key and the limit on a body's size. Plain ASGI, so that a client's disconnect gets through."""
+"""ASGI middleware: API keys and the limit on body size. Plain ASGI, so that handlers still see a client's disconnect."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compile_and_serve.serve.errors import error_response
 
-# Probes, documentation and dashboards work without the key.
+# Probes, documentation and metrics need no key.
 _PUBLIC = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})
 _PUBLIC_PREFIXES = ("/docs/", "/static-offline-docs/")
 
 
-# A page for browsers, which ask for a password themselves but cannot be told to send a bearer token.
+# Browsers can ask the user for a password but cannot send a bearer token, so pages also accept basic authentication.
 _PAGES = frozenset({"/graphs"})
-_ASK_BROWSER = 'Basic realm="compile-and-serve: any user name, the API key as the password", charset="UTF-8"'
+_BASIC_CHALLENGE = 'Basic realm="compile-and-serve: any user name, the API key as the password", charset="UTF-8"'
 
 
 class ApiKeyMiddleware:
-    """401 unless the request carries one of the keys as `Authorization: Bearer KEY`; a page takes it as Basic's password, too."""
+    """Answers 401 unless the request carries one of the keys as `Authorization: Bearer KEY`.
+
+    Pages also accept the key as the password of basic authentication.
+    """
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
         self.app = app
@@ -34,8 +37,8 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or scope["method"] == "OPTIONS" or _is_public(scope) or self._allowed(scope):
             await self.app(scope, receive, send)
             return
-        headers = {"WWW-Authenticate": _ASK_BROWSER} if _path(scope) in _PAGES else None
-        message = "This server asks for an API key: send it as 'Authorization: Bearer KEY'."
+        headers = {"WWW-Authenticate": _BASIC_CHALLENGE} if _path(scope) in _PAGES else None
+        message = "This server requires an API key: send it as 'Authorization: Bearer KEY'."
         await error_response(401, message, headers=headers)(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
@@ -46,13 +49,13 @@ class ApiKeyMiddleware:
         elif kind.lower() != "bearer":
             return False
         given = _digest(key)
-        # Digests of one length and no early exit: the time taken says nothing of the keys.
+        # Digests have equal lengths and there is no early exit, so the time taken reveals nothing about the keys.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return any(matches)
 
 
 class BodyLimitMiddleware:
-    """400 for a body of more than `max_bytes`, as soon as that is known."""
+    """Answers 400 to a body of more than `max_bytes`, as soon as that is known."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
         self.app = app
@@ -91,7 +94,7 @@ def _path(scope: Scope) -> str:
 
 
 def _password(credentials: str) -> str:
-    """The password of Basic's credentials (base64 of user:password); empty, which no key is, for anything else."""
+    """The password in basic credentials (base64 of user:password). Malformed ones give "", which is never a key."""
     try:
         return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
     except ValueError:

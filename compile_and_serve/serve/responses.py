@@ -1,4 +1,4 @@
-"""JSON answers, event streams, and work that ends when the client goes away."""
+"""JSON answers, event streams, and work that is cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-_CLIENT_CLOSED = 499  # never seen by anyone: the connection is gone
+_CLIENT_CLOSED = 499  # only for the access log: the connection is already closed
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its answer was ready."""
+    """The client disconnected before its answer was ready."""
 
 
 def json_response(value: Any) -> Response:
@@ -27,12 +27,12 @@ def json_response(value: Any) -> Response:
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event that holds `value` as JSON."""
+    """One server-sent event with `value` as JSON."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. on_close runs once the response is over in whatever way, the client's leaving included."""
+    """Server-sent events. on_close runs when the response has ended, also when the client disconnected."""
 
     def __init__(self, events: AsyncIterator[bytes], *, on_close: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -47,9 +47,9 @@ class EventStream(StreamingResponse):
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away (then raises `ClientGoneError`).
+    """The result of `work`. If the client disconnects first, `work` is cancelled and `ClientGoneError` is raised.
 
-    The request's body must have been read already.
+    The request's body must already have been read.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(request))
@@ -69,5 +69,5 @@ async def _disconnected(request: Request) -> None:
 
 
 def client_gone_response() -> Response:
-    """What a handler returns when nobody is there to read it."""
+    """The response that a handler returns after the client disconnected."""
     return Response(status_code=_CLIENT_CLOSED)

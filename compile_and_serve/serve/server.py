@@ -1,4 +1,4 @@
-"""Runs the API server from the start of the engine to the exit code: socket, signals, graceful shutdown, engine death."""
+"""Runs the API server from engine start to exit code: socket, signals, graceful shutdown, engine death."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ from compile_and_serve.serve.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILURE = 0, 1
-# After a cancellation, the time that answers get to leave.
-_FLUSH_SECONDS = 5.0
+_FLUSH_SECONDS = 5.0  # time to send the answers of cancelled requests
 
 StageCallback = Callable[[str, float, str], None]
 
 
 class ServerStartError(ValueError):
-    """The server cannot start; one sentence."""
+    """The server cannot start. The message is one sentence."""
 
 
 def run(
@@ -49,18 +48,18 @@ def run(
     on_stage: StageCallback | None = None,
     on_ready: Callable[[str, EngineInfo], None] | None = None,
 ) -> int:
-    """Start the engine, serve until SIGINT or SIGTERM, stop, and return the exit code: 0, or 1 when the engine died.
+    """Start the engine, serve until SIGINT or SIGTERM, and stop. Returns the exit code: 0, or 1 if the engine died.
 
-    on_stage: (stage, seconds, detail) as start-up goes on. on_ready: (URL, engine info) once requests are taken.
-    Raises the `ValueError` family with one sentence where nothing can be served: port in use, no tokenizer, a model that
-    does not load.
+    on_stage: called with (stage, seconds, detail) during start-up. on_ready: called with (URL, engine info) once requests
+    are accepted. Raises a `ValueError` with one sentence if the server cannot start: the port is in use, there is no
+    tokenizer, or the model does not load.
     """
     listener = open_socket(settings.host, settings.port)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(config, settings, listener, on_stage, on_ready))
     except OSError as error:
-        # Another program may begin to listen while the model loads.
+        # Another program may have begun to listen while the model was loading.
         if error.errno == errno.EADDRINUSE:
             raise ServerStartError(_bind_problem(settings.host, settings.port, error)) from error
         raise
@@ -69,9 +68,9 @@ def run(
 
 
 def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerSettings:
-    """`settings` with the chat template read, the model's sampling defaults, and whether there are priorities.
+    """`settings` with the chat template's source, the model's sampling defaults, and whether priorities are allowed.
 
-    Raises the `ValueError` family where requests could not use them.
+    Raises a `ValueError` if the template or the defaults are invalid.
     """
     changes: dict[str, Any] = {"priorities": config.scheduler.policy == "priority"}
     if settings.chat_template is not None:
@@ -89,25 +88,25 @@ def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerS
 
 
 def read_chat_template(given: str) -> str:
-    """The template's source: `given` itself where it is jinja, else the content of the file that it names."""
+    """The template's source: `given` itself if it is Jinja, else the content of the file `given`."""
     if "{%" in given or "{{" in given:
         return given
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ServerStartError(
-            f"The chat template '{given:.200}' is neither jinja nor a readable text file."
+            f"The chat template '{given:.200}' is neither Jinja source nor a readable text file."
         ) from error
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A bound socket, not yet listening. Raises `ServerStartError` naming the port when it is taken or not allowed."""
+    """A bound socket that does not listen yet. Raises `ServerStartError` if the address cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ServerStartError(f"The host '{host}' is not an address of this machine ({error.strerror}).") from error
+        raise ServerStartError(f"The host '{host}' does not resolve to an address ({error.strerror}).") from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -134,7 +133,7 @@ async def _serve(
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return EXIT_OK
-        tokenizer, settings = starting.result()  # raises what went wrong
+        tokenizer, settings = starting.result()  # raises the start's error
         died: list[str] = []
 
         def on_death(reason: str) -> None:
@@ -158,13 +157,13 @@ async def _serve(
 async def _start(
     client: AsyncEngineClient | DataParallelClient, config: EngineConfig, settings: ServerSettings
 ) -> tuple[Tokenizer | None, ServerSettings]:
-    """Start the engine and read the tokenizer meanwhile; the first problem of either ends both."""
+    """Start the engine and read the tokenizer at the same time. The first error stops both."""
     engine = asyncio.create_task(client.start())
     files = asyncio.create_task(asyncio.to_thread(_read_files, config, settings))
     try:
         await asyncio.gather(engine, files)
         tokenizer, settings = files.result()
-        InputProcessor(tokenizer, client.info)  # raises where tokenizer and model do not fit
+        InputProcessor(tokenizer, client.info)  # raises if the tokenizer does not fit the model
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
@@ -174,29 +173,29 @@ async def _start(
 
 
 async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, hurry: asyncio.Event) -> None:
-    """Let what runs finish; cancel it when its time is over or at the second signal; wait for the server's end."""
+    """Let running requests finish, cancel them at the timeout or the second signal, and wait until the server has ended."""
     engine = context.engine
     engine.draining = True
     if engine.num_in_flight:
         seconds = context.settings.shutdown_timeout
-        logger.info("Shutting down: %d sequences get %g seconds to finish.", engine.num_in_flight, seconds)
+        logger.info("Shutting down: %d sequences have %g seconds to finish.", engine.num_in_flight, seconds)
     server.should_exit = True
     await _wait_any(serving, hurry, timeout=context.settings.shutdown_timeout)
     if not serving.done():
-        logger.warning("%d sequences are cancelled.", engine.num_in_flight)
+        logger.warning("Cancelling %d sequences.", engine.num_in_flight)
         engine.cancel_all()
         await _wait_any(serving, timeout=_FLUSH_SECONDS)
     if not serving.done():
         server.force_exit = True
         await _wait_any(serving, timeout=_FLUSH_SECONDS)
-    # With force_exit uvicorn leaves the lifespan out; shutting down twice does no harm.
+    # With force_exit uvicorn skips the lifespan's shutdown. Shutting down twice is harmless.
     await engine.shutdown(drain=False)
     if serving.done():
-        await serving  # raises what stopped it
+        await serving  # raises the server's error
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `_Signals` decides what a signal means."""
+    """uvicorn without its own signal handlers, which `_Signals` replaces."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -204,7 +203,7 @@ class _Server(uvicorn.Server):
 
 
 class _Signals:
-    """SIGINT and SIGTERM: the first sets `stop`, the second `hurry`, a third ends the process at once."""
+    """SIGINT and SIGTERM: the first signal sets `stop`, the second sets `hurry`, the third ends the process at once."""
 
     _HANDLED = (signal.SIGINT, signal.SIGTERM)
 
@@ -225,12 +224,12 @@ class _Signals:
     def _on_signal(self) -> None:
         if self.stop.is_set():
             self.hurry.set()
-            self.__exit__()  # back to the default actions
+            self.__exit__()  # restore the default actions
         self.stop.set()
 
 
 async def _wait_any(*awaited: asyncio.Task[Any] | asyncio.Event, timeout: float | None = None) -> None:
-    """Until the first task is done or the first event set, or `timeout` seconds; exceptions stay in the tasks."""
+    """Wait until a task is done, an event is set, or `timeout` seconds have passed. Exceptions stay in the tasks."""
     waits = {task if isinstance(task, asyncio.Task) else asyncio.create_task(_set(task)) for task in awaited}
     await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits.difference(task for task in awaited if isinstance(task, asyncio.Task)):
@@ -257,7 +256,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
-        logger.info("uvloop is not installed: asyncio's own loop is used.")
+        logger.info("uvloop is not installed: using asyncio's event loop.")
         return None
     return uvloop.new_event_loop
 
@@ -271,16 +270,16 @@ def _read_files(config: EngineConfig, settings: ServerSettings) -> tuple[Tokeniz
     if settings.chat_template is None and "default" in tokenizer.chat_templates:
         try:
             check_template(tokenizer.chat_templates["default"])
-        except ChatTemplateError as error:  # completions work without
-            logger.warning("Chat requests will be refused, unless you give another --chat-template. %s", error)
+        except ChatTemplateError as error:  # completions need no template
+            logger.warning("Chat requests will be refused unless you set another --chat-template. %s", error)
     return tokenizer, settings
 
 
 def _bind_problem(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"Port {port} on {host} is in use: choose another with --port, or stop the program that has it."
+        return f"Port {port} on {host} is in use: choose another with --port, or stop the program that uses it."
     if error.errno == errno.EACCES:
-        return f"Port {port} is reserved for the system's administrator: choose one above 1023 with --port."
+        return f"Port {port} needs administrator rights: choose one above 1023 with --port."
     return f"The server cannot listen on {host}:{port} ({error.strerror})."
 
 

@@ -1,4 +1,4 @@
-"""`ServerSettings`: everything about the HTTP side that is not the engine's."""
+"""`ServerSettings`: the options of the HTTP server."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 class ServerSettings:
     """Options of the API server.
 
-    served_model_names: what clients may write in `model`; the first is the one in answers and metrics.
-    api_keys: any of them is accepted as `Authorization: Bearer`; empty: no key is asked for.
-    chat_template: source (or file) of a template that replaces the model's own.
-    default_sampling: sampling fields used where a request leaves them out (from the model's generation_config.json).
+    served_model_names: values that clients may give in `model`. Answers and metrics carry the first.
+    api_keys: each is accepted as `Authorization: Bearer`. Empty: no key is needed.
+    chat_template: source or file of a template that replaces the model's own.
+    default_sampling: values for sampling fields that a request leaves out, from the model's generation_config.json.
     priorities: whether requests may have a priority (scheduling policy "priority").
     max_body_bytes: larger request bodies are refused.
-    shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM; then they are cancelled.
+    shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM.
     health_timeout: seconds in which the engine must answer /health.
-    graphs_dir: the dump of the model's compilation, shown at /graphs; None: there is no such page.
+    graphs_dir: the dump of the model's compilation, shown at /graphs. None: no such page.
     """
 
     served_model_names: tuple[str, ...]
@@ -46,12 +46,12 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
-            raise ValueError("served_model_names must hold at least one name, none empty.")
+            raise ValueError("served_model_names must contain at least one name, and no empty one.")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be in [0, 65535], got {self.port}.")
         if not all(self.api_keys):
-            raise ValueError("api_keys must not hold an empty key.")
+            raise ValueError("api_keys must not contain an empty key.")
         if not self.response_role:
             raise ValueError("response_role must not be empty.")
         if not 0 <= self.shutdown_timeout < math.inf:
-            raise ValueError(f"shutdown_timeout must be a number of seconds from 0, got {self.shutdown_timeout}.")
+            raise ValueError(f"shutdown_timeout must be at least 0 seconds, got {self.shutdown_timeout}.")

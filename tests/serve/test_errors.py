@@ -134,7 +134,7 @@ async def test_unknown_field_is_logged_once(server: Server, caplog: pytest.LogCa
     for _ in range(2):
         assert (await server.chat(some_new_field=1)).status_code == 200
     assert [r.message for r in caplog.records].count(
-        "Requests hold the unknown field 'some_new_field', which has no effect."
+        "Requests contain the unknown field 'some_new_field', which has no effect."
     ) == 1
 
 

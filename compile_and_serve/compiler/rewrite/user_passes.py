@@ -54,7 +54,9 @@ def load_pass(name: str) -> GraphPass:
         try:
             found = declared[name].load()
         except Exception as error:
-            raise PassError(f"Pass {name!r} ({declared[name].value}) cannot be imported: {_said(error)}.") from error
+            raise PassError(
+                f"Pass {name!r} ({declared[name].value}) cannot be imported: {_said(error)}.{_import_hint(error)}"
+            ) from error
     if not isinstance(found, type):
         raise PassError(f"{name} is not a pass: expected a class, got a {type(found).__name__}.")
     try:
@@ -86,10 +88,19 @@ def _imported(name: str) -> object:
     try:
         module = import_module(module_name)
     except Exception as error:  # whatever the user's module does
-        raise PassError(f"Pass {name} cannot be imported: {_said(error)}.") from error
+        raise PassError(f"Pass {name} cannot be imported: {_said(error)}.{_import_hint(error)}") from error
     if not hasattr(module, attribute):
         raise PassError(f"Pass {name} cannot be imported: {module.__file__ or module_name} has no {attribute!r}.")
     return getattr(module, attribute)
+
+
+def _import_hint(error: Exception) -> str:
+    """How to import our modules, for an error about one of them that is imported without the package's name."""
+    ours = ("compiler", "custom_ops", "models", "runtime", "serve")
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if missing.partition(".")[0] not in ours:
+        return ""
+    return f" Import our modules from the package: compile_and_serve.{missing}."
 
 
 def _said(error: Exception) -> str:

@@ -1,4 +1,4 @@
-// Rows of activations on their way to 8 bits.
+// Loads rows of activations for quantization to 8 bits.
 #pragma once
 
 #include <algorithm>
@@ -7,10 +7,10 @@
 
 namespace cas {
 
-constexpr float kSmallestScale = 1e-12f;  // of a row of zeros, as the reference has it
+constexpr float kSmallestScale = 1e-12f;  // the scale of a row of zeros, as in the reference
 
 template <class T>
-f32x16 rounded_to(f32x16 value) {
+f32x16 round_to(f32x16 value) {
     alignas(64) T rounded[kLanes];
     store16(rounded, value);
     return load16(rounded);
@@ -18,7 +18,7 @@ f32x16 rounded_to(f32x16 value) {
 
 inline f32x16 clamped(f32x16 x, float limit) { return -max_of(-max_of(x, splat(-limit)), splat(-limit)); }
 
-// One row of x, normalized where there is a norm, rounded to T: what the linear multiplies, or quantizes.
+// One row of x, normalized if there is a norm weight and rounded to T.
 template <class T>
 struct Row {
     const T *x, *norm_weight;
@@ -30,17 +30,17 @@ struct Row {
         norm_scale = norm_weight ? inverse_rms(x, width, a.eps) : 1.0f;
     }
 
-    // Elements i .. i + 15, zeros past the end.
+    // Elements i .. i + 15; zeros past the end.
     CAS_INLINE f32x16 load(int64_t i) const {
         const int n = int(std::min<int64_t>(kLanes, width - i));
         const f32x16 v = n == kLanes ? load16(x + i) : load_part(x + i, n);
         if (!norm_weight) return v;
-        return rounded_to<T>(v * norm_scale * (n == kLanes ? load16(norm_weight + i) : load_part(norm_weight + i, n)));
+        return round_to<T>(v * norm_scale * (n == kLanes ? load16(norm_weight + i) : load_part(norm_weight + i, n)));
     }
 
-    // The scale under which the largest element becomes `largest`; no number where one of the elements is none.
+    // The scale that maps the row's largest magnitude to `largest`. NaN if an element is not finite.
     float scale(float largest) const {
-        i32x16 magnitudes{};  // compared as integers, so that the largest of a row with a NaN is that NaN
+        i32x16 magnitudes{};  // compared as integers, where NaN is larger than every number
         for (int64_t i = 0; i < width; i += kLanes) {
             const i32x16 magnitude = (i32x16)load(i) & 0x7fffffff;
             magnitudes = select(magnitude > magnitudes, magnitude, magnitudes);

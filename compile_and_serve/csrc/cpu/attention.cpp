@@ -1,11 +1,11 @@
-// Paged attention with rotary embedding and KV write, one parallel region a call.
+// Paged attention with rotary embedding and KV write, in one parallel region per call.
 //
-// Work item: (sequence, tile of its query tokens, range of its keys) x key/value head. All query heads of a key/value head share an item,
-// as rows (token, head) of the tile, so that keys and values are read once for them. Inside an item the keys go by in blocks of kKeys:
-// the block is repacked into the layout of multiply.h (keys transposed, values in pairs), then scores, online softmax
-// (https://arxiv.org/abs/2205.14135) and the weighted sum are two register-tiled products.
+// Work item: (sequence, tile of its query tokens, range of its keys) x key/value head. All query heads of a key/value head share
+// an item as rows (token, head) of the tile, so that their keys and values are read once. An item processes its keys in blocks
+// of kKeys. Each block is repacked into the layout of multiply.h (keys transposed, values in pairs). Then scores and weighted
+// sums are register-tiled products, with an online softmax in between (https://arxiv.org/abs/2205.14135).
 //
-// Names: G query heads of one key/value head, E head size, P tokens a cache block, R rows of a tile.
+// Names: G query heads per key/value head, E head size, P tokens per cache block.
 #include <omp.h>
 
 #include <algorithm>
@@ -20,9 +20,9 @@
 namespace cas {
 namespace {
 
-constexpr int kMinSplitKeys = 256;  // a shorter range of keys is not worth a second item
+constexpr int kMinSplitKeys = 256;  // shorter ranges of keys are not split
 alignas(64) constexpr int32_t kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr float kLowest = -1e30f;  // maximum over no keys; finite, so that differences stay numbers
+constexpr float kLowest = -1e30f;  // maximum over no keys; finite, so that differences are not NaN
 
 struct Item {
     int32_t seq;
@@ -32,7 +32,7 @@ struct Item {
     int32_t partial;  // index of the first split's partial result, for all heads; -1 without splits
 };
 
-// What one item leaves behind when its keys are only a part: the unnormalized sums, and per row maximum and denominator.
+// Results of items that cover only part of a sequence's keys: unnormalized sums, and each row's maximum and denominator.
 struct Partials {
     float *sums, *maxima, *denominators;
 };
@@ -57,13 +57,13 @@ Plan make_plan(const CasAttention& a) {
             all_keys += keys;
         }
     }
-    const int64_t wanted = 4 * a.num_threads;
+    const int64_t target_units = 4 * a.num_threads;
     const int64_t units = int64_t(plan.items.size()) * a.num_kv_heads;
-    if (a.num_threads > 1 && units < wanted) {
-        const int64_t fair = std::max<int64_t>(kMinSplitKeys, all_keys * a.num_kv_heads / wanted);
+    if (a.num_threads > 1 && units < target_units) {
+        const int64_t target_keys = std::max<int64_t>(kMinSplitKeys, all_keys * a.num_kv_heads / target_units);
         std::vector<Item> split_items;
         for (const Item& item : plan.items) {
-            const int64_t splits = std::max<int64_t>(1, (item.key_end + fair / 2) / fair);
+            const int64_t splits = std::max<int64_t>(1, (item.key_end + target_keys / 2) / target_keys);
             const int64_t length = ((item.key_end + splits - 1) / splits + kKeys - 1) / kKeys * kKeys;
             const int64_t used = (item.key_end + length - 1) / length;
             for (int64_t i = 0; i < used; ++i) {
@@ -79,7 +79,7 @@ Plan make_plan(const CasAttention& a) {
         }
         plan.items.swap(split_items);
     }
-    // Long items first, so that the threads finish together.
+    // Longest first, so that the tail is short.
     std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& x, const Item& y) {
         return int64_t(x.token_end - x.token_begin) * (x.key_end - x.key_begin) >
                int64_t(y.token_end - y.token_begin) * (y.key_end - y.key_begin);
@@ -108,7 +108,7 @@ struct Rotation {
     }
 };
 
-// y = rope(rms_norm(x)) of one head, in float32, rounded once; a copy without cos and without a weight.
+// y = rope(rms_norm(x)) of one head, computed in float32 and rounded once. Without cos and norm_weight, y is a copy of x.
 template <class T>
 void prepare_head(const CasAttention& a, const T* x, const T* norm_weight, const Rotation& rotation, T* y) {
     const int64_t width = a.head_dim, half = width / 2;
@@ -146,7 +146,7 @@ void prepare_head(const CasAttention& a, const T* x, const T* norm_weight, const
     }
 }
 
-// T: the model's elements, C: the cache's.
+// T: the model's element type, C: the cache's.
 template <class T, class C>
 void write_cache(const CasAttention& a, int64_t token, const Rotation& rotation) {
     const int64_t slot = a.slot_mapping[token];
@@ -199,8 +199,8 @@ inline f32x16 max_of_rows(f32x16* rows) {
     return result;
 }
 
-// One step of the online softmax for `rows` rows: probabilities from scores, new maxima (in units of log 2) and denominators (by lanes).
-// Row r sees the first visible[r] keys. factors: by how much the rows' sums so far must shrink.
+// One step of the online softmax for `rows` rows: computes probabilities from scores, and updates maxima (of base-2 logarithms)
+// and denominators (one per lane). Row r attends to the first visible[r] keys. factors: rescale the rows' previous sums.
 template <class T>
 void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int padded, const int32_t* visible, float* factors) {
     constexpr float kLog2E = 1.44269504088896341f;
@@ -233,7 +233,7 @@ void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int p
     }
 }
 
-// All rows of a tile over the keys in scratch, of which the first token of the tile sees `first` + 1.
+// Attention of all rows of a tile over the keys in scratch. The tile's first token attends to the first `first` + 1 keys.
 template <class T>
 void attend(
     const CasAttention& a, Scratch<T>& s, int rows, int64_t E, int64_t G, int64_t first, int count, int padded
@@ -264,7 +264,7 @@ KeyRows<C> key_rows(const CasAttention& a, const Item& item, int64_t kv_head, in
     return rows;
 }
 
-// `after`: the first keys of the item that this thread will probably run next.
+// `after`: the first keys of the thread's probable next item, for prefetching.
 template <class T, class C>
 void run_item(
     const CasAttention& a, const Item& item, int64_t kv_head, const KeyRows<C>& after, Scratch<T>& s, const Partials& partials
@@ -311,7 +311,7 @@ void run_item(
     }
 }
 
-// Put the partial results of one item's splits together.
+// Merges the partial results of one item's splits.
 template <class T>
 void merge_splits(const CasAttention& a, const Item& item, int64_t kv_head, const Partials& partials) {
     const int64_t E = a.head_dim, G = a.num_heads / a.num_kv_heads;

@@ -1,6 +1,6 @@
-// The keys and values of one step of attention: where they lie in the cache, and repacked for multiply.h in a thread's scratch.
+// The keys and values of one attention step: locates them in the cache and repacks them for multiply.h in a thread's scratch.
 //
-// Names: E head size, P tokens a cache block, K key/value heads; T the model's elements, C the cache's.
+// Names: E head size, P tokens per cache block, K key/value heads; T the model's element type, C the cache's.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 namespace cas {
 namespace {
 
-constexpr int kKeys = 64;          // keys of one step of the online softmax
+constexpr int kKeys = 64;          // keys per step of the online softmax
 constexpr int kTileRows = 96;      // rows that share one repacked block of keys
 constexpr int kSubtile = kMaxRows;
 constexpr int kMaxHeadDim = 512;
 
 // to[lane][key] = rows[key][lane] for 16 keys, in units of 32 bits.
 inline void transpose16(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
-    // Square by square, as many rows and columns as a register has elements.
+    // In squares with as many rows and columns as a register has elements.
     for (int lane = 0; lane < kLanes; lane += kPartLanes) {
         for (int key = 0; key < kLanes; key += kPartLanes) {
             PartU32 v[kPartLanes], t[kPartLanes];
@@ -67,7 +67,7 @@ struct Scratch {
     }
 };
 
-// Where the keys of one step lie; their values are `to_values` elements further. Filled up to whole vectors with the last key.
+// Addresses of the keys of one step. Values lie `to_values` elements after their keys. The last key pads to whole vectors.
 template <class C>
 struct KeyRows {
     const C* rows[kKeys];
@@ -90,7 +90,7 @@ struct KeyRows {
         for (int c = count; c < padded; ++c) rows[c] = rows[count - 1];
     }
 
-    // Keys and values as T, each key's value behind it in `to` [kKeys, 2, width].
+    // Keys and values converted to T. Writes key and value alternately to `to` [kKeys, 2, width].
     template <class T>
     KeyRows<T> widened(int64_t width, T* to) const {
         KeyRows<T> result;
@@ -105,7 +105,7 @@ struct KeyRows {
     }
 };
 
-// values[e][pair] for 16 (key c, key c + 1) pairs of elements: what a lane of the product over keys takes.
+// Pairs of elements (key c, key c + 1) for each e: one pair is one lane of the product over keys.
 inline void interleave(const bf16* first, const bf16* second, int64_t width, bf16* to, int64_t to_stride) {
     int64_t e = 0;
 #if defined(__AVX512BW__)
@@ -133,9 +133,9 @@ inline void spread(const float* row, int64_t width, float* to, int64_t to_stride
     for (int64_t e = 0; e < width; e += kLanes) store16(to + (e / kLanes) * to_stride, load16(row + e));
 }
 
-// The keys and values of one step into scratch, in the layout of multiply.h: [keys / 16][E / lanes][16][lanes] and
-// [E / 16][keys / lanes][16][lanes]. Values past `count` are zero. `next`: rows to ask the memory for meanwhile; cache blocks lie
-// anywhere, where no hardware prefetcher follows.
+// Copies the keys and values of one step to scratch in multiply.h's layout: [keys / 16][E / lanes][16][lanes] and
+// [E / 16][keys / lanes][16][lanes]. Values past `count` are zero. `next`: rows to prefetch; cache blocks are scattered in
+// memory, so the hardware prefetcher cannot predict them.
 template <class T, class C>
 void pack_keys_values(const CasAttention& a, const KeyRows<T>& now, const KeyRows<C>& next, Scratch<T>& s) {
     constexpr int kInputs = Dot<T>::kInputs;

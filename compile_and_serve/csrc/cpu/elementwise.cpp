@@ -1,4 +1,4 @@
-// Row-wise ops around linears: residual add + RMSNorm, and SiLU-mul. See kernels.h.
+// Row-wise ops: residual add + RMSNorm, and SiLU-mul. See kernels.h.
 #include <omp.h>
 
 #include "kernels.h"
@@ -7,7 +7,7 @@
 namespace cas {
 namespace {
 
-constexpr int64_t kParallelElements = 16 << 10;  // fewer are done sooner by one thread than two can be woken
+constexpr int64_t kParallelElements = 16 << 10;  // below this, waking threads takes longer than the work
 
 template <class T>
 void add_rms_norm_row(const CasAddRmsNorm& a, int64_t row) {
@@ -20,7 +20,7 @@ void add_rms_norm_row(const CasAddRmsNorm& a, int64_t row) {
     int64_t i = 0;
     for (; i + kLanes <= a.num_features; i += kLanes) {
         store16(sum + i, load16(x + i) + load16(residual + i));
-        const f32x16 v = load16(sum + i);  // as it was rounded
+        const f32x16 v = load16(sum + i);  // rounded to T
         squares += v * v;
     }
     float total = sum16(squares);

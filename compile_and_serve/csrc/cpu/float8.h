@@ -1,4 +1,4 @@
-// float8_e4m3fn: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, 0x7f is NaN, the largest value is 448.
+// float8_e4m3fn: sign, 4 exponent bits with bias 7, 3 mantissa bits. No infinity; 0x7f is NaN; the largest value is 448.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ struct float8 {
 
 constexpr float kFloat8Largest = 448.0f;
 
-// One byte of each lane as floats. The exponent's bias is 127 - 7 too small until the product, which also makes subnormals exact.
+// One byte per lane as floats. The multiplication corrects the exponent's bias by 127 - 7, exactly for subnormals too.
 inline f32x16 float8_to_float(u32x16 bytes) {
     const u32x16 magnitude = bytes & 0x7f, sign = (bytes & 0x80) << 24;
     const u32x16 is_nan = (u32x16)(magnitude == 0x7f);
@@ -21,11 +21,11 @@ inline f32x16 float8_to_float(u32x16 bytes) {
     return (f32x16)((u32x16)value | sign | (is_nan & 0x7fc00000u));
 }
 
-// To the nearest float8 value, ties to even; for |x| <= 448.
-inline f32x16 rounded_to_float8(f32x16 x) {
+// Rounds to the nearest float8 value, ties to even; for |x| <= 448.
+inline f32x16 round_to_float8(f32x16 x) {
     const u32x16 bits = (u32x16)x;
     const f32x16 normal = (f32x16)((bits + 0x7ffff + ((bits >> 20) & 1)) & 0xfff00000u);
-    const f32x16 subnormal = (x + 24576.0f) - 24576.0f;  // 1.5 * 2^14: what is left are multiples of 2^-9
+    const f32x16 subnormal = (x + 24576.0f) - 24576.0f;  // adding 1.5 * 2^14 rounds to multiples of 2^-9
     return select((i32x16)(bits & 0x7fffffff) < 0x3c800000, subnormal, normal);  // 2^-6
 }
 
@@ -33,11 +33,11 @@ inline f32x16 load16(const float8* address) {
     return float8_to_float(convert<u32x16>(load_raw<u8x16>(address)));
 }
 
-// Rounded to the nearest, ties to even; beyond the largest to the largest, NaN stays NaN.
+// Rounds to nearest, ties to even. Saturates at the largest value; NaN stays NaN.
 inline void store16(float8* address, f32x16 x) {
     const u32x16 is_nan = (u32x16)(x != x), sign = ((u32x16)x >> 24) & 0x80;
     const f32x16 size = (f32x16)((u32x16)x & 0x7fffffff);
-    const f32x16 rounded = rounded_to_float8(select(size > splat(kFloat8Largest), splat(kFloat8Largest), size));
+    const f32x16 rounded = round_to_float8(select(size > splat(kFloat8Largest), splat(kFloat8Largest), size));
     const u32x16 normal = ((u32x16)rounded >> 20) - (120 << 3);
     const u32x16 subnormal = (u32x16)convert<i32x16>(rounded * 512.0f);
     const u32x16 magnitude = select(rounded < splat(0x1p-6f), subnormal, normal);
@@ -47,7 +47,7 @@ inline void store16(float8* address, f32x16 x) {
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 
-// The bytes of all positive float8 as bfloat16.
+// All positive float8 values as bfloat16, split into low and high bytes.
 struct Float8Table {
     alignas(64) uint8_t low[128], high[128];
 };
@@ -67,18 +67,18 @@ constexpr Float8Table kFloat8Table = [] {
     return table;
 }();
 
-// 64 float8 as bfloat16: the low bytes of all, and the high ones.
+// 64 bfloat16 values: all low bytes and all high bytes.
 struct SplitBf16 {
     __m512i low, high;
 };
-inline SplitBf16 split_bf16(__m512i bytes) {  // bit 7 of an index into a table of 128 counts for nothing
+inline SplitBf16 split_bf16(__m512i bytes) {  // permutex2var ignores bit 7 of an index
     const auto at = [](const uint8_t* p) { return _mm512_loadu_si512(p); };
     const __m512i low = _mm512_permutex2var_epi8(at(kFloat8Table.low), bytes, at(kFloat8Table.low + 64));
     const __m512i high = _mm512_permutex2var_epi8(at(kFloat8Table.high), bytes, at(kFloat8Table.high + 64));
     return {low, _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8)};  // high | (bytes & sign)
 }
 
-// Of bytes split as `SplitBf16`, where those of 32 values in turn are (the high ones + 64).
+// The byte order that joins one half of a `SplitBf16` to 32 values; indices from 64 on are high bytes.
 template <int kHalf>
 constexpr std::array<uint8_t, 64> kHalfBytes = [] {
     std::array<uint8_t, 64> order{};
@@ -88,7 +88,7 @@ constexpr std::array<uint8_t, 64> kHalfBytes = [] {
 
 #endif
 
-// `count` (a multiple of 16) float8 values in another type, exactly.
+// Converts `count` float8 values to another type exactly. count: a multiple of 16.
 template <class T>
 inline void widen(const float8* from, int64_t count, T* to) {
     int64_t i = 0;

@@ -1,5 +1,5 @@
-// The CPU kernels' C interface: raw pointers, sizes and strides (in elements), nothing of torch. Each call opens its own parallel region
-// of `num_threads` threads and returns when the result is there; none may be made from inside a parallel region.
+// The CPU kernels' C interface: raw pointers, sizes, and strides in elements; it does not use torch. Each call runs its own
+// parallel region of `num_threads` threads and returns when the result is complete. Do not call from a parallel region.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@ extern "C" {
 
 enum CasDtype : int32_t { CAS_FLOAT32 = 0, CAS_BFLOAT16 = 1 };
 
-// out [T, O] = f(rms_norm(x [T, I]) Wᵀ + bias) + residual; every pointer but x, packed and out may be null.
-// packed: [ceil(O / 16), ceil(I / lanes), 16, lanes], lanes = 1 (float32) or 2 (bfloat16), zero-padded.
-// silu_mul: f(y) = silu(y[:, :O/2]) * y[:, O/2:], out and residual have O / 2 columns.
-// All tensors have the dtype; rows of x, residual and out lie their stride apart, columns are contiguous.
+// out [T, O] = f(rms_norm(x [T, I]) Wᵀ + bias) + residual. All pointers except x, packed and out may be null.
+// packed: W as [ceil(O / 16), ceil(I / lanes), 16, lanes], zero-padded; lanes = 1 (float32) or 2 (bfloat16).
+// silu_mul: f(y) = silu(y[:, :O/2]) * y[:, O/2:]; out and residual have O / 2 columns.
+// All tensors have the given dtype. Rows of x, residual and out have strides; columns are contiguous.
 struct CasLinear {
     int32_t dtype;
     int32_t silu_mul;
@@ -31,9 +31,10 @@ struct CasLinear {
 };
 void cas_linear(const CasLinear* args);
 
-// As cas_linear, over weights of 8 bits: the product is x (weight_scale * weight)ᵀ with a scale an output, in float32 [O].
-// linear.packed: bytes [ceil(O / 16), ceil(I / 4), 16, 4]; linear.dtype is the activations'. They are multiplied as they are
-// (CAS_WEIGHT_ONLY), or rounded to the weights' dtype with a scale a row (CAS_DYNAMIC) or with input_scale [1] (CAS_STATIC).
+// cas_linear with 8-bit weights: the product is x (weight_scale * weight)ᵀ. weight_scale: float32 [O], one scale per output.
+// linear.packed: bytes [ceil(O / 16), ceil(I / 4), 16, 4]. linear.dtype: the activations' dtype. Activations are used
+// unquantized (CAS_WEIGHT_ONLY), or quantized to the weights' dtype with one scale per row (CAS_DYNAMIC) or with input_scale
+// [1] (CAS_STATIC).
 enum CasActivations : int32_t { CAS_WEIGHT_ONLY = 0, CAS_DYNAMIC = 1, CAS_STATIC = 2 };
 
 struct CasQuantizedLinear {
@@ -43,20 +44,20 @@ struct CasQuantizedLinear {
     int32_t activations;
 };
 
-// int8: the bytes are weight + 128, with I at most 65536, so that no sum overflows 32 bits. Weight-only, activations keep 16 bits of
-// their row's largest value in bfloat16, 24 in float32.
+// int8: the bytes are weight + 128. I is at most 65536, so that no sum overflows 32 bits. With CAS_WEIGHT_ONLY, activations are
+// fixed-point numbers relative to their row's largest magnitude, of 16 bits in bfloat16 and 24 bits in float32.
 void cas_int8_linear(const CasQuantizedLinear* args);
 
-// float8_e4m3fn: the bytes are the weights'.
+// float8_e4m3fn: the bytes are the weights.
 void cas_float8_linear(const CasQuantizedLinear* args);
 
-// These two are a library of their own (csrc/cpu/quantized), built where a model has such weights; what `cas::quantized_linear` runs is
-// handed to the other library here.
+// Both are in a separate library (csrc/cpu/quantized), built only for models with such weights. This call tells the main
+// library which functions `cas::quantized_linear` runs.
 typedef void (*CasQuantizedKernel)(const CasQuantizedLinear* args);
 void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear);
 
-// sum [T, I] = x + residual, rounded; out [T, I] = sum / sqrt(mean(sum^2) + eps) * norm_weight. All tensors have the dtype; rows of x and
-// residual lie their stride apart, sum and out are contiguous.
+// sum [T, I] = x + residual, rounded to the dtype; out [T, I] = sum / sqrt(mean(sum^2) + eps) * norm_weight. All tensors have
+// the given dtype. Rows of x and residual have strides; sum and out are contiguous.
 struct CasAddRmsNorm {
     int32_t dtype, num_threads;
     int64_t num_tokens, num_features;
@@ -70,7 +71,7 @@ struct CasAddRmsNorm {
 };
 void cas_add_rms_norm(const CasAddRmsNorm* args);
 
-// out [T, I] = silu(x[:, :I]) * x[:, I:] for x [T, 2 * I], whose rows lie x_stride apart; out is contiguous.
+// out [T, I] = silu(x[:, :I]) * x[:, I:] for x [T, 2 * I] with row stride x_stride. out is contiguous.
 struct CasSiluMul {
     int32_t dtype, num_threads;
     int64_t num_tokens, num_features;
@@ -80,11 +81,12 @@ struct CasSiluMul {
 };
 void cas_silu_mul(const CasSiluMul* args);
 
-// Writes k and v to the paged cache, then out = softmax(scale * q kᵀ + causal mask) v for each sequence; see custom_ops/attention/attention.py.
-// q [T, H, E], k and v [T, K, E], out [T, H * E]; heads and tokens lie their strides apart.
-// kv_cache [N, 2, K, P, E], contiguous, in q's dtype or (cache_is_float8) float8_e4m3fn. query_start_loc [S + 1], seq_lens [S], block_table [S, M] with its row stride, slot_mapping [T].
-// cos and sin [T, E] (rope_dtype) or null: rotate q and k first; before that RMSNorm with q_norm_weight and k_norm_weight [E] or null.
-// Rows of out past query_start_loc[S] become zero.
+// Writes k and v to the paged cache, then computes out = softmax(scale * q kᵀ + causal mask) v for each sequence; see
+// custom_ops/attention/attention.py. q [T, H, E], k and v [T, K, E], out [T, H * E]; heads and tokens have strides.
+// kv_cache [N, 2, K, P, E]: contiguous, in q's dtype or, with cache_is_float8, float8_e4m3fn.
+// query_start_loc [S + 1], seq_lens [S], block_table [S, M] with a row stride, slot_mapping [T].
+// If q_norm_weight and k_norm_weight [E] are not null, q and k are first normalized (RMSNorm). Then, if cos and sin [T, E]
+// (in rope_dtype) are not null, they are rotated. Rows of out from query_start_loc[S] on become zero.
 struct CasAttention {
     int32_t dtype, rope_dtype, cache_is_float8;
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;

@@ -1,4 +1,4 @@
-// Linear layers over float32 and bfloat16 weights in blocks of 16 outputs; see kernels.h for the layout and linear_tiles.h for the loop.
+// Linears with float32 and bfloat16 weights. See kernels.h for the weight layout and linear_tiles.h for the loop.
 #include "linear_tiles.h"
 
 namespace cas {
@@ -16,7 +16,7 @@ struct PlainLinear {
         return a.norm_weight || padded_width != a.in_features ? sizeof(T) * padded_width * a.num_tokens : 0;
     }
 
-    // y = x / sqrt(mean(x^2) + eps) * weight, zero-padded; a plain copy without a weight.
+    // y = x / sqrt(mean(x^2) + eps) * norm_weight, zero-padded. Without norm_weight, y is a copy of x.
     void prepare(void* memory, int64_t token) const {
         const T* x = static_cast<const T*>(a.x) + token * a.x_stride;
         const T* norm_weight = static_cast<const T*>(a.norm_weight);

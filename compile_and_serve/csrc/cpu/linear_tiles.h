@@ -1,8 +1,8 @@
-// What every linear does, whatever its weights are: rows are prepared, threads take panels of outputs, tiles of rows are multiplied and
-// finished. One row streams the weights once from memory; many rows are register tiles of rows x blocks.
+// The loop of every linear, for any kind of weights: rows are prepared, threads take panels of outputs, and tiles of rows are
+// multiplied and finished. The weights are streamed from memory once per chunk of rows.
 //
-// Names: T rows (tokens), I inputs, O outputs; a group is the Dot<T>::kInputs inputs of one lane; a tile is at most kMaxRows rows by
-// kMaxTileBlocks blocks of 16 outputs.
+// Names: T rows (tokens), I inputs, O outputs. A group is the Dot<T>::kInputs inputs of one lane. A tile is at most kMaxRows
+// rows by kMaxTileBlocks blocks of 16 outputs.
 #pragma once
 
 #include <omp.h>
@@ -18,12 +18,12 @@ namespace cas {
 
 constexpr int kMaxTileBlocks = 3;
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
-constexpr int kStreamRows = 4;              // so few rows read faster than memory gives: the hardware's prefetcher is better alone
-constexpr int kPrefetchGroups = 64;         // weight vectors (64 bytes) ahead of the one in use
-constexpr int kAheadTiles = 2;              // of a panel's tiles, how many ask for the next panel
+constexpr int kStreamRows = 4;              // up to here memory bandwidth limits, and the hardware prefetcher alone is faster
+constexpr int kPrefetchGroups = 64;         // prefetch distance in weight vectors of 64 bytes
+constexpr int kAheadTiles = 2;              // how many of a panel's last tiles prefetch the next panel
 constexpr int64_t kGrabBytes = 128 << 10;   // weights that a thread takes at a time
-constexpr int64_t kChunkBytes = 512 << 10;  // activations that one pass over the weights keeps in the L2 cache
-constexpr int64_t kOwnRows = 2;             // so few rows each thread prepares for itself, sooner than it could wait for another
+constexpr int64_t kChunkBytes = 512 << 10;  // activations per pass over the weights; they stay in the L2 cache
+constexpr int64_t kOwnRows = 2;             // up to here each thread prepares all rows itself, which is faster than a barrier
 
 inline f32x16 silu(f32x16 x) { return x / (1.0f + exp16(-x)); }
 
@@ -43,8 +43,8 @@ float inverse_rms(const T* x, int64_t width, float eps) {
 
 inline int64_t output_columns(const CasLinear& a) { return a.silu_mul ? a.out_features / 2 : a.out_features; }
 
-// The outputs that one tile covers: 16 columns from a gate block and one or two up blocks with silu_mul; else 16 columns each from two
-// blocks. Those two are half a weight apart, like gate and up, so that panel after panel is two long streams through memory.
+// The outputs of one tile. With silu_mul: 16 columns, from a gate block and one or two up blocks. Otherwise: two blocks of 16
+// columns. In both cases the blocks lie half a weight apart, so that consecutive panels read two long streams of memory.
 template <class T>
 struct Panel {
     using W = typename Dot<T>::W;
@@ -53,8 +53,8 @@ struct Panel {
         int count;
     };
     int num_parts = 0, blocks = 0;
-    int up_offset;                // where in the tile the up sums of the first column lie
-    Part parts[2];                // the sums of part p lie at p * kLanes
+    int up_offset;                // offset in the tile of the first column's up sum
+    Part parts[2];                // the sums of part p begin at p * kLanes
     const W* weights[kMaxTileBlocks];
 
     Panel(const CasLinear& a, int64_t index, int64_t groups) {
@@ -77,15 +77,16 @@ struct Panel {
         if (columns % kLanes && second + 1 < all_blocks) add_block(second + 1);
     }
 
-    // How many there are.
+    // The number of panels.
     static int64_t count(const CasLinear& a) {
         const int64_t width = a.silu_mul ? kLanes : 2 * kLanes;
         return (output_columns(a) + width - 1) / width;
     }
 };
 
-// The sums of one tile, while the memory is asked for what comes next, unless it is asked soon enough by itself: with one tile a panel a fixed distance ahead in the same blocks
-// and then the start of the next panel; with several, each of the last ones asks for its part of the whole next panel.
+// Computes the sums of one tile and prefetches weights, unless the hardware prefetcher suffices. With one tile per panel, it
+// prefetches a fixed distance ahead: first in the same blocks, then the start of the next panel. With several tiles, each of
+// the last kAheadTiles tiles prefetches its share of the next panel.
 template <class T>
 void compute_tile(
     const typename Dot<T>::X* x, int64_t x_stride, int rows, const Panel<T>& panel, const Panel<T>& next, int64_t tile_index,
@@ -113,8 +114,8 @@ void compute_tile(
     }
 }
 
-// Tokens token .. token + count - 1 of the output's columns in `panel`. sums(r, offset, output, n): what the product of row token + r
-// is for the n <= 16 outputs from `output` on, whose sums lie at `offset` in a row of the tile.
+// Writes the output columns of `panel` for tokens token .. token + count - 1. sums(r, offset, output, n): the product of row
+// token + r for the n <= 16 outputs from `output` on. Its sums begin at `offset` in a row of the tile.
 template <class Y, class T, class Sums>
 CAS_INLINE inline void finish_tile(const CasLinear& a, int64_t token, int count, const Panel<T>& panel, const Sums& sums) {
     const Y* bias = static_cast<const Y*>(a.bias);
@@ -137,7 +138,7 @@ CAS_INLINE inline void finish_tile(const CasLinear& a, int64_t token, int count,
     }
 }
 
-// What the product reads: `data` is the first row of the first token, rows lie `stride` elements apart.
+// Input rows of the product. data: the first row of the first token. stride: elements between rows.
 template <class T>
 struct Rows {
     const typename Dot<T>::X* data;
@@ -145,12 +146,12 @@ struct Rows {
 };
 
 // Runs a whole linear. Kernel:
-//   Dots                                      what Dot is for
-//   rows_per_token()                          rows of the product that one token is
-//   scratch_bytes()                           memory for all prepared tokens; 0: x is read where it lies
-//   prepare(memory, token)                    puts one token's rows there
+//   Dots                                      the parameter of Dot
+//   rows_per_token()                          rows of the product per token
+//   scratch_bytes()                           memory for all prepared tokens; 0: x is read in place
+//   prepare(memory, token)                    writes one token's rows to memory
 //   rows(memory)                              → Rows
-//   finish(memory, tile, token, count, panel) the outputs of `count` tokens, from their sums
+//   finish(memory, tile, token, count, panel) writes the outputs of `count` tokens from their sums
 template <class Kernel>
 void run_linear(const CasLinear& a, const Kernel& kernel) {
     using T = typename Kernel::Dots;
@@ -165,7 +166,7 @@ void run_linear(const CasLinear& a, const Kernel& kernel) {
     const int64_t chunk_limit = std::max<int64_t>(4 * tile_tokens, kChunkBytes / token_bytes);
     const int64_t chunks = (a.num_tokens + chunk_limit - 1) / chunk_limit;
     const int64_t items = chunks * panels;
-    // Items are handed out as threads ask for them: a thread that another process pushes off its core holds up one grab only.
+    // Threads take items dynamically, so that a preempted thread delays one grab only.
     const int64_t panel_bytes = int64_t(sizeof(typename Dot<T>::W)) * groups * Dot<T>::kInputs * 2 * kLanes;
     const int64_t grab = std::max<int64_t>(1, std::min(kGrabBytes / panel_bytes, items / (4 * a.num_threads)));
     std::atomic<int64_t> next_item{0};

@@ -1,6 +1,6 @@
-// The register tile that linears and attention share: a few rows times one or two blocks of 16 outputs.
+// The register tile of linears and attention: a few rows times up to four blocks of 16 outputs.
 //
-// A weight block is [groups][16 outputs][Dot<T>::kInputs]; a group is the inputs that one lane takes.
+// A weight block is [groups][16 outputs][Dot<T>::kInputs]. A group is the inputs of one lane.
 #pragma once
 
 #include <cstdlib>
@@ -11,29 +11,29 @@
 
 namespace cas {
 
-// Rows of a tile with one block, with two and with four: their sums, weights and a broadcast fit the registers.
-#if defined(__AVX512F__)  // 32 registers, each a vector
+// Maximum rows of a tile with one block, two blocks and four blocks: the sums, the weights and a broadcast fit the registers.
+#if defined(__AVX512F__)  // 32 registers, one per vector
 constexpr int kMaxRows = 12, kMaxRowsTwo = 12, kMaxRowsFour = 6;
-#elif defined(__AVX2__)  // 16 registers, a vector in two of them
+#elif defined(__AVX2__)  // 16 registers, two per vector
 constexpr int kMaxRows = 6, kMaxRowsTwo = 2, kMaxRowsFour = 0;
-#elif defined(__aarch64__)  // 32 registers, a vector in four of them
+#elif defined(__aarch64__)  // 32 registers, four per vector
 constexpr int kMaxRows = 6, kMaxRowsTwo = 2, kMaxRowsFour = 0;
-#else  // 16 registers, a vector in four of them
+#else  // 16 registers, four per vector
 constexpr int kMaxRows = 3, kMaxRowsTwo = 1, kMaxRowsFour = 0;
 #endif
 
-// Where a prefetch brings its line to. Not to the L1 cache: the few misses that it can have open would each wait for the memory.
+// Prefetch to the L2 cache. L1 supports few outstanding misses, and each would wait for the memory.
 constexpr int kToL2 = 2;
 
-// What to ask the memory for while blocks are multiplied: in group g, block b asks for first[b] + g * step, from group turn on for
-// second[b] + (g - turn) * step.
+// Addresses to prefetch during a product: in group g, block b prefetches first[b] + g * step before group `turn`, and
+// second[b] + (g - turn) * step from there on.
 template <class T>
 struct Ahead {
     const typename Dot<T>::W *first[4], *second[4];
     int64_t turn, step;
 };
 
-// body(0) … body(kCount - 1) with the index a constant. A loop does not do: where it is unrolled late, GCC keeps the sums in memory.
+// Calls body(0) … body(kCount - 1) with constant indices. GCC unrolls a loop too late and then keeps the sums in memory.
 template <int kCount, class Body>
 CAS_INLINE inline void unrolled(const Body& body) {
     [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) CAS_INLINE {
@@ -41,7 +41,7 @@ CAS_INLINE inline void unrolled(const Body& body) {
     }(std::make_integer_sequence<int, kCount>{});
 }
 
-// A weight vector as the product takes it: as it lies in memory, unless D::load makes it of that.
+// Loads a weight vector with D::load if there is one, otherwise unchanged.
 template <class D>
 CAS_INLINE inline typename D::Weights load_weights(const typename D::W* address) {
     if constexpr (requires { D::load(address); }) return D::load(address);
@@ -50,9 +50,9 @@ CAS_INLINE inline typename D::Weights load_weights(const typename D::W* address)
 
 enum Mode { kPlain, kPrefetch, kAccumulate };
 
-// tile[r][b] = sum over groups of x[r] * weights[b], for kRows rows and kBlocks blocks. Each sum adds its products in the order of the
-// inputs whatever the tile, so a row's result does not depend on the rows beside it. kPrefetch: `ahead` is
-// read. kAccumulate: row r of the tile is not overwritten but multiplied by factors[r] and added to.
+// tile[r][b] = sum over groups of x[r] * weights[b], for kRows rows and kBlocks blocks. Products are added in the order of the
+// inputs for every tile size, so a row's result does not depend on other rows. kPrefetch: prefetches the addresses in `ahead`.
+// kAccumulate: tile[r] = tile[r] * factors[r] + the sum.
 template <class T, int kRows, int kBlocks, Mode kMode>
 __attribute__((noinline)) void multiply(
     const typename Dot<T>::X* x, int64_t x_stride, const typename Dot<T>::W* const* weights, int64_t groups,
@@ -67,7 +67,7 @@ __attribute__((noinline)) void multiply(
             else sums[r][b] = typename D::Sums{};
         });
     });
-    const typename D::W *w[kBlocks], *asked[kBlocks];
+    const typename D::W *w[kBlocks], *prefetched[kBlocks];
     unrolled<kBlocks>([&](auto b) CAS_INLINE { w[b] = weights[b]; });
     int64_t g = 0;
     for (int part = 0; part < (kMode == kPrefetch ? 2 : 1); ++part) {
@@ -75,13 +75,13 @@ __attribute__((noinline)) void multiply(
         if constexpr (kMode == kPrefetch) {
             if (!part) end = ahead->turn;
             step = ahead->step;
-            unrolled<kBlocks>([&](auto b) CAS_INLINE { asked[b] = part ? ahead->second[b] - g * step : ahead->first[b]; });
+            unrolled<kBlocks>([&](auto b) CAS_INLINE { prefetched[b] = part ? ahead->second[b] - g * step : ahead->first[b]; });
         }
         for (; g < end; ++g) {
             typename D::Weights vectors[kBlocks];
             unrolled<kBlocks>([&](auto b) CAS_INLINE {
                 vectors[b] = load_weights<D>(w[b] + g * kVector);
-                if constexpr (kMode == kPrefetch) __builtin_prefetch(asked[b] + g * step, 0, kToL2);
+                if constexpr (kMode == kPrefetch) __builtin_prefetch(prefetched[b] + g * step, 0, kToL2);
             });
             unrolled<kRows>([&](auto r) CAS_INLINE {
                 const auto lane = load_raw<typename D::Lane>(x + r * x_stride + g * D::kInputs);
@@ -103,7 +103,7 @@ constexpr Multiply<T> pick(int rows, std::integer_sequence<int, kRows...>) {
     return table[rows - 1];
 }
 
-// Any number of blocks, up to kMaxRows rows. kFour: few rows take four blocks at a time (more code to compile).
+// Multiplies up to kMaxRows rows with any number of blocks. kFour: few rows use tiles of four blocks, which is more code.
 template <class T, Mode kMode, bool kFour = true>
 void multiply_tile(
     const typename Dot<T>::X* x, int64_t x_stride, int rows, const typename Dot<T>::W* const* weights, int blocks, int64_t groups,
@@ -125,7 +125,7 @@ void multiply_tile(
     for (; b < blocks; ++b) one(x, x_stride, weights + b, groups, tile + b * kLanes, tile_stride, factors, nullptr);
 }
 
-// Scratch of the calling thread, kept between calls.
+// Scratch memory of the calling thread, reused between calls.
 inline void* scratch(size_t bytes) {
     struct Free {
         void operator()(void* memory) const { std::free(memory); }

@@ -1,17 +1,17 @@
-// What is done with vectors of 16 elements. Only where an instruction has no spelling in GCC's vector extension (bfloat16 dot product and
-// rounding) is there an intrinsic, with a generic version beside it.
+// Operations on vectors of 16 elements. Intrinsics are used only where GCC's vector extension lacks an operation, such as the
+// bfloat16 dot product; each has a generic version.
 #pragma once
 
 #include "vectors.h"
 
 namespace cas {
 
-// A bfloat16 in memory: the upper half of a float.
+// A bfloat16 in memory: the upper 16 bits of a float.
 struct bf16 {
     uint16_t bits;
 };
 
-// GCC drops loops whose only effect is __builtin_prefetch; it must keep an asm.
+// GCC removes loops whose only effect is __builtin_prefetch, but it must keep an asm statement.
 inline void prefetch(const void* address) {
 #if defined(__x86_64__)
     asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address)));
@@ -28,7 +28,7 @@ inline float to_float(bf16 value) {
     return result;
 }
 
-// Round to nearest even, as torch does; NaN stays NaN.
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
 inline uint16_t round_to_bf16_bits(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
@@ -60,7 +60,7 @@ inline void store16(bf16* address, f32x16 value) {
 #endif
 }
 
-// The first `count` (< 16) elements; the rest reads as zero.
+// Loads the first `count` (< 16) elements and zeros for the rest.
 template <class T>
 inline f32x16 load_part(const T* address, int count) {
     alignas(64) float values[kLanes] = {};
@@ -105,7 +105,7 @@ inline f32x16 max_of(f32x16 a, f32x16 b) {
 #endif
 }
 
-// To the nearest integer; for |x| < 2^22.
+// Rounds to the nearest integer; for |x| < 2^22.
 inline f32x16 round16(f32x16 x) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -114,7 +114,7 @@ inline f32x16 round16(f32x16 x) {
 #endif
 }
 
-// x * 2^n for integral n; 0 below the normal floats.
+// x * 2^n for integer n; 0 if 2^n is below the normal floats.
 inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_scalef_ps((__m512)x, (__m512)n);
@@ -125,7 +125,8 @@ inline f32x16 scale_by_power(f32x16 x, f32x16 n) {
 #endif
 }
 
-// e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, and the Taylor polynomial of degree 6 for e^r.
+// e^x with an error of about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, and a Taylor polynomial of
+// degree 6 for e^r.
 inline f32x16 exp16(f32x16 x) {
     x = max_of(x, splat(-104.0f));
     x = -max_of(-x, splat(-88.7f));
@@ -141,7 +142,7 @@ inline f32x16 exp16(f32x16 x) {
     return scale_by_power(p, n);
 }
 
-// 2^x for x <= 0, as exp16.
+// 2^x for x <= 0, with the same method as exp16.
 inline f32x16 exp2_nonpositive(f32x16 x) {
     x = max_of(x, splat(-150.0f));
     const f32x16 n = round16(x);
@@ -156,8 +157,9 @@ inline f32x16 exp2_nonpositive(f32x16 x) {
     return scale_by_power(p, n);
 }
 
-// How one kind of weights is multiplied. A weight vector holds, for 16 outputs, `kInputs` consecutive inputs each, elements of type W. A
-// lane of the activation, elements of type X, holds the same inputs of one row. Sums of 16 outputs are `Sums`, one of them a `Sum`.
+// How one kind of weights is multiplied. A weight vector holds `kInputs` consecutive inputs for each of 16 outputs, as elements
+// of type W. A lane of the activation holds the same inputs of one row, as elements of type X. `Sums` holds the sums of 16
+// outputs, `Sum` one of them.
 template <class T>
 struct Dot;
 
@@ -191,7 +193,7 @@ struct Dot<bf16> {
     CAS_INLINE static inline f32x16 add(f32x16 sum, Weights w, Lane x) {
         PartU32 pair = PartU32{} + x;
 #if defined(__AVX2__)
-        asm("" : "+x"(pair));  // else GCC takes the pair apart before it fills a register with each half: three instructions for one
+        asm("" : "+x"(pair));  // without this, GCC splits the pair before the broadcast and needs three instructions for one
 #endif
         for (int i = 0; i < kParts; ++i) {
             part(sum, i) += (PartF32)(part(w, i) << 16) * (PartF32)(pair << 16);
@@ -202,7 +204,7 @@ struct Dot<bf16> {
 #endif
 };
 
-// Unsigned bytes of weights times signed bytes of activations, exactly.
+// Unsigned weight bytes times signed activation bytes, exact.
 struct Bytes {};
 
 template <>
@@ -219,7 +221,7 @@ struct Dot<Bytes> {
         return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, w, _mm512_set1_epi32(x));
     }
 #elif defined(__AVX2__)
-    // Bytes 0 and 2 of each lane, then 1 and 3, as pairs of 16 bits: the AVX2 product of bytes would saturate.
+    // Multiplies bytes 0 and 2 of each lane, then 1 and 3, as pairs of 16 bits: AVX2's product of bytes would saturate.
     struct Weights {
         __m256i parts[2];
     };

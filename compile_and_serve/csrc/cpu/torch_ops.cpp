@@ -1,4 +1,4 @@
-// Puts the CPU kernels behind the `cas` ops that Python has defined: checks, allocates, fills in the kernels' argument structs.
+// Registers the CPU kernels for the `cas` ops that Python defines: checks tensors, allocates outputs, and calls the kernels.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,7 +11,7 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-CasQuantizedKernel int8_kernel = nullptr, float8_kernel = nullptr;  // cas_use_quantized_linears
+CasQuantizedKernel int8_kernel = nullptr, float8_kernel = nullptr;  // set by cas_use_quantized_linears
 
 int32_t dtype_code(const at::Tensor& tensor) {
     const auto type = tensor.scalar_type();
@@ -34,7 +34,7 @@ const void* vector_pointer(const OptionalTensor& tensor, const at::Tensor& x, in
     return tensor->const_data_ptr();
 }
 
-// All that linears share but the weight; `out` is made here.
+// The arguments that all linears share, without the weight. Allocates `out`.
 CasLinear linear_arguments(
     const at::Tensor& x_TI, int64_t out_features, const OptionalTensor& norm_weight_I, double eps, const OptionalTensor& bias_O,
     bool silu_mul, const OptionalTensor& residual_TO, at::Tensor& out
@@ -109,16 +109,16 @@ CasActivations activations_code(std::string_view name) {
 at::Tensor quantized_linear(
     const at::Tensor& x_TI, const at::Tensor& packed, const at::Tensor& scale, int64_t out_features, const OptionalTensor& norm_weight_I,
     double eps, const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, std::string_view activations,
-    const OptionalTensor& input_scale, const OptionalTensor& rounded_TI, const OptionalTensor& rounded_scale
+    const OptionalTensor& input_scale, const OptionalTensor& quantized_TI, const OptionalTensor& quantized_scale
 ) {
-    const bool has_kernel = x_TI.scalar_type() == at::kBFloat16 || x_TI.scalar_type() == at::kFloat;
-    if (packed.dim() == 2 || !has_kernel || rounded_TI.has_value() || rounded_scale.has_value()) {  // the kernels round by themselves
+    // The kernels quantize activations themselves, so already quantized ones go to the reference.
+    if (packed.dim() == 2 || !has_kernels(x_TI) || quantized_TI.has_value() || quantized_scale.has_value()) {
         static const auto reference = c10::Dispatcher::singleton()
                                           .findSchemaOrThrow("cas::quantized_linear_reference", "")
                                           .typed<decltype(quantized_linear)>();
         return reference.call(
             x_TI, packed, scale, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, activations, input_scale,
-            rounded_TI, rounded_scale);
+            quantized_TI, quantized_scale);
     }
     at::Tensor out;
     CasQuantizedLinear args{};
@@ -134,10 +134,10 @@ at::Tensor quantized_linear(
     args.activations = activations_code(activations);
     TORCH_CHECK_VALUE(
         input_scale.has_value() == (args.activations == CAS_STATIC),
-        "quantized_linear needs an input_scale with static activations, and only then.");
+        "quantized_linear takes an input_scale if and only if the activations are static");
     if (input_scale.has_value()) args.input_scale = float_vector(*input_scale, 1, "input_scale");
     const CasQuantizedKernel kernel = is_int8 ? int8_kernel : float8_kernel;
-    TORCH_CHECK(kernel != nullptr, "the kernels of quantized linears have not been loaded");
+    TORCH_CHECK(kernel != nullptr, "the library with the kernels of quantized linears is not loaded");
     kernel(&args);
     return out;
 }
@@ -195,7 +195,7 @@ at::Tensor silu_mul(const at::Tensor& x_TI) {
     return out;
 }
 
-// The part of attention's arguments that both ops share.
+// The arguments that both attention ops share.
 void fill_step(
     CasAttention& args, const at::Tensor& kv_cache, double scale, const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
     const at::Tensor& block_table, const at::Tensor& slot_mapping, int64_t num_seqs, at::Tensor& out
@@ -209,7 +209,8 @@ void fill_step(
     TORCH_CHECK_VALUE(
         args.head_dim % 16 == 0 && args.head_dim <= 512 && args.num_heads % args.num_kv_heads == 0 &&
             args.num_heads / args.num_kv_heads <= 96,
-        "the CPU attention kernel does not take ", args.num_heads, " heads on ", args.num_kv_heads, " of size ", args.head_dim);
+        "the CPU attention kernel does not support ", args.num_heads, " query heads and ", args.num_kv_heads,
+        " key/value heads of size ", args.head_dim);
     TORCH_CHECK_VALUE(scale > 0, "attention needs a positive scale, not ", scale);
     TORCH_INTERNAL_ASSERT(
         query_start_loc.scalar_type() == at::kInt && seq_lens.scalar_type() == at::kInt && block_table.scalar_type() == at::kInt &&
@@ -314,7 +315,7 @@ TORCH_LIBRARY_IMPL(cas, CPU, m) {
     m.impl("silu_mul", &silu_mul);
 }
 
-// What `custom_ops/attention/cpu_backend.py` calls; no graph holds these.
+// Ops for `custom_ops/attention/cpu_backend.py`. They never occur in a graph.
 TORCH_LIBRARY_FRAGMENT(cas, m) {
     m.def(
         "cpu_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, Tensor query_start_loc, Tensor seq_lens, "

@@ -1,5 +1,5 @@
-// Vectors of 16 elements for every CPU, in GCC's vector extension. One that no register holds GCC keeps in memory, many times slower: so
-// a vector is one register of AVX-512, or a struct of as many smaller ones as there have to be.
+// Vectors of 16 elements for every CPU, with GCC's vector extension. GCC keeps a vector that is wider than a register in memory,
+// which is many times slower. A vector is therefore one AVX-512 register or a struct of smaller registers.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ namespace cas {
 
 constexpr int kLanes = 16;
 #if defined(__AVX512F__)
-constexpr int kPartLanes = 16;  // elements of 32 bits in a register
+constexpr int kPartLanes = 16;  // 32-bit elements per register
 #elif defined(__AVX2__)
 constexpr int kPartLanes = 8;
 #else
 constexpr int kPartLanes = 4;
 #endif
-constexpr int kParts = kLanes / kPartLanes;  // registers of a vector
+constexpr int kParts = kLanes / kPartLanes;  // registers per vector
 
 #define CAS_INLINE __attribute__((always_inline))
 
@@ -36,7 +36,7 @@ typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 inline f32x16 splat(float value) { return f32x16{} + value; }
 
-// Each element as one of another type.
+// Converts each element to another type.
 template <class To, class From>
 CAS_INLINE inline To convert(From value) {
     return __builtin_convertvector(value, To);
@@ -62,7 +62,7 @@ struct Vector {
 
     E operator[](int i) const { return parts[i / kPartLanes][i % kPartLanes]; }
 
-    // The same bits as another type.
+    // Reinterprets the bits as another type.
     template <class F>
     CAS_INLINE explicit operator Vector<F>() const {
         static_assert(sizeof(F) == sizeof(E));
@@ -152,7 +152,7 @@ CAS_INLINE inline V select(const i32x16& mask, const V& a, const V& b) {
 }
 #undef CAS_EACH_PART
 
-// The register that holds elements i * kPartLanes and on.
+// Register i, which holds the elements from i * kPartLanes on.
 template <class V>
 CAS_INLINE inline auto& part(V& value, int i) {
     return value.parts[i];
@@ -163,8 +163,8 @@ CAS_INLINE inline auto& part(V& value, int i) {
 using PartF32 = std::remove_reference_t<decltype(part(std::declval<f32x16&>(), 0))>;
 using PartU32 = std::remove_reference_t<decltype(part(std::declval<u32x16&>(), 0))>;
 
-// For a butterfly of distance d between two registers, whose elements with bit d of row and column unlike change places: which elements of
-// both (the second's count on) make the first and the second of the results.
+// Shuffle indices of a butterfly of distance d on two registers: elements whose row and column differ in bit d are swapped.
+// Indices from kPartLanes on select from the second register.
 struct Butterfly {
     PartU32 first{}, second{};
     CAS_INLINE explicit Butterfly(uint32_t distance) {
@@ -176,7 +176,7 @@ struct Butterfly {
     }
 };
 
-// Vectors go to and from memory register by register: one that is copied as a whole GCC keeps in memory.
+// Vectors are loaded and stored register by register: GCC keeps a vector that is copied as a whole in memory.
 template <class V>
 CAS_INLINE inline V load_raw(const void* address) {
     V value;

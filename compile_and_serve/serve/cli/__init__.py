@@ -1,1 +1,1 @@
-"""The command line: `compile-and-serve serve | compile | generate | bench`."""
+"""The command line: `compile-and-serve serve | compile | generate | inspect | bench | cache`."""

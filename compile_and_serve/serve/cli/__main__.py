@@ -1,4 +1,4 @@
-"""`python -m compile_and_serve.serve.cli`: the same as the console script."""
+"""`python -m compile_and_serve.serve.cli`: the same as the console script `compile-and-serve`."""
 
 from compile_and_serve.serve.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`compile-and-serve cache ls | prune | verify`: look after the artifacts of compiled models."""
+"""`compile-and-serve cache ls | prune | verify`: list, remove and check the artifacts of compiled models."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ cache_app = typer.Typer(
 )
 
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the artifacts; the user's cache by default.")]
-SECONDS_A_DAY = 86400.0
+SECONDS_PER_DAY = 86400.0
 
 
 @cache_app.command("ls")
 def list_artifacts(cache_dir: CacheDir = None) -> None:
-    """One line an artifact: what it is of, for which toolchain, how large, when last used."""
+    """List the artifacts: content, toolchain, size and days since the last use."""
     store = _store(cache_dir)
     table = Table(title=str(store.root), title_justify="left")
-    for column in ("kind", "key", "of", "torch", "device", "KiB", "days unused"):
+    for column in ("kind", "key", "content", "torch", "device", "KiB", "days unused"):
         table.add_column(column, justify="right" if column in ("KiB", "days unused") else "left")
     for entry in store.entries():
         try:
             fields = entry.manifest["fields"]
         except (OSError, ValueError, KeyError):
             fields = {}
-        of = (
+        content = (
             f"{fields['architecture']} × {fields['layers']}"
             if "architecture" in fields
             else fields.get("fingerprint", "")[:12] or fields.get("pass", "?")
         )
-        days = (time.time() - entry.last_used()) / SECONDS_A_DAY
+        days = (time.time() - entry.last_used()) / SECONDS_PER_DAY
         torch_version = str(fields.get("torch", "?")).split(" ")[0]
         table.add_row(
-            entry.kind, entry.key[:12], of, torch_version, str(fields.get("capability", "?")),
+            entry.kind, entry.key[:12], content, torch_version, str(fields.get("capability", "?")),
             f"{entry.size() / 1024:.0f}", f"{days:.1f}",
         )  # fmt: skip
     Console().print(table)
@@ -52,7 +52,7 @@ def list_artifacts(cache_dir: CacheDir = None) -> None:
 
 @cache_app.command("verify")
 def verify_artifacts(cache_dir: CacheDir = None) -> None:
-    """Check every file of every artifact against its manifest; exit code 1 if one is damaged."""
+    """Check the files of every artifact against its manifest. Exits with code 1 if one is damaged."""
     from compile_and_serve.compiler.artifacts.store import ArtifactError
 
     store, damaged = _store(cache_dir), 0
@@ -62,19 +62,21 @@ def verify_artifacts(cache_dir: CacheDir = None) -> None:
         except ArtifactError as error:
             damaged += 1
             typer.echo(f"damaged: {error}")
-    typer.echo(f"{len(store.entries()) - damaged} whole, {damaged} damaged in {store.root}")
+    typer.echo(f"{len(store.entries()) - damaged} intact, {damaged} damaged in {store.root}")
     if damaged:
-        typer.echo("They are not used, and made again at the next start; `cache prune` removes them now.")
+        typer.echo("Damaged artifacts are not used. The next start rebuilds them; `cache prune` removes them now.")
         raise typer.Exit(1)
 
 
 @cache_app.command("prune")
 def prune_artifacts(
     cache_dir: CacheDir = None,
-    older_than: Annotated[float | None, typer.Option(help="Also remove what was not used for so many days.")] = None,
-    all_artifacts: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
+    older_than: Annotated[
+        float | None, typer.Option(help="Also remove artifacts that were not used for this many days.")
+    ] = None,
+    all_artifacts: Annotated[bool, typer.Option("--all", help="Remove all artifacts.")] = False,
 ) -> None:
-    """Remove artifacts that cannot be used any more: damaged ones, those of another torch, and unfinished writes."""
+    """Remove artifacts that can no longer be used: damaged ones, those of another torch version, and unfinished ones."""
     import torch
 
     from compile_and_serve.compiler.artifacts.store import ArtifactError
@@ -86,7 +88,7 @@ def prune_artifacts(
             useless = str(entry.manifest["fields"].get("torch")).split(" ")[0] != torch.__version__
         except ArtifactError:
             useless = True
-        unused_days = (time.time() - entry.last_used()) / SECONDS_A_DAY
+        unused_days = (time.time() - entry.last_used()) / SECONDS_PER_DAY
         if all_artifacts or useless or (older_than is not None and unused_days > older_than):
             freed += entry.size()
             entry.remove()

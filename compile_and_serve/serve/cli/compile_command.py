@@ -1,4 +1,4 @@
-"""`compile-and-serve compile`: make a model's artifact ahead of time; no weights are needed."""
+"""`compile-and-serve compile`: build a model's artifact ahead of time. Needs no weights."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def compile_model_command(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the artifact, for `--artifact`; by default the user's cache is filled.",
+            help="Write the artifact to this folder, for `--artifact`. By default it goes to the user's cache.",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
     *,
     engine_options: dict[str, Any],
 ) -> None:
-    """Compile a model without loading its weights, so that a later start finds it ready."""
+    """Compile a model without loading its weights, so that later starts skip the compilation."""
     if engine_options["enforce_eager"]:
-        raise ValueError("There is nothing to compile with --enforce-eager: leave it out.")
+        raise ValueError("--enforce-eager runs the model uncompiled, so there is nothing to compile: leave it out.")
     if not engine_options["use_cache"]:
-        raise ValueError("A compiled model that is not kept is of no use: leave --no-cache out.")
+        raise ValueError("--no-cache would discard the compiled model: leave it out.")
     if output is not None and engine_options["cache_dir"] is not None:
-        raise ValueError("--output and --cache-dir both say where the artifact goes: give one of them.")
+        raise ValueError("--output and --cache-dir both name the artifact's folder: give one of them.")
     from compile_and_serve.compiler import available_kernels, compile_model
     from compile_and_serve.models.registry import build_model
     from compile_and_serve.runtime.options import make_engine_config
@@ -68,7 +68,7 @@ def compile_model_command(
         if output is not None:
             start = time.perf_counter()
             if count := keep_built_modules(backend, spec, device, dtype, output):
-                stages("attention", time.perf_counter() - start, f"{count} kernel modules built and kept")
+                stages("attention", time.perf_counter() - start, f"{count} kernel modules stored")
     _print_report(compiled.report, time.perf_counter() - started, output)
 
 
@@ -78,7 +78,7 @@ def _print_report(report: dict[str, Any], seconds: float, output: Path | None) -
     console = error_console()
     for table in (*pass_tables(report["passes"]), *profile_tables(report.get("profile"))):
         console.print(table)
-    verb = "found ready" if report["artifact"] == "hit" else "compiled"
+    verb = "loaded from the artifact" if report["artifact"] == "hit" else "compiled"
     console.print(f"{report['pieces']} pieces, {report['distinct_pieces']} distinct, {verb} in {seconds:.1f} s")
     if output is not None:
-        console.print(f"Use it with: compile-and-serve serve … --artifact {output}")
+        console.print(f"To use it: compile-and-serve serve … --artifact {output}")

@@ -1,4 +1,4 @@
-"""The engine's flags, once for every command that starts an engine. Names are vLLM's where it has them."""
+"""The engine's flags, shared by every command that starts an engine. A flag that vLLM has too carries vLLM's name."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Device = Literal["auto", "cpu", "cuda"]
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(help="A model folder, a .gguf file, a known name (smollm2-135m) or a Hugging Face Hub id."),
+    typer.Argument(help="A model folder, a .gguf file, the name smollm2-135m, or a Hugging Face Hub id."),
 ]
 VerboseFlag = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Log more, and show the traceback when something fails.")
+    bool, typer.Option("--verbose", "-v", help="Log more, and show tracebacks of errors.")
 ]
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "2G", "512MiB", "1.5GiB" or "1000000". Raises `ValueError` for anything else."""
+    """The number of bytes in "2G", "512MiB", "1.5GiB" or "1000000". Raises `ValueError` for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _SIZE_UNITS:
         raise ValueError(f"A size must be like 2G, 512MiB or a number of bytes, got {text!r}.")
@@ -45,7 +45,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_counts(text: str) -> list[int]:
-    """[1, 2, 4] of "1,2,4". Raises `ValueError` for anything else."""
+    """The numbers in a list such as "1,2,4". Raises `ValueError` for anything else."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -56,44 +56,45 @@ def engine_flags(
     *,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Folder or file of another tokenizer.", rich_help_panel=MODEL_PANEL),
+        typer.Option(help="Folder or file of a tokenizer other than the model's.", rich_help_panel=MODEL_PANEL),
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
         typer.Option(
-            help="auto: bfloat16 where the device computes in it, else float32.",
+            help="auto: bfloat16 if the device has instructions for it, else float32.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = "auto",
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            help="Longest sequence, prompt and output; the model's own limit by default.", rich_help_panel=MODEL_PANEL
+            help="Longest sequence in tokens, prompt and output together. By default the model's own limit.",
+            rich_help_panel=MODEL_PANEL,
         ),
     ] = None,
     model_impl: Annotated[
         Literal["auto", "transformers"],
         typer.Option(
-            help="transformers: run the class of the transformers package; auto: only where there is no file of our own.",
+            help="transformers: use the transformers package's class. auto: only for models without a native implementation.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = "auto",
     load_format: Annotated[
         Literal["auto", "dummy"],
-        typer.Option(help="dummy: random weights from the config alone.", rich_help_panel=MODEL_PANEL),
+        typer.Option(help="dummy: random weights; only the config is read.", rich_help_panel=MODEL_PANEL),
     ] = "auto",
-    seed: Annotated[int, typer.Option(help="Of sampling and of dummy weights.", rich_help_panel=MODEL_PANEL)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of dummy weights.", rich_help_panel=MODEL_PANEL)] = 0,
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         typer.Option(
-            help="auto: the model's; fp8: float8_e4m3 without scales, twice the tokens in the same memory.",
+            help="auto: the model's dtype. fp8: float8_e4m3 without scales, which doubles the tokens in the same memory.",
             rich_help_panel=CACHE_PANEL,
         ),
     ] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens a KV block.", rich_help_panel=CACHE_PANEL)] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=CACHE_PANEL)] = 16,
     num_gpu_blocks_override: Annotated[
         int | None,
-        typer.Option(help="Exactly this many KV blocks (on the CPU too).", rich_help_panel=CACHE_PANEL),
+        typer.Option(help="Number of KV blocks, also on the CPU.", rich_help_panel=CACHE_PANEL),
     ] = None,
     kv_cache_memory: Annotated[
         str | None,
@@ -101,41 +102,45 @@ def engine_flags(
             "--kv-cache-memory",
             "--kv-cache-memory-bytes",
             metavar="SIZE",
-            help="Memory of the KV cache, e.g. 2GiB.",
+            help="Memory for the KV cache, e.g. 2GiB.",
             rich_help_panel=CACHE_PANEL,
         ),
     ] = None,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(help="Share of the GPU's memory to use.", rich_help_panel=CACHE_PANEL)
+        float, typer.Option(help="Share of the GPU's memory that the engine may use.", rich_help_panel=CACHE_PANEL)
     ] = 0.9,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the KV blocks of equal prompt beginnings.", rich_help_panel=CACHE_PANEL)
+        bool, typer.Option(help="Reuse the KV blocks of equal prompt prefixes.", rich_help_panel=CACHE_PANEL)
     ] = True,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.", rich_help_panel=SCHEDULER_PANEL)] = 256,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Maximum number of sequences per step.", rich_help_panel=SCHEDULER_PANEL)
+    ] = 256,
     max_num_batched_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens in one step, decodes and prefill chunks; by default 2048 on the CPU, 8192 on CUDA.",
+            help="Maximum number of tokens per step, decodes and prefill chunks together. "
+            "By default 2048 on the CPU and 8192 on CUDA.",
             rich_help_panel=SCHEDULER_PANEL,
         ),
     ] = None,
     scheduling_policy: Annotated[
         Policy,
         typer.Option(
-            help="fcfs: in order of arrival, requests with a priority are refused; priority: lower numbers run first.",
+            help="fcfs: in order of arrival; requests with a priority are refused. priority: lower numbers run first.",
             rich_help_panel=SCHEDULER_PANEL,
         ),
     ] = "fcfs",
     async_scheduling: Annotated[
         bool | None,
         typer.Option(
-            help="Schedule a step while the one before it runs; by default on CUDA.", rich_help_panel=SCHEDULER_PANEL
+            help="Schedule a step while the previous one runs. By default on with CUDA and off on the CPU.",
+            rich_help_panel=SCHEDULER_PANEL,
         ),
     ] = None,
     max_waiting: Annotated[
         int | None,
         typer.Option(
-            help="Requests that may wait for a seat; more are refused (HTTP 503). By default any number: none is refused.",
+            help="Maximum number of waiting requests; further ones get HTTP 503. By default there is no limit.",
             rich_help_panel=SCHEDULER_PANEL,
         ),
     ] = None,
@@ -144,7 +149,7 @@ def engine_flags(
         typer.Option(
             "--quantization",
             "-q",
-            help="Quantize the linears' weights to 8 bits and, without -weight-only, what they are multiplied with.",
+            help="Quantize the weights of linears to 8 bits, and their activations too unless the name ends in -weight-only.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = None,
@@ -152,14 +157,14 @@ def engine_flags(
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Modules that are not quantized, e.g. '*.down_proj' (may be given again); by default lm_head, if any.",
+            help="Modules that --quantization leaves alone, e.g. '*.down_proj' (repeatable). By default lm_head.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = None,
     enforce_eager: Annotated[
         bool,
         typer.Option(
-            "--enforce-eager", "--eager", help="Run the plain model, uncompiled.", rich_help_panel=COMPILER_PANEL
+            "--enforce-eager", "--eager", help="Run the model uncompiled.", rich_help_panel=COMPILER_PANEL
         ),
     ] = False,
     user_passes: Annotated[
@@ -167,26 +172,27 @@ def engine_flags(
         typer.Option(
             "--pass",
             metavar="MODULE:CLASS",
-            help="A graph pass of your own, or the name under which a package declares one (may be given again).",
+            help="A graph pass of your own, or the name of one that an installed package declares (repeatable). "
+            "Its module imports ours as compile_and_serve.compiler….",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
     force_pass: Annotated[
         list[str] | None,
         typer.Option(
-            help="Let this pass fuse all that it can, also where Inductor was measured to be faster (may be given again).",
+            help="Let this pass fuse every site, even where Inductor was measured to be faster (repeatable).",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
     disable_pass: Annotated[
         list[str] | None,
-        typer.Option(help="Leave this graph pass out (may be given again).", rich_help_panel=COMPILER_PANEL),
+        typer.Option(help="Skip this graph pass (repeatable).", rich_help_panel=COMPILER_PANEL),
     ] = None,
     verify_passes: Annotated[
         bool,
         typer.Option(
             "--verify-passes",
-            help="Compare the graph before and after each pass, in float64 on random inputs; leave out a pass that is wrong.",
+            help="Compare the graph before and after each pass in float64 on random inputs, and skip passes that are wrong.",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = False,
@@ -194,49 +200,51 @@ def engine_flags(
         str | None,
         typer.Option(
             metavar="N,N,…",
-            help="Measure each piece in decode steps of these token counts, e.g. 1,16,64, against the device's limits.",
+            help="Measure each piece in decode steps of these token counts (e.g. 1,16,64) against the device's limits.",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
     dump_dir: Annotated[
         str | None,
         typer.Option(
-            help="Write every stage of the compilation there as readable files; look at it with `inspect`.",
+            help="Write every stage of the compilation to this folder as readable files, for `inspect`.",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
     cudagraph_mode: Annotated[
         CudaGraphMode,
-        typer.Option(help="How compiled pieces are replayed on CUDA.", rich_help_panel=COMPILER_PANEL),
+        typer.Option(help="Which CUDA graphs are captured.", rich_help_panel=COMPILER_PANEL),
     ] = "full_and_piecewise",
     cudagraph_capture_sizes: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,…",
-            help="Token counts with a CUDA graph of their own.",
+            help="Token counts for which a CUDA graph is captured.",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
     cache_dir: Annotated[
         str | None,
         typer.Option(
-            help="Where compiled artifacts are kept; the user's cache by default.", rich_help_panel=COMPILER_PANEL
+            help="Folder of compiled artifacts. By default the user's cache.", rich_help_panel=COMPILER_PANEL
         ),
     ] = None,
     artifact: Annotated[
         str | None,
-        typer.Option(help="An artifact made by `compile-and-serve compile --output`.", rich_help_panel=COMPILER_PANEL),
+        typer.Option(
+            help="An artifact written by `compile-and-serve compile --output`.", rich_help_panel=COMPILER_PANEL
+        ),
     ] = None,
     no_cache: Annotated[
         bool,
-        typer.Option("--no-cache", help="Neither read nor keep artifacts.", rich_help_panel=COMPILER_PANEL),
+        typer.Option("--no-cache", help="Neither read nor store artifacts.", rich_help_panel=COMPILER_PANEL),
     ] = False,
     tensor_parallel_size: Annotated[
         int,
         typer.Option(
             "--tensor-parallel-size",
             "-tp",
-            help="Ranks that share the model's tensors, each on a device of its own.",
+            help="Number of ranks that the model's tensors are sharded over, each on its own device.",
             rich_help_panel=PARALLEL_PANEL,
         ),
     ] = 1,
@@ -245,14 +253,14 @@ def engine_flags(
         typer.Option(
             "--data-parallel-size",
             "-dp",
-            help="Replicas of the model, each with ranks, scheduler and KV cache of its own (serve only).",
+            help="Number of replicas of the model, each with its own ranks, scheduler and KV cache (only for serve).",
             rich_help_panel=PARALLEL_PANEL,
         ),
     ] = 1,
     distributed_executor_backend: Annotated[
         Literal["mp", "ray"] | None,
         typer.Option(
-            help="Who starts the ranks: mp, child processes; ray, a Ray cluster. By default mp where there are several.",
+            help="How ranks are started. mp: as child processes; ray: on a Ray cluster. By default mp.",
             rich_help_panel=PARALLEL_PANEL,
         ),
     ] = None,
@@ -260,27 +268,27 @@ def engine_flags(
         bool,
         typer.Option(
             "--disable-custom-all-reduce",
-            help="Leave all-reduces to NCCL, also where ranks can read each other's memory.",
+            help="Use NCCL for all-reduces even if the ranks can access each other's memory.",
             rich_help_panel=PARALLEL_PANEL,
         ),
     ] = False,
     device: Annotated[
         Device,
-        typer.Option(help="auto: CUDA where there is one.", rich_help_panel=DEVICE_PANEL),
+        typer.Option(help="auto: CUDA if there is a CUDA device, else CPU.", rich_help_panel=DEVICE_PANEL),
     ] = "auto",
     attention_backend: Annotated[
         str | None,
-        typer.Option(help="By default the first that supports the model and device.", rich_help_panel=DEVICE_PANEL),
+        typer.Option(help="By default the first one that supports the model and the device.", rich_help_panel=DEVICE_PANEL),
     ] = None,
     num_threads: Annotated[
         int | None,
         typer.Option(
-            help="CPU threads of a rank; by default OMP_NUM_THREADS, or its share of the cores.",
+            help="CPU threads per rank. By default OMP_NUM_THREADS, or the rank's share of the cores.",
             rich_help_panel=DEVICE_PANEL,
         ),
     ] = None,
 ) -> dict[str, Any]:
-    """The arguments of `compile_and_serve.runtime.options.make_engine_config` that the flags stand for."""
+    """The flags as arguments of `compile_and_serve.runtime.options.make_engine_config`."""
     return {
         "tokenizer": tokenizer,
         "dtype": dtype,
@@ -324,7 +332,7 @@ def engine_flags(
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors are one sentence. It gets `--verbose`; a parameter `engine_options` becomes the engine's flags."""
+    """Wrap a command: errors print one sentence, `--verbose` is added, and `engine_options` becomes the engine's flags."""
     own = inspect.signature(function, eval_str=True)
     flags = inspect.signature(engine_flags, eval_str=True)
     wants_engine = "engine_options" in own.parameters

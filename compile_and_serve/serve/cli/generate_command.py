@@ -1,4 +1,4 @@
-"""`compile-and-serve generate`: answers without a server."""
+"""`compile-and-serve generate`: answer prompts without a server."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from compile_and_serve.serve.cli.output import StageDisplay
 def generate_command(
     model: ModelArgument,
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; none: one a line from --prompts-file or from standard input.")
+        list[str] | None,
+        typer.Argument(help="Prompts. By default, one per line of --prompts-file or of standard input."),
     ] = None,
-    prompts_file: Annotated[Path | None, typer.Option(help="A text file with one prompt a line.")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
     raw: Annotated[
         bool,
         typer.Option(
             "--raw",
-            help="Continue the prompt as it is, without the model's chat template.",
+            help="Continue the prompt without applying the model's chat template.",
         ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="A system message for the chat.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the answer (may be given again).")] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of generated tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="1: off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the answer (repeatable).")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     *,
     engine_options: dict[str, Any],
 ) -> None:
@@ -56,7 +57,7 @@ def generate_command(
             conversations = [[*head, {"role": "user", "content": text}] for text in texts]
             outputs = llm.chat(conversations, params, use_tqdm=show_progress)
         elif system is not None:
-            raise ValueError("--system needs a chat: leave --raw out, or use a model with a chat template.")
+            raise ValueError("--system needs a chat template: leave --raw out, or use a model that has one.")
         else:
             outputs = llm.generate(texts, params, use_tqdm=show_progress)
     for text, output in zip(texts, outputs, strict=True):
@@ -78,7 +79,7 @@ def generate_command(
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if given and file is not None:
-        raise ValueError("Prompts were given both as arguments and as --prompts-file: use one of them.")
+        raise ValueError("Prompts were given both as arguments and with --prompts-file: use one of them.")
     if given:
         return given
     if file is None:
@@ -92,5 +93,5 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
             raise ValueError(f"--prompts-file {file} cannot be read: {error}.") from None
     prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise ValueError("There is no prompt: the input has no line that is not empty.")
+        raise ValueError("There is no prompt: all lines of the input are empty.")
     return prompts

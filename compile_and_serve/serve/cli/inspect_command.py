@@ -1,4 +1,4 @@
-"""`compile-and-serve inspect`: look at what the compiler did to a model."""
+"""`compile-and-serve inspect`: explore the compilation of a model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from compile_and_serve.serve.cli.output import error_console
 
 
 def inspect_command(
-    dump: Annotated[Path, typer.Argument(help="A folder written with --dump-dir.")],
-    other: Annotated[Path | None, typer.Argument(help="A second dump, to see what changed from the first.")] = None,
+    dump: Annotated[Path, typer.Argument(help="A folder written by --dump-dir.")],
+    other: Annotated[Path | None, typer.Argument(help="A second dump to compare with the first.")] = None,
     text: Annotated[bool, typer.Option("--text", help="Print tables instead of serving the explorer.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the explorer as one HTML file that needs no network.")
+        Path | None, typer.Option("--output", "-o", help="Write the explorer to one HTML file that needs no network.")
     ] = None,
-    host: Annotated[str, typer.Option()] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free port.")] = 8001,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8001,
 ) -> None:
-    """Explore a dumped compilation in the browser or the terminal, or compare two."""
+    """Explore a dumped compilation in the browser or the terminal, or compare two dumps."""
     from compile_and_serve.serve.inspect.data import load_dump
 
     report = load_dump(dump)
     if other is not None:
         if output is not None:
-            raise ValueError("Two dumps are compared in the terminal: leave --output out, or give one dump.")
+            raise ValueError("A comparison is printed in the terminal: leave --output out, or give one dump.")
         from compile_and_serve.serve.inspect.text import print_comparison
 
         print_comparison(report, load_dump(other), Console(highlight=False))

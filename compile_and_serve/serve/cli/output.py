@@ -1,4 +1,4 @@
-"""What a command shows: start-up stages as they end, log lines, and one sentence when it fails. All of it on stderr."""
+"""A command's messages on stderr: finished start-up stages, log lines, and one sentence for an error."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.markup import escape
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
-_OURS = ("benchmarks", "compile_and_serve")
+_OUR_LOGGERS = ("benchmarks", "compile_and_serve")
 
 
 class _Console(Console):
-    """A console whose reader may go away: what is said from then on is lost, and the command goes on."""
+    """A console that goes silent when its output pipe is closed. rich would raise in the code that prints."""
 
-    def on_broken_pipe(self) -> None:  # rich would end whatever printed: the answer to a request that is logged, say
+    def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
@@ -31,12 +31,12 @@ def _console_on(stream: TextIO) -> Console:
 
 
 def error_console() -> Console:
-    """The console of messages, on stderr: one for all, so that a line never breaks into the spinner."""
+    """The console for messages on stderr. All messages share it, so that no line breaks into the spinner."""
     return _console_on(sys.stderr)
 
 
 class _ConsoleHandler(logging.Handler):
-    """Log records as plain lines: informative ones dimmed, warnings and errors with their level."""
+    """Prints log records as lines: warnings and errors with their level, others dimmed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = escape(self.format(record))
@@ -48,14 +48,14 @@ class _ConsoleHandler(logging.Handler):
             text = f"[dim]· {text}[/dim]"
         try:
             error_console().print(text)
-        except Exception:  # a full disk, say
+        except Exception:  # for example, a full disk
             self.handleError(record)
 
 
 class StageDisplay:
-    """Prints one line when a stage of start-up ends; call it with (stage, seconds, detail).
+    """Prints one line per finished start-up stage. Call it with (stage, seconds, detail).
 
-    On a terminal a spinner shows that the next one is under way. Use it as a context manager, or `close()` it.
+    On a terminal, a spinner runs until the next line. Use it as a context manager, or call `close()`.
     """
 
     def __init__(self) -> None:
@@ -76,23 +76,26 @@ class StageDisplay:
         self._console.print(f"{line}  [dim]{escape(detail)}[/dim]" if detail else line)
         if self._status is not None:
             elapsed = time.perf_counter() - self._started
-            self._status.update(f"{elapsed:.0f} s so far, last: {escape(stage)} …")
+            self._status.update(f"{elapsed:.0f} s so far, last stage: {escape(stage)} …")
 
     def close(self) -> None:
-        """Stop the spinner; lines printed so far stay."""
+        """Stop the spinner."""
         if self._status is not None:
             self._status.stop()
 
 
 def set_up_logging(*, verbose: bool) -> None:
-    """Our own loggers at INFO (DEBUG with --verbose), everybody else's at WARNING, on stderr."""
+    """Log on stderr: our own loggers at INFO (DEBUG with --verbose), all others at WARNING."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_ConsoleHandler()], force=True)
-    for name in _OURS:
+    for name in _OUR_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 def run_command(function: Callable[[], None], *, verbose: bool) -> None:
-    """Run a command: a user's mistake ends with its sentence and status 2, a failure with 1 (and a traceback if `verbose`)."""
+    """Run a command. A user's mistake (`ValueError`) exits with status 2, another error with 1; both print one sentence.
+
+    verbose: print the traceback too.
+    """
     set_up_logging(verbose=verbose)
     try:
         function()

@@ -1,4 +1,4 @@
-"""`compile-and-serve serve`: the OpenAI-compatible server."""
+"""`compile-and-serve serve`: run the OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ SERVER_PANEL = "Server"
 
 def serve_command(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(rich_help_panel=SERVER_PANEL)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(rich_help_panel=SERVER_PANEL)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVER_PANEL)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.", rich_help_panel=SERVER_PANEL)] = 8000,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name that clients write in `model` (may be given again); the model argument by default.",
+            help="Name that clients give in `model` (repeatable). By default the model argument.",
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Ask for this bearer token (may be given again); /graphs takes it as a password, too.",
+            help="Require this bearer token (repeatable). /graphs also accepts it as a password.",
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origins that browsers may call from (may be given again); all by default.",
+            help="Origin whose pages may call the server from a browser (repeatable). By default all.",
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,
     root_path: Annotated[
-        str, typer.Option(help="Path below which a proxy serves this server.", rich_help_panel=SERVER_PANEL)
+        str, typer.Option(help="Path prefix under which a proxy exposes the server.", rich_help_panel=SERVER_PANEL)
     ] = "",
     chat_template: Annotated[
         str | None,
         typer.Option(
-            help="A Jinja file (or its text) that replaces the model's chat template.", rich_help_panel=SERVER_PANEL
+            help="A Jinja file or Jinja source that replaces the model's chat template.", rich_help_panel=SERVER_PANEL
         ),
     ] = None,
     response_role: Annotated[
-        str, typer.Option(help="Role of the answers.", rich_help_panel=SERVER_PANEL)
+        str, typer.Option(help="Role of the generated messages.", rich_help_panel=SERVER_PANEL)
     ] = "assistant",
     return_tokens_as_token_ids: Annotated[
         bool,
         typer.Option(
             "--return-tokens-as-token-ids",
-            help="In logprobs, write tokens as token_id:N.",
+            help="Write tokens in logprobs as token_id:N instead of their text.",
             rich_help_panel=SERVER_PANEL,
         ),
     ] = False,
@@ -75,20 +75,20 @@ def serve_command(
         bool,
         typer.Option(
             "--enable-graphs",
-            help="Show what the compiler did at /graphs; the model is then captured anew at start-up.",
+            help="Show the compilation at /graphs. The start then captures the model again instead of loading an artifact.",
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = False,
     *,
     engine_options: dict[str, Any],
 ) -> None:
-    """Serve a model over HTTP: OpenAI's chat and completions API, metrics, health."""
+    """Serve a model over HTTP: OpenAI's chat and completions API, metrics and health checks."""
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.serve.server import run
     from compile_and_serve.serve.settings import ServerSettings
 
     if enable_graphs and engine_options["enforce_eager"]:
-        raise ValueError("There is no compiled graph with --enforce-eager: leave it or --enable-graphs out.")
+        raise ValueError("--enforce-eager compiles no graph for --enable-graphs to show: leave one of them out.")
     graphs = contextlib.ExitStack()
     if enable_graphs and engine_options["dump_dir"] is None:
         folder = graphs.enter_context(tempfile.TemporaryDirectory(prefix="compile-and-serve-graphs-"))
@@ -122,8 +122,8 @@ def serve_command(
             error_console().print(f"[bold]Serving {settings.served_model_names[0]} on {url}[/bold]  [dim]{where}[/dim]")
             error_console().print(f"[dim]ready after {seconds:.1f} s; API page at {url}/docs; Ctrl-C stops[/dim]")
             if enable_graphs:
-                how = " (a browser asks for a password: the API key)" if settings.api_keys else ""
-                error_console().print(f"[dim]what the compiler did: {url}/graphs{how}[/dim]")
+                how = " (the browser's password prompt takes the API key)" if settings.api_keys else ""
+                error_console().print(f"[dim]compiled graphs: {url}/graphs{how}[/dim]")
 
         status = run(config, settings, on_stage=stages, on_ready=on_ready)
     if status:

@@ -1,1 +1,1 @@
-"""Looking at a dump: as a page (`page`), as tables in a terminal (`text`), or against another dump (`compare`)."""
+"""Shows a dump of a compilation: as a web page (`page`), or as tables and comparisons in a terminal (`text`)."""

@@ -1,4 +1,4 @@
-"""Reads a dump (`compile_and_serve.compiler.reports.dump`) and prepares what every view of it shows."""
+"""Reads a dump (`compile_and_serve.compiler.reports.dump`) and prepares its data for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 from compile_and_serve.compiler.reports.dump_format import BYTECODE, FORWARD, REPORT, SCHEMA
 
 _ALIGNMENT = re.compile(r" {3,}# ")
-LONGEST_PERIOD = 16  # of a repeated group of steps (a hybrid model repeats several layers)
+LONGEST_PERIOD = 16  # steps of a repeated group; a hybrid model repeats groups of several layers
 
 
 class DumpError(ValueError):
-    """A folder that is no dump, or one of another version."""
+    """The folder is not a dump, or a dump of another version."""
 
 
 def load_dump(folder: Path) -> dict[str, Any]:
-    """report.json of a dump, with what views need besides.
+    """report.json of a dump, with added fields. Raises `DumpError`.
 
-    Added: each graph's `blocks` (its steps, repeated groups once), each split row's `code` (generated), `forward` and `bytecode`
-    (texts of these files), `folder`. Raises `DumpError`.
+    Added fields: `blocks` of each graph (see `collapse`), `code` of each split row (the generated code), `forward` and
+    `bytecode` (the texts of these files), `folder`.
     """
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        hint = "make one with --dump-dir" if not (folder / REPORT).exists() else str(error)
-        raise DumpError(f"{folder} holds no dump of a compilation: {hint}.") from None
+        hint = "write one with --dump-dir" if not (folder / REPORT).exists() else str(error)
+        raise DumpError(f"{folder} contains no dump of a compilation: {hint}.") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         found = report.get("schema") if isinstance(report, dict) else None
-        raise DumpError(f"The dump in {folder} has schema {found}, expected {SCHEMA}: make it again with this version.")
+        raise DumpError(f"The dump in {folder} has schema {found}, expected {SCHEMA}: write it again with this version.")
     if "compilation" not in report:
-        raise DumpError(f"The dump in {folder} is incomplete: the run that made it did not end, or could not write it.")
+        raise DumpError(f"The dump in {folder} is incomplete: the run that wrote it stopped or could not finish writing.")
     for graph in report["graphs"]:
         graph["blocks"] = collapse(graph["steps"])
     for row in report["split"]:
@@ -44,7 +44,7 @@ def load_dump(folder: Path) -> dict[str, Any]:
 
 
 def collapse(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Steps with repeated neighbours once: [{"steps": [...], "count": 29}, …]; an op's step stands for others of its name."""
+    """Steps as blocks [{"steps": [...], "count": 29}, …], a repeated group of steps once. Ops of one name are equal."""
     keys = [step.get("piece") or step["op"] for step in steps]
     blocks: list[dict[str, Any]] = []
     at = 0
@@ -63,7 +63,7 @@ def collapse(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _repeats(keys: Sequence[str], at: int, period: int) -> int:
-    """How often keys[at : at + period] stands there one after another."""
+    """How many times in a row the group keys[at : at + period] occurs."""
     group, count = keys[at : at + period], 1
     while keys[at + count * period : at + (count + 1) * period] == group:
         count += 1
@@ -71,7 +71,7 @@ def _repeats(keys: Sequence[str], at: int, period: int) -> int:
 
 
 def near_misses(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Near misses of all passes, those of one pass with the same line and reason once, with their count and nodes."""
+    """Near misses of all passes, grouped by pass, source line and reason, with their count and nodes."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         for miss in row.get("near_misses", []):
@@ -84,12 +84,12 @@ def near_misses(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shorten(source: str) -> str:
-    """A model's source line without this project's folder before it."""
+    """A source line without the folder of this package."""
     return source.replace(f"{Path(__file__).parents[2]}/", "")
 
 
 def collapsed_text(report: Mapping[str, Any], graph: Mapping[str, Any]) -> str:
-    """The graph as text, each distinct piece once: what two graphs are compared by."""
+    """The graph as text with each distinct piece once, for comparing two graphs."""
     parts, seen = [], set[str]()
     for block in graph["blocks"]:
         for step in block["steps"]:
@@ -103,7 +103,7 @@ def collapsed_text(report: Mapping[str, Any], graph: Mapping[str, Any]) -> str:
 
 
 def target_counts(report: Mapping[str, Any], graph: Mapping[str, Any]) -> Counter[str]:
-    """How often each function is called in a whole graph."""
+    """Number of calls of each function in a whole graph."""
     counts: Counter[str] = Counter()
     for step in graph["steps"]:
         if "op" in step:

@@ -1,4 +1,4 @@
-"""The explorer as one self-contained HTML page: style, scripts, libraries and the dump's data inside; nothing is fetched."""
+"""The explorer as one HTML page with its style, scripts, libraries and data. The page fetches nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LIBRARIES = ("dagre", "diff")
 
 
 def build_page(report: Mapping[str, Any]) -> str:
-    """The explorer for a dump, from `load_dump`."""
+    """The explorer's page. report: from `load_dump`."""
     data = dict(report) | {
         "near_misses": near_misses(report["compilation"]["passes"]),
         "texts": [collapsed_text(report, graph) for graph in report["graphs"]],
     }
     slim = data | {"graphs": [{k: v for k, v in graph.items() if k != "steps"} for graph in data["graphs"]]}
     title = f"{report['model']['architecture']} · compile-and-serve"
-    # Nothing in the data may look like markup: it lies in a script element.
+    # The data lies in a script element, where "<" could end it.
     text = json.dumps(slim, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return (
         _static("index.html")
@@ -39,7 +39,7 @@ def build_page(report: Mapping[str, Any]) -> str:
 def serve_page(
     report: Mapping[str, Any], *, host: str, port: int, on_ready: Callable[[str], None] = lambda url: None
 ) -> None:
-    """Serve the explorer until interrupted. on_ready: called with the URL. Raises `ValueError` where the port is taken."""
+    """Serve the explorer until interrupted. on_ready: called with the URL. Raises `ValueError` if it cannot listen."""
     body = build_page(report).encode()
 
     class Handler(BaseHTTPRequestHandler):
@@ -53,7 +53,7 @@ def serve_page(
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """One reader on this machine: nothing to log."""
+            """Log no requests."""
 
     try:
         server = ThreadingHTTPServer((host, port), Handler)

@@ -1,4 +1,4 @@
-"""`/graphs`: the explorer of the model that is being served."""
+"""`/graphs`: the explorer of the served model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ router = APIRouter(tags=["Utility"])
 
 @router.get("/graphs", summary="Explorer of the compiled model", response_class=HTMLResponse)
 async def graphs(context: Context) -> Response:
-    """One page with the compilation's graphs, passes, reasons and numbers; only with --enable-graphs."""
+    """One page with the compilation's graphs, passes, reasons and numbers. Needs --enable-graphs."""
     folder = context.settings.graphs_dir
-    assert folder is not None, "the router is mounted with a folder only"
+    assert folder is not None, "the router is mounted only if there is a folder"
     try:
         return HTMLResponse(await asyncio.to_thread(lambda: build_page(load_dump(folder))))
     except DumpError as error:

@@ -1,4 +1,4 @@
-"""A dump in the terminal: the explorer's tables, and a comparison of two dumps."""
+"""A dump in the terminal: the explorer's tables, and the comparison of two dumps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _MEMORY = (
     "sampling",
     "graphs",
 )  # of `compile_and_serve.runtime.runner.memory.MemoryPlan`
-_PATHS = frozenset({"dump_dir", "cache_dir", "artifact_dir"})  # options that say where, not what
+_PATHS = frozenset({"dump_dir", "cache_dir", "artifact_dir"})  # options that do not change the compilation
 
 
 def print_dump(report: Mapping[str, Any], console: Console) -> None:
-    """Everything that the explorer shows, as tables."""
+    """Print everything that the explorer shows, as tables."""
     model, compilation = report["model"], report["compilation"]
     environment = report["environment"]
     console.print(
@@ -47,7 +47,7 @@ def print_dump(report: Mapping[str, Any], console: Console) -> None:
     if engine := report.get("engine"):
         size = f"{engine['kv_cache_tokens']} tokens, {engine['kv_cache_bytes'] / 2**20:.1f} MiB"
         console.print(f"KV cache {size}, attention by {engine['attention_backend']}")
-        if memory := engine.get("memory"):  # measured on CUDA
+        if memory := engine.get("memory"):  # only CUDA measures it
             rows = [(k.replace("_", " "), f"{memory[k] / 2**30:.2f}") for k in _MEMORY]
             console.print(_table("Memory before the KV cache", ("", "GiB"), rows))
         if engine["cudagraphs"]:
@@ -56,7 +56,7 @@ def print_dump(report: Mapping[str, Any], console: Console) -> None:
 
 
 def pass_tables(rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    """Tables of what each pass did, of the places that it left alone with the reason, and of its verification."""
+    """Tables of each pass's sites, its near misses with reasons, its measured choices, and its verification."""
     passes = []
     for row in rows:
         misses = len(row.get("near_misses", []))
@@ -66,7 +66,7 @@ def pass_tables(rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     tables: list[RenderableType] = [_table("Passes", ("pass", "matched", "expected", "seconds", "note"), passes)]
     if missed := near_misses(rows):
         lines = [(m["pass"], str(m["count"]), m["nodes"][0], m["source"], m["reason"]) for m in missed]
-        tables.append(_table("Why not", ("pass", "×", "first node", "source", "reason"), lines))
+        tables.append(_table("Near misses", ("pass", "×", "first node", "source", "reason"), lines))
     if chosen := [(row["name"], sentence) for row in rows for sentence in row.get("measured", [])]:
         tables.append(_table("Measured choices", ("pass", "outcome"), chosen))
     verified = [(row["name"], row["verification"]) for row in rows if row.get("verification")]
@@ -77,12 +77,12 @@ def pass_tables(rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
                 _number(v["max_error"]),
                 _number(v["relative_error"]),
                 _number(v["tolerance"]),
-                v["reason"] or "right",
+                v["reason"] or "correct",
             )
             for name, v in verified
         ]
         tables.append(
-            _table("Verification (float64)", ("pass", "max error", "relative", "tolerance", "verdict"), lines)
+            _table("Verification (float64)", ("pass", "max error", "relative", "tolerance", "result"), lines)
         )
     return tables
 
@@ -114,7 +114,7 @@ def _pieces(report: Mapping[str, Any]) -> Table:
 
 
 def profile_tables(profile: Mapping[str, Any] | None) -> list[Table]:
-    """What was measured of pieces and split ops (`compile_and_serve.compiler.reports.profile`), none if nothing was."""
+    """Tables of measured pieces and split ops (`compile_and_serve.compiler.reports.profile`); empty without a profile."""
     if not profile:
         return []
     device = (
@@ -138,7 +138,7 @@ def profile_tables(profile: Mapping[str, Any] | None) -> list[Table]:
 
 
 def print_comparison(before: Mapping[str, Any], after: Mapping[str, Any], console: Console) -> None:
-    """What is different between two dumps: environment and options, passes, calls, pieces, generated code."""
+    """Print the differences of two dumps: environment, options, passes, calls, pieces and generated code."""
     console.print(f"before: {escape(before['folder'])}\nafter:  {escape(after['folder'])}")
     parts: list[RenderableType] = []
     for title, field in (("Environment", "environment"), ("Model", "model"), ("Options", "options"), ("Key", "key")):
@@ -165,11 +165,11 @@ def print_comparison(before: Mapping[str, Any], after: Mapping[str, Any], consol
         codes = [{row["piece"]: row["code"] for row in dump["split"]} for dump in (before, after)]
         changed = [key for key in codes[0] if codes[0][key] != codes[1][key]]
         if changed:
-            parts.append(f"The pieces are the same; the code generated for {len(changed)} of {len(codes[0])} differs.")
+            parts.append(f"The pieces are equal, but the code generated for {len(changed)} of {len(codes[0])} differs.")
     texts = [collapsed_text(dump, graph) for dump, graph in ((before, last_before), (after, last_after))]
     if texts[0] != texts[1]:
         parts += ["[bold]Final graph[/bold]", _diff(*texts)]
-    console.print(Group(*parts) if parts else "The two dumps are the same.")
+    console.print(Group(*parts) if parts else "The two dumps are equal.")
 
 
 def _pass_summary(row: Mapping[str, Any]) -> str:

@@ -20,33 +20,35 @@ EXAMPLE: dict[str, Any] = {
 
 
 class ChatFields(RequestModel):
-    """How a conversation becomes a prompt."""
+    """Fields that decide how a conversation becomes a prompt."""
 
     messages: list[dict[str, Any]] = Field(
-        description='Objects with "role" and "content" (text, or a list of text parts).', examples=[EXAMPLE["messages"]]
+        description='Objects with "role" and "content" (a text or a list of text parts).',
+        examples=[EXAMPLE["messages"]],
     )
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = Field(
-        default=None, description="Open the assistant's turn; true unless continue_final_message is set."
+        default=None,
+        description="End the prompt with the start of the assistant's turn; true unless continue_final_message is set.",
     )
     continue_final_message: bool | None = False
     add_special_tokens: bool | None = Field(
-        default=False, description="Add the tokenizer's special tokens to what the template wrote."
+        default=False, description="Add the tokenizer's special tokens to the rendered template."
     )
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = Field(default=None, description="Handed to the chat template.")
+    reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
 
     def check_tools(self) -> None:
-        """400 unless the answer needs no tool call."""
+        """Raise a 400 if the answer could need a tool call."""
         choice = self.tool_choice
         if choice not in (None, "none", "auto", "required") and not isinstance(choice, dict):
             raise ApiError(
                 400, "tool_choice must be 'none', 'auto', 'required' or an object that names a function.", "tool_choice"
             )
         if self.tools and choice != "none":
-            raise ApiError(400, "Tool calls are not supported by this server yet: set tool_choice to 'none'.", "tools")
+            raise ApiError(400, "This server does not support tool calls yet: set tool_choice to 'none'.", "tools")
         if not self.tools and choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice needs tools.", "tool_choice")
 
@@ -66,26 +68,28 @@ class ChatFields(RequestModel):
 
 
 class ChatCompletionRequest(ChatFields, GenerationFields):
-    """OpenAI's chat completion request and vLLM's additions to it."""
+    """OpenAI's chat completion request with vLLM's additions."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
-    max_completion_tokens: int | None = Field(default=None, description="Up to the model's limit when left out.")
+    max_completion_tokens: int | None = Field(default=None, description="By default, as many as the model's limit allows.")
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    echo: bool | None = Field(default=False, description="Begin the answer with the last message, if it has its role.")
+    echo: bool | None = Field(
+        default=False, description="Begin the answer with the last message if that has the answer's role."
+    )
 
     def max_new_tokens(self) -> int | None:
-        """Tokens asked for; None: up to the model's limit."""
+        """The requested number of tokens; None: as many as the model's limit allows."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def names(self) -> dict[str, str]:
-        """What the fields of other endpoints and of the engine are called here."""
+        """Field names of other endpoints and of the engine → this request's names for them."""
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens a position; None: no logprobs."""
+        """Number of most likely tokens per position; None: no logprobs."""
         if not self.logprobs:
             if self.top_logprobs:
                 raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")

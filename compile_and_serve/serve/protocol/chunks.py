@@ -1,4 +1,4 @@
-"""Stream chunks and usage, written with as little work a token as there is: what does not change is encoded once."""
+"""Stream chunks and usage. Fields that do not change are encoded once per stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _encode = msgspec.json.encode
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one HTTP request. cached_tokens: of prompt_tokens, those found in the prefix cache."""
+    """Token counts of one HTTP request. cached_tokens: prompt tokens that were found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -32,9 +32,9 @@ class Usage:
 class ChunkWriter:
     """Server-sent events of one streamed answer.
 
-    head: fields equal in every chunk (id, object, created, model …). body: makes the part of a choice that holds the text,
-    such as `"text":"abc"`, of the text encoded as JSON. usage_in_chunks: None leaves usage out, False writes null, True writes
-    the usage so far.
+    head: fields that are equal in every chunk (id, object, created, model …). body: turns a text, encoded as JSON, into the
+    part of a choice that holds it, such as `"text":"abc"`. usage_in_chunks: None leaves usage out, False writes null, True
+    writes the usage so far.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ChunkWriter:
         token_ids: Sequence[int] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """`chunk` for a body that is written already."""
+        """`chunk` for a body that is already encoded."""
         parts = [self._head, b'{"index":%d,' % index, body]
         parts.append(b',"logprobs":' + (b"null" if logprobs is None else _encode(logprobs)))
         parts.append(b',"finish_reason":' + (b"null" if finish_reason is None else _encode(finish_reason)))
@@ -95,5 +95,5 @@ class ChunkWriter:
         return b"".join(parts)
 
     def usage_chunk(self) -> bytes:
-        """The last event before [DONE]: no choice, the whole usage."""
+        """The last event before [DONE]: no choices, and the usage of the whole request."""
         return self._head + b'],"usage":' + _encode(self._usage.as_dict()) + b"}\n\n"

@@ -19,23 +19,26 @@ _PROMPT_SCHEMA: dict[str, Any] = {
     ],
     "examples": [EXAMPLE["prompt"]],
 }
-MAX_SEQUENCES = 4096  # completions of one request
+MAX_SEQUENCES = 4096  # completions per request
 
 
 class CompletionRequest(GenerationFields):
-    """OpenAI's completion request and vLLM's additions to it."""
+    """OpenAI's completion request with vLLM's additions."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
-    # A union would try each of its four forms on every one of thousands of ids.
-    prompt: Any = Field(description="Text, texts, token ids or lists of token ids.", json_schema_extra=_PROMPT_SCHEMA)
+    # A union type would try each of its four forms on every token id.
+    prompt: Any = Field(
+        description="A text, a list of texts, a list of token ids, or a list of such lists.",
+        json_schema_extra=_PROMPT_SCHEMA,
+    )
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = Field(default=False, description="Begin each completion with its prompt.")
     add_special_tokens: bool | None = True
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one; 400 for any other form."""
+        """The list of prompts. Raises a 400 for any other form."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

@@ -1,4 +1,4 @@
-"""Fields that chat and completion requests share, their checks, and the way from a request to `SamplingParams`."""
+"""Fields that chat and completion requests share, their checks, and the conversion to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from compile_and_serve.serve.errors import MAX_ECHO, ApiError, user_errors
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPLETIONS = 128  # n of one prompt, as OpenAI limits it
-_MAX_ID = 256  # characters of a request id or salt that a client may choose
+MAX_COMPLETIONS = 128  # largest n, as in OpenAI's API
+_MAX_ID = 256  # characters of a client's request id or cache salt
 
 _warned: set[str] = set()
 
 
 class RequestModel(BaseModel):
-    """A body that takes fields nobody knows: they are named in the log once and have no effect."""
+    """A body that accepts unknown fields. They have no effect, and each name is logged once."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    model: str | None = Field(default=None, description="One of the names of /v1/models; may be left out.")
+    model: str | None = Field(default=None, description="One of the names listed by /v1/models; optional.")
 
 
 class StreamOptions(BaseModel):
     """How a stream reports its usage."""
 
-    include_usage: bool | None = Field(default=None, description="A last chunk with the usage of the whole request.")
-    continuous_usage_stats: bool | None = Field(default=None, description="The usage so far in every chunk.")
+    include_usage: bool | None = Field(default=None, description="End with a chunk that has the whole request's usage.")
+    continuous_usage_stats: bool | None = Field(default=None, description="Put the usage so far into every chunk.")
 
 
 class GenerationFields(RequestModel):
-    """Sampling, tracing and routing fields. None stands for the default."""
+    """Sampling, tracing and routing fields. None means the default."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -56,9 +56,11 @@ class GenerationFields(RequestModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = Field(
-        default=None, description="Accepted; the tokenizers in use write special tokens without spaces anyway."
+        default=None, description="Accepted without effect: special tokens are always written without spaces."
     )
-    truncate_prompt_tokens: int | None = Field(default=None, description="Keep that many last tokens; -1: what fits.")
+    truncate_prompt_tokens: int | None = Field(
+        default=None, description="Keep only this many tokens from the prompt's end; -1: as many as fit."
+    )
     prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -66,15 +68,18 @@ class GenerationFields(RequestModel):
 
     request_id: str | None = Field(default=None, max_length=_MAX_ID)
     priority: int | None = Field(
-        default=0, ge=-(2**31), lt=2**31, description="Lower runs first; only with --scheduling-policy priority."
+        default=0, ge=-(2**31), lt=2**31, description="Lower values run first; needs --scheduling-policy priority."
     )
     cache_salt: str | None = Field(
-        default=None, min_length=1, max_length=_MAX_ID, description="Prefixes are shared only within one salt."
+        default=None,
+        min_length=1,
+        max_length=_MAX_ID,
+        description="Requests share cached prefixes only with requests of the same salt.",
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    user: str | None = Field(default=None, description="Accepted, has no effect.")
+    user: str | None = Field(default=None, description="Accepted without effect.")
 
 
 def _only(allowed: Iterable[Any], sentence: str) -> tuple[Callable[[Any], bool], str]:
@@ -82,12 +87,12 @@ def _only(allowed: Iterable[Any], sentence: str) -> tuple[Callable[[Any], bool],
     return (lambda value: any(value == v and type(value) is type(v) for v in values)), sentence
 
 
-_STRUCTURED = "Structured output is not supported by this server yet."
-# Fields whose effect a client would miss: field → (may it pass, the sentence otherwise). None always passes.
+_STRUCTURED = "This server does not support structured output yet."
+# Known fields that this server cannot honour: field → (which values are accepted, the message for others). null is accepted.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "response_format": (
         lambda value: isinstance(value, Mapping) and value.get("type") == "text",
-        "Only the response_format of type 'text' is supported by this server yet.",
+        "This server supports only the response_format of type 'text' yet.",
     ),
     "structured_outputs": _only((), _STRUCTURED),
     "guided_json": _only((), _STRUCTURED),
@@ -98,24 +103,24 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_beam_search": _only((False,), "Beam search is not supported: use n with a temperature above 0."),
     "length_penalty": _only((1, 1.0), "length_penalty belongs to beam search, which is not supported."),
     "early_stopping": _only((False,), "early_stopping belongs to beam search, which is not supported."),
-    "best_of": _only((1,), "best_of is not supported: use n, and choose by logprobs."),
-    "suffix": _only(("",), "suffix (fill in the middle) is not supported by this server yet."),
-    "chat_template": _only((), "A chat template is not taken from requests: start the server with --chat-template."),
+    "best_of": _only((1,), "best_of is not supported: use n and choose by logprobs."),
+    "suffix": _only(("",), "This server does not support suffix (fill in the middle) yet."),
+    "chat_template": _only((), "Requests cannot bring a chat template: start the server with --chat-template."),
     "logits_processors": _only(([],), "logits_processors are not supported."),
-    "functions": _only(([],), "functions are not supported: they were replaced by tools."),
-    "function_call": _only(("none",), "function_call is not supported: it was replaced by tool_choice."),
+    "functions": _only(([],), "functions are not supported: OpenAI replaced them by tools."),
+    "function_call": _only(("none",), "function_call is not supported: OpenAI replaced it by tool_choice."),
     "modalities": _only((["text"],), "This server answers with text only."),
     "audio": _only((), "This server answers with text only."),
     "web_search_options": _only((), "This server does not search the web."),
-    "prompt_embeds": _only((), "prompt_embeds are not supported by this server."),
+    "prompt_embeds": _only((), "This server does not support prompt_embeds."),
     "mm_processor_kwargs": _only(({},), "This model reads text only."),
-    "kv_transfer_params": _only((), "KV transfer is not supported by this server yet."),
-    "thinking_token_budget": _only((), "thinking_token_budget is not supported by this server."),
+    "kv_transfer_params": _only((), "This server does not support KV transfer yet."),
+    "thinking_token_budget": _only((), "This server does not support thinking_token_budget."),
     "include_reasoning": _only(
         (True,), "include_reasoning=false needs a reasoning parser, which is not supported yet."
     ),
 }
-# OpenAI's fields that change nothing in an answer of this server.
+# OpenAI's fields that do not change this server's answers.
 _HARMLESS = frozenset(
     {
         "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
@@ -125,7 +130,7 @@ _HARMLESS = frozenset(
 
 
 def check_fields(body: RequestModel) -> None:
-    """400 for a known field that would have no effect here; a log line, once a name, for an unknown one."""
+    """Raise a 400 for a known field that this server cannot honour. Log an unknown field, once per name."""
     for name, value in (body.model_extra or {}).items():
         if name in _REFUSED:
             passes, sentence = _REFUSED[name]
@@ -133,7 +138,7 @@ def check_fields(body: RequestModel) -> None:
                 raise ApiError(400, sentence, name)
         elif name not in _HARMLESS and name not in _warned and len(_warned) < 1000:
             _warned.add(name)
-            logger.warning("Requests hold the unknown field '%s', which has no effect.", name[:MAX_ECHO])
+            logger.warning("Requests contain the unknown field '%s', which has no effect.", name[:MAX_ECHO])
 
 
 def sampling_params(
@@ -144,7 +149,7 @@ def sampling_params(
     logprobs: int | None,
     names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """The request's `SamplingParams`, verified; `defaults` stand in for what it leaves out. names: as of `user_errors`."""
+    """The request's `SamplingParams`, verified. defaults: values of missing fields. names: see `user_errors`."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs cannot be streamed: set stream to false.", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
@@ -159,7 +164,7 @@ def sampling_params(
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
         if not all(_is_unicode(text) for text in given["stop"]):
-            raise ApiError(400, "stop holds a lone surrogate, which is no valid Unicode character.", "stop")
+            raise ApiError(400, "stop contains a lone surrogate, which is not a valid Unicode character.", "stop")
     with user_errors(names):
         params = SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
         params.verify()

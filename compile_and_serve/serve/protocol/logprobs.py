@@ -8,24 +8,24 @@ from typing import Any
 from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
-_LOWEST = -9999.0  # JSON has no minus infinity
+_LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class LogprobsWriter:
-    """Writes entries of one request. as_ids: tokens appear as "token_id:123" instead of their text."""
+    """Writes the log-probabilities of one request. as_ids: write tokens as "token_id:123" instead of their text."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
 
     def token(self, token_id: int) -> str:
-        """How a token is named."""
+        """The token's text, or "token_id:N"."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
 
     def num_chars(self, token_id: int) -> int:
-        """Characters of the text that begin with this token; 0 for one that goes on with a character."""
+        """The number of characters whose first byte is in this token."""
         raw = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
         return sum(byte & 0xC0 != 0x80 for byte in raw)
 
@@ -40,7 +40,10 @@ class LogprobsWriter:
     def completion(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], *, offset: int
     ) -> dict[str, Any]:
-        """`choices[].logprobs` of a completion; `offset` is where the first token begins in the text. None: no logprobs there."""
+        """`choices[].logprobs` of a completion. offset: where the first token begins in the text.
+
+        entries: None for a token without log-probabilities.
+        """
         tokens: list[str] = []
         offsets: list[int] = []
         chosen: list[float | None] = []
@@ -55,20 +58,21 @@ class LogprobsWriter:
                 top.append(None)
             else:
                 chosen.append(_finite(entry.logprobs[0]))
-                # The chosen token comes first in an entry; in the answer the likeliest does, also of two that have one name.
-                first, *others = zip(entry.ids, entry.logprobs, strict=True)
-                likeliest: dict[str, float] = {}
-                for other_id, logprob in [*others, first]:
-                    likeliest.setdefault(self._key(other_id), _finite(logprob))
-                top.append(likeliest)
+                # An entry begins with the chosen token. The answer begins with the most likely one, and of two tokens with
+                # one name it keeps the more likely.
+                sampled, *ranked = zip(entry.ids, entry.logprobs, strict=True)
+                by_name: dict[str, float] = {}
+                for ranked_id, logprob in [*ranked, sampled]:
+                    by_name.setdefault(self._key(ranked_id), _finite(logprob))
+                top.append(by_name)
         return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
 
     def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs`: for each prompt token, token id → {logprob, rank, decoded_token}; None for the first."""
+        """`prompt_logprobs`: per prompt token, token id → {logprob, rank, decoded_token}; None for the first token."""
         return [None if entry is None else self._ranked(entry) for entry in entries]
 
     def _key(self, token_id: int) -> str:
-        """The token's name where names must tell tokens apart: parts of a character have OpenAI's name of their bytes."""
+        """A name that tells tokens apart: a token that holds part of a character is named by its bytes, as OpenAI does."""
         name = self.token(token_id)
         if "\ufffd" not in name or self._tokenizer is None:
             return name

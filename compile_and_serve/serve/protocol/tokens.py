@@ -11,7 +11,7 @@ from compile_and_serve.serve.protocol.fields import RequestModel
 
 
 class TokenizeRequest(ChatFields):
-    """Either `prompt` (special tokens are added unless add_special_tokens is false) or `messages` (they are not, unless true)."""
+    """Either `prompt` or `messages`. By default special tokens are added to a prompt and not to messages."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Hello world"}]})
 
@@ -22,7 +22,7 @@ class TokenizeRequest(ChatFields):
 
 
 class DetokenizeRequest(RequestModel):
-    """Token ids whose text is wanted."""
+    """Token ids to decode."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [19556, 905]}]})
 

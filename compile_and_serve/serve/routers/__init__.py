@@ -1,1 +1,1 @@
-"""One file a group of routes."""
+"""The HTTP routes, one file per group."""

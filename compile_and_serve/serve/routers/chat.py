@@ -40,7 +40,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
 
 
 class _Answer:
-    """One chat completion on its way."""
+    """One chat completion in progress."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _Answer:
 
     @classmethod
     def prepare(cls, body: ChatCompletionRequest, request: Request, context: ServerContext) -> _Answer:
-        """Everything that can be wrong with the request is found here, before an answer begins."""
+        """Check the whole request before an answer begins. Raises `ApiError`."""
         model = context.check_model(body.model)
         check_fields(body)
         context.check_priority(body.priority)
@@ -96,7 +96,7 @@ class _Answer:
         return cls(body, context, prompt, params, head)
 
     async def submit(self) -> Generation:
-        """Send it to the engine."""
+        """Send the request to the engine."""
         return await self.context.engine.submit(
             self.head["id"],
             [self.prompt],
@@ -127,7 +127,7 @@ class _Answer:
         return json_response(answer)
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The answer as events: roles, text as it comes, usage where asked for."""
+        """The answer as events: roles, then text as it is generated, then usage if requested."""
         include_usage, continuous = usage_options(self.body)
         in_chunks = True if continuous else (False if include_usage else None)
         writer = ChunkWriter(self.head, _delta_body, usage=self.usage, usage_in_chunks=in_chunks)
@@ -164,7 +164,7 @@ class _Answer:
 
     def _count(self, index: int, num_tokens: int, num_cached: int) -> None:
         self.usage.completion_tokens += num_tokens
-        # All completions share the prompt: its cached tokens count once, as its tokens do.
+        # All completions share the prompt, so its cached tokens are counted once, like its tokens.
         if num_cached and index == 0:
             self.usage.cached_tokens = num_cached
 

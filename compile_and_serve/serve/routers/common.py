@@ -1,4 +1,4 @@
-"""What the generating routes share."""
+"""Code shared by the routes that generate text."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _STATUS: dict[ErrorKind, int] = {"invalid": 400, "overloaded": 503, "internal": 
 _ERROR_EXAMPLE = error_body(400, "temperature must be in [0, 2], got 3.0.", "temperature")
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {
-        "description": "Something in the request is wrong",
+        "description": "The request is invalid",
         "content": {"application/json": {"example": _ERROR_EXAMPLE}},
     },
     401: {"description": "No valid API key"},
     404: {"description": "No such model"},
-    503: {"description": "Queue full, or the engine is down (Retry-After says when to try again)"},
+    503: {"description": "The queue is full or the engine is down (Retry-After says when to try again)"},
 }
 
 
 def usage_options(body: GenerationFields) -> tuple[bool, bool]:
-    """(a usage chunk at the end, usage in every chunk)."""
+    """(whether a usage chunk ends the stream, whether every chunk carries usage)."""
     options = body.stream_options
     if options is None:
         return False, False
@@ -37,13 +37,13 @@ def usage_options(body: GenerationFields) -> tuple[bool, bool]:
 
 
 def failure(context: ServerContext, delta: CompletionDelta) -> ApiError:
-    """The answer when the engine ended a request with an error."""
+    """The answer to a request that the engine ended with an error."""
     status = 503 if context.engine.dead_reason is not None else _STATUS[delta.error_kind]
     return ApiError(status, delta.error or "")
 
 
 def failure_event(context: ServerContext, delta: CompletionDelta) -> bytes:
-    """The same inside a stream that has begun."""
+    """The error event for a stream that has already begun."""
     failed = failure(context, delta)
     return event(error_body(failed.status, failed.message))
 
@@ -53,7 +53,7 @@ async def collect(
     submit: Callable[[], Awaitable[Generation]],
     complete: Callable[[list[CompletionOutput]], Response],
 ) -> Response:
-    """Wait for every completion and answer with all of them; a client that goes away ends its generation."""
+    """Wait for every completion and answer with all of them. A client's disconnect ends its generation."""
     context: ServerContext = request.app.state.context
 
     async def work() -> Response:

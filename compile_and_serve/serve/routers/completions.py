@@ -40,7 +40,7 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
 
 
 class _Answer:
-    """One completion request on its way. Completion i of prompt p has the index p * n + i."""
+    """One completion request in progress. Completion i of prompt p has the index p * n + i."""
 
     def __init__(
         self,
@@ -60,36 +60,36 @@ class _Answer:
         self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
         self.n = params[0].n
         self.echoed = [self._text_of(prompt) for prompt in prompts] if body.echo else []
-        # Where the next token of each completion begins in its text, as `text_offset` counts.
+        # For each completion, the `text_offset` of its next token.
         self.offsets = [0] * (len(prompts) * self.n)
 
     @classmethod
     def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
-        """Everything that can be wrong with the request is found here, before an answer begins."""
+        """Check the whole request before an answer begins. Raises `ApiError`."""
         model = context.check_model(body.model)
         check_fields(body)
         context.check_priority(body.priority)
-        asked = sampling_params(
+        requested = sampling_params(
             body, context.settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs
         )
         if body.echo:
             with user_errors():
                 context.inputs.require_tokenizer("echo")
             if body.logprobs is not None:
-                asked = msgspec.structs.replace(asked, prompt_logprobs=body.logprobs)
-        texts = body.prompts()
-        if len(texts) * asked.n > MAX_SEQUENCES:
+                requested = msgspec.structs.replace(requested, prompt_logprobs=body.logprobs)
+        given = body.prompts()
+        if len(given) * requested.n > MAX_SEQUENCES:
             sentence = (
-                f"{len(texts)} prompts with n={asked.n} make more than {MAX_SEQUENCES} completions: send fewer at once."
+                f"{len(given)} prompts with n={requested.n} make more than {MAX_SEQUENCES} completions: "
+                "send fewer per request."
             )
             raise ApiError(400, sentence, "prompt")
         prompts, params = [], []
-        for given in texts:
-            ids = given
+        for ids in given:
             if isinstance(ids, str):
-                ids = context.encode(ids, asked, add_special_tokens=body.add_special_tokens is not False)
+                ids = context.encode(ids, requested, add_special_tokens=body.add_special_tokens is not False)
             with user_errors():
-                prompt, prompt_params = context.inputs.prepare(ids, asked)
+                prompt, prompt_params = context.inputs.prepare(ids, requested)
             prompts.append(prompt)
             params.append(prompt_params)
         head = {
@@ -136,7 +136,7 @@ class _Answer:
         return json_response({**self.head, "choices": choices, "usage": self.usage.as_dict()})
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The answer as events: text as it comes, usage where asked for."""
+        """The answer as events: text as it is generated, then usage if requested."""
         include_usage, continuous = usage_options(self.body)
         in_chunks = True if continuous else (False if include_usage else None)
         writer = ChunkWriter(self.head, _text_body, usage=self.usage, usage_in_chunks=in_chunks)
@@ -188,7 +188,7 @@ class _Answer:
     ) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        # A stop string or an abort may leave tokens without entries behind; only what has one is shown.
+        # After a stop string or an abort, the last tokens may lack logprobs: they are left out.
         known: list[TokenLogprobs | None] = [*prompt_entries, *(entries or [])]
         prompt = self.prompts[index // self.n][: len(prompt_entries)]
         tokens = [*prompt, *token_ids][: len(known)]
@@ -209,7 +209,7 @@ class _Answer:
 
     def _count(self, index: int, num_tokens: int, num_cached: int) -> None:
         self.usage.completion_tokens += num_tokens
-        # The n completions of a prompt share it: its cached tokens count once, as its tokens do.
+        # The n completions of a prompt share it, so its cached tokens are counted once, like its tokens.
         if num_cached and index % self.n == 0:
             self.usage.cached_tokens += num_cached
 

@@ -13,9 +13,9 @@ from compile_and_serve.serve.responses import json_response
 router = APIRouter(tags=["Utility"])
 
 
-@router.get("/health", summary="Does the engine answer?")
+@router.get("/health", summary="Whether the engine answers")
 async def health(context: Context) -> Response:
-    """200 when the engine process answered just now, else 503. Names the graph passes that failed `--verify-passes`, if any."""
+    """200 if the engine process answers now, else 503. Names the graph passes that failed `--verify-passes`, if any."""
     try:
         await context.engine.check_health(context.settings.health_timeout)
     except EngineDeadError as error:
@@ -26,18 +26,18 @@ async def health(context: Context) -> Response:
     return json_response({"status": "ok"} | ({"failed_passes": failed} if failed else {}))
 
 
-@router.get("/ready", summary="Are requests taken?")
+@router.get("/ready", summary="Whether new requests are accepted")
 async def ready(context: Context) -> Response:
-    """200 while new requests are taken; 503 while the server shuts down or the engine is dead."""
+    """200 while new requests are accepted, 503 while the server shuts down or the engine is dead."""
     if not context.engine.ready:
         return error_response(503, context.engine.dead_reason or "The server is shutting down.")
     return json_response({"status": "ready"})
 
 
 @router.post("/ping", include_in_schema=False)
-@router.get("/ping", summary="Is the server up?")
+@router.get("/ping", summary="Whether the server process runs")
 async def ping() -> Response:
-    """200 as long as this process answers."""
+    """200 as long as the API process runs."""
     return Response(status_code=200)
 
 
@@ -49,7 +49,7 @@ async def version() -> Response:
 
 @router.get("/load", summary="Sequences in flight")
 async def load(context: Context) -> Response:
-    """How many sequences wait or run."""
+    """The number of sequences that wait or run."""
     return json_response({"server_load": context.engine.num_in_flight})
 
 

@@ -14,14 +14,14 @@ router = APIRouter(tags=["OpenAI"])
 
 @router.get("/v1/models", summary="Models of this server")
 async def list_models(context: Context) -> Response:
-    """Every name that a request may write in `model`."""
+    """Every name that a request may give in `model`."""
     names = context.settings.served_model_names
     return json_response({"object": "list", "data": [_model(name, context) for name in names]})
 
 
 @router.get("/v1/models/{model_id:path}", summary="One model")
 async def retrieve_model(model_id: str, context: Context) -> Response:
-    """One model's card, with the longest sequence it takes."""
+    """One model's card, with its longest sequence in tokens."""
     return json_response(_model(context.check_model(model_id), context))
 
 

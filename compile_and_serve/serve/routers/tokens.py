@@ -14,13 +14,13 @@ from compile_and_serve.serve.responses import json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
 router = APIRouter(tags=["Utility"])
-# Every token of however long a text is wanted here.
-_WHOLE = SamplingParams(truncate_prompt_tokens=-1)
+# Lifts the length limit of a prompt: /tokenize returns all tokens of a text of any length.
+_ANY_LENGTH = SamplingParams(truncate_prompt_tokens=-1)
 
 
 @router.post("/tokenize", summary="Text to token ids", responses=ERROR_RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Response:
-    """Token ids of a prompt, or of a conversation as the chat endpoint would see it."""
+    """Token ids of a prompt, or of a conversation as the chat endpoint renders it."""
     context.check_model(body.model)
     check_fields(body)
     if (body.prompt is None) == (body.messages is None):
@@ -38,7 +38,7 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
             options = body.template_options()
             text = render_chat(tokenizer, body.messages or [], template=template, tools=body.tools, **options)
             add = bool(body.add_special_tokens)
-    ids = context.encode(text, _WHOLE, add_special_tokens=add)
+    ids = context.encode(text, _ANY_LENGTH, add_special_tokens=add)
     answer = {"count": len(ids), "max_model_len": context.inputs.info.max_model_len, "tokens": ids}
     answer["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids] if body.return_token_strs else None
     return json_response(answer)
@@ -46,7 +46,7 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
 
 @router.post("/detokenize", summary="Token ids to text", responses=ERROR_RESPONSES)
 async def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> Response:
-    """The text of token ids; special tokens are written out unless they are to be skipped."""
+    """The text of token ids. Special tokens are included unless `skip_special_tokens` is true."""
     context.check_model(body.model)
     check_fields(body)
     return await context.prepare(request, lambda: _detokenize(body, context))
@@ -56,7 +56,7 @@ def _detokenize(body: DetokenizeRequest, context: ServerContext) -> Response:
     vocab = context.inputs.info.vocab_size
     wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < vocab), None)
     if wrong is not None:
-        raise ApiError(400, f"tokens holds the id {wrong!s:.200}, ids are 0 to {vocab - 1}.", "tokens")
+        raise ApiError(400, f"tokens contains the id {wrong!s:.200}, but ids are 0 to {vocab - 1}.", "tokens")
     with user_errors():
         tokenizer = context.inputs.require_tokenizer("detokenize")
     return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))})

@@ -92,6 +92,7 @@ def test_an_installed_package_declares_one(module: Path, monkeypatch: pytest.Mon
     ("wanted", "sentence"),
     [
         (["no_such_module:Pass"], "Pass no_such_module:Pass cannot be imported: ModuleNotFoundError: No module named"),
+        (["compiler.no_such_module:Pass"], "Import our modules from the package: compile_and_serve.compiler"),
         (["brought_passes:Missing"], "has no 'Missing'"),
         (["brought_passes"], "There is no pass 'brought_passes': expected package.module:Class"),
         (["brought_passes:made"], "brought_passes:made is not a pass: expected a class, got a Last"),

@@ -1,5 +1,5 @@
-// Linear layers over float8_e4m3fn weights. A weight becomes a bfloat16 (or a float, in a float32 model) in the registers, exactly, once
-// for all rows of a tile. Activations that are rounded to float8 too stay in the model's dtype: every such value is one of its own.
+// Linears with float8_e4m3fn weights. A weight is converted exactly to bfloat16 (float in a float32 model) in registers, once
+// for all rows of a tile. Activations quantized to float8 are stored in the model's dtype, which represents them exactly.
 #include <array>
 
 #include "../activations.h"
@@ -41,7 +41,7 @@ struct Dot<Float8<float>> : Float8Dot<float> {};
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 
-// Of each lane's 4 bytes, where the low and high (+ 64) bytes of inputs 0 and 1 are, or of 2 and 3.
+// For each lane, the indices of the low and high bytes of inputs 0 and 1, or of 2 and 3. Indices from 64 on are high bytes.
 template <int kPair>
 constexpr std::array<uint8_t, 64> kPairBytes = [] {
     std::array<uint8_t, 64> order{};
@@ -90,14 +90,14 @@ struct Float8Linear {
     using Dots = Float8<T>;
     const CasLinear& a;
     const float* weight_scale;
-    bool rounds;               // activations too
-    const float* input_scale;  // null: each row has its own
+    bool quantizes_activations;
+    const float* input_scale;  // null: one scale per row
     int64_t padded_width = (a.in_features + 3) / 4 * 4;
 
     static int rows_per_token() { return 1; }
 
     size_t scratch_bytes() const {
-        if (!rounds && !a.norm_weight && padded_width == a.in_features) return 0;
+        if (!quantizes_activations && !a.norm_weight && padded_width == a.in_features) return 0;
         return a.num_tokens * (sizeof(float) + sizeof(T) * padded_width);
     }
 
@@ -108,12 +108,12 @@ struct Float8Linear {
     void prepare(void* memory, int64_t token) const {
         const Row<T> x(a, token);
         T* to = prepared(memory) + token * padded_width;
-        const float scale = !rounds ? 1.0f : input_scale ? *input_scale : x.scale(kFloat8Largest);
+        const float scale = !quantizes_activations ? 1.0f : input_scale ? *input_scale : x.scale(kFloat8Largest);
         row_scales(memory)[token] = scale;
         const float inverse = 1.0f / scale;
         for (int64_t i = 0; i < padded_width; i += kLanes) {
             f32x16 v = x.load(i);
-            if (rounds) v = rounded_to_float8(clamped(v * inverse, kFloat8Largest));
+            if (quantizes_activations) v = round_to_float8(clamped(v * inverse, kFloat8Largest));
             if (i + kLanes <= padded_width) store16(to + i, v);
             else store_part(to + i, v, int(padded_width - i));
         }
@@ -128,16 +128,16 @@ struct Float8Linear {
         finish_tile<T>(a, token, count, panel, [&](int r, int offset, int64_t output, int n) CAS_INLINE {
             const f32x16 scale = n == kLanes ? load16(weight_scale + output) : load_part(weight_scale + output, n);
             const f32x16 y = load16(tile + r * kTileWidth + offset) * scale;
-            return rounds ? y * row_scales(memory)[token + r] : y;
+            return quantizes_activations ? y * row_scales(memory)[token + r] : y;
         });
     }
 };
 
 template <class T>
 void float8_linear(const CasQuantizedLinear& args) {
-    const bool rounds = args.activations != CAS_WEIGHT_ONLY;
+    const bool quantizes_activations = args.activations != CAS_WEIGHT_ONLY;
     const float* input_scale = args.activations == CAS_STATIC ? args.input_scale : nullptr;
-    run_linear(args.linear, Float8Linear<T>{args.linear, args.weight_scale, rounds, input_scale});
+    run_linear(args.linear, Float8Linear<T>{args.linear, args.weight_scale, quantizes_activations, input_scale});
 }
 
 }  // namespace

@@ -1,25 +1,26 @@
-// Linear layers over int8 weights: every product is one of bytes, every sum is exact.
+// Linears with int8 weights. All products are of bytes, and all sums are exact.
 //
-// A row of activations becomes integers, scaled by its own largest value, and the integers become signed digits to the base 256: one
-// digit for 8-bit activations; two or three where activations keep their precision (weight-only), which is 16 bits of the row's
-// largest value for bfloat16 and 24 for float32. A digit is a row of the product of its own, so that all three are one kernel, and the
-// weights are never converted. Sums of integers do not depend on their order: a row gives the same bits in any batch.
+// A row of activations is scaled by its largest magnitude and converted to integers, which are written as signed digits in base
+// 256. 8-bit activations have one digit. Weight-only quantization keeps more precision: two digits (16 bits) for bfloat16, three
+// (24 bits) for float32. Each digit is a separate row of the product, so that one kernel serves all three cases and the weights
+// are never converted. Integer sums do not depend on the order, so a row's result is the same bits in any batch.
 //
-// The byte product wants one unsigned factor: weights are stored as weight + 128, and 128 times the sum of a digit's row is taken off.
+// The byte product needs one unsigned factor. Weights are therefore stored as weight + 128, and 128 times the sum of a digit's
+// row is subtracted from the product.
 #include "../activations.h"
 
 namespace cas {
 namespace {
 
 constexpr int kMaxDigits = 3;
-// The largest integer whose leading digit is at most 127, by the number of digits.
+// For each number of digits: the largest integer whose leading digit is at most 127.
 constexpr float kLargest[kMaxDigits + 1] = {0, 127, 127 << 8, 127 << 16};
 
 // One row of activations as `digits` rows of bytes.
 struct DigitRow {
     int8_t* bytes;      // [digits][padded width]
-    int32_t* offsets;   // [digits]: 128 times the sum of the bytes
-    float* scale;       // of the row's integers
+    int32_t* offsets;   // [digits]: 128 times the sum of each digit's bytes
+    float* scale;       // scale of the row's integers
 };
 
 inline i32x16 nearest_integer(f32x16 x) {
@@ -35,7 +36,7 @@ struct ByteLinear {
     using Dots = Bytes;
     const CasLinear& a;
     const float* weight_scale;
-    const float* input_scale;  // null: each row has its own
+    const float* input_scale;  // null: one scale per row
     int digits;
     int64_t padded_width = (a.in_features + 3) / 4 * 4;
 

@@ -1,4 +1,4 @@
-"""`compile-and-serve bench latency | throughput | serve`: measured figures as a table (stderr) and one JSON line (stdout)."""
+"""`compile-and-serve bench latency | throughput | serve`: prints a table on stderr and one JSON line on stdout."""
 
 from __future__ import annotations
 

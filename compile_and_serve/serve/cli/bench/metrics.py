@@ -1,6 +1,6 @@
-"""From the times of tokens to the figures that everybody reports. Seconds inside, milliseconds in what is reported.
+"""Token times → latency and throughput figures. Times are in seconds internally and in milliseconds in reports.
 
-TTFT: request sent → first token. TPOT: (last token − first token) / (tokens − 1) of one request. ITL: gap between two
+TTFT: request sent → first token. TPOT: (last token − first token) / (tokens − 1) of one request. ITL: time between two
 chunks of one request. E2E: request sent → last token.
 """
 
@@ -24,7 +24,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(kw_only=True, slots=True)
 class RequestTrace:
-    """One request as the client saw it. times: when each chunk of tokens came (time.perf_counter)."""
+    """One request as its client saw it. times: arrival of each chunk of tokens (time.perf_counter)."""
 
     sent: float
     prompt_tokens: int
@@ -34,7 +34,7 @@ class RequestTrace:
 
 
 def summarize(traces: Sequence[RequestTrace], seconds: float) -> dict[str, Any]:
-    """Figures of a run that took `seconds`. Failed requests are counted and otherwise left out."""
+    """Figures of a run that took `seconds`. Failed requests are only counted."""
     good = [trace for trace in traces if trace.error is None and trace.times]
     prompt_tokens = sum(trace.prompt_tokens for trace in good)
     output_tokens = sum(trace.output_tokens for trace in good)
@@ -84,7 +84,7 @@ def report(title: str, workload: Mapping[str, Any], results: Mapping[str, Any], 
         f"{results['completed']} requests in {results['seconds']:.2f} s ({results['failed']} failed): "
         f"{results['requests_per_second']:.2f} requests/s, "
         f"{results['output_tokens_per_second']:.1f} output tokens/s, "
-        f"{results['total_tokens_per_second']:.1f} tokens/s in all"
+        f"{results['total_tokens_per_second']:.1f} prompt and output tokens/s"
     )
     row = json.dumps({"benchmark": title, **workload, **results, **_environment()})
     typer.echo(row)

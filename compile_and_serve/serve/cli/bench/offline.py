@@ -1,4 +1,4 @@
-"""`bench latency` and `bench throughput`: an engine in this process, random prompts, every request runs to its full length."""
+"""`bench latency` and `bench throughput`: random prompts on an engine in this process. Requests run to full length."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from compile_and_serve.serve.cli.output import StageDisplay, error_console
 if TYPE_CHECKING:
     from compile_and_serve.runtime.engine.client import SyncEngine
 
-OutputJson = Annotated[Path | None, typer.Option(help="Write the JSON line to this file too.")]
+OutputJson = Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")]
 
 
 def latency_command(
     model: ModelArgument,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
-    batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens per request.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Requests per round.")] = 1,
     num_iters: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
-    num_iters_warmup: Annotated[int, typer.Option(help="Rounds before them.")] = 1,
+    num_iters_warmup: Annotated[int, typer.Option(help="Unmeasured rounds before the measured ones.")] = 1,
     output_json: OutputJson = None,
     *,
     engine_options: dict[str, Any],
 ) -> None:
-    """One batch at a time: how long a request takes."""
+    """Measure the latency of requests that run one batch at a time."""
     _at_least_one(input_len=input_len, output_len=output_len, batch_size=batch_size, num_iters=num_iters)
     engine = _start(model, engine_options)
     generator = random.Random(engine_options["seed"])
@@ -56,8 +56,8 @@ def latency_command(
 def throughput_command(
     model: ModelArgument,
     num_prompts: Annotated[int, typer.Option(help="Requests, all sent at once.")] = 64,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens per request.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
     random_range_ratio: Annotated[
         float, typer.Option(help="Lengths are uniform in [len · (1 − ratio), len · (1 + ratio)].")
     ] = 0.0,
@@ -65,7 +65,7 @@ def throughput_command(
     *,
     engine_options: dict[str, Any],
 ) -> None:
-    """All requests at once: how many tokens a second."""
+    """Measure the throughput of requests that are all sent at once."""
     _at_least_one(input_len=input_len, output_len=output_len, num_prompts=num_prompts)
     if not 0.0 <= random_range_ratio < 1.0:
         raise ValueError(f"--random-range-ratio must be in [0, 1), got {random_range_ratio}.")
@@ -90,7 +90,7 @@ def throughput_command(
 
 
 def run_requests(engine: SyncEngine, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> list[RequestTrace]:
-    """Send all prompts at once, greedy and without stop ids, and note when each token comes."""
+    """Send all prompts at once, greedily and without stop ids, and record when each token arrives."""
     from compile_and_serve.runtime.messages import EngineRequest
     from compile_and_serve.runtime.sampling_params import SamplingParams
 

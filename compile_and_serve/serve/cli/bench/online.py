@@ -1,4 +1,4 @@
-"""`bench serve`: a load generator for any server with OpenAI's API, over streamed requests."""
+"""`bench serve`: a load generator for any server with OpenAI's API. It sends streamed requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORDS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Where requests go. path: of the endpoint below base_url; extra: fields of every request."""
+    """Where requests go. path: the endpoint's path below base_url. extra: fields of every request."""
 
     base_url: str
     path: str
@@ -39,25 +39,25 @@ class Target:
 
 
 def serve_bench_command(
-    base_url: Annotated[str, typer.Option(help="Of the server, without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="By default the first that the server lists.")] = None,
+    base_url: Annotated[str, typer.Option(help="The server's URL without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="By default the first model that the server lists.")] = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
-    num_prompts: Annotated[int, typer.Option(help="Requests in all.")] = 100,
+    num_prompts: Annotated[int, typer.Option(help="Total number of requests.")] = 100,
     request_rate: Annotated[
-        float, typer.Option(help="Requests a second, as a Poisson process; inf sends all at once.")
+        float, typer.Option(help="Requests per second, as a Poisson process; inf sends all at once.")
     ] = math.inf,
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests under way at most.")] = None,
-    input_len: Annotated[int, typer.Option(help="Prompt words (a token each, about).")] = 128,
-    output_len: Annotated[int, typer.Option(help="Generated tokens.")] = 128,
+    max_concurrency: Annotated[int | None, typer.Option(help="Maximum number of concurrent requests.")] = None,
+    input_len: Annotated[int, typer.Option(help="Words per prompt; a word is about one token.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
     ignore_eos: Annotated[
-        bool, typer.Option(help="Ask for the full length; a server that does not know the field may refuse it.")
+        bool, typer.Option(help="Send ignore_eos to get the full length. Some servers reject the field.")
     ] = True,
     api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds without a byte after which a request has failed.")] = 600.0,
-    output_json: Annotated[Path | None, typer.Option(help="Write the JSON line to this file too.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds without data after which a request has failed.")] = 600.0,
+    output_json: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
 ) -> None:
-    """Load a running server and measure what its clients see."""
+    """Send load to a running server and measure latency and throughput as its clients see them."""
     if endpoint not in ("completions", "chat"):
         raise ValueError(f"--endpoint must be completions or chat, got {endpoint!r}.")
     if not request_rate > 0:
@@ -100,7 +100,7 @@ def serve_bench_command(
 
 
 def arrival_delays(generator: random.Random, count: int, rate: float) -> list[float]:
-    """Seconds before each request after the one before it: a Poisson process of `rate` a second; inf: none."""
+    """Seconds between a request and the previous one: a Poisson process of `rate` requests per second; inf: zeros."""
     return [0.0 if math.isinf(rate) else generator.expovariate(rate) for _ in range(count)]
 
 
@@ -112,7 +112,7 @@ async def send_all(
     max_concurrency: int | None,
     timeout: float,
 ) -> list[RequestTrace]:
-    """Send prompt i delays[i] seconds after prompt i - 1, at most `max_concurrency` under way. One trace a prompt, in order."""
+    """Send prompt i delays[i] seconds after prompt i - 1, at most `max_concurrency` at a time. Returns traces in order."""
     import httpx
 
     slots = asyncio.Semaphore(max_concurrency or len(prompts))
@@ -126,7 +126,7 @@ async def send_all(
                 return await _send(client, target, prompt)
 
         tasks: list[asyncio.Task[RequestTrace]] = []
-        due = time.perf_counter()  # summed up, so that what a sleep takes too long does not add up
+        due = time.perf_counter()  # absolute times, so that delays of sleeps do not accumulate
         for prompt, delay in zip(prompts, delays, strict=True):
             due += delay
             if (left := due - time.perf_counter()) > 0:
@@ -195,4 +195,4 @@ def _first_model(base_url: str, headers: dict[str, str]) -> str:
     except httpx.HTTPError as error:
         raise ValueError(f"No server answers at {base_url} ({error}): start it first or give --base-url.") from None
     except (json.JSONDecodeError, LookupError, TypeError):
-        raise ValueError(f"{base_url}/v1/models is not a list of models: give --model.") from None
+        raise ValueError(f"{base_url}/v1/models did not return a list of models: give --model.") from None

@@ -1,10 +1,10 @@
 "use strict";
-const TITLES = document.getElementById("tabs"), MAIN = document.getElementById("main");
+const TABS = document.getElementById("tabs"), MAIN = document.getElementById("main");
 
-/** Open a view; argument: what it is to start with. */
+/** Open a view. argument: passed to its render function. */
 function show(id, argument = null) {
   const view = VIEWS.find((candidate) => candidate.id === id) || VIEWS[0];
-  for (const tab of TITLES.children) {
+  for (const tab of TABS.children) {
     const selected = tab.dataset.view === view.id;
     tab.setAttribute("aria-selected", String(selected));
     tab.tabIndex = selected ? 0 : -1;
@@ -21,13 +21,13 @@ function start() {
   document.getElementById("subtitle").textContent =
     `${model.dtype} on ${environment.device} (${environment.capability}), torch ${environment.torch.split(" ")[0]}`;
   for (const view of VIEWS) {
-    TITLES.append(h("button", { type: "button", role: "tab", id: `tab-${view.id}`, "data-view": view.id,
+    TABS.append(h("button", { type: "button", role: "tab", id: `tab-${view.id}`, "data-view": view.id,
       "aria-controls": "main", click: () => show(view.id) }, view.title));
   }
-  TITLES.addEventListener("keydown", (event) => {
+  TABS.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
-    const tabs = [...TITLES.children];
+    const tabs = [...TABS.children];
     const next = tabs[(tabs.indexOf(document.activeElement) + step + tabs.length) % tabs.length];
     next.focus();
     next.click();

@@ -1,5 +1,5 @@
 "use strict";
-const CONTEXT = 4; // equal lines shown around a change
+const CONTEXT = 4; // unchanged lines shown around a change
 
 VIEWS.push({
   id: "diff", title: "Before and after",
@@ -28,7 +28,7 @@ VIEWS.push({
   },
 });
 
-/** Rows {left, right, changed}; left and right are {line, text} or null. */
+/** The rows of a side-by-side diff: {left, right, changed}. left and right are {line, text} or null. */
 function sideBySide(before, after) {
   const rows = [];
   let left = 0, right = 0, removed = [];
@@ -60,7 +60,7 @@ function diffTable(name, rows) {
     if (near[i]) { body.append(diffRow(rows[i])); continue; }
     const end = near.indexOf(true, i), hidden = rows.slice(i, end < 0 ? rows.length : end);
     const fold = h("tr", { class: "fold" }, h("td", { colspan: 4 },
-      linkTo(`${hidden.length} equal lines`, () => fold.replaceWith(...hidden.map(diffRow)))));
+      linkTo(`${hidden.length} unchanged lines`, () => fold.replaceWith(...hidden.map(diffRow)))));
     body.append(fold);
     i += hidden.length - 1;
   }
@@ -76,10 +76,10 @@ function diffRow(row) {
     left = words.filter((word) => !word.added).map((word) => (word.removed ? h("mark", {}, word.value) : word.value));
     right = words.filter((word) => !word.removed).map((word) => (word.added ? h("mark", {}, word.value) : word.value));
   }
-  const said = (text) => (row.changed ? h("span", { class: "hidden" }, text) : null);
+  const spoken = (text) => (row.changed ? h("span", { class: "hidden" }, text) : null); // for screen readers
   return h("tr", {},
     h("td", { class: "line" }, row.left ? String(row.left.line) : ""),
-    h("td", { class: row.changed && row.left ? "removed" : null }, row.left ? said("removed: ") : null, left),
+    h("td", { class: row.changed && row.left ? "removed" : null }, row.left ? spoken("removed: ") : null, left),
     h("td", { class: "line" }, row.right ? String(row.right.line) : ""),
-    h("td", { class: row.changed && row.right ? "added" : null }, row.right ? said("added: ") : null, right));
+    h("td", { class: row.changed && row.right ? "added" : null }, row.right ? spoken("added: ") : null, right));
 }

@@ -1,8 +1,8 @@
 "use strict";
-// The dump's data, and the few helpers that every view uses.
+// The dump's data and the helpers that the views share.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
-/** An element with attributes (functions are listeners) and children (nodes or texts). */
+/** Make an element. attributes: functions become event listeners. children: nodes or texts. */
 function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   setAttributes(element, attributes);
@@ -24,7 +24,7 @@ function setAttributes(element, attributes) {
   }
 }
 
-/** columns: names, a leading "#" marks a number. rows: arrays of cells (nodes or texts). */
+/** Make a table. columns: names; a leading "#" marks a column of numbers. rows: arrays of cells (nodes or texts). */
 function table(caption, columns, rows) {
   const numeric = columns.map((column) => column.startsWith("#"));
   const cell = (tag, i, content, extra = {}) => h(tag, { class: numeric[i] ? "number" : null, ...extra }, content);

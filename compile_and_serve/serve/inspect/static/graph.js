@@ -1,6 +1,6 @@
 "use strict";
-const LAYOUTS = new Map(); // fingerprint and options → laid out piece
-const GAP = 46;
+const LAYOUTS = new Map(); // fingerprint and whether weights are shown → layout of a piece
+const GAP = 46; // pixels between steps
 
 VIEWS.push({
   id: "graph", title: "Graph",
@@ -12,9 +12,9 @@ VIEWS.push({
       keydown(event) { if (event.key === "Enter") results.querySelector("button")?.click(); } });
     const weights = h("input", { type: "checkbox", id: "weights", change() { state.weights = weights.checked; draw(); } });
     const canvas = svg("svg", { id: "canvas", tabindex: 0, role: "group",
-      "aria-label": "Graph. Arrow keys move from node to node, Enter shows a node, plus and minus zoom, 0 fits." });
+      "aria-label": "Graph. Arrow keys move between nodes, Enter shows a node, plus and minus zoom, 0 fits the graph." });
     const results = h("ul", { class: "results", "aria-label": "Search results" });
-    const details = h("div", { id: "details" }, h("p", { class: "soft" }, "Choose a node to see its call, source line and value."));
+    const details = h("div", { id: "details" }, h("p", { class: "soft" }, "Select a node to see its call, source line and value."));
     const zoomButton = (text, label, action) => h("button", { type: "button", "aria-label": label, click: action }, text);
     main.append(
       h("div", { class: "toolbar" },
@@ -37,7 +37,7 @@ VIEWS.push({
         });
       }
       if (state.nodes.length) state.nodes[0].element.setAttribute("tabindex", "0");
-      top();
+      showTop();
       find();
     }
     function choose(node) {
@@ -67,7 +67,7 @@ VIEWS.push({
       const width = Math.max(state.width, state.height / aspect()) + 40;
       setBox({ x: (state.width - width) / 2, y: -20, width, height: width * aspect() });
     }
-    function top() {
+    function showTop() {
       const width = Math.max(canvas.clientWidth, Math.min(canvas.clientWidth * 1.3, state.width + 60));
       setBox({ x: (state.width - width) / 2, y: -24, width, height: width * aspect() });
     }
@@ -120,7 +120,7 @@ function arrowHead() {
     orient: "auto-start-reverse" }, svg("path", { d: "M0 0L8 4L0 8z", fill: "currentColor" })));
 }
 
-/** The whole graph from top to bottom, a repeated group of steps once. → {shapes, nodes, width, height} */
+/** Lay out the whole graph from top to bottom, with a repeated group of steps once. → {shapes, nodes, width, height} */
 function layOut(graph, weights) {
   const pieceNames = [...new Set(graph.blocks.flatMap((block) => block.steps.map((step) => step.piece)).filter(Boolean))];
   const parts = graph.blocks.map((block) => block.steps.map((step) =>
@@ -205,8 +205,8 @@ function kindClass(row) {
 
 function drawNode(item, x, y, place) {
   const { row, width, height } = item;
-  const full = titleOf(row), most = Math.floor((width - 14) / 7);
-  const title = full.length > most ? `${full.slice(0, most - 1)}…` : full;
+  const full = titleOf(row), maxLength = Math.floor((width - 14) / 7);
+  const title = full.length > maxLength ? `${full.slice(0, maxLength - 1)}…` : full;
   const element = svg("g", { class: `node ${kindClass(row)}`, tabindex: -1, role: "button", "data-node": row.name,
     "aria-label": [full, row.value, row.source, place.count > 1 ? `${place.count} times` : ""].filter(Boolean).join(", ") },
   svg("rect", { x: x - width / 2, y: y - height / 2, width, height, rx: row.kind === "call" ? 5 : 18 }),
@@ -216,7 +216,7 @@ function drawNode(item, x, y, place) {
   return { element, row, x, y, words, title: full, ...place };
 }
 
-/** What is known of a node, as elements for the side panel. */
+/** The facts about a node, as elements for the side panel. */
 function describe(node, state, choose) {
   const { row } = node;
   const near = state.nodes.filter((other) => other.piece === node.piece);

@@ -12,25 +12,26 @@ VIEWS.push({
       card(`${number(seconds)} s`, "to compile"), card(`${distinct} of ${pieces}`, "pieces are distinct"),
       card(`${DATA.graphs[0].nodes} → ${DATA.graphs.at(-1).nodes}`, "calls, captured → final"),
       card(String(misses), "near misses"), card(bytes(DATA.weight_bytes), "of weights")));
-    if (failed.length) main.append(h("p", { class: "bad" }, `Left out, because verification failed: ${failed.join(", ")}`));
+    if (failed.length) main.append(h("p", { class: "bad" }, `Skipped because verification failed: ${failed.join(", ")}`));
     main.append(h("h2", {}, "Stages"), stageBars(compilation.stages));
-    main.append(h("h2", {}, "Passes"), table("Sites that each pass rewrote, and places that it left alone",
+    main.append(h("h2", {}, "Passes"), table("Sites that each pass rewrote, and its near misses",
       ["pass", "#matched", "#expected", "#calls after", "#seconds", "verified", "note", ""], compilation.passes.map(passRow)));
     main.append(h("h2", {}, "Pieces"), table("Equal pieces share one compilation",
       ["piece", "#times", "fingerprint", "#calls", "", "#seconds", ""], DATA.split.map(pieceRow)));
     main.append(h("h2", {}, "Files"), code("The function that calls the pieces", DATA.forward),
-      code("What Dynamo made of the model's forward (decompiled)", DATA.bytecode));
+      code("The model's forward as Dynamo transformed it (decompiled)", DATA.bytecode));
   },
 });
 
 function passRow(row) {
   const index = DATA.graphs.findIndex((graph) => graph.kind === "pass" && graph.name === row.name);
   const misses = (row.near_misses || []).length;
-  const verdict = row.verification;
+  const { verification } = row;
   return [
     row.name, row.matched ?? "–", row.expected ?? "–", index < 0 ? "–" : DATA.graphs[index].nodes, number(row.seconds),
-    !verdict ? h("span", { class: "soft" }, "no")
-      : verdict.reason ? h("span", { class: "bad" }, "wrong") : h("span", { class: "good" }, `error ${number(verdict.relative_error, 2)}`),
+    !verification ? h("span", { class: "soft" }, "no")
+      : verification.reason ? h("span", { class: "bad" }, "wrong")
+        : h("span", { class: "good" }, `error ${number(verification.relative_error, 2)}`),
     row.skipped ? h("span", { class: "soft" }, row.skipped)
       : misses ? linkTo(`${misses} near miss${misses > 1 ? "es" : ""}`, () => show("reasons")) : "",
     index < 0 ? "" : linkTo("diff", () => show("diff", index), `Diff of pass ${row.name}`),
@@ -44,17 +45,17 @@ function pieceRow(row, i) {
 }
 
 function stageBars(stages) {
-  const entries = Object.entries(stages), most = Math.max(...Object.values(stages), 1e-9);
+  const entries = Object.entries(stages), longest = Math.max(...Object.values(stages), 1e-9);
   const height = 24 * entries.length;
   const label = entries.map(([name, seconds]) => `${name} ${number(seconds)} s`).join(", ");
   return svg("svg", { width: 720, height, role: "img", "aria-label": `Seconds of each stage: ${label}` },
     entries.flatMap(([name, seconds], i) => [
       svg("text", { x: 110, y: 24 * i + 16, "text-anchor": "end" }, name),
-      svg("rect", { class: "bar", x: 120, y: 24 * i + 4, height: 16, rx: 3, width: Math.max(2, (seconds / most) * 500) }),
-      svg("text", { x: 128 + Math.max(2, (seconds / most) * 500), y: 24 * i + 16 }, `${number(seconds)} s`)]));
+      svg("rect", { class: "bar", x: 120, y: 24 * i + 4, height: 16, rx: 3, width: Math.max(2, (seconds / longest) * 500) }),
+      svg("text", { x: 128 + Math.max(2, (seconds / longest) * 500), y: 24 * i + 16 }, `${number(seconds)} s`)]));
 }
 
-/** A text that is put into the page when it is opened. */
+/** A collapsed text, which is added to the page only when the reader opens it. */
 function code(summary, text) {
   const pre = h("pre", { tabindex: 0 });
   return h("details", { toggle() { if (!pre.textContent) pre.textContent = text || "(none)"; } }, h("summary", {}, summary), pre);
