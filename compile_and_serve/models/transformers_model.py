@@ -226,7 +226,9 @@ def _attention_layers(name: str, module: TransformersModel, config: PreTrainedCo
     except Exception as error:  # raised by the class's own code
         raise _unsupported(name, f"a dry run failed with {_first_line(error)}") from error
     if sorted(dry_run.layers) != list(range(config.num_hidden_layers)):
-        raise _unsupported(name, f"only {len(dry_run.layers)} of its {config.num_hidden_layers} layers are attention layers")
+        raise _unsupported(
+            name, f"only {len(dry_run.layers)} of its {config.num_hidden_layers} layers are attention layers"
+        )
     layers = tuple(dry_run.layers[i] for i in range(config.num_hidden_layers))
     if len(set(layers)) > 1:
         raise _unsupported(name, "its layers differ in the number or size of their heads")

@@ -1,5 +1,5 @@
-// What silu_mul_layout.h says about wgmma's sums, stmatrix and the bulk copies' swizzle, against CuTe's layouts; runs on the host.
-// Prints one line a wrong element (the first few), then the number of outputs checked; returns 1 if any was wrong.
+// Compares silu_mul_layout.h (wgmma's sums, stmatrix, the bulk copies' swizzle) with CuTe's layouts, on the host.
+// Prints one line for each of the first wrong elements, then the number of outputs checked. Returns 1 if any was wrong.
 #include <array>
 #include <cstdio>
 #include <vector>
@@ -14,11 +14,11 @@ using Bf16 = cute::bfloat16_t;
 
 static int wrong = 0;
 
-static void expect(bool holds, const char* what, int thread, int m, int column) {
-    if (!holds && ++wrong <= 8) std::printf("%s: thread %d, sum of row %d, column %d\n", what, thread, m, column);
+static void expect(bool holds, const char* problem, int thread, int row, int column) {
+    if (!holds && ++wrong <= 8) std::printf("%s: thread %d, sum of row %d, column %d\n", problem, thread, row, column);
 }
 
-// Every output of a tile, followed from the sums to the element that the bulk copy reads for it.
+// Follows every output of a tile from its sum to the element that the bulk copy reads.
 template <class Atom, int rows, int columns, int warp_groups>
 static void check() {
     constexpr int outputs = columns / 2, groups = outputs / 8, row_blocks = rows / 64 / warp_groups;
@@ -30,7 +30,7 @@ static void check() {
     std::vector<int> stored(rows * outputs, 0);
     for (int thread = 0; thread < 128 * warp_groups; ++thread) {
         const auto at = mma.get_slice(thread).partition_C(make_identity_tensor(tile));
-        const auto coordinate = [&](int sum) {  // (row, output, 0: gate or 1: up) of a lane's sum
+        const auto coordinate = [&](int sum) {  // (row, output, 0 for gate or 1 for up) of a lane's sum
             for (int i = 0; i < size(sums); ++i) {
                 if (sums(i) == sum) return std::array<int, 3>{int(get<0>(at(i))), int(get<1, 0>(at(i))), int(get<1, 1>(at(i)))};
             }
@@ -45,20 +45,20 @@ static void check() {
                         const auto gate = coordinate(base + SiluMulLayout::sum(i, half, g));
                         const auto up = coordinate(base + SiluMulLayout::sum(i, half, g + groups));
                         expect(gate[2] == 0 && up[2] == 1 && gate[0] == up[0] && gate[1] == up[1], "gate and up differ", thread, gate[0], gate[1]);
-                        // stmatrix: elements 2 (lane % 4) + i of row lane / 4 of each matrix go to the address that lane
-                        // 8 matrix + row gives.
+                        // stmatrix: element 2 (lane % 4) + i of row lane / 4 of a matrix goes to the address given by lane
+                        // 8 matrix + row.
                         const int address = SiluMulLayout::address(warp, 8 * matrix + lane / 4, group) + 2 * (lane % 4) + i;
                         const int first_row = (m * warp_groups + warp_group) * 64, first_column = address / SiluMulLayout::kBlock * 64;
                         const int row = gate[0] - first_row, column = gate[1] - first_column;
                         const bool is_inside = row >= 0 && row < 64 && column >= 0 && column < 64;
-                        expect(is_inside && block(row, column) == address % SiluMulLayout::kBlock, "not where it is read", thread, gate[0], gate[1]);
+                        expect(is_inside && block(row, column) == address % SiluMulLayout::kBlock, "wrong address", thread, gate[0], gate[1]);
                         if (is_inside) ++stored[gate[0] * outputs + gate[1]];
                     }
                 }
             }
         }
     }
-    for (int i = 0; i < rows * outputs; ++i) expect(stored[i] == 1, "not stored once", -1, i / outputs, i % outputs);
+    for (int i = 0; i < rows * outputs; ++i) expect(stored[i] == 1, "not stored exactly once", -1, i / outputs, i % outputs);
     std::printf("%d ", rows * outputs);
 }
 

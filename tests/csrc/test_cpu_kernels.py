@@ -1,4 +1,4 @@
-"""The C interface of csrc/cpu: called with raw pointers, without the dispatcher."""
+"""The C interface of csrc/cpu, called with raw pointers and without torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
 
 @pytest.fixture
 def compiler() -> str:
-    """Path of a C++ compiler; where there is one, kernels that it cannot build are a failure, no reason to skip."""
+    """Path of a C++ compiler. Tests are skipped only if there is none: a failed build is an error."""
     try:
         return find_compiler()
     except BuildError as error:
@@ -68,7 +68,7 @@ template void cas::multiply<{type}, cas::{rows}, {blocks}, cas::kPlain>(
 @pytest.mark.parametrize("type", ["float", "cas::bf16"])
 @pytest.mark.parametrize(("rows", "blocks"), [("kMaxRows", 1), ("kMaxRowsTwo", 2)])
 def test_sums_stay_in_registers(compiler: str, tmp_path: Path, rows: str, blocks: int, type: str, cpu: str) -> None:
-    """Of AVX2 and of AVX-512, whichever this CPU has: in memory they are many times slower, and just as right."""
+    """Compiles for AVX2 and AVX-512. Sums in memory would be correct but many times slower."""
     source = tmp_path / "tile.cpp"
     source.write_text(ONE_TILE.format(type=type, rows=rows, blocks=blocks))
     flags = ["-std=c++20", "-O3", "-w", f"-march={cpu}", f"-I{CSRC / 'cpu'}", "-S", "-o", "-"]
@@ -86,7 +86,7 @@ def test_linear_through_pointers(compiler: str, code: int, dtype: torch.dtype, n
     assert library is not None, cpu_kernels_status()
     x, weight = torch.randn(5, 48, dtype=dtype), torch.randn(80, 48, dtype=dtype)
     packed = pack_linear_weight(weight)
-    wide = torch.full((5, 100), 7.0, dtype=dtype)  # rows 100 apart: what lies past column 80 stays
+    wide = torch.full((5, 100), 7.0, dtype=dtype)  # row stride 100: columns from 80 on must not change
     arguments = CasLinear(
         dtype=code,
         num_tokens=5,
@@ -120,9 +120,9 @@ class CasQuantizedLinear(ctypes.Structure):
 def check_quantized_linear(
     library: ctypes.CDLL, weight_dtype: torch.dtype, dtype: torch.dtype, num_threads: int
 ) -> None:
-    """Five strided rows, weight-only, against float64."""
+    """Compare five strided rows with weight-only quantization to float64."""
     x, scale = torch.randn(5, 50, dtype=dtype), torch.rand(80)
-    bytes_OI = torch.randint(-128, 127, (80, 50), dtype=torch.int8)  # 127 and -1 are no numbers in float8
+    bytes_OI = torch.randint(-128, 127, (80, 50), dtype=torch.int8)  # 127 and -1 are NaN in float8
     weight = bytes_OI.masked_fill(bytes_OI == -1, 0).view(weight_dtype)
     packed = pack_weight_cpu(weight)
     wide = torch.full((5, 100), 7.0, dtype=dtype)
@@ -164,7 +164,7 @@ def test_quantized_linear_through_pointers(
 def test_quantized_linear_on_older_cpus(
     compiler: str, architecture: str, weight_dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Without AVX2, and with it but without AVX-512: the code paths that this machine may not take by itself."""
+    """Code for CPUs without AVX2 and for CPUs with AVX2 but not AVX-512, which this machine may not use otherwise."""
     if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
     name = "int8_linear.cpp" if weight_dtype == torch.int8 else "float8_linear.cpp"
@@ -192,7 +192,7 @@ extern "C" void widen_bf16(const void* from, cas::bf16* to, long count) {
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction sets are those of x86-64")
 @pytest.mark.parametrize("architecture", ["native", "x86-64", "x86-64-v3"])
-def test_float8_is_rounded_and_widened_as_torch_does(compiler: str, architecture: str, tmp_path: Path) -> None:
+def test_float8_conversions_equal_torch(compiler: str, architecture: str, tmp_path: Path) -> None:
     if architecture == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
     path, source = tmp_path / "float8.so", tmp_path / "float8.cpp"
@@ -203,7 +203,7 @@ def test_float8_is_rounded_and_widened_as_torch_does(compiler: str, architecture
 
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for entry, dtype in ((library.widen_float, torch.float32), (library.widen_bf16, torch.bfloat16)):
-        for count in (256, 240):  # not only whole vectors of 64
+        for count in (256, 240):  # 240 is not a multiple of the 64-element vectors
             wide = torch.zeros(256, dtype=dtype)
             entry(ctypes.c_void_p(every.data_ptr()), ctypes.c_void_p(wide.data_ptr()), ctypes.c_long(count))
             assert torch.equal(wide[:count].nan_to_num(7e3), every[:count].to(dtype).nan_to_num(7e3))

@@ -1,4 +1,4 @@
-"""Logits of our plain modules against transformers', float32, tiny random checkpoints, through the paged attention op."""
+"""Logits of native models equal transformers' logits: float32, tiny random checkpoints, through the paged attention op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 4
 
 
 def materialize(spec: ModelSpec, folder: Path) -> torch.nn.Module:
-    """The module with a checkpoint's real weights, loaded in the plainest way there is."""
+    """The module with a checkpoint's weights, loaded without the runtime's loader."""
     tensors = load_file(folder / "model.safetensors")
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
     spec.module.load_state_dict(tensors, assign=True)
@@ -34,7 +34,7 @@ def run_step(
     kv_caches: list[torch.Tensor],
     chunks: list[tuple[list[int], int, list[int]]],
 ) -> torch.Tensor:
-    """One step. chunks: (new token ids, tokens already in the cache, the sequence's blocks), one a sequence → every logit."""
+    """One step. chunks: per sequence, (new token ids, number of cached tokens, block ids). → the logits of every token"""
     input_ids = torch.tensor([token for tokens, _, _ in chunks for token in tokens])
     positions = torch.cat([torch.arange(done, done + len(tokens)) for tokens, done, _ in chunks])
     slots = [
@@ -96,7 +96,7 @@ def test_logits_equal_transformers(checkpoint: str, request: pytest.FixtureReque
     torch.testing.assert_close(ours_second, reference_logits(folder, second), rtol=1e-4, atol=1e-4)
 
 
-def test_only_wanted_rows_are_projected(tiny_llama_dir: Path) -> None:
+def test_only_selected_rows_are_projected(tiny_llama_dir: Path) -> None:
     spec = build_model(json.loads((tiny_llama_dir / "config.json").read_text()), dtype=torch.bfloat16)
     projected: list[torch.Size] = []
     spec.module.lm_head.register_forward_hook(lambda _m, args, _out: projected.append(args[0].shape))

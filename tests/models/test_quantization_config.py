@@ -1,4 +1,4 @@
-"""`quantization_config`: which linears a checkpoint holds quantized and how; what is refused, in one sentence."""
+"""`quantization_config`: which linears a checkpoint stores quantized and how; unsupported schemes are one sentence."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_fp8() -> None:
     ("config", "message"),
     [
         ("fp8", "must be a JSON object, got a str"),
-        ({"quant_method": "gptq"}, "quantized with 'gptq', which is not supported: use one in the compressed-tensors"),
+        ({"quant_method": "gptq"}, "quantized with 'gptq', which is not supported: use a checkpoint in the"),
         (FP8_BLOCKS | {"weight_block_size": [64, 64]}, "fp8 blocks of [64, 64] with dynamic activations, which is not"),
         (FP8_BLOCKS | {"activation_scheme": "static"}, "fp8 blocks of [128, 128] with static activations"),
         (FP8_BLOCKS | {"activation_scheme": "odd"}, "activation_scheme 'odd'"),
@@ -83,7 +83,7 @@ def test_fp8() -> None:
         (compressed_tensors_config("int", "channel", "token", file_format="pack-quantized"), "format 'pack-quantized'"),
     ],
 )
-def test_what_is_not_supported_is_one_sentence(config: Any, message: str) -> None:
+def test_unsupported_scheme_is_one_sentence(config: Any, message: str) -> None:
     with pytest.raises(ModelConfigError) as error:
         stored(config)
     assert message in str(error.value)

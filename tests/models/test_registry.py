@@ -1,4 +1,4 @@
-"""The registry: what a spec holds, and one clear sentence for a config that cannot be built."""
+"""The registry: the contents of a spec, and one sentence for an invalid config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config_of(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_module_is_on_meta_in_the_wanted_dtype(architecture: str) -> None:
+def test_module_is_on_meta_in_the_given_dtype(architecture: str) -> None:
     spec = build_model(config_of(architecture), dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in spec.module.parameters()} == {("meta", torch.bfloat16)}
     assert len(spec.kv_cache_specs) == 3
@@ -38,7 +38,7 @@ def test_module_is_on_meta_in_the_wanted_dtype(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_parameter_names_are_those_of_transformers(architecture: str) -> None:
+def test_parameter_names_equal_those_of_transformers(architecture: str) -> None:
     import transformers
 
     config_class = transformers.LlamaConfig if architecture == "LlamaForCausalLM" else transformers.Qwen3Config
@@ -72,7 +72,7 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
         ({**SIZES}, 'names no architecture: expected "architectures" to be one of LlamaForCausalLM, Qwen3ForCausalLM'),
         (
             config_of("MambaForCausalLM"),
-            "MambaForCausalLM cannot be served through transformers' own implementation: that class does not let",
+            "MambaForCausalLM cannot run in the transformers package's implementation: the class does not allow",
         ),
         (
             {"architectures": ["LlamaForCausalLM"]},
@@ -102,7 +102,7 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
             config_of(
                 rope_parameters={"rope_type": "linear", "factor": 4.0}, rope_scaling={"type": "linear", "factor": 2.0}
             ),
-            "disagree about factor (4.0 and 2.0): move everything to rope_parameters",
+            "disagree about factor (4.0 and 2.0): move everything, including rope_theta, to rope_parameters",
         ),
         (config_of(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
     ],

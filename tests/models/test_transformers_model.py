@@ -1,4 +1,4 @@
-"""Unmodified classes of the transformers package: captured, rewritten, compiled and served as our own models are."""
+"""Unmodified classes of the transformers package are captured, rewritten, compiled and run like native models."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_site_is_matched(architecture: str, norms: int) -> None:
     assert batched.near_misses == ()
     assert all(record.verification.passed for record in records.values() if record.verification)
     ours = build_model(config_of("LlamaForCausalLM"), dtype=torch.bfloat16)
-    if architecture == "LlamaForCausalLM":  # nothing is left that a model of our own does not have
+    if architecture == "LlamaForCausalLM":  # the result has the same ops as the native model
         theirs = rewrite(ours, torch.bfloat16, verify=False)[0]
         assert layer_ops(captured) == layer_ops(theirs)
 
@@ -75,7 +75,7 @@ def test_every_site_is_matched(architecture: str, norms: int) -> None:
 
 
 def layer_ops(captured: CapturedGraph) -> list[str]:
-    """Our ops of the whole graph in order; what computes the angles before the first layer is each implementation's own."""
+    """The called ops in order, from our first op on. Before it, each implementation computes the angles in its own manner."""
     names = [str(node.target) for node in captured.gm.graph.nodes if node.op == "call_function"]
     return names[next(i for i, name in enumerate(names) if name.startswith("cas.")) :]
 
@@ -83,7 +83,7 @@ def layer_ops(captured: CapturedGraph) -> list[str]:
 @pytest.mark.parametrize(
     "architecture", ["GemmaForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM"]
 )
-def test_passes_keep_what_other_families_compute(architecture: str) -> None:
+def test_passes_are_correct_for_other_families(architecture: str) -> None:
     spec = build(architecture, torch.float32)
     _, _, records = rewrite(spec, torch.float32, verify=True)
     for record in records.values():
@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path, caplog:
             str(folder), dtype="float32", model_impl="transformers", max_num_seqs=4, num_kv_blocks=64, device="cpu",
             skip_tokenizer_init=True, cache_dir=tmp_path / "cache",
         )  # fmt: skip
-    assert f"{architecture} is served through transformers' own implementation." in caplog.messages
+    assert f"{architecture} runs in the transformers package's implementation." in caplog.messages
     with llm:
         assert llm.info.compile_report["distinct_pieces"] == 3
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -118,7 +118,7 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)
     with LLM(
         str(folder), dtype="float32", enforce_eager=True, max_num_seqs=4, num_kv_blocks=64, skip_tokenizer_init=True
-    ) as llm:  # no file of our own: transformers' class without being asked for
+    ) as llm:  # there is no native implementation, so `auto` uses transformers' class
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
@@ -127,8 +127,8 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes", "sentence"),
     [
-        ("NoSuchForCausalLM", {}, "has no model of that name"),
-        ("BertModel", {}, "does not let its attention be replaced"),
+        ("NoSuchForCausalLM", {}, "has no such model"),
+        ("BertModel", {}, "does not allow its attention to be replaced"),
         ("Gemma2ForCausalLM", {}, "layer 0 caps its attention scores"),
         ("MistralForCausalLM", {"sliding_window": 64}, "layer 0 attends to a sliding window of 64 tokens"),
         ("MixtralForCausalLM", {}, "it is a mixture of experts"),
@@ -136,25 +136,25 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
         ("LlamaForCausalLM", {"hidden_size": 63}, "transformers cannot build LlamaForCausalLM from this config"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_said_in_a_sentence(architecture: str, changes: dict[str, Any], sentence: str) -> None:
+def test_unsupported_model_is_one_sentence(architecture: str, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelConfigError) as error:
         build(architecture, **changes)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_window_longer_than_the_model_is_no_window() -> None:
+def test_window_longer_than_the_model_is_ignored() -> None:
     spec = build("MistralForCausalLM", sliding_window=SIZES["max_position_embeddings"])
     assert len(spec.kv_cache_specs) == LAYERS
 
 
-def test_spec_says_what_the_checkpoint_and_the_ranks_need() -> None:
+def test_spec_describes_checkpoint_and_sharding() -> None:
     spec = build("Qwen3ForCausalLM", tie_word_embeddings=True)
     assert spec.weight_map["lm_head.weight"] is None
     assert "model.layers.0.self_attn.q_proj.weight" in dict(spec.module.named_parameters())
     assert spec.tp_plan["model.layers.*.self_attn.o_proj"] == "rowwise"
     assert set(spec.tp_plan.values()) == {"colwise", "rowwise", "vocab"}
     assert spec.tp_plan["model.embed_tokens"] == spec.tp_plan["lm_head"] == "vocab"
-    assert build("Olmo2ForCausalLM").tp_plan == {}  # its norms are over all heads: no plan by columns and rows alone
+    assert build("Olmo2ForCausalLM").tp_plan == {}  # its norms span all heads, so colwise and rowwise do not suffice
     assert spec.buffers["model.rotary_emb.inv_freq"].device.type == "cpu"
     assert spec.config["model_impl"].startswith("transformers ")

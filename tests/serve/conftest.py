@@ -1,4 +1,4 @@
-"""The application around a scripted engine, and a client to talk to it in this process."""
+"""The application with a scripted engine, and an HTTP client for it in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANSWER = "Hello there, 🙂 wörld!"
 
 @dataclass
 class Server:
-    """One application that runs."""
+    """One running application."""
 
     app: FastAPI
     engine: FakeEngineClient
@@ -83,7 +83,7 @@ async def start_server(tokenizer: Tokenizer) -> AsyncIterator[StartServer]:
 
 @pytest_asyncio.fixture
 async def over_tcp() -> AsyncIterator[Callable[[Server], Any]]:
-    """Serve an application on a port of this machine: `url = await over_tcp(server)`. Needed where connections matter."""
+    """Serve an application on a TCP port, for tests of connections: `url = await over_tcp(server)`."""
     running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
 
     async def serve(server: Server) -> str:
@@ -103,7 +103,7 @@ async def over_tcp() -> AsyncIterator[Callable[[Server], Any]]:
 
 
 async def eventually(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
-    """Return once `condition()` holds; fails after `seconds`."""
+    """Wait until `condition()` holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"

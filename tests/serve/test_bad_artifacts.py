@@ -1,4 +1,4 @@
-"""Whatever is wrong with the artifacts, the command line says so in a sentence and answers all the same."""
+"""With unusable artifacts, the command line logs one sentence and still answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _restored_logging() -> Iterator[None]:
 
 
 def generate(model: Path, *options: str) -> tuple[str, str]:
-    """(answer, log) of a prompt; the command must succeed."""
+    """(answer, log) of `generate`, which must succeed."""
     result = CliRunner().invoke(app, ["generate", str(model), "the one", "--max-tokens", "6", *ENGINE, *options])
     assert result.exit_code == 0, result.stderr
     return result.stdout, " ".join(result.stderr.split())
@@ -65,7 +65,7 @@ def of_another_model(store: Path) -> None:
 
 
 def cut_short(store: Path) -> None:
-    """What a machine that went down in the middle of a write can leave: half a file, and a folder that was not finished."""
+    """Leave half a file and an unfinished folder, as a crash during a write can."""
     for entry in ArtifactStore(store).entries():
         if entry.kind == "piece":
             source = entry.path / "piece.py"
@@ -93,7 +93,7 @@ def test_an_artifact_that_must_not_be_used(
     for message in messages:
         assert message in log
     assert text == answer
-    text, log = generate(tiny_llama_dir, "--cache-dir", str(cache))  # it was made again, and is found
+    text, log = generate(tiny_llama_dir, "--cache-dir", str(cache))  # uses the rebuilt artifact
     assert "load artifact" in log
     assert "Not using" not in log
     assert text == answer

@@ -1,4 +1,4 @@
-"""`compile-and-serve cache`: what it lists, what it finds damaged, what it removes."""
+"""`compile-and-serve cache`: listing, verification and removal of artifacts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_ls_names_every_artifact(store: ArtifactStore) -> None:
 
 
 def test_verify_finds_damage(store: ArtifactStore) -> None:
-    assert run("verify", store=store) == (0, f"2 whole, 0 damaged in {store.root}\n")
+    assert run("verify", store=store) == (0, f"2 intact, 0 damaged in {store.root}\n")
     (store.entries()[0].path / "piece.py").write_text("tampered")
     code, output = run("verify", store=store)
     assert code == 1
     assert "the checksum of piece.py is not the manifest's" in output
 
 
-def test_prune_keeps_what_can_be_used(store: ArtifactStore) -> None:
+def test_prune_keeps_usable_artifacts(store: ArtifactStore) -> None:
     (store.root / "piece" / ".new-abc").mkdir()
     assert "removed 1 artifacts" in run("prune", store=store)[1]
     assert [entry.manifest["fields"]["fingerprint"] for entry in store.entries()] == ["mine"]

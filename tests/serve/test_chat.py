@@ -72,7 +72,7 @@ async def test_stream_without_options_has_no_usage(server: Server) -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
-async def test_n_completions_have_indices_and_seeds_of_their_own(server: Server) -> None:
+async def test_n_completions_have_distinct_indices_and_seeds(server: Server) -> None:
     answer = (await server.chat(n=3, seed=7, temperature=1)).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert [choice["message"]["content"] for choice in answer["choices"]] == [ANSWER] * 3
@@ -128,13 +128,13 @@ async def test_length_is_the_finish_reason_at_max_tokens(server: Server) -> None
     assert answer["usage"]["completion_tokens"] == 2
 
 
-async def test_without_max_tokens_the_models_limit_counts(server: Server) -> None:
+async def test_without_max_tokens_the_models_limit_applies(server: Server) -> None:
     await server.chat(max_tokens=None)
     request = server.engine.requests[0]
     assert request.sampling_params.max_tokens == 256 - len(request.prompt_token_ids)
 
 
-async def test_logprobs_hold_every_token_and_its_bytes(server: Server) -> None:
+async def test_logprobs_contain_every_token_and_its_bytes(server: Server) -> None:
     answer = (await server.chat(logprobs=True, top_logprobs=2)).json()
     content = answer["choices"][0]["logprobs"]["content"]
     assert len(content) == answer["usage"]["completion_tokens"]
@@ -144,14 +144,14 @@ async def test_logprobs_hold_every_token_and_its_bytes(server: Server) -> None:
     assert content[0]["logprob"] == -0.5
 
 
-async def test_streamed_logprobs_are_those_of_the_whole(server: Server) -> None:
+async def test_streamed_logprobs_equal_unstreamed_ones(server: Server) -> None:
     whole = (await server.chat(logprobs=True, top_logprobs=1)).json()["choices"][0]["logprobs"]["content"]
     *chunks, _ = read_events((await server.chat(logprobs=True, top_logprobs=1, stream=True)).text)
     pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [entry for piece in pieces if piece for entry in piece["content"]] == whole
 
 
-async def test_token_ids_are_returned_when_asked_for(server: Server) -> None:
+async def test_token_ids_are_returned_on_request(server: Server) -> None:
     answer = (await server.chat(return_token_ids=True)).json()
     assert answer["prompt_token_ids"] == server.engine.requests[0].prompt_token_ids
     assert answer["choices"][0]["token_ids"] == [*server.tokenizer.encode(ANSWER), server.tokenizer.eos_token_ids[0]]
@@ -171,7 +171,7 @@ async def test_prompt_logprobs_are_keyed_by_token_id(server: Server) -> None:
     assert entries[1][str(prompt[1])]["rank"] == 1
 
 
-async def test_continue_final_message_leaves_it_open_and_echo_repeats_it(server: Server) -> None:
+async def test_continue_final_message_keeps_it_open_and_echo_repeats_it(server: Server) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}]
     response = await server.chat(messages=messages, continue_final_message=True, echo=True)
     prompt = server.tokenizer.decode(server.engine.requests[0].prompt_token_ids, skip_special_tokens=False)
@@ -207,7 +207,7 @@ async def test_ignored_end_token_is_followed_by_more(server: Server) -> None:
     assert "<|end|>" in answer["choices"][0]["message"]["content"]
 
 
-async def test_default_sampling_of_the_model_gives_way_to_the_request(start_server: StartServer) -> None:
+async def test_requests_override_the_models_default_sampling(start_server: StartServer) -> None:
     server = await start_server(default_sampling={"temperature": 0.25, "top_k": 9})
     await server.chat()
     await server.chat(temperature=1.5)

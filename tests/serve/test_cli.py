@@ -1,4 +1,4 @@
-"""The command line: its flags, what it prints, its exit codes."""
+"""The command line: flags, output and exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENGINE_FLAGS = {
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
 }  # fmt: skip
 
-# A flag that disappears or changes its name breaks somebody's script: this list is changed on purpose only.
+# Removing or renaming a flag breaks users' scripts: change this list only on purpose.
 FLAGS = {
     "serve": ENGINE_FLAGS | {
         "model", "--host", "--port", "--served-model-name", "--api-key", "--allowed-origins", "--root-path",
@@ -77,7 +77,7 @@ SMALL_ENGINE = ["--eager", "--num-gpu-blocks-override", "64", "--max-num-seqs", 
 
 @pytest.fixture(autouse=True)
 def _restored_logging() -> Iterator[None]:
-    """Commands set up logging for their process; a test shares its process with others."""
+    """Restores the loggers: commands set up logging for the process, which the tests share."""
     loggers = [logging.getLogger(name) for name in (None, "compile_and_serve", "benchmarks")]
     before = [(logger.level, logger.handlers[:]) for logger in loggers]
     yield
@@ -125,8 +125,8 @@ def test_flags_are_frozen() -> None:
         "compile_and_serve.runtime.weights.resolve",
     ],
 )
-def test_torch_is_left_to_the_engine(module: str) -> None:
-    """The API process starts the engine's process before anything slow is imported, and never needs torch itself."""
+def test_the_api_process_does_not_import_torch(module: str) -> None:
+    """Importing torch would delay the start of the engine's process."""
     code = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
@@ -173,19 +173,19 @@ def test_counts() -> None:
         (["serve", "no-such-model"], "'no-such-model' was not found: expected a model folder, a .gguf file"),
         (["generate", "no-such-model", "Hi"], "'no-such-model' was not found"),
         (["compile", "no-such-model"], "'no-such-model' was not found"),
-        (["compile", "smollm2-135m", "--eager"], "There is nothing to compile with --enforce-eager"),
-        (["compile", "smollm2-135m", "--no-cache"], "leave --no-cache out"),
-        (["compile", "smollm2-135m", "--output", "a", "--cache-dir", "b"], "--output and --cache-dir both say"),
+        (["compile", "smollm2-135m", "--eager"], "--enforce-eager runs the model uncompiled"),
+        (["compile", "smollm2-135m", "--no-cache"], "--no-cache would discard the compiled model"),
+        (["compile", "smollm2-135m", "--output", "a", "--cache-dir", "b"], "--output and --cache-dir both name"),
         (["serve", "smollm2-135m", "--port", "70000"], "port must be in [0, 65535], got 70000"),
-        (["serve", "smollm2-135m", "--api-key", ""], "api_keys must not hold an empty key"),
+        (["serve", "smollm2-135m", "--api-key", ""], "api_keys must not contain an empty key"),
         (["serve", "smollm2-135m", "--response-role", ""], "response_role must not be empty"),
-        (["serve", "smollm2-135m", "--shutdown-timeout", "-5"], "shutdown_timeout must be a number of seconds from 0"),
-        (["serve", "smollm2-135m", "--shutdown-timeout", "nan"], "shutdown_timeout must be a number of seconds from 0"),
+        (["serve", "smollm2-135m", "--shutdown-timeout", "-5"], "shutdown_timeout must be at least 0 seconds"),
+        (["serve", "smollm2-135m", "--shutdown-timeout", "nan"], "shutdown_timeout must be at least 0 seconds"),
         (["generate", "smollm2-135m", "Hi", "--temperature", "3"], "temperature must be in [0, 2], got 3.0"),
-        (["generate", "smollm2-135m", "Hi", "--prompts-file", "x"], "both as arguments and as --prompts-file"),
+        (["generate", "smollm2-135m", "Hi", "--prompts-file", "x"], "both as arguments and with --prompts-file"),
         (["generate", "smollm2-135m", "--prompts-file", "/nowhere.txt"], "--prompts-file /nowhere.txt cannot be read"),
         (["generate", "smollm2-135m", "Hi", "--kv-cache-memory", "2x"], "A size must be like 2G"),
-        (["generate", "smollm2-135m"], "the input has no line that is not empty"),
+        (["generate", "smollm2-135m"], "all lines of the input are empty"),
         (["bench", "latency", "smollm2-135m", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["bench", "throughput", "smollm2-135m", "--random-range-ratio", "1"], "must be in [0, 1), got 1.0"),
         (["bench", "serve", "--endpoint", "chats"], "--endpoint must be completions or chat, got 'chats'"),
@@ -218,9 +218,9 @@ def test_a_malformed_command_line_is_status_2(arguments: list[str], message: str
     assert message in " ".join(err.replace("│", " ").split())
 
 
-def test_a_failure_is_status_1_and_the_traceback_is_for_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_status_1_with_a_traceback_if_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
-        raise RuntimeError("the device fell off\nand rolled away")
+        raise RuntimeError("the device failed\non its second line")
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -232,28 +232,28 @@ def test_a_failure_is_status_1_and_the_traceback_is_for_verbose(capsys: pytest.C
         err = capsys.readouterr().err
         assert ("Traceback" in err) is verbose
         if action is fail:
-            assert "Error: RuntimeError: the device fell off" in err
+            assert "Error: RuntimeError: the device failed" in err
             assert ("--verbose shows the traceback" in err) is not verbose
 
 
-def cut_short(folder: Path) -> None:
+def truncate_weights(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def forget_architecture(folder: Path) -> None:
+def remove_architecture(folder: Path) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text())
     del config["architectures"]
     file.write_text(json.dumps(config))
 
 
-def widen(folder: Path) -> None:
+def change_width(folder: Path) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 160}))
 
 
-def lose_tokenizer(folder: Path) -> None:
+def remove_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
 
@@ -261,10 +261,10 @@ def lose_tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_short, "model.safetensors is truncated or not a safetensors file"),
-        (forget_architecture, "names no architecture"),
-        (widen, "mlp.down_proj.weight in"),
-        (lose_tokenizer, "tokenizer"),
+        (truncate_weights, "model.safetensors is truncated or not a safetensors file"),
+        (remove_architecture, "names no architecture"),
+        (change_width, "mlp.down_proj.weight in"),
+        (remove_tokenizer, "tokenizer"),
     ],
 )
 def test_a_damaged_model_is_one_sentence_and_status_2(
@@ -300,7 +300,7 @@ def on_a_full_disk() -> TextIO:
 
 
 @pytest.mark.parametrize("make_stream", [without_reader, on_a_full_disk])
-def test_log_lines_that_cannot_be_written_stop_nothing(
+def test_log_lines_that_cannot_be_written_are_dropped(
     make_stream: Callable[[], TextIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = make_stream()
@@ -335,7 +335,7 @@ def test_generate_answers_in_the_order_of_the_prompts(tiny_llama_dir: Path) -> N
 
 
 def test_compiled_ahead_of_time(tiny_llama_dir: Path, tmp_path: Path) -> None:
-    """`compile` needs no weights; a start with its artifact neither captures nor compiles, and answers as the eager model."""
+    """`compile` needs no weights. A start with its artifact skips capture and compilation and answers like the eager model."""
     config_only, artifact = tmp_path / "config-only", tmp_path / "artifact"
     config_only.mkdir()
     shutil.copy(tiny_llama_dir / "config.json", config_only)
@@ -380,7 +380,7 @@ def test_serve_from_start_to_signal(tiny_llama_dir: Path) -> None:
         body = {"model": "tiny", "prompt": "the one", "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).json()
         assert answer["usage"]["completion_tokens"] >= 1
-        # a second server on the same port ends at once, with a sentence
+        # a second server on the same port exits at once with one sentence
         second = subprocess.run(
             [*command, *SMALL_ENGINE],
             cwd=ROOT,

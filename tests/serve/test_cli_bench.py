@@ -1,4 +1,4 @@
-"""`bench`: the figures are right, and what a bad server does to them."""
+"""`bench`: correct figures, also from a server that fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_figures_of_known_times() -> None:
     assert figures["e2e_ms"]["mean"] == pytest.approx(1150.0)
 
 
-def test_nothing_completed_has_no_distribution() -> None:
+def test_no_completed_request_means_no_distribution() -> None:
     figures = summarize([RequestTrace(sent=0.0, prompt_tokens=1, error="gone")], seconds=1.0)
     assert figures["ttft_ms"] is None
     assert figures["output_tokens_per_second"] == 0.0
@@ -147,7 +147,7 @@ def server(**settings: Any) -> Iterator[tuple[str, type[StreamingServer]]]:
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_serve_counts_what_the_server_says(endpoint: str) -> None:
+def test_serve_uses_the_servers_token_counts(endpoint: str) -> None:
     with server() as (url, handler):
         lengths = ["--num-prompts", "6", "--max-concurrency", "2", "--input-len", "5", "--output-len", "8"]
         code, out, err = run("bench", "serve", "--base-url", url + "/v1", "--endpoint", endpoint, *lengths)
@@ -166,7 +166,7 @@ def test_serve_counts_what_the_server_says(endpoint: str) -> None:
         assert body["stream_options"] == {"include_usage": True}
 
 
-def test_serve_counts_chunks_without_usage_and_leaves_ignore_eos_out() -> None:
+def test_serve_without_usage_counts_chunks_and_can_omit_ignore_eos() -> None:
     with server(with_usage=False) as (url, handler):
         code, out, err = run(
             "bench", "serve", "--base-url", url, "--num-prompts", "2", "--model", "m", "--no-ignore-eos"
@@ -176,7 +176,7 @@ def test_serve_counts_chunks_without_usage_and_leaves_ignore_eos_out() -> None:
     assert all("ignore_eos" not in body and body["model"] == "m" for body in handler.bodies)
 
 
-def test_serve_counts_failures_and_goes_on() -> None:
+def test_serve_counts_failures_and_continues() -> None:
     with server(fail_every=3) as (url, _):
         code, out, err = run("bench", "serve", "--base-url", url, "--num-prompts", "6", "--max-concurrency", "1")
     assert code == 0, err
@@ -185,7 +185,7 @@ def test_serve_counts_failures_and_goes_on() -> None:
     assert row["first_error"].startswith("HTTP 503")
 
 
-def test_serve_with_nothing_but_failures_is_a_failure() -> None:
+def test_serve_fails_if_every_request_fails() -> None:
     with server(fail_every=1) as (url, _):
         code, out, err = run("bench", "serve", "--base-url", url, "--num-prompts", "2")
     assert code == 1
@@ -207,7 +207,7 @@ def test_poisson_arrivals_are_spread_and_seeded() -> None:
 
 
 def sum_of_delays(count: int, rate: float, seed: int) -> float:
-    """Seconds from the first to the last arrival of the Poisson process that the seed stands for."""
+    """Seconds from the first to the last arrival of the Poisson process with this seed."""
     import random
 
     from compile_and_serve.serve.cli.bench.online import arrival_delays

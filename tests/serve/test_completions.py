@@ -46,7 +46,7 @@ async def test_every_form_of_a_prompt(server: Server, prompt: Any, expected: lis
     assert answer["usage"]["prompt_tokens"] == sum(len(ids) for ids in expected)
 
 
-async def test_indices_run_through_prompts_and_completions(server: Server) -> None:
+async def test_indices_count_prompts_and_completions(server: Server) -> None:
     answer = (await server.complete(prompt=["A", "B"], n=2, echo=True)).json()
     assert [choice["text"][0] for choice in answer["choices"]] == ["A", "A", "B", "B"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -77,7 +77,7 @@ async def test_logprobs_cover_prompt_and_completion_with_echo(server: Server) ->
     assert shown["text_offset"][-1] == len(choice["text"])
 
 
-async def test_parts_of_a_character_have_names_of_their_own(start_server: StartServer, tokenizer: Tokenizer) -> None:
+async def test_parts_of_a_character_have_distinct_names(start_server: StartServer, tokenizer: Tokenizer) -> None:
     parts = tokenizer.encode("🙂")
     assert len(parts) > 1
     server = await start_server(script=lambda request: parts)
@@ -90,9 +90,9 @@ async def test_parts_of_a_character_have_names_of_their_own(start_server: StartS
         assert likeliest[name] == -0.5
 
 
-def test_of_two_tokens_with_one_name_the_likelier_is_shown(tokenizer: Tokenizer) -> None:
+def test_of_two_tokens_with_equal_names_the_more_likely_is_kept(tokenizer: Tokenizer) -> None:
     writer = LogprobsWriter(tokenizer, as_ids=False)
-    beyond = tokenizer.vocab_size  # ids without a token have one name
+    beyond = tokenizer.vocab_size  # ids without a token all have the empty name
     entry = TokenLogprobs([5, beyond, beyond + 1, 6], [-9.0, -1.0, -2.0, -3.0], 7)
     [likeliest] = writer.completion([5], [entry], offset=0)["top_logprobs"]
     assert likeliest == {"": -1.0, tokenizer.token_text(6): -3.0, tokenizer.token_text(5): -9.0}
@@ -112,7 +112,7 @@ async def test_echo_of_the_prompt_alone(server: Server, stream: bool) -> None:
     assert len(choice["logprobs"]["tokens"]) == len(server.tokenizer.encode("Hi"))
 
 
-async def test_streamed_logprobs_are_those_of_the_whole(server: Server) -> None:
+async def test_streamed_logprobs_equal_unstreamed_ones(server: Server) -> None:
     fields = {"logprobs": 2, "echo": True}
     whole = (await server.complete(**fields)).json()["choices"][0]["logprobs"]
     *chunks, _ = read_events((await server.complete(**fields, stream=True)).text)
@@ -120,7 +120,7 @@ async def test_streamed_logprobs_are_those_of_the_whole(server: Server) -> None:
         assert [v for chunk in chunks for v in chunk["choices"][0]["logprobs"][name]] == whole[name]
 
 
-async def test_logprobs_end_where_a_stop_string_ends_the_text(server: Server) -> None:
+async def test_logprobs_end_at_the_stop_string(server: Server) -> None:
     answer = (await server.complete(logprobs=0, stop=" there")).json()
     [choice] = answer["choices"]
     assert choice["text"] == "Hello"
@@ -133,7 +133,7 @@ async def test_tokens_as_token_ids(server: Server) -> None:
     assert choice["logprobs"]["tokens"][0] == f"token_id:{server.tokenizer.encode(ANSWER)[0]}"
 
 
-async def test_token_ids_are_returned_when_asked_for(server: Server) -> None:
+async def test_token_ids_are_returned_on_request(server: Server) -> None:
     choice = (await server.complete(return_token_ids=True)).json()["choices"][0]
     assert choice["prompt_token_ids"] == server.tokenizer.encode("Hi")
     assert choice["token_ids"] == [*server.tokenizer.encode(ANSWER), server.tokenizer.eos_token_ids[0]]

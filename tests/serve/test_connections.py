@@ -1,4 +1,4 @@
-"""What needs real connections: clients that leave, an engine that dies, OpenAI's own SDK."""
+"""Tests over TCP: clients that disconnect, an engine that dies, OpenAI's SDK."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def endless(start_server: StartServer, tokenizer: Any, **settings: Any) ->
     return await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.005}, **settings)
 
 
-async def test_leaving_a_stream_aborts_its_sequences(
+async def test_disconnect_during_a_stream_aborts_its_sequences(
     start_server: StartServer, over_tcp: OverTcp, tokenizer: Any
 ) -> None:
     server = await endless(start_server, tokenizer)
@@ -32,14 +32,16 @@ async def test_leaving_a_stream_aborts_its_sequences(
             async for line in response.aiter_lines():
                 if "Hello" in line or server.engine.steps > 5:
                     break
-    left_at = server.engine.steps
+    disconnected_at = server.engine.steps
     await eventually(lambda: len(server.engine.aborted) == 2)
     assert server.engine.num_running == 0
-    assert server.engine.steps - left_at < 200  # a second's
+    assert server.engine.steps - disconnected_at < 200  # about one second
     assert (await server.http.get("/load")).json() == {"server_load": 0}
 
 
-async def test_leaving_before_the_answer_aborts(start_server: StartServer, over_tcp: OverTcp, tokenizer: Any) -> None:
+async def test_disconnect_before_the_answer_aborts(
+    start_server: StartServer, over_tcp: OverTcp, tokenizer: Any
+) -> None:
     server = await endless(start_server, tokenizer)
     url = await over_tcp(server)
     async with httpx.AsyncClient() as http:
@@ -51,7 +53,9 @@ async def test_leaving_before_the_answer_aborts(start_server: StartServer, over_
     assert len(server.engine.aborted) == 1
 
 
-async def test_leaving_while_nothing_comes_aborts(start_server: StartServer, over_tcp: OverTcp, tokenizer: Any) -> None:
+async def test_disconnect_before_the_first_token_aborts(
+    start_server: StartServer, over_tcp: OverTcp, tokenizer: Any
+) -> None:
     server = await endless(start_server, tokenizer)
     server.engine.hold.clear()
     url = await over_tcp(server)
@@ -63,7 +67,7 @@ async def test_leaving_while_nothing_comes_aborts(start_server: StartServer, ove
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engine_death_ends_what_runs_and_refuses_the_rest(
+async def test_engine_death_ends_running_requests_and_refuses_new_ones(
     start_server: StartServer, tokenizer: Any, stream: bool
 ) -> None:
     server = await endless(start_server, tokenizer)
@@ -128,7 +132,9 @@ async def test_error_in_a_stream_reaches_the_openai_sdk(start_server: StartServe
             _ = [chunk async for chunk in stream]
 
 
-async def test_64_streams_at_once_end_alike(start_server: StartServer, over_tcp: OverTcp, tokenizer: Any) -> None:
+async def test_64_concurrent_streams_have_equal_texts(
+    start_server: StartServer, over_tcp: OverTcp, tokenizer: Any
+) -> None:
     server = await start_server(engine={"pause": 0.001})
     url = await over_tcp(server)
     async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=64)) as http:

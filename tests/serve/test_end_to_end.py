@@ -1,4 +1,4 @@
-"""A real server process on a tiny random model: SDK, streams, disconnects, shutdown, engine death, start-up errors."""
+"""A real server process with a tiny random model: SDK, streams, disconnects, shutdown, engine death, start-up errors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_echoed_logprobs_equal_prompt_logprobs(server: ServerProcess) -> None:
         assert entry[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-5)
 
 
-def test_64_streams_complete_and_give_everything_back(server: ServerProcess) -> None:
+def test_64_streams_complete_and_free_their_resources(server: ServerProcess) -> None:
     with server.client() as http:
         before = http.get("/load").json()
         usage = metric(server, "kv_cache_usage_perc")
@@ -141,25 +141,25 @@ def test_64_streams_complete_and_give_everything_back(server: ServerProcess) -> 
     assert metric(server, "kv_cache_usage_perc") == pytest.approx(usage)
 
 
-def test_leaving_client_frees_its_slot(server: ServerProcess) -> None:
+def test_disconnect_frees_the_batch_slot(server: ServerProcess) -> None:
     body = {**LONG, "stream": True, "n": 128}  # eight times what runs at once
     generated = metric(server, "generation_tokens_total")
     [engine] = server.engine_pids()
     try:
         with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
-            os.kill(engine, signal.SIGSTOP)  # all of it takes a second or two: so that it has not ended when we leave
+            os.kill(engine, signal.SIGSTOP)  # so that the request cannot finish before the disconnect
             eventually(lambda: metric(server, "num_requests_running") > 0)
         eventually(lambda: httpx.get(server.url + "/load").json() == {"server_load": 0})
     finally:
         os.kill(engine, signal.SIGCONT)
-    with server.client() as http:  # the gauges follow with the next step
+    with server.client() as http:  # gauges are updated with the next step
         http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
     eventually(lambda: metric(server, "num_requests_running") == 0)
     assert metric(server, "generation_tokens_total") - generated < body["n"] * body["max_tokens"]
 
 
-def test_wrong_requests_leave_the_server_as_it_was(server: ServerProcess) -> None:
+def test_invalid_requests_do_not_affect_the_server(server: ServerProcess) -> None:
     wrong: list[dict[str, Any]] = [
         {"prompt": "x " * 2000}, {"prompt": "x", "temperature": -1}, {"prompt": []}, {"prompt": "x", "model": "other"},
         {"prompt": [99999]}, {"prompt": "x", "response_format": {"type": "json_object"}}, {"prompt": "x", "n": 0},
@@ -206,19 +206,19 @@ def test_sigterm_lets_a_short_request_finish(own_server: ServerProcess, stream: 
     assert own_server.wait(30) == 0
 
 
-def test_second_signal_cancels_what_runs(tiny_llama_dir: Path) -> None:
+def test_second_signal_cancels_running_requests(tiny_llama_dir: Path) -> None:
     server = ServerProcess(str(tiny_llama_dir), "--shutdown-timeout", "600", *OPTIONS, *SIZES)
     [engine] = server.engine_pids()
     body = {**LONG, "n": 128, "stream": True}
     with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        os.kill(engine, signal.SIGSTOP)  # so that it cannot finish before the second signal
+        os.kill(engine, signal.SIGSTOP)  # so that the request cannot finish before the second signal
         server.process.send_signal(signal.SIGINT)
         eventually(lambda: "Shutting down" in server.output)
         server.process.send_signal(signal.SIGINT)
         rest = [line for line in lines if line]
-        with suppress(ProcessLookupError):  # it is given some seconds to end
+        with suppress(ProcessLookupError):  # the engine may already have been ended
             os.kill(engine, signal.SIGCONT)
     assert '"finish_reason":"abort"' in rest[-2]
     assert rest[-1] == "data: [DONE]"

@@ -1,4 +1,4 @@
-"""What the server's side of the engine hands to those who read an answer slowly."""
+"""`AsyncEngine` with clients that read slowly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def submitted(server: Server, **params: Any) -> Generation:
     return await engine.submit("slow", [prompt], [prepared])
 
 
-async def test_what_waits_for_a_slow_reader_is_one_delta_a_completion(server: Server) -> None:
+async def test_unread_deltas_are_merged_into_one_per_completion(server: Server) -> None:
     generation = await submitted(server, n=3, max_tokens=100)
     await eventually(lambda: server.engine.steps > 0 and server.engine.num_running == 0)
     deltas = await anext(generation)
@@ -26,7 +26,7 @@ async def test_what_waits_for_a_slow_reader_is_one_delta_a_completion(server: Se
     assert [delta async for delta in generation] == []
 
 
-async def test_deltas_that_were_read_are_left_alone(start_server: StartServer, tokenizer: Any) -> None:
+async def test_deltas_that_were_read_do_not_change(start_server: StartServer, tokenizer: Any) -> None:
     server = await start_server(script=says(tokenizer, ANSWER, end=False))
     generation = await submitted(server, max_tokens=50, ignore_eos=True)
     parts: list[str] = []
@@ -42,7 +42,7 @@ async def test_deltas_that_were_read_are_left_alone(start_server: StartServer, t
     assert "".join(parts).startswith(ANSWER)
 
 
-async def test_text_that_waited_is_shown_before_the_error(start_server: StartServer, tokenizer: Any) -> None:
+async def test_unread_text_comes_before_the_error(start_server: StartServer, tokenizer: Any) -> None:
     server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.001})
     context = server.app.state.context
     generation = await submitted(server, max_tokens=200, ignore_eos=True)
@@ -55,9 +55,7 @@ async def test_text_that_waited_is_shown_before_the_error(start_server: StartSer
     assert error.error == "The engine process was ended by signal 9."
 
 
-async def test_a_place_is_taken_after_the_engine_knows_that_it_is_free(
-    start_server: StartServer, tokenizer: Any
-) -> None:
+async def test_aborts_reach_the_engine_before_new_requests(start_server: StartServer, tokenizer: Any) -> None:
     server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"max_in_flight": 1, "pause": 0.001})
     for _ in range(3):
         generation = await submitted(server, max_tokens=200, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Every wrong request is answered in OpenAI's error shape, and disturbs nothing."""
+"""Every invalid request is answered in OpenAI's error shape and affects no other request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize("field,value", OUT_OF_RANGE, ids=lambda v: str(v)[:30].encode("ascii", "replace").decode())
-async def test_wrong_value_is_a_400(server: Server, field: str, value: Any) -> None:
+async def test_invalid_value_is_a_400(server: Server, field: str, value: Any) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, field: value}
     response = await server.http.post(
         "/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"}
@@ -70,7 +70,7 @@ async def test_logprobs_beyond_20_are_a_400(server: Server) -> None:
     assert message == "logprobs must be in [0, 20], got 21."
 
 
-async def test_the_field_that_the_request_has_is_named(server: Server) -> None:
+async def test_error_names_the_field_that_the_request_used(server: Server) -> None:
     says = "max_completion_tokens must be at least 0"
     assert_error(await server.chat(max_completion_tokens=-1), 400, param="max_completion_tokens", says=says)
     assert_error(await server.chat(max_tokens=-1), 400, param="max_tokens", says="max_tokens must be at least 0")
@@ -105,7 +105,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-async def test_field_without_effect_here_is_refused(server: Server, field: str) -> None:
+async def test_field_that_cannot_be_honoured_is_refused(server: Server, field: str) -> None:
     assert_error(await server.chat(**{field: REFUSED[field]}), 400, param=field)
     assert server.engine.requests == []
 
@@ -120,7 +120,7 @@ async def test_suffix_is_refused(server: Server) -> None:
     assert_error(await server.complete(suffix="end"), 400, param="suffix")
 
 
-async def test_harmless_values_of_refused_fields_pass(server: Server) -> None:
+async def test_harmless_values_of_refused_fields_are_accepted(server: Server) -> None:
     fields = {
         "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none", "best_of": 1,
         "response_format": {"type": "text"}, "use_beam_search": False, "modalities": ["text"], "user": "me",
@@ -140,7 +140,7 @@ async def test_unknown_field_is_logged_once(server: Server, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null", b"a=b"])
-async def test_body_that_is_no_request_is_a_400(server: Server, path: str, content: bytes) -> None:
+async def test_malformed_body_is_a_400(server: Server, path: str, content: bytes) -> None:
     response = await server.http.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] == 400
@@ -151,12 +151,12 @@ async def test_body_that_is_no_request_is_a_400(server: Server, path: str, conte
     "content,says",
     [
         (b"[" * 100_000, "The body's JSON is nested too deeply."),
-        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "The body holds a number of more than 4300 digits."),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "The body contains a number with more than 4300 digits."),
         (b'{"prompt": "\xff"}', "The body is not valid UTF-8 (byte 12)."),
     ],
     ids=["nested", "digits", "utf-8"],
 )
-async def test_body_that_the_parser_gives_up_on_is_told_why(server: Server, content: bytes, says: str) -> None:
+async def test_parser_errors_are_sentences(server: Server, content: bytes, says: str) -> None:
     assert assert_error(await server.http.post("/v1/completions", content=content), 400) == says
 
 
@@ -182,7 +182,7 @@ async def test_body_size_is_bounded(start_server: StartServer) -> None:
     assert (await server.complete()).status_code == 200
 
 
-async def test_echoed_input_is_cut(server: Server) -> None:
+async def test_repeated_input_is_shortened(server: Server) -> None:
     message = assert_error(await server.chat(temperature="x" * 5000), 400, param="temperature")
     assert message.count("x") <= 220
     message = assert_error(await server.chat(model="m" * 5000), 404, param="model")
@@ -214,7 +214,7 @@ async def test_too_long_prompt_names_all_three_lengths_before_a_stream_opens(ser
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], {}, 5, None, [1.5], [True], [["a"]], ["a", 5], [-1], [10**6]])
-async def test_prompt_of_no_form_is_a_400(server: Server, prompt: Any) -> None:
+async def test_malformed_prompt_is_a_400(server: Server, prompt: Any) -> None:
     response = await server.complete(prompt=prompt)
     assert response.status_code == 400, response.text
     assert server.engine.requests == []
@@ -233,7 +233,7 @@ async def test_model_without_template_says_so(start_server: StartServer) -> None
     assert_error(await server.chat(), 400, param="messages", says="no chat template")
 
 
-async def test_engine_without_tokenizer_takes_ids_only(start_server: StartServer) -> None:
+async def test_engine_without_tokenizer_accepts_only_ids(start_server: StartServer) -> None:
     server = await start_server(with_tokenizer=None)
     for response in (await server.chat(), await server.complete(), await server.complete(prompt=[5], stop="x")):
         assert_error(response, 400, says="without a tokenizer")
@@ -242,7 +242,7 @@ async def test_engine_without_tokenizer_takes_ids_only(start_server: StartServer
 
 
 @pytest.mark.parametrize("kind,status", [("invalid", 400), ("overloaded", 503), ("internal", 500)])
-async def test_engine_error_has_the_status_of_its_kind_and_is_an_event_in_a_stream(
+async def test_engine_error_has_its_kinds_status_and_is_an_event_in_a_stream(
     server: Server, kind: ErrorKind, status: int
 ) -> None:
     server.engine.fail_requests, server.engine.fail_kind = "The engine says why.", kind
@@ -271,8 +271,8 @@ async def test_full_queue_is_a_503_with_retry_after(start_server: StartServer) -
 
 
 @pytest.mark.parametrize("fields,param", [({"n": 3}, "n"), ({"prompt": ["a", "b", "c"]}, "prompt")])
-async def test_more_sequences_than_are_ever_taken_are_a_400(
+async def test_more_sequences_than_are_ever_accepted_are_a_400(
     start_server: StartServer, fields: dict[str, Any], param: str
 ) -> None:
     server = await start_server(engine={"max_in_flight": 2})
-    assert_error(await server.complete(**fields), 400, param=param, says="takes 2 at once")
+    assert_error(await server.complete(**fields), 400, param=param, says="accepts 2 at once")

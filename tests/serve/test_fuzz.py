@@ -1,4 +1,4 @@
-"""Random field values on every endpoint that takes a body: an answer or an error in shape, never a 500."""
+"""Random field values on every endpoint with a body give an answer or an error in OpenAI's shape, never a 500."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A large body is made into a prompt in a thread: the event loop goes on meanwhile."""
+"""A large body is prepared in a thread, so that the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Gate:
-    """Holds up whoever calls the function that it wraps, until it is opened."""
+    """Blocks calls of the wrapped function until `opened` is set."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -26,7 +26,7 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.reached.set()
-        assert self.opened.wait(60), "the event loop waits for what it was to go on beside"
+        assert self.opened.wait(60), "the event loop is blocked"
         return self._function(*args, **kwargs)
 
 
@@ -42,7 +42,7 @@ class Gate:
         ("/detokenize", {"tokens": [5] * 5000}, "decode"),
     ],
 )
-async def test_the_server_answers_others_while_a_large_body_is_read(
+async def test_other_requests_are_answered_while_a_large_body_is_prepared(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], held: str
 ) -> None:
     if held == "render_chat":

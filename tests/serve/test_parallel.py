@@ -1,4 +1,4 @@
-"""Servers of several processes: what a client sees of ranks and replicas, and that their end leaves nothing behind."""
+"""Servers with several ranks or replicas: behaviour at their end, and that no process or file is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THREADS = ("--num-threads", "1")
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the server's processes put their files and sockets; nothing may be left there, nor in shared memory."""
+    """The folder for the server's files and sockets. Nothing may be left there or in shared memory."""
     folder = tmp_path / "t"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -36,7 +36,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def in_shared_memory() -> set[str]:
-    """Names, but for the semaphores of Python's process pools, which other programs make and unlink meanwhile."""
+    """Names in shared memory, without the semaphores of other programs' Python process pools."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
@@ -51,7 +51,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class Streams:
-    """Completions that run at the same time; `texts` grow while they do, `ends` are the last events."""
+    """Concurrent completions. texts: what has arrived so far. ends: the last events."""
 
     def __init__(self, server: ServerProcess, count: int, **body: Any) -> None:
         self.texts = [""] * count
@@ -112,7 +112,7 @@ def test_32_streams_over_two_ranks_and_their_end(
         code = server.wait()
         assert time.monotonic() - began < 10
         if end == "SIGTERM":
-            assert streams.ends == ["[DONE]"] * 32  # what they had until then
+            assert streams.ends == ["[DONE]"] * 32
             assert code == 0
         else:
             reason = "Rank 1 of 2 was ended by signal 9."
@@ -137,7 +137,7 @@ def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llam
             for replica in "01":
                 assert found[f'cas:replica_num_requests_running{{{label},replica="{replica}"}}'] == 4
             os.kill(engines[1], signal.SIGSTOP)
-            probe = threading.Thread(target=client.get, args=("/health",))  # is waiting when the replica dies
+            probe = threading.Thread(target=client.get, args=("/health",))  # still waits when the replica dies
             probe.start()
             time.sleep(0.2)
             os.kill(engines[1], signal.SIGKILL)

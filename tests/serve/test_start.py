@@ -1,4 +1,4 @@
-"""What is wrong with the server is said when it starts, not to its clients."""
+"""Errors in the server's configuration are reported at start-up, not to clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS = ServerSettings(served_model_names=("m",))
 
 
 class Client:
-    """A client whose engine has started."""
+    """A client of an engine that starts at once."""
 
     def __init__(self, vocab_size: int) -> None:
         self.info = EngineInfo(
@@ -40,13 +40,13 @@ def model_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_chat_template_that_is_no_jinja(model_dir: Path) -> None:
+def test_invalid_chat_template(model_dir: Path) -> None:
     settings = ServerSettings(served_model_names=("m",), chat_template="{% if %}")
     with pytest.raises(ChatTemplateError, match="The chat template is not valid jinja"):
         complete_settings(tiny_config(model_dir), settings)
 
 
-def test_priorities_are_for_their_policy(model_dir: Path) -> None:
+def test_priorities_need_the_priority_policy(model_dir: Path) -> None:
     assert not complete_settings(tiny_config(model_dir), SETTINGS).priorities
     assert complete_settings(tiny_config(model_dir, scheduling_policy="priority"), SETTINGS).priorities
 
@@ -59,7 +59,7 @@ def test_sampling_defaults_out_of_range(model_dir: Path) -> None:
         complete_settings(tiny_config(model_dir), SETTINGS)
 
 
-async def test_an_end_id_that_the_model_does_not_have(model_dir: Path) -> None:
+async def test_end_of_sequence_id_outside_the_vocabulary(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text('{"eos_token_id": [2, 9999]}')
     client = Client(vocab_size=320)
     with pytest.raises(ValueError, match="id 9999 is no token of the model, whose ids are 0 to 319"):
@@ -74,5 +74,5 @@ async def test_a_model_whose_own_template_is_broken_serves_completions(
     client = Client(vocab_size=320)
     await _start(client, tiny_config(model_dir), SETTINGS)  # type: ignore[arg-type]
     [record] = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert record.message.startswith("Chat requests will be refused, unless you give another --chat-template. The chat")
+    assert record.message.startswith("Chat requests will be refused unless you set another --chat-template. The chat")
     assert not client.is_stopped

@@ -33,7 +33,7 @@ async def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
     assert text == {"prompt": ANSWER}
 
 
-async def test_tokenize_takes_texts_longer_than_the_model(server: Server) -> None:
+async def test_tokenize_accepts_texts_longer_than_the_models_limit(server: Server) -> None:
     answer = (await server.http.post("/tokenize", json={"prompt": "word " * 2000})).json()
     assert answer["count"] > 256
 
@@ -50,7 +50,7 @@ async def test_tokenize_of_messages_is_the_chat_prompt(server: Server) -> None:
     ("/detokenize", {"tokens": [10**9]}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": ["x"]}),
     ("/detokenize", {}),
 ])  # fmt: skip
-async def test_wrong_tokenize_requests_are_400(server: Server, path: str, body: dict[str, object]) -> None:
+async def test_invalid_tokenize_requests_are_400(server: Server, path: str, body: dict[str, object]) -> None:
     response = await server.http.post(path, content=json.dumps(body))
     assert response.status_code == 400, response.text
 
@@ -110,7 +110,7 @@ def metrics_in(text: str) -> Callable[..., float]:
     return value
 
 
-async def test_metrics_count_prompts_that_are_scored_and_sequences_that_were_left(
+async def test_metrics_count_scored_prompts_and_aborted_sequences(
     start_server: StartServer, tokenizer: Tokenizer
 ) -> None:
     server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.001})
@@ -180,7 +180,7 @@ async def test_examples_of_the_documentation_work(server: Server) -> None:
                 continue
             reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
             [example] = schema["components"]["schemas"][reference.rsplit("/", 1)[1]]["examples"]
-            if path == "/detokenize":  # its ids are those of a real vocabulary
+            if path == "/detokenize":  # the example's ids exceed the test vocabulary
                 example = {"tokens": [5]}
             response = await server.http.request(method, path, json=example)
             assert response.status_code == 200, (path, response.text)
@@ -188,7 +188,7 @@ async def test_examples_of_the_documentation_work(server: Server) -> None:
     assert tried == 4
 
 
-async def test_api_key_guards_all_but_probes_and_documentation(start_server: StartServer) -> None:
+async def test_api_key_is_required_except_for_probes_and_documentation(start_server: StartServer) -> None:
     server = await start_server(api_keys=("secret", "other"))
     for path in ("/v1/models", "/load", "/v1/nothing"):
         response = await server.http.get(path)

@@ -31,9 +31,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(help="A model folder, a .gguf file, the name smollm2-135m, or a Hugging Face Hub id."),
 ]
-VerboseFlag = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Log more, and show tracebacks of errors.")
-]
+VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log more, and show tracebacks of errors.")]
 
 
 def parse_size(text: str) -> int:
@@ -163,9 +161,7 @@ def engine_flags(
     ] = None,
     enforce_eager: Annotated[
         bool,
-        typer.Option(
-            "--enforce-eager", "--eager", help="Run the model uncompiled.", rich_help_panel=COMPILER_PANEL
-        ),
+        typer.Option("--enforce-eager", "--eager", help="Run the model uncompiled.", rich_help_panel=COMPILER_PANEL),
     ] = False,
     user_passes: Annotated[
         list[str] | None,
@@ -225,9 +221,7 @@ def engine_flags(
     ] = None,
     cache_dir: Annotated[
         str | None,
-        typer.Option(
-            help="Folder of compiled artifacts. By default the user's cache.", rich_help_panel=COMPILER_PANEL
-        ),
+        typer.Option(help="Folder of compiled artifacts. By default the user's cache.", rich_help_panel=COMPILER_PANEL),
     ] = None,
     artifact: Annotated[
         str | None,
@@ -278,7 +272,9 @@ def engine_flags(
     ] = "auto",
     attention_backend: Annotated[
         str | None,
-        typer.Option(help="By default the first one that supports the model and the device.", rich_help_panel=DEVICE_PANEL),
+        typer.Option(
+            help="By default the first one that supports the model and the device.", rich_help_panel=DEVICE_PANEL
+        ),
     ] = None,
     num_threads: Annotated[
         int | None,

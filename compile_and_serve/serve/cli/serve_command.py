@@ -22,7 +22,9 @@ SERVER_PANEL = "Server"
 def serve_command(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVER_PANEL)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.", rich_help_panel=SERVER_PANEL)] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0: any free port.", rich_help_panel=SERVER_PANEL)
+    ] = 8000,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(

@@ -81,9 +81,7 @@ def pass_tables(rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
             )
             for name, v in verified
         ]
-        tables.append(
-            _table("Verification (float64)", ("pass", "max error", "relative", "tolerance", "result"), lines)
-        )
+        tables.append(_table("Verification (float64)", ("pass", "max error", "relative", "tolerance", "result"), lines))
     return tables
 
 

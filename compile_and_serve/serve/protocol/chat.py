@@ -72,7 +72,9 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
-    max_completion_tokens: int | None = Field(default=None, description="By default, as many as the model's limit allows.")
+    max_completion_tokens: int | None = Field(
+        default=None, description="By default, as many as the model's limit allows."
+    )
     logprobs: bool | None = False
     top_logprobs: int | None = None
     echo: bool | None = Field(

@@ -1,4 +1,4 @@
-"""A dump with a near miss, which tests share and leave as it is."""
+"""A dump with near misses. Tests share it and must not change it."""
 
 from __future__ import annotations
 

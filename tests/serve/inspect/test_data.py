@@ -1,4 +1,4 @@
-"""What the views are given: repeated groups once, near misses together, errors as sentences."""
+"""Data for the views: repeated groups collapsed, near misses grouped, errors as sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.dumps import LAYERS, repeats
 
 
 def blocks(text: str) -> list[tuple[str, int]]:
-    """Of one-letter steps: upper case are pieces, lower case ops."""
+    """Blocks of one-letter steps. Upper case: pieces; lower case: ops."""
     steps = [{"piece": letter} if letter.isupper() else {"op": letter} for letter in text]
     return [("".join(s.get("piece") or s["op"] for s in b["steps"]), b["count"]) for b in collapse(steps)]
 
@@ -35,7 +35,7 @@ def test_repeated_groups_are_collapsed(steps: str, expected: list[tuple[str, int
     assert "".join(group * count for group, count in blocks(steps)) == steps
 
 
-def test_near_misses_of_one_line_are_one_row(dump: Path) -> None:
+def test_near_misses_are_grouped_by_source_line(dump: Path) -> None:
     rows = near_misses(load_dump(dump)["compilation"]["passes"])
     assert len(rows) == 1
     assert (rows[0]["pass"], rows[0]["count"], len(rows[0]["nodes"])) == ("fuse_linears", LAYERS, LAYERS)
@@ -50,7 +50,7 @@ def test_text_has_each_distinct_piece_once(dump: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "schema", "incomplete"])
-def test_what_is_no_dump_is_a_sentence(dump: Path, tmp_path: Path, damage: str) -> None:
+def test_invalid_dump_is_one_sentence(dump: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "dump"
     shutil.copytree(dump, folder)
     report = folder / REPORT
@@ -60,5 +60,5 @@ def test_what_is_no_dump_is_a_sentence(dump: Path, tmp_path: Path, damage: str) 
         report.write_text("{")
     else:
         report.write_text(json.dumps({"schema": 0} if damage == "schema" else {"schema": 1, "incomplete": True}))
-    with pytest.raises(DumpError, match="holds no dump|has schema 0, expected 1|is incomplete"):
+    with pytest.raises(DumpError, match="contains no dump|has schema 0, expected 1|is incomplete"):
         load_dump(folder)

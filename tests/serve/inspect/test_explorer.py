@@ -59,13 +59,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Open the explorer of a dump; at the end of the test the console must be empty."""
+    """Open the explorer of a dump. At the end of the test the browser's console must be empty."""
 
     def open_dump(folder: Path, view: str = "pipeline") -> Any:
         page = tmp_path / f"report{len(list(tmp_path.glob('*.html')))}.html"
         page.write_text(build_page(load_dump(folder)), encoding="utf-8")
         browser.get(f"{page.as_uri()}#{view}")
-        # On a busy machine `get` may return before the page is there.
+        # On a busy machine `get` may return before the page is complete.
         WebDriverWait(browser, 60).until(lambda _: browser.execute_script(IS_DRAWN, page.name, view))
         return browser
 
@@ -92,7 +92,7 @@ def test_every_view_opens(dump: Path, open_page: Open) -> None:
         assert len(by_id(browser, "main").text) > 20, view
 
 
-def test_search_finds_a_node_and_shows_where_it_comes_from(dump: Path, open_page: Open) -> None:
+def test_search_finds_a_node_and_shows_its_source(dump: Path, open_page: Open) -> None:
     browser = open_page(dump, "graph")
     assert repeats(dump) >= 2
     assert f"× {repeats(dump)}" in texts(browser, "#canvas .badge")
@@ -107,7 +107,7 @@ def test_search_finds_a_node_and_shows_where_it_comes_from(dump: Path, open_page
     assert "torch.ops.cas.fused_linear.default(" in details
     browser.find_element("css selector", "#details summary").click()
     block = browser.find_element("css selector", "#details details pre")
-    # The text is filled in by the "toggle" event, which comes after the click has returned.
+    # The "toggle" event fills in the text after the click has returned.
     code = WebDriverWait(browser, 10).until(lambda _: block.get_attribute("textContent"))
     assert "def call(args)" in code or "def call(self, args)" in code
 
@@ -136,7 +136,7 @@ def test_reason_of_a_near_miss(dump: Path, open_page: Open) -> None:
     assert texts(browser, "#main tbody tr") == []
 
 
-def test_measured_pieces_are_drawn_under_the_roof(dump: Path, open_page: Open) -> None:
+def test_roofline_shows_every_measured_piece(dump: Path, open_page: Open) -> None:
     browser = open_page(dump, "timings")
     pieces = len(load_dump(dump)["split"])
     assert len(browser.find_elements("css selector", "#main svg circle")) == 2 * (
@@ -155,7 +155,7 @@ def test_captures_and_memory(dump: Path, open_page: Open) -> None:
     assert "pack_linear_weight(cat(model.layers.0.self_attn.q_proj.weight, " in text
 
 
-def test_by_keyboard_alone(dump: Path, open_page: Open) -> None:
+def test_keyboard_navigation(dump: Path, open_page: Open) -> None:
     browser = open_page(dump)
     keys = webdriver.common.keys.Keys
     by_id(browser, "tab-pipeline").send_keys(keys.ARROW_RIGHT)
@@ -183,8 +183,7 @@ def test_dark_and_light(dump: Path, open_page: Open) -> None:
     assert colors == {"rgb(255, 255, 255)", "rgb(20, 23, 27)"}
 
 
-def test_64_layers_draw_as_much_as_few(dump: Path, tmp_path: Path, open_page: Open) -> None:
-    """What is drawn does not grow with depth, which is what keeps a deep model's page quick."""
+def test_number_of_drawn_nodes_does_not_grow_with_depth(dump: Path, tmp_path: Path, open_page: Open) -> None:
     shallow = len(open_page(dump, "graph").find_elements("css selector", "#canvas .node"))
     deep = tmp_path / "deep"
     shutil.copytree(dump, deep)
@@ -195,10 +194,10 @@ def test_64_layers_draw_as_much_as_few(dump: Path, tmp_path: Path, open_page: Op
 
 
 def test_screenshot_of_the_readme(request: pytest.FixtureRequest, tmp_path: Path, open_page: Open) -> None:
-    """With `--screenshot FILE`: the graph of SmolLM2-135M, one of its fused linears chosen."""
+    """With `--screenshot FILE`: write a screenshot of SmolLM2-135M's graph with one fused linear selected."""
     target = request.config.getoption("--screenshot")
     if target is None:
-        pytest.skip("no --screenshot FILE was asked for")
+        pytest.skip("no --screenshot FILE was given")
     import torch
 
     from compile_and_serve.models.registry import build_model

@@ -1,4 +1,4 @@
-"""`/graphs` of a server: there when asked for, a sentence when the dump is not."""
+"""`/graphs` of a server: present if enabled, one sentence if there is no dump."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def basic(credentials: str) -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(credentials.encode()).decode()}
 
 
-async def test_there_is_no_page_unless_asked_for(start_server: StartServer) -> None:
+async def test_there_is_no_page_unless_enabled(start_server: StartServer) -> None:
     server = await start_server()
     assert (await server.http.get("/graphs")).status_code == 404
 
 
-async def test_a_dump_that_failed_is_a_sentence(start_server: StartServer, tmp_path: Path) -> None:
+async def test_missing_dump_is_one_sentence(start_server: StartServer, tmp_path: Path) -> None:
     server = await start_server(graphs_dir=tmp_path)
     response = await server.http.get("/graphs")
     assert response.status_code == 503
-    assert "holds no dump of a compilation" in response.json()["error"]["message"]
+    assert "contains no dump of a compilation" in response.json()["error"]["message"]
