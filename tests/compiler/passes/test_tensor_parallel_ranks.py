@@ -32,17 +32,16 @@ class Case:
 
 
 CASES = {
-    2: [
-        Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-        Case("LlamaForCausalLM", quantization="int8-weight-only"),
-    ],
+    "biases on 2": (
+        2, Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
+    ),
+    "int8 on 2": (2, Case("LlamaForCausalLM", quantization="int8-weight-only")),
     # 2 key/value heads on 4 ranks; the norms are the all-reduces', not the linears'
-    4: [
-        Case(
-            "Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"}
-        )
-    ],
-}
+    "key/value heads shared by 4": (
+        4, Case("Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"})
+    ),
+}  # fmt: skip
+QUICK = "biases on 2"
 
 
 def run_case(case: Case, size: int, rank: int, cache_dir: str | None) -> tuple[torch.Tensor, list[int], dict[str, Any]]:
@@ -64,24 +63,24 @@ def run_case(case: Case, size: int, rank: int, cache_dir: str | None) -> tuple[t
     return torch.cat(rows), tokens, {name: model.report[name] for name in kept if name in model.report}
 
 
-def run_cases(rank: int, size: int, cache_dir: str) -> list[tuple[torch.Tensor, list[int], dict[str, Any]]]:
-    return [run_case(case, size, rank, cache_dir) for case in CASES[size]]
+def run_rank(rank: int, name: str, cache_dir: str) -> tuple[torch.Tensor, list[int], dict[str, Any]]:
+    size, case = CASES[name]
+    return run_case(case, size, rank, cache_dir)
 
 
-@pytest.mark.parametrize("size", sorted(CASES))
-def test_sharded_models_say_the_same(size: int, tmp_path: Path) -> None:
-    by_rank = run_ranks(size, run_cases, size, str(tmp_path / "artifacts"), folder=tmp_path)
-    for number, case in enumerate(CASES[size]):
-        results = [rank[number] for rank in by_rank]
-        logits, tokens, _ = run_case(case, 1, 0, str(tmp_path / "artifacts") if case.quantization else None)
-        for sharded, sharded_tokens, _ in results:
-            torch.testing.assert_close(sharded, logits, rtol=1e-4, atol=1e-4)
-            assert sharded_tokens == tokens
-            assert torch.equal(sharded, results[0][0]), "ranks differ in their last bits, and would sample differently"
-        reports = [report for _, _, report in results]
-        assert sorted(report["artifact"] for report in reports) == ["hit"] * (size - 1) + ["made"]
-        assert len({report["artifact_key"] for report in reports}) == 1
-        assert reports[0]["distinct_pieces"] == 3
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != QUICK)])
+def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
+    size, case = CASES[name]
+    results = run_ranks(size, run_rank, name, str(tmp_path / "artifacts"), folder=tmp_path)
+    logits, tokens, _ = run_case(case, 1, 0, str(tmp_path / "artifacts") if case.quantization else None)
+    for sharded, sharded_tokens, _ in results:
+        torch.testing.assert_close(sharded, logits, rtol=1e-4, atol=1e-4)
+        assert sharded_tokens == tokens
+        assert torch.equal(sharded, results[0][0]), "ranks differ in their last bits, and would sample differently"
+    reports = [report for _, _, report in results]
+    assert sorted(report["artifact"] for report in reports) == ["hit"] * (size - 1) + ["made"]
+    assert len({report["artifact_key"] for report in reports}) == 1
+    assert reports[0]["distinct_pieces"] == 3
 
 
 def reduce_and_gather(rank: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

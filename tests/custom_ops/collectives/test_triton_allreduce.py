@@ -108,7 +108,7 @@ def differing_bits(ours: Any, theirs: Any) -> list[tuple[Any, str, str]]:
     ]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def by_rank(request: pytest.FixtureRequest) -> list[list[Any]]:
     return run_peers(layout(request.param), outputs, first_count=FIRST_LAUNCH)
 

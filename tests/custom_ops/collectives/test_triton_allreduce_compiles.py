@@ -9,6 +9,7 @@ import pytest
 from tests.support.hopper import run_script
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json
