@@ -25,11 +25,11 @@ class Ours:
     """This project: the engine in this process, as in `LLM`."""
 
     def __init__(self, job: dict[str, Any]) -> None:
+        from compile_and_serve import __version__
         from compile_and_serve.runtime.engine.client import SyncEngine
         from compile_and_serve.runtime.options import make_engine_config
-        from compile_and_serve.serve.context import server_version
 
-        self.version = server_version()
+        self.version = __version__
         config = make_engine_config(
             job["model"], dtype=job["dtype"], num_threads=job["threads"], max_model_len=1024, max_num_seqs=16,
             enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu", quantization=job["quantization"],

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from functools import cache
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,12 +23,19 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # Lazy: the command line and the API process import this package and must not pay for torch.
-    if name == "__version__":
-        from importlib.metadata import version
+@cache
+def _version() -> str:
+    """Version of the installed distribution, or "unknown" if it is not installed."""
+    try:
+        return metadata.version("compile-and-serve")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
-        return version("compile-and-serve")
+
+def __getattr__(name: str) -> Any:
+    # Lazy, because the command line and the API process import this package but do not need torch.
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

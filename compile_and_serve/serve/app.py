@@ -10,9 +10,10 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi_offline import FastAPIOffline
 
+from compile_and_serve import __version__
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
-from compile_and_serve.serve.context import ServerContext, server_version
+from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine import AsyncEngine, EngineClient
 from compile_and_serve.serve.errors import install_error_handlers
 from compile_and_serve.serve.inspect import router as graphs
@@ -51,7 +52,7 @@ def create_app(
 
     app = FastAPIOffline(
         title="compile-and-serve",
-        version=server_version(),
+        version=__version__,
         description=f"OpenAI-compatible inference of {', '.join(settings.served_model_names)}.",
         lifespan=lifespan,
         root_path=settings.root_path,

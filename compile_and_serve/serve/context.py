@@ -7,12 +7,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import metadata
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
+from compile_and_serve import __version__
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -25,15 +24,6 @@ T = TypeVar("T")
 
 # Smaller bodies are prepared on the event loop: rendering and tokenizing them takes about a millisecond.
 _INLINE_BYTES = 4096
-
-
-@cache
-def server_version() -> str:
-    """Version of the installed distribution, or "unknown" if it is not installed."""
-    try:
-        return metadata.version("compile-and-serve")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,7 +43,7 @@ class ServerContext:
     @property
     def fingerprint(self) -> str:
         """`system_fingerprint` of every answer."""
-        return f"cas-{server_version()}-{self.inputs.info.dtype.removeprefix('torch.')}"
+        return f"cas-{__version__}-{self.inputs.info.dtype.removeprefix('torch.')}"
 
     def check_model(self, name: str | None) -> str:
         """The model name for the answer. Raises a 404 for a model that is not served."""

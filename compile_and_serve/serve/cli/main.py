@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from compile_and_serve import __version__
 from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 from compile_and_serve.serve.cli.bench import bench_app
 from compile_and_serve.serve.cli.cache_command import cache_app
@@ -26,9 +27,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from compile_and_serve.serve.context import server_version
-
-        typer.echo(server_version())
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from compile_and_serve import __version__
 from compile_and_serve.runtime.engine.client import EngineDeadError
-from compile_and_serve.serve.context import Context, server_version
+from compile_and_serve.serve.context import Context
 from compile_and_serve.serve.errors import error_response
 from compile_and_serve.serve.responses import json_response
 
@@ -44,7 +45,7 @@ async def ping() -> Response:
 @router.get("/version", summary="Version of the server")
 async def version() -> Response:
     """The version of the installed distribution."""
-    return json_response({"version": server_version()})
+    return json_response({"version": __version__})
 
 
 @router.get("/load", summary="Sequences in flight")

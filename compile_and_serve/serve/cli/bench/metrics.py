@@ -17,6 +17,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from compile_and_serve import __version__
 from compile_and_serve.serve.cli.output import error_console
 
 PERCENTILES = (50, 90, 99)
@@ -93,10 +94,8 @@ def report(title: str, workload: Mapping[str, Any], results: Mapping[str, Any], 
 
 
 def _environment() -> dict[str, str]:
-    from compile_and_serve.serve.context import server_version
-
     return {
-        "version": server_version(),
+        "version": __version__,
         "torch": version("torch"),
         "python": platform.python_version(),
         "machine": platform.machine(),
