@@ -160,7 +160,9 @@ def test_an_interrupt_inside_a_step_waits_for_its_end_but_the_second_does_not(
         if times == 1:
             assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
         else:
-            with pytest.raises(RuntimeError, match=r"A step failed before \(KeyboardInterrupt: \).*make a new one"):
+            with pytest.raises(
+                RuntimeError, match=r"An earlier step failed \(KeyboardInterrupt: \).*create a new engine"
+            ):
                 llm.generate("a", GREEDY, use_tqdm=False)
 
 

@@ -1,1 +1,1 @@
-"""The engine core, its process, and the clients that reach it."""
+"""The engine core, its process and its clients."""

@@ -1,4 +1,4 @@
-"""The two ways to an engine: `SyncEngine` in this process, `AsyncEngineClient` to a process of its own."""
+"""`SyncEngine` runs an engine in this process, `AsyncEngineClient` in a process of its own."""
 
 from __future__ import annotations
 
@@ -51,22 +51,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OUTPUTS_A_TURN = 256  # some milliseconds of work for whoever takes them
-_EXIT_GRACE_SECONDS = (
-    10.0  # after its last message the process has that long to end by itself, longer than it gives its ranks
-)
+OUTPUTS_PER_TURN = 256  # a few milliseconds of work for the reader
+_EXIT_GRACE_SECONDS = 10.0  # for the process to end after its last message; longer than the process grants its ranks
 
 
 class EngineDeadError(RuntimeError):
-    """The engine is gone; the message is one sentence."""
+    """The engine is gone. The message is one sentence."""
 
 
 class EngineStartError(ValueError):
-    """The engine could not start; the message is one sentence."""
+    """The engine could not start. The message is one sentence."""
 
 
 class SyncEngine:
-    """An engine in this process, driven by whoever calls `step`. Construction raises as `EngineCore` does."""
+    """An engine in this process; the caller drives it with `step`. Construction raises the errors of `EngineCore`."""
 
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         from compile_and_serve.runtime.engine.core import EngineCore
@@ -74,20 +72,20 @@ class SyncEngine:
         replicas = config.parallel.data_parallel_size
         if replicas > 1:
             raise ValueError(
-                f"data_parallel_size is {replicas}, but replicas are engine processes of a server: serve, or leave it at 1."
+                f"data_parallel_size is {replicas}, but only the server can run replicas: use `serve`, or set it to 1."
             )
         self._core: EngineCore | None = EngineCore(config, on_stage=on_stage)
         self.info: EngineInfo = self._core.info
 
     @property
     def core(self) -> EngineCore:
-        """The engine core itself. Raises `EngineDeadError` after `shutdown`."""
+        """The engine core. Raises `EngineDeadError` after `shutdown`."""
         if self._core is None:
             raise EngineDeadError("The engine is shut down.")
         return self._core
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request; raises `ValueError` for one that can never run."""
+        """Queue a request. Raises `ValueError` for one that can never run."""
         self.core.add_request(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -99,22 +97,22 @@ class SyncEngine:
         return self.core.has_work()
 
     def step(self) -> StepOutputs:
-        """One step of the engine; empty when there is no work."""
+        """Run one step and return its outputs, which are empty if there is no work."""
         return self.core.step()
 
     def shutdown(self) -> None:
-        """Drop the model and its cache. May be called more than once."""
+        """Free the model and its KV cache. May be called more than once."""
         if self._core is not None:
             self._core.shutdown()
             self._core = None
-            gc.collect()  # the runner and its graphs know each other: nothing else frees the cache now
+            gc.collect()  # the runner and its graphs refer to each other, so only the collector frees the cache
 
 
 class AsyncEngineClient:
-    """An engine in a process of its own, for one event loop.
+    """An engine in a process of its own, used from one event loop.
 
-    `await start()`, then `add_request`, and `outputs()` for what every step brings, until `shutdown`. Once the engine
-    is dead every method, and every wait that was under way, raises `EngineDeadError` with the reason.
+    First `await start()`. Then send requests with `add_request` and read every step's outputs from `outputs()`, until
+    `shutdown`. Once the engine is dead, every method and every pending wait raises `EngineDeadError` with the reason.
     """
 
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
@@ -133,11 +131,11 @@ class AsyncEngineClient:
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
         self._num_calls = 0
         self._stopping = False
-        self._last_words: str | None = None
+        self._death_reason: str | None = None
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine says of itself; known once `start` has returned."""
+        """Limits and properties of the engine, known once `start` has returned."""
         assert self._info is not None, "the engine has not started"
         return self._info
 
@@ -157,9 +155,9 @@ class AsyncEngineClient:
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> EngineInfo:
-        """Start the process and wait until the engine is ready; stages go to `on_stage` as they end.
+        """Start the process and wait until the engine is ready. `on_stage` is called as each stage ends.
 
-        Raises `EngineStartError` with the engine's own sentence when it cannot start.
+        Raises `EngineStartError` with the engine's own sentence if it cannot start.
         """
         assert self._process is None, "the engine was started before"
         self._folder = private_folder()
@@ -171,8 +169,8 @@ class AsyncEngineClient:
             socket.setsockopt(zmq.LINGER, LINGER_MS)
             socket.set_hwm(0)
             socket.bind(address)
-        config, environment = self._with_device()
-        # A session of its own: a signal to our group is for us, and we say when the engine stops.
+        config, environment = self._child_options()
+        # A new session: signals to this process's group do not reach the engine, which stops when we tell it to.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", BOOT_CODE, stdin=asyncio.subprocess.PIPE, start_new_session=True, env=environment
         )
@@ -197,16 +195,17 @@ class AsyncEngineClient:
         return self._info
 
     async def add_request(self, request: EngineRequest) -> None:
-        """Send a request. One that cannot run comes back as an output with finish_reason "error"."""
+        """Send a request. If it cannot run, an output with finish_reason "error" comes back."""
         await self._send(AddRequest(request=request))
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests; no output of theirs is sent after those that are on their way."""
+        """End requests. Their outputs that are already on the way still arrive."""
         await self._send(AbortRequests(request_ids=request_ids))
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
-        """Every step's outputs, in order, for one reader; ends after `shutdown`, raises `EngineDeadError` when the
-        engine dies.
+        """Every step's outputs, in order, for a single reader.
+
+        Ends after `shutdown`. Raises `EngineDeadError` if the engine dies.
         """
         while (step := await self._steps.get()) is not None:
             yield step
@@ -214,8 +213,9 @@ class AsyncEngineClient:
             raise EngineDeadError(self.dead_reason)
 
     async def utility(self, method: str) -> dict[str, int | float | str | bool | None]:
-        """Call "ping", "stats" or "reset_prefix_cache" and wait for the answer. Raises `ValueError` for another
-        method.
+        """Call "ping", "stats" or "reset_prefix_cache" and wait for the answer.
+
+        Raises `ValueError` for any other method.
         """
         self._num_calls += 1
         call_id = self._num_calls
@@ -231,10 +231,10 @@ class AsyncEngineClient:
         return result.value
 
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Stop the engine: finish what runs first (`drain`), or abort it. After `timeout` seconds the process is
-        killed.
+        """Stop the engine. drain: finish the running requests first; otherwise abort them.
 
-        `outputs` goes on until the last output was read, then ends. May be called more than once.
+        timeout: seconds after which the process is killed; None waits without a limit if `drain`, else 10 seconds.
+        `outputs` ends once the last output was read. May be called more than once.
         """
         if self._process is None or not self._tasks:
             return
@@ -248,7 +248,7 @@ class AsyncEngineClient:
                 await asyncio.wait_for(self._process.wait(), timeout)
                 await self._watcher  # it ends once the last output was read
             except TimeoutError:
-                logger.warning("The engine did not stop within %g seconds; it is killed.", timeout)
+                logger.warning("The engine did not stop within %g seconds and is killed.", timeout)
         await self._close()
 
     async def _send(self, message: ToEngine) -> None:
@@ -258,12 +258,12 @@ class AsyncEngineClient:
             raise EngineDeadError("The engine is shutting down.")
         assert self._context is not None, "the engine has not started"
         try:
-            await self._input.send(self._encoder.encode(message), zmq.NOBLOCK)  # the queue has no limit
-        except zmq.Again as error:  # nobody is connected: the process is gone, and its end will be reported
-            raise EngineDeadError("The engine process takes no messages any more.") from error
+            await self._input.send(self._encoder.encode(message), zmq.NOBLOCK)  # the queue is unlimited
+        except zmq.Again as error:  # no peer: the process is gone, and `_watch` will report it
+            raise EngineDeadError("The engine process has ended.") from error
 
-    def _with_device(self) -> tuple[EngineConfig, dict[str, str]]:
-        """Our options and the engine's environment: a replica that is one rank sees its own device alone."""
+    def _child_options(self) -> tuple[EngineConfig, dict[str, str]]:
+        """The child's config and environment. A replica with a single rank sees only its own CUDA device."""
         config, environment = self.config, dict(os.environ)
         parallel = config.parallel
         if parallel.data_parallel_size > 1 and parallel.executor is None and config.num_ranks == 1:
@@ -279,10 +279,10 @@ class AsyncEngineClient:
                 if message.stats is not None:
                     self.stats = message.stats
                 self._steps.put_nowait(message)
-                num_taken += 1 + len(message.outputs)  # a step without outputs is work as well
-                if num_taken >= OUTPUTS_A_TURN:
-                    # Neither `recv` nor the reader of `_steps` waits while there is more: when we are behind the engine, the
-                    # event loop would do nothing else until we have caught up, which may be never.
+                num_taken += 1 + len(message.outputs)  # a step without outputs is work too
+                if num_taken >= OUTPUTS_PER_TURN:
+                    # `recv` and the reader of `_steps` yield only when they must wait. While this process lags behind the
+                    # engine, they would never yield, and the event loop would run nothing else.
                     num_taken = 0
                     await asyncio.sleep(0)
             elif isinstance(message, UtilityResult):
@@ -295,11 +295,11 @@ class AsyncEngineClient:
                 if not ready.done():
                     ready.set_result(message.info)
             elif isinstance(message, EngineDead):
-                self._last_words = message.reason
+                self._death_reason = message.reason
                 self._die(message.reason, ready)
 
     async def _watch(self, ready: asyncio.Future[EngineInfo]) -> None:
-        """Wait for the process to end; whatever it said last is read first."""
+        """Wait for the process to end, and read its last messages before reporting that."""
         assert self._process is not None
         status = await self._process.wait()
         while await self._output.poll(100):
@@ -307,7 +307,7 @@ class AsyncEngineClient:
         if self._stopping and status == 0:
             self._steps.put_nowait(None)
             self._fail_calls("The engine is shut down.")
-        elif self._last_words is None:
+        elif self._death_reason is None:
             self._die(f"The engine process {describe_exit(status)}.", ready)
 
     def _die(self, reason: str, ready: asyncio.Future[EngineInfo]) -> None:
@@ -328,7 +328,7 @@ class AsyncEngineClient:
         process, context = self._process, self._context
         assert process is not None
         assert context is not None
-        if process.returncode is None and self.dead_reason is not None:  # it has said its last words
+        if process.returncode is None and self.dead_reason is not None:  # it has sent its last message
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _EXIT_GRACE_SECONDS)
         if process.returncode is None:

@@ -1,6 +1,6 @@
-"""`EngineCore`: turns requests into tokens, one `step` after the other; the scheduler here, the model in its executor.
+"""`EngineCore`: turns requests into tokens, step by step. It runs the scheduler; its executor runs the model.
 
-With async scheduling a step is launched before the result of the one before it is read, so the device never waits for
+With async scheduling, a step is launched before the result of the previous one is read, so the device never waits for
 the host.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
-from compile_and_serve.runtime.engine.interrupts import InterruptWaits
+from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
 from compile_and_serve.runtime.messages import (
     EngineInfo,
     EngineRequest,
@@ -34,14 +34,15 @@ from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 UtilityValue = dict[str, int | float | str | bool | None]
 
 
-MISSES_BEFORE_CAPTURE = 4  # a capture costs several steps
+# Decode steps without a CUDA graph before one is captured under load: a capture costs as much as several steps.
+MISSES_BEFORE_CAPTURE = 4
 
 
 class EngineCore:
-    """`add_request` and `abort` at any time between steps; `step` while `has_work`.
+    """Call `step` while `has_work`. `add_request` and `abort` may be called between any two steps.
 
-    Construction raises the `ValueError` family with one sentence for whatever is wrong with the model, its files or
-    the options.
+    Construction raises a `ValueError` with one sentence if the model, its files or the options are wrong, and
+    `RankFailedError` if a rank cannot start.
     """
 
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
@@ -52,14 +53,14 @@ class EngineCore:
         self._scheduler = Scheduler(
             options, config.cache, num_blocks=found.num_blocks, max_model_len=found.max_model_len
         )
-        # Replicas get the same requests in another order: their streams must differ.
+        # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._depth = 2 if options.async_scheduling else 1
-        self._decode_misses = 0  # those before the last graph was captured
+        self._decode_misses = 0  # as of the last idle task
         self._host_gap = 0.0
         self._idle_since: float | None = None
-        self._broken_by: BaseException | None = None  # what a step failed with
+        self._broken_by: BaseException | None = None  # the error with which a step failed
         self.info = EngineInfo(
             max_model_len=found.max_model_len,
             vocab_size=found.vocab_size,
@@ -73,8 +74,9 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request. Raises `ValueError` (a sentence) for one that can never run and `QueueFullError` for one
-        too many.
+        """Queue a request.
+
+        Raises `ValueError` with one sentence for a request that can never run, and `QueueFullError` if too many wait.
         """
         params, vocab_size = request.sampling_params, self.info.vocab_size
         params.verify()
@@ -84,7 +86,7 @@ class EngineCore:
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.")
         if params.seed is None and not params.is_greedy:
-            # Drawn here, once: every rank must draw the same tokens, and a preempted request goes on in its stream.
+            # Drawn once, here: all ranks must draw the same tokens, and a preempted request must continue its stream.
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling_params=params)
         self._scheduler.add_request(request)
@@ -98,13 +100,14 @@ class EngineCore:
         return bool(self._in_flight) or self._scheduler.has_work()
 
     def step(self) -> StepOutputs:
-        """Launch what can be launched, wait for the oldest step in flight; what it brought (nothing when there is no
-        work). Raises what a rank raised, and `RankFailedError` for one that is gone; `RuntimeError` once a launch has failed.
+        """Launch as many steps as may be in flight, wait for the oldest, and return its outputs (none without work).
+
+        Raises what a rank raised, `RankFailedError` for a rank that is gone, and `RuntimeError` after a failed launch.
         """
         if self._broken_by is not None:
             raise RuntimeError(
-                f"A step failed before ({type(self._broken_by).__name__}: {self._broken_by}), which leaves the engine in an unknown state: "
-                "make a new one."
+                f"An earlier step failed ({type(self._broken_by).__name__}: {self._broken_by}), so the engine's state is "
+                "unknown: create a new engine."
             ) from self._broken_by
         scheduler, in_flight, executor = self._scheduler, self._in_flight, self._executor
         depth = self._depth
@@ -113,7 +116,7 @@ class EngineCore:
             if not in_flight:
                 self.idle()
         while len(in_flight) < depth:
-            with InterruptWaits():  # on the CPU, launching a step is computing it
+            with DeferInterrupt():  # on the CPU, launching a step computes it
                 scheduled = scheduler.schedule()
                 if scheduled is None:
                     break
@@ -128,7 +131,7 @@ class EngineCore:
             self._idle_since = None
             return StepOutputs(stats=self.stats())
         scheduled, handle = in_flight[0]
-        result = executor.result(handle)  # an interrupt (Ctrl-C) while it waits takes nothing away
+        result = executor.result(handle)  # if Ctrl-C interrupts this wait, the step stays in flight
         in_flight.popleft()
         self._idle_since = None if in_flight else time.perf_counter()
         outputs = scheduler.update(scheduled, result)
@@ -139,8 +142,9 @@ class EngineCore:
         return StepOutputs(outputs=outputs, stats=stats)
 
     def idle(self) -> bool:
-        """Do one piece of work that can wait (capture one more graph); False when there is none. Raises
-        `RankFailedError` for a rank that is gone.
+        """Run one deferrable task (capture one more CUDA graph); False if there is none or a step is in flight.
+
+        Raises `RankFailedError` for a rank that is gone.
         """
         if self._in_flight:
             return False
@@ -148,7 +152,7 @@ class EngineCore:
         return self._executor.idle()
 
     def stats(self) -> EngineStats:
-        """State after the last step; `step_tokens` is left at 0."""
+        """State after the last step, with `step_tokens` 0."""
         stats, worker = self._scheduler.stats(), self._executor.stats()
         stats.padded_tokens = worker.padded_tokens
         stats.steps_on_device = worker.steps_on_device
@@ -157,7 +161,7 @@ class EngineCore:
         return stats
 
     def utility(self, method: str) -> UtilityValue:
-        """Answer a `UtilityCall`. Raises `ValueError` for an unknown method, naming the known ones."""
+        """Answer a `UtilityCall`. Raises `ValueError` for an unknown method and names the known ones."""
         if method == "ping":
             return {"ok": True}
         if method == "reset_prefix_cache":
@@ -170,7 +174,7 @@ class EngineCore:
         raise ValueError(f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats.")
 
     def abort_all(self) -> list[RequestOutput]:
-        """End every request; an output with finish_reason "abort" for each."""
+        """End every request, and return an output with finish_reason "abort" for each."""
         outputs = self._scheduler.fail_all("")
         for output in outputs:
             output.finish_reason, output.error = "abort", None
@@ -179,6 +183,6 @@ class EngineCore:
         return outputs
 
     def shutdown(self) -> None:
-        """Stop the executor; the core cannot be used afterwards. May be called more than once."""
+        """Stop the executor. The core cannot be used afterwards. May be called more than once."""
         self._in_flight.clear()
         self._executor.shutdown()

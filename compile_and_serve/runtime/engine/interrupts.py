@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of what must not be broken off in the middle."""
+"""Delay Ctrl-C until the end of work that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import threading
 from types import FrameType, TracebackType
 
 
-class InterruptWaits:
-    """Inside, the first Ctrl-C is kept until the block ends, which then raises `KeyboardInterrupt`; a second one breaks the block off.
+class DeferInterrupt:
+    """Within the block, the first Ctrl-C is deferred: `KeyboardInterrupt` is raised at the block's end. A second Ctrl-C
+    interrupts the block.
 
-    Only where Ctrl-C would raise it: in a process's main thread, under Python's own handler.
+    Does nothing outside the main thread, or if the process has its own handler of SIGINT.
     """
 
     def __enter__(self) -> None:
-        self._was_pressed = False
-        is_main = threading.current_thread() is threading.main_thread()
-        self._holds = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._holds:
-            signal.signal(signal.SIGINT, self._press)
+        self._is_pending = False
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._is_active = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._is_active:
+            signal.signal(signal.SIGINT, self._handle)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._holds:
+        if self._is_active:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._was_pressed and error is None:
+        if self._is_pending and error is None:
             raise KeyboardInterrupt
 
-    def _press(self, number: int, frame: FrameType | None) -> None:
-        if self._was_pressed:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_pending:
             signal.default_int_handler(number, frame)
-        self._was_pressed = True
+        self._is_pending = True

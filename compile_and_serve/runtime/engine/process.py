@@ -1,9 +1,9 @@
 """The engine core as a process of its own, reached over ZMQ.
 
-It begins as runtime/distributed/child_process.py says, with a `Bootstrap`. Messages are those of runtime/messages.py, over two
-sockets (requests in, outputs out) in a folder that only this user can enter. One thread does everything: take what
-has come in, step, send. Sending hands the bytes to ZMQ's own thread, and with async scheduling the device works on
-the next step meanwhile.
+The process starts as `distributed/child_process.py` describes, with a `Bootstrap`. The messages of `runtime/messages.py`
+go over two sockets (requests in, outputs out) in a folder that only this user can enter. A single thread receives, steps
+and sends. Sending only hands the bytes to ZMQ's thread, and with async scheduling the device works on the next step
+meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ _IDLE_POLL_MS = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
-    """What the child needs to begin: its options, where to connect, the folder of the sockets, how much to log."""
+    """What the child needs to start.
+
+    input_address, output_address: ZMQ addresses. folder: where the sockets lie. log_level: of `compile_and_serve`.
+    """
 
     config: EngineConfig
     input_address: str
@@ -60,7 +63,7 @@ class Bootstrap:
 
 
 class EngineProcess:
-    """The child's side: an `EngineCore` between two sockets."""
+    """An `EngineCore` between two sockets."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         config = bootstrap.config
@@ -75,11 +78,11 @@ class EngineProcess:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._refused: list[RequestOutput] = []
-        self._has_aborted = False  # since the last word of how things stand
+        self._has_unreported_abort = False  # since the last stats were sent
         self._shutdown: Shutdown | None = None
 
     def run(self) -> int:
-        """Build the engine, serve until told to stop; the process's exit status."""
+        """Build the engine and serve until told to stop. Returns the process's exit status."""
         try:
             from compile_and_serve.runtime.engine.core import EngineCore
 
@@ -101,24 +104,24 @@ class EngineProcess:
             has_work = core.has_work()
             if self._shutdown is not None and not has_work:
                 return
-            self._take_in(wait=not has_work and not self._refused and not core.idle())
+            self._receive(wait=not has_work and not self._refused and not core.idle())
             if self._shutdown is not None and not self._shutdown.drain:
                 self._abort_all()
                 return
             if core.has_work():
                 outputs = core.step()
-            elif self._refused or self._has_aborted:
+            elif self._refused or self._has_unreported_abort:
                 outputs = StepOutputs(stats=core.stats())
             else:
                 continue
             if self._refused:
                 outputs.outputs.extend(self._refused)
                 self._refused.clear()
-            self._has_aborted = False
+            self._has_unreported_abort = False
             self._send(outputs)
 
-    def _take_in(self, *, wait: bool) -> None:
-        """Handle every message that is there; with `wait`, at least one (or the time is up)."""
+    def _receive(self, *, wait: bool) -> None:
+        """Handle all messages that have arrived. wait: for at least one, up to a second."""
         if wait and not self._input.poll(_IDLE_POLL_MS):
             return
         while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than poll(0)
@@ -129,7 +132,7 @@ class EngineProcess:
             self._add(message)
         elif isinstance(message, AbortRequests):
             self._core.abort(message.request_ids)
-            self._has_aborted = True
+            self._has_unreported_abort = True
         elif isinstance(message, UtilityCall):
             self._call(message)
         else:
@@ -150,9 +153,9 @@ class EngineProcess:
         except ValueError as error:
             output.error, output.error_kind = str(error), "invalid"
         except Exception:
-            # Whatever is wrong with this request must not end the others.
-            logger.exception("Request %s could not be taken in.", request.request_id)
-            output.error, output.error_kind = "The engine failed on this request; its log has the details.", "internal"
+            # One bad request must not end the others.
+            logger.exception("Adding request %s failed.", request.request_id)
+            output.error, output.error_kind = "The engine failed on this request; see its log for details.", "internal"
         self._refused.append(output)
 
     def _call(self, call: UtilityCall) -> None:
@@ -174,9 +177,7 @@ class EngineProcess:
         self._output.send(self._encoder.encode(message))
 
     def _die(self, what: str, error: Exception) -> int:
-        """Last words to the parent: a user's mistake as its sentence, anything else by kind; the stack goes to the
-        log.
-        """
+        """Tell the parent the reason. A user error is passed on as it is; others get a stack trace in the log."""
         if isinstance(error, (ValueError, RankFailedError)):
             reason = str(error)
             logger.debug("%s", what, exc_info=error)
@@ -187,14 +188,14 @@ class EngineProcess:
         return EXIT_FAILURE
 
     def close(self) -> None:
-        """Send what is queued, for LINGER_MS at most."""
+        """Close the sockets. Queued messages have LINGER_MS to be sent."""
         self._input.close()
         self._output.close()
         zmq.Context.instance().term()
 
 
 def main() -> NoReturn:
-    """Entry point of the child."""
+    """Entry point of the engine process."""
     bootstrap: Bootstrap = read_bootstrap()
     parallel = bootstrap.config.parallel
     who = f"replica {parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""

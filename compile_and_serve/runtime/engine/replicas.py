@@ -1,8 +1,8 @@
-"""Replicas behind the interface of one engine: each an engine process of its own, with ranks, scheduler and KV cache of its own.
+"""Several replicas behind the interface of one engine. Each is an engine process with its own ranks, scheduler and KV cache.
 
-A replica that dies ends the server, as an engine does that is alone: whoever restarts it gets all replicas back, where a server
-that went on with fewer would only be slow. But the others need not drop what they run. The dead replica's requests end with an
-error at once and `dead_reason` is set; no further requests are taken, and what the other replicas run goes on until `shutdown`.
+When a replica dies, the server ends: a restart brings all replicas back, while a server with fewer would only be slow. The
+dead replica's requests end with an error at once, `dead_reason` is set, and new requests are refused. Requests on the
+other replicas continue until `shutdown`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from compile_and_serve.runtime.messages import (
 
 
 def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> AsyncEngineClient | DataParallelClient:
-    """A client of the engine that the options ask for, or of its replicas; not started."""
+    """An engine client for the options, not started: for one engine, or for several replicas."""
     kind = AsyncEngineClient if config.parallel.data_parallel_size == 1 else DataParallelClient
     return kind(config, on_stage=on_stage or ignore_stage)
 
 
 class DataParallelClient:
-    """`AsyncEngineClient` for several. on_stage hears of the first replica's start-up."""
+    """An `AsyncEngineClient` for several replicas. on_stage: reports the start-up of replica 0."""
 
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         self.config = config
@@ -43,11 +43,11 @@ class DataParallelClient:
         self.replicas = []
         for index in range(config.parallel.data_parallel_size):
             parallel = replace(config.parallel, data_parallel_rank=index)
-            # What is dumped is the same for all.
+            # All replicas would dump the same files.
             compile = config.compile if index == 0 else replace(config.compile, dump_dir=None)
             own = replace(config, parallel=parallel, compile=compile)
-            hears = on_stage if index == 0 else report_shared_stages(on_stage, f"replica {index}")
-            self.replicas.append(AsyncEngineClient(own, on_stage=hears))
+            own_stage = on_stage if index == 0 else report_shared_stages(on_stage, f"replica {index}")
+            self.replicas.append(AsyncEngineClient(own, on_stage=own_stage))
         self._steps: asyncio.Queue[StepOutputs | None] = asyncio.Queue()  # None: the end
         self._readers: list[asyncio.Task[None]] = []
         self._info: EngineInfo | None = None
@@ -55,7 +55,7 @@ class DataParallelClient:
 
     @property
     def info(self) -> EngineInfo:
-        """What holds for every replica; known once `start` has returned."""
+        """Limits and properties of all replicas together, known once `start` has returned."""
         assert self._info is not None, "the replicas have not started"
         return self._info
 
@@ -65,7 +65,10 @@ class DataParallelClient:
         return all(replica.is_alive for replica in self.replicas)
 
     async def start(self) -> EngineInfo:
-        """Start all replicas at once. Raises `EngineStartError` with the first one's sentence that cannot; none is left then."""
+        """Start all replicas at the same time.
+
+        Raises `EngineStartError` with the sentence of the first replica that fails; the others are then stopped.
+        """
         starts = [asyncio.create_task(self._start(index)) for index in range(len(self.replicas))]
         try:
             infos = await asyncio.gather(*starts)
@@ -96,7 +99,7 @@ class DataParallelClient:
         return self._info
 
     async def add_request(self, request: EngineRequest) -> None:
-        """Send a request to the replica that the router chooses. Raises `EngineDeadError` once a replica is dead."""
+        """Send a request to the replica that the router chooses. Raises `EngineDeadError` if any replica is dead."""
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         index = self._router.route(request)
@@ -104,11 +107,11 @@ class DataParallelClient:
             await self.replicas[index].add_request(request)
         except EngineDeadError as error:
             self._router.finish(request.request_id)
-            self._lose(index, str(error))
+            self._handle_death(index, str(error))
             raise EngineDeadError(self.dead_reason) from error
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests, each where it runs."""
+        """End requests on the replicas that run them."""
         by_replica: dict[int, list[str]] = {}
         for request_id in request_ids:
             index = self._router.replica_of(request_id)
@@ -119,11 +122,12 @@ class DataParallelClient:
             try:
                 await self.replicas[index].abort(ids)
             except EngineDeadError as error:
-                self._lose(index, str(error))
+                self._handle_death(index, str(error))
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
-        """Every replica's steps, as they come, for one reader; ends after `shutdown`, raises `EngineDeadError` when all are
-        dead.
+        """The steps of all replicas, as they arrive, for a single reader.
+
+        Ends after `shutdown`. Raises `EngineDeadError` once all replicas are dead.
         """
         while (step := await self._steps.get()) is not None:
             yield step
@@ -131,19 +135,19 @@ class DataParallelClient:
             raise EngineDeadError(self.dead_reason)
 
     async def utility(self, method: str) -> dict[str, int | float | str | bool | None]:
-        """Call a method of all replicas: what is true or false holds for all, numbers are added (`…_usage`: the mean).
+        """Call a method on all replicas and merge the answers: booleans by `all`, numbers by sum, `…_usage` by mean.
 
-        Raises `EngineDeadError` once a replica is dead.
+        Raises `EngineDeadError` if any replica is dead.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         answers = await asyncio.gather(*(self._ask(index, method) for index in range(len(self.replicas))))
         if method == "reset_prefix_cache":
             self._router.forget_prefixes()
-        return {name: _together(name, [answer[name] for answer in answers]) for name in answers[0]}
+        return {name: _merge(name, [answer[name] for answer in answers]) for name in answers[0]}
 
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Stop all replicas, as `AsyncEngineClient.shutdown` does one. May be called more than once."""
+        """Stop all replicas; see `AsyncEngineClient.shutdown`. May be called more than once."""
         await asyncio.gather(*(replica.shutdown(drain, timeout) for replica in self.replicas))
         if self._readers:
             await asyncio.gather(*self._readers)
@@ -159,7 +163,7 @@ class DataParallelClient:
         try:
             return await self.replicas[index].utility(method)
         except EngineDeadError as error:
-            self._lose(index, str(error))
+            self._handle_death(index, str(error))
             raise EngineDeadError(self.dead_reason) from error
 
     async def _read(self, index: int) -> None:
@@ -174,12 +178,12 @@ class DataParallelClient:
                     router.observe(index, step.stats)
                 self._steps.put_nowait(step)
         except EngineDeadError as error:
-            self._lose(index, str(error))
+            self._handle_death(index, str(error))
             if all(replica.dead_reason is not None for replica in self.replicas):
                 self._steps.put_nowait(None)
 
-    def _lose(self, index: int, reason: str) -> None:
-        """End a dead replica's requests with its reason."""
+    def _handle_death(self, index: int, reason: str) -> None:
+        """Mark the replica as dead and end its requests with the reason."""
         reason = f"Replica {index} of {len(self.replicas)}: {reason}"
         self.dead_reason = self.dead_reason or reason
         outputs = []
@@ -189,7 +193,7 @@ class DataParallelClient:
         self._steps.put_nowait(StepOutputs(outputs=outputs, replica=index))
 
 
-def _together(name: str, values: list[Any]) -> Any:
+def _merge(name: str, values: list[Any]) -> Any:
     if isinstance(values[0], bool):
         return all(values)
     if isinstance(values[0], (int, float)):

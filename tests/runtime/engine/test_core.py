@@ -1,4 +1,4 @@
-"""The whole engine in this process on a tiny random Llama: same request, same tokens, however it is run."""
+"""The engine in this process on a tiny random Llama: a request's tokens do not depend on how it is run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_with_a_cached_prefix(core: EngineCore, alone: dict[str, list[int]]) -> 
         {"max_num_seqs": 3},
         {"attention_backend": "torch"},
     ],
-    ids=["async", "chunked", "async-chunked", "few-seats", "torch-attention"],
+    ids=["async", "chunked", "async-chunked", "few-slots", "torch-attention"],
 )
 def test_under_other_options(model_dir: Path, alone: dict[str, list[int]], options: dict[str, object]) -> None:
     assert tokens_of(run_requests(EngineCore(tiny_config(model_dir, **options)), mixed_requests())) == alone
@@ -96,7 +96,7 @@ def test_blocks_and_slots_come_back_after_64_requests(core: EngineCore) -> None:
     after = core.stats()
     assert (after.num_free_blocks, after.num_running, after.num_waiting) == (before.num_total_blocks, 0, 0)
     core.step()
-    run_requests(core, [request("last", [1])])  # its step tells the runner who has gone
+    run_requests(core, [request("last", [1])])  # its step tells the runner which requests have ended
     assert len(core._executor.runner.batch) == 1  # type: ignore[attr-defined]
 
 
@@ -236,7 +236,7 @@ def test_options_that_cannot_work_are_refused_with_a_sentence(
         EngineCore(tiny_config(model_dir, **options))
 
 
-def test_no_more_run_than_a_step_has_tokens(model_dir: Path) -> None:
+def test_no_more_requests_run_than_a_step_has_tokens(model_dir: Path) -> None:
     info = EngineCore(tiny_config(model_dir, max_num_seqs=8, max_num_batched_tokens=4, max_waiting=1)).info
     assert (info.max_running, info.max_in_flight) == (4, 5)
 
@@ -260,7 +260,7 @@ def test_utility_calls(core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_every_step_says_how_many_tokens_it_had(model_dir: Path, async_scheduling: bool) -> None:
+def test_every_step_reports_its_number_of_tokens(model_dir: Path, async_scheduling: bool) -> None:
     engine = EngineCore(tiny_config(model_dir, async_scheduling=async_scheduling))
     engine.add_request(request("a", prompt_of(1, 100), max_tokens=3))
     seen = []

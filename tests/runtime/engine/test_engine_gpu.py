@@ -91,7 +91,7 @@ def test_same_tokens(model_dir: Path, alone: dict[str, list[int]], tmp_path: Pat
 
 
 def test_a_float8_cache_under_graphs(model_dir: Path, tmp_path: Path) -> None:
-    """What the kernels make of rounded keys and values is what plain torch makes of them."""
+    """The kernels compute the same from quantized keys and values as plain torch."""
     logprobs = []
     for options in (
         {"attention_backend": "torch"},
@@ -104,7 +104,7 @@ def test_a_float8_cache_under_graphs(model_dir: Path, tmp_path: Path) -> None:
         found = [entry for steps in outputs.values() for step in steps for entry in step.prompt_logprobs or [] if entry]
         logprobs.append(np.array([entry.logprobs[0] for entry in found]))
     assert len(logprobs[0]) == sum(4 + 20 * i for i in range(5))
-    # A last bit of a key may now and then round it to the next float8, an eighth away.
+    # A difference in the last bit may quantize a key to the neighboring float8, which differs by an eighth.
     difference = np.abs(logprobs[0] - logprobs[1])
     assert np.quantile(difference, 0.9) < 1e-2
     assert difference.max() < 0.5
@@ -112,7 +112,7 @@ def test_a_float8_cache_under_graphs(model_dir: Path, tmp_path: Path) -> None:
 
 def test_the_cache_is_sized_from_what_the_device_has_free(model_dir: Path, tmp_path: Path) -> None:
     core = cuda_core(model_dir, num_kv_blocks=None, gpu_memory_utilization=0.5, enforce_eager=False, cache_dir=tmp_path)
-    assert core.info.num_kv_blocks == 32 * 256 // 16  # the model is so small that max_num_seqs sequences all fit
+    assert core.info.num_kv_blocks == 32 * 256 // 16  # the model is so small that max_num_seqs sequences fit
     assert tokens_of(run_requests(core, [request("a", [1, 2, 3])]))["a"]
 
 

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from compile_and_serve.runtime.engine.client import (
-    OUTPUTS_A_TURN,
+    OUTPUTS_PER_TURN,
     AsyncEngineClient,
     EngineDeadError,
     EngineStartError,
@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Reader:
-    """Collects what a client's engine puts out."""
+    """Collects the outputs of a client's engine."""
 
     def __init__(self, client: AsyncEngineClient) -> None:
         self.client = client
@@ -121,7 +121,7 @@ async def test_64_requests_at_once_leave_no_block_behind(engine: tuple[AsyncEngi
     assert client.stats.num_free_blocks == after["num_free_blocks"]
 
 
-async def test_a_bad_request_comes_back_as_a_sentence_and_disturbs_nobody(
+async def test_a_bad_request_comes_back_as_a_sentence_and_leaves_others_alone(
     engine: tuple[AsyncEngineClient, Reader],
 ) -> None:
     client, reader = engine
@@ -137,7 +137,7 @@ async def test_a_bad_request_comes_back_as_a_sentence_and_disturbs_nobody(
     assert len(tokens_of(reader.outputs)["good"]) == 20
 
 
-async def test_an_abort_frees_at_once_what_the_request_held(engine: tuple[AsyncEngineClient, Reader]) -> None:
+async def test_an_abort_frees_the_blocks_of_its_request(engine: tuple[AsyncEngineClient, Reader]) -> None:
     client, reader = engine
     await client.add_request(request("long", [9, 9], max_tokens=250))
     await reader.until(lambda got: "long" in got)
@@ -158,8 +158,8 @@ async def test_utility_calls_are_answered_while_requests_run(engine: tuple[Async
     assert client.is_alive
 
 
-async def test_a_client_that_is_behind_leaves_the_loop_to_others_between_steps(model_dir: Path) -> None:
-    """200 steps of 16 outputs wait at once, as when the engine is faster than this process."""
+async def test_a_client_that_lags_behind_yields_to_other_tasks(model_dir: Path) -> None:
+    """200 steps of 16 outputs are queued, as if the engine were faster than this process."""
     client = AsyncEngineClient(tiny_config(model_dir))
     with zmq.asyncio.Context() as context:
         client._output, engine = context.socket(zmq.PULL), context.socket(zmq.PUSH, socket_class=zmq.Socket)
@@ -190,10 +190,10 @@ async def test_a_client_that_is_behind_leaves_the_loop_to_others_between_steps(m
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     assert steps == list(range(200))
-    assert max(outputs_of_turn.values()) <= OUTPUTS_A_TURN
+    assert max(outputs_of_turn.values()) <= OUTPUTS_PER_TURN
 
 
-async def test_a_full_queue_is_told_apart_from_a_bad_request(model_dir: Path) -> None:
+async def test_a_full_queue_is_not_reported_as_a_bad_request(model_dir: Path) -> None:
     async with started(model_dir, max_num_seqs=1, max_waiting=0) as (client, reader):
         await client.add_request(request("first", [1], max_tokens=200))
         await client.add_request(request("second", [2]))
@@ -202,7 +202,7 @@ async def test_a_full_queue_is_told_apart_from_a_bad_request(model_dir: Path) ->
         assert (second.finish_reason, second.error_kind) == ("error", "overloaded")
 
 
-async def test_the_abort_of_the_last_request_is_seen_in_the_numbers(model_dir: Path) -> None:
+async def test_the_abort_of_the_last_request_updates_the_stats(model_dir: Path) -> None:
     async with started(model_dir, async_scheduling=False) as (client, reader):
         await client.add_request(request("only", [1], max_tokens=250))
         await reader.until(lambda got: "only" in got)
@@ -218,7 +218,7 @@ async def test_shutdown_drains_then_refuses(model_dir: Path) -> None:
         await client.add_request(request("running", [1], max_tokens=100))
         await reader.until(lambda got: "running" in got)
         assert client.pid is not None
-        for number in (signal.SIGINT, signal.SIGTERM):  # as from a terminal and from systemd: they are for the parent
+        for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal and systemd send them: they are for the parent
             os.kill(client.pid, number)
         await asyncio.wait_for(client.shutdown(drain=True), PATIENCE)
         await asyncio.wait_for(reader.task, PATIENCE)
@@ -243,9 +243,9 @@ async def test_shutdown_without_drain_ends_running_requests(model_dir: Path) -> 
 async def test_the_death_of_the_process_wakes_every_waiter(model_dir: Path) -> None:
     async with started(model_dir) as (client, reader):
         assert client.pid is not None
-        os.kill(client.pid, signal.SIGSTOP)  # so that the call cannot be answered before the end
+        os.kill(client.pid, signal.SIGSTOP)  # so that the call is not answered
         call = asyncio.create_task(client.utility("ping"))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # the call waits for its answer
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="ended by signal 9"):
             await asyncio.wait_for(call, PATIENCE)
@@ -256,19 +256,19 @@ async def test_the_death_of_the_process_wakes_every_waiter(model_dir: Path) -> N
             await client.add_request(request("late", [1]))
 
 
-async def test_nothing_waits_for_a_process_that_is_gone(model_dir: Path) -> None:
-    """Whatever is sent between its end and the news of it: a socket without a peer would keep the sender for ever."""
+async def test_sending_to_a_dead_process_fails(model_dir: Path) -> None:
+    """A message sent after the process has ended must not block: its socket has no peer."""
     async with started(model_dir) as (client, _):
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
 
-        async def abort_for_ever() -> None:
+        async def abort_repeatedly() -> None:
             while True:
                 await asyncio.wait_for(client.abort(["nobody"]), PATIENCE)
                 await asyncio.sleep(0)
 
         with pytest.raises(EngineDeadError):
-            await abort_for_ever()
+            await abort_repeatedly()
 
 
 async def test_a_crash_in_a_step_becomes_one_sentence(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

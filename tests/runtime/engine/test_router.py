@@ -1,4 +1,4 @@
-"""Which replica gets a request: by load, by prefix, and by both."""
+"""Routing by load, by prefix, and by both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_different_prompts_spread_evenly() -> None:
     for i in range(30):
         router.finish(f"r{i}")
     assert [router.load(r) for r in range(3)] == [0, 0, 0]
-    # one after the other, with nothing in flight between them
+    # one after another, with none in flight in between
     idle = Counter()
     for i in range(30, 60):
         idle[router.route(request(f"r{i}", prompt(i)))] += 1
@@ -63,25 +63,25 @@ def test_salts_and_short_overlaps_are_no_prefix() -> None:
     router.finish("a")
     salted = request("b", prompt(0))
     salted.cache_salt = "tenant"
-    assert router.route(salted) == 1 - home  # equally good, and the other had no request yet
+    assert router.route(salted) == 1 - home  # equal load, and the other replica had no request yet
     router.finish("b")
     other = prompt(0)[: BLOCK - 1] + prompt(1)
     first = router.route(request("c", other))
     assert router.route(request("d", prompt(0)[: BLOCK - 1] + prompt(2))) == 1 - first
 
 
-def test_a_prefix_that_everybody_shares_spreads_when_its_replica_fills_up() -> None:
+def test_a_prefix_that_all_requests_share_spreads_when_its_replica_fills_up() -> None:
     router = make_router(2)
     shared = prompt(0)
     chosen = [router.route(request(f"r{i}", shared + prompt(i + 1, BLOCK))) for i in range(32)]
     home = chosen[0]
     first_other = chosen.index(1 - home)
-    # as many more as AFFINITY says, of 32 seats (the KV cache's part is small here)
+    # the difference is AFFINITY times 32 slots (the KV cache contributes little here)
     assert 2 < first_other <= AFFINITY * 32 + 1
     assert abs(chosen.count(0) - chosen.count(1)) <= 6
 
 
-def test_nobody_waits_or_is_refused_where_another_replica_has_room() -> None:
+def test_no_request_waits_or_is_refused_while_another_replica_has_room() -> None:
     shared = prompt(0, 4000)  # worth more than any difference of load below
     router = make_router(2, max_num_seqs=4, max_waiting=2, num_blocks=1_000_000)
     counts: Counter[int] = Counter()
@@ -89,7 +89,7 @@ def test_nobody_waits_or_is_refused_where_another_replica_has_room() -> None:
         counts[router.route(request(f"r{i}", shared))] += 1
         assert max(counts.values()) <= 4 or min(counts.values()) >= 4
     assert counts == {0: 6, 1: 6}
-    router.route(request("one too many", shared))  # whoever gets it refuses it
+    router.route(request("one too many", shared))  # either replica refuses it
 
 
 def test_the_load_that_a_replica_reports_counts() -> None:
@@ -97,7 +97,7 @@ def test_the_load_that_a_replica_reports_counts() -> None:
     home = router.route(request("a", prompt(0)))
     router.observe(home, EngineStats(kv_cache_usage=AFFINITY + 0.1))
     assert router.route(request("b", prompt(0))) == 1 - home
-    # what an idle replica said before its requests were aborted is no load
+    # an idle replica has no load, whatever it reported before its requests were aborted
     router.finish("a")
     assert router.load(home) == 0.0
 
@@ -114,13 +114,30 @@ def test_requests_are_found_and_forgotten() -> None:
     assert len(router.requests_of(0) + router.requests_of(1)) == 3
 
 
-def test_memory_is_bounded_by_what_the_caches_hold() -> None:
+def test_prompts_that_no_longer_fit_the_caches_are_forgotten() -> None:
+    """Two caches of 50 blocks hold 10 prompts of 10 blocks."""
     router = make_router(2, num_blocks=50)
-    for i in range(100):
-        router.route(request(f"r{i}", prompt(i)))
-    assert len(router._seen) == 100
+    homes = []
+    for i in range(20):
+        homes.append(router.route(request(f"r{i}", prompt(i))))
+        router.finish(f"r{i}")
+
+    def returns_home(i: int) -> bool:
+        """Whether the prompt goes to its replica although that one has a request more than the other."""
+        router.route(request("filler", prompt(1000 + i, 1)))
+        home = router.replica_of("filler")
+        while home != homes[i]:
+            router.finish("filler")
+            home = router.route(request("filler", prompt(1000 + i, 1)))
+        chosen = router.route(request("again", prompt(i)))
+        router.finish("again")
+        router.finish("filler")
+        return chosen == homes[i]
+
+    assert returns_home(19)
+    assert not returns_home(0)
     router.forget_prefixes()
-    assert len(router._seen) == 0
+    assert not returns_home(18)
 
 
 def test_without_prefix_caches_only_load_counts() -> None:
