@@ -64,8 +64,11 @@ class GraphBreakError(RuntimeError):
     """Dynamo could not trace a module into one graph. The message is Dynamo's reason."""
 
 
-class _CaptureComplete(Exception):
-    """Ends a capture once the graph is there: guards and bytecode are not needed."""
+class _CaptureComplete(BaseException):
+    """Ends a capture once the graph is there: guards and bytecode are not needed.
+
+    Not an `Exception`: torch 2.15 empties the graph of a capture that an `Exception` ends.
+    """
 
 
 def capture_full_graph(
@@ -76,7 +79,7 @@ def capture_full_graph(
     → the bytecode that Dynamo generates for `forward`, for dumps; empty without `with_bytecode`. It is never run.
     """
     from torch._dynamo.convert_frame import register_bytecode_hook
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+    from torch._dynamo.exc import TorchDynamoException
 
     def take(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         result = backend(gm, examples)
@@ -90,9 +93,8 @@ def capture_full_graph(
     try:
         with torch.no_grad():
             torch.compile(module, backend=take, fullgraph=True)(*args)
-    except BackendCompilerFailed as error:
-        if not isinstance(error.inner_exception, _CaptureComplete):
-            raise GraphBreakError(str(error)) from error
+    except _CaptureComplete:
+        pass
     except TorchDynamoException as error:
         raise GraphBreakError(str(error)) from error
     finally:

@@ -1,9 +1,9 @@
-"""Inductor: the one place that touches its private interfaces.
+"""Compiles pieces with Inductor and loads compiled pieces. Inductor's private interfaces are used here only.
 
-A piece goes in as an FX graph and comes out as Inductor's generated Python module (`source`) plus the files which that
-module's kernels were built into. Both are kept; loading them again traces and lowers nothing. AOTAutograd's cache and its
-run-time wrapper are left out on purpose: a piece is functional and needs no gradient, so the generated
-`call(list of tensors)` is all there is to run.
+Inductor turns the FX graph of a piece into a Python module (`source`) and builds that module's kernels. The artifact store
+keeps the source and the built files, so that a later start loads them without tracing or lowering.
+AOTAutograd's cache and run-time wrapper are not used: a piece is functional and needs no gradient, so calling the
+module's `call(list of tensors)` is enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -34,37 +34,40 @@ log = logging.getLogger(__name__)
 
 PieceCallable = Callable[[list[Any]], Sequence[torch.Tensor]]
 
-READY_SECONDS = 4.0  # that processes which compile kernels are waited for
-MAX_TOKENS = 1 << 16  # upper bound of a symbolic length: lets generated kernels index with 32 bits
+POOL_START_SECONDS = 4.0  # longest wait for the processes that compile kernels
+MAX_TOKENS = 1 << 16  # upper bound of a symbolic length, so that generated kernels can index with 32 bits
 
 OPTIONS: dict[str, Any] = {
-    "size_asserts": False,  # checked once by the caller's contract, not on every call
+    "size_asserts": False,  # the caller guarantees the sizes
     "nan_asserts": False,
-    "fx_graph_cache": False,  # the artifact store keeps results, under a key of its own
+    "fx_graph_cache": False,  # the artifact store does this, with its own keys
     "enable_auto_functionalized_v2": True,
 }
 
 
 class PieceCompileError(RuntimeError):
-    """Inductor could not compile a piece, or made something that cannot be kept."""
+    """Inductor could not compile a piece, or its result cannot be stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledPiece:
-    """run: takes the piece's inputs as a list (which it empties), gives its outputs. source: the generated module's text."""
+    """A piece that can be called.
+
+    run: takes the inputs as a list, which it empties, and returns the outputs. source: text of the generated module.
+    """
 
     run: PieceCallable
     source: str
 
 
-class PieceInWork:
-    """A piece whose module is generated, while compilers build its kernels beside this thread."""
+class PendingPiece:
+    """A piece whose module is generated and whose kernels are still being built by other processes."""
 
     def __init__(self, piece: CompiledPiece, waits: Sequence[Callable[[], None]], device: torch.device, work_dir: Path):
         self._piece, self._waits, self._device, self._work_dir = piece, waits, device, work_dir
 
     def result(self) -> CompiledPiece:
-        """Wait for the kernels. Raises `PieceCompileError`."""
+        """Wait until the kernels are built. Raises `PieceCompileError`."""
         from torch._inductor import config
 
         with _cache_dir(self._work_dir, self._device), config.patch(OPTIONS), _as_piece_error():
@@ -73,10 +76,11 @@ class PieceInWork:
         return self._piece
 
 
-def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> PieceInWork:
-    """Compile a functional piece for `device`, with its symbolic lengths anywhere in [1, MAX_TOKENS].
+def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> PendingPiece:
+    """Generate the module of a functional piece for `device` and start building its kernels.
 
-    gm: placeholders carry meta["example_value"]. work_dir: where Inductor leaves the files that it builds, this piece's alone.
+    gm: each placeholder has meta["example_value"]; symbolic lengths may be anything in [1, MAX_TOKENS].
+    work_dir: where Inductor writes its files; used by this piece only.
     Raises `PieceCompileError`.
     """
     from torch._inductor import config
@@ -90,38 +94,39 @@ def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> PieceI
     tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
     with (
         _cache_dir(work_dir, device), tracing, V.set_fake_mode(mode), torch.no_grad(), config.patch(OPTIONS),
-        _as_piece_error(), _only_a_working_pool(), _waits_put_off() as waits,
+        _as_piece_error(), _without_broken_pool(), _deferred_kernel_waits() as waits,
     ):  # fmt: skip
         with mode:
             aten = make_fx(gm, decomposition_table=select_decomp_table())(*arguments)
         compiled = compile_fx_inner(aten, arguments, is_inference=True)
     if getattr(compiled, "constants", None):
         raise PieceCompileError(
-            f"The piece holds constants ({', '.join(compiled.constants)}) that cannot be kept: make them buffers of the model."
+            f"The piece contains constants ({', '.join(compiled.constants)}), which cannot be stored: make them buffers of the model."
         )
     piece = CompiledPiece(run=compiled.current_callable, source=compiled.source_code)
-    return PieceInWork(piece, waits, device, work_dir)
+    return PendingPiece(piece, waits, device, work_dir)
 
 
 def compile_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> CompiledPiece:
-    """`start_piece`, to the end."""
+    """Compile a piece and wait for its kernels; arguments and errors are those of `start_piece`."""
     return start_piece(gm, device, work_dir).result()
 
 
 def import_inductor() -> None:
-    """Import what `start_piece` will need: a second that may lie where the caller waits for something else anyway."""
+    """Import what `start_piece` needs. Takes about a second, which a caller may spend while it waits for something else."""
     import torch._inductor.compile_fx
     import torch._inductor.decomposition
     import torch._inductor.lowering  # noqa: F401
 
 
 @contextmanager
-def prepared(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None]]:
-    """Inductor is imported, and what takes seconds in processes of their own goes on beside the block; yields a function that waits for it.
+def start_inductor(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None]]:
+    """Import Inductor and start its slow preparations, which run in parallel with the block. Yields a function that waits for them.
 
-    For a CPU that is finding out which instruction set its kernels are for (work_dir: gets the test libraries; where they lie beside a
-    piece's kernels, loading it builds none again). For a GPU it is starting the processes that compile kernels. They are for what is
-    compiled inside the block; as long as they are not there, Inductor compiles by itself.
+    On a CPU, they find the instruction set for which kernels are built. `work_dir` receives the libraries that test it;
+    copied beside a piece's kernels, they need not be built again when the piece is loaded.
+    On a GPU, they start the processes that compile kernels. These end with the block. Until they are there, Inductor compiles in
+    this process.
     """
     if device.type == "cuda":
         with _kernel_compilers() as wait:
@@ -133,26 +138,26 @@ def prepared(device: torch.device, work_dir: Path) -> Iterator[Callable[[], None
         yield lambda: None
         return
 
-    def find() -> None:
+    def select() -> None:
         with _cache_dir(work_dir, device):
-            _try_one_instruction_set()
+            _select_instruction_set()
 
     with ThreadPoolExecutor(1, thread_name_prefix="instruction-set") as threads:
-        yield threads.submit(find).result
+        yield threads.submit(select).result
 
 
 def load_pieces(sources: Mapping[str, str], device: torch.device, work_dir: Path) -> dict[str, CompiledPiece]:
-    """Load pieces from their generated modules' text; kernels are taken from `work_dir` where they are there, else built again.
+    """Load pieces from the text of their generated modules. Kernels that are missing in `work_dir` are rebuilt.
 
-    sources: by fingerprint, as the result. device: what they were compiled for. work_dir: may have been moved or copied here.
+    sources: by the piece's name, like the result. device: the one that they were compiled for. work_dir: may be a moved copy.
     """
     from torch._inductor import config
 
     loaded = {}
-    _find_kernels_here(work_dir)
+    _relocate_triton_kernels(work_dir)
     with _cache_dir(work_dir, device), config.patch({**OPTIONS, "compile_threads": 1}):
         if device.type == "cpu":
-            _try_one_instruction_set()
+            _select_instruction_set()
         for piece, source in sources.items():
             module = types.ModuleType(f"compiled_piece_{piece}")
             module.__file__ = str(work_dir / f"{piece}.py")
@@ -161,15 +166,15 @@ def load_pieces(sources: Mapping[str, str], device: torch.device, work_dir: Path
     return loaded
 
 
-def _find_kernels_here(work_dir: Path) -> None:
-    """Triton lists the files of a kernel by their absolute paths, and builds a kernel again whose files are not where its list says."""
-    for listed in work_dir.glob("triton/*/__grp__*.json"):
-        names = json.loads(listed.read_text())["child_paths"]
-        listed.write_text(json.dumps({"child_paths": {name: str(listed.parent / name) for name in names}}))
+def _relocate_triton_kernels(work_dir: Path) -> None:
+    """Correct the absolute paths in Triton's lists of files: it rebuilds a kernel whose files are not at the listed paths."""
+    for group in work_dir.glob("triton/*/__grp__*.json"):
+        names = json.loads(group.read_text())["child_paths"]
+        group.write_text(json.dumps({"child_paths": {name: str(group.parent / name) for name in names}}))
 
 
 def fake_arguments(gm: GraphModule, device: torch.device) -> tuple[Any, list[Any]]:
-    """(fake mode, fakes on `device` of the piece's inputs), with one fresh symbol for each of its symbolic lengths."""
+    """A fake mode, and fake inputs of the piece on `device`. Each symbolic length is a fresh symbol."""
     values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     names = symbolic_lengths(gm)
     mode, symbols = fake_mode_with_symbols(names, dict.fromkeys(names, MAX_TOKENS))
@@ -196,38 +201,36 @@ def _as_piece_error() -> Iterator[None]:
 
 
 @contextmanager
-def _waits_put_off() -> Iterator[list[Callable[[], None]]]:
-    """A module that this thread generates in the block leaves waiting for its kernels, which it would end with, to the functions
-    collected here.
-    """
+def _deferred_kernel_waits() -> Iterator[list[Callable[[], None]]]:
+    """Modules that this thread generates in the block do not wait for their kernels. The yielded list collects the waits instead."""
     from torch._inductor.async_compile import AsyncCompile, CompiledTritonKernels
 
     waits: list[Callable[[], None]] = []
     wait, thread = AsyncCompile.wait, get_ident()
-    CompiledTritonKernels.cache_clear()  # a kernel that another piece still waits for would lie in that one's folder alone
+    CompiledTritonKernels.cache_clear()  # else a kernel that pieces share would be in the folder of only one of them
 
-    def put_off(compiles: AsyncCompile, scope: dict[str, Any]) -> None:
+    def defer(compiles: AsyncCompile, scope: dict[str, Any]) -> None:
         if get_ident() == thread:
             waits.append(partial(wait, compiles, scope))
-        else:  # somebody else's module
+        else:
             wait(compiles, scope)
 
-    AsyncCompile.wait = put_off
+    AsyncCompile.wait = defer
     try:
         yield waits
     finally:
         AsyncCompile.wait = wait
 
 
-_compilers: Any = None  # Inductor's pool of processes, while it is ours
+_compilers: Any = None  # Inductor's pool of processes, if `_kernel_compilers` started it
 
 
 @contextmanager
 def _kernel_compilers() -> Iterator[Callable[[], None]]:
-    """Inductor's processes that compile Triton kernels, from their start on, which takes seconds, until the block has ended. Yields a
-    function that waits for them, but no longer than it takes to compile a kernel or two without them.
+    """Start Inductor's processes that compile Triton kernels, and end them after the block. A pool that already runs is kept.
 
-    A pool that is there already stays.
+    Starting takes seconds. Yields a function that waits for it for at most `POOL_START_SECONDS`: compiling a kernel or two without
+    the pool takes as long.
     """
     global _compilers
     from torch._inductor import async_compile
@@ -236,20 +239,19 @@ def _kernel_compilers() -> Iterator[Callable[[], None]]:
     if compile_here.process_pool.cache_info().currsize or async_compile.get_compile_threads() <= 1:
         yield lambda: None
         return
-    _name_ptxas()  # they have the environment that they begin with
-    with _bytecode_named():
+    with _triton_ptxas(), _inherited_bytecode_folder():
         compile_here.use_process_pool()
     _compilers = compile_here.process_pool()
 
     def wait() -> None:
-        with suppress(Exception):  # said by `_only_a_working_pool`
-            compile_here._ready_future.result(READY_SECONDS)
+        with suppress(Exception):  # `_without_broken_pool` logs it
+            compile_here._ready_future.result(POOL_START_SECONDS)
 
     try:
         yield wait
     finally:
         pool, _compilers = _compilers, None
-        # Inductor forgets it first: whoever compiles next starts another.
+        # Before the shutdown, so that a compilation at the same time starts a new pool.
         compile_here._ready_future = None
         compile_here.process_pool.cache_clear()
         async_compile._pool_set.discard(pool)
@@ -257,8 +259,11 @@ def _kernel_compilers() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _bytecode_named() -> Iterator[None]:
-    """Processes that start in the block take torch's bytecode from where this one keeps it, instead of compiling all of torch again."""
+def _inherited_bytecode_folder() -> Iterator[None]:
+    """Processes that start in the block use this process's bytecode folder, instead of compiling all of torch to bytecode again.
+
+    Inductor passes nothing to them but the environment, so the variable is set for the length of the block.
+    """
     name = "PYTHONPYCACHEPREFIX"
     if sys.pycache_prefix is None or name in os.environ:
         yield
@@ -271,19 +276,19 @@ def _bytecode_named() -> Iterator[None]:
 
 
 def end_kernel_compilers() -> None:
-    """End the processes that compile kernels, whatever they do; for a process that leaves by `os._exit`, which does so before."""
+    """Kill the processes that compile kernels. A process that leaves by `os._exit` must call this first."""
     if _compilers is None:
         return
     with suppress(OSError):
-        first = _compilers.process.pid
-        children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-        for process in (first, *map(int, children)):  # the first first: it would start the others anew
+        parent = _compilers.process.pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        for process in (parent, *map(int, children)):  # the parent first: it would replace its children
             os.kill(process, signal.SIGKILL)
 
 
 @contextmanager
-def _only_a_working_pool() -> Iterator[None]:
-    """Inside, Inductor compiles by itself where its processes could not be started, which is said once."""
+def _without_broken_pool() -> Iterator[None]:
+    """In the block, Inductor compiles in this process if its processes could not be started. The reason is logged once."""
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
@@ -299,20 +304,25 @@ def _only_a_working_pool() -> Iterator[None]:
 
 @cache
 def _warn_no_pool(reason: str) -> None:
-    log.warning("Inductor's processes that compile kernels do not run, kernels compile one after another: %s", reason)
+    log.warning("Inductor's compile processes could not be started; kernels are compiled one after another: %s", reason)
 
 
-def _name_ptxas() -> None:
-    """Inductor names one of its own where none is named, in this process or in those that compile for it, and leaves it so: what was
-    assembled by it this time and by another the next would be built again.
+@contextmanager
+def _triton_ptxas() -> Iterator[None]:
+    """In the block, Inductor and the processes that it starts assemble with Triton's ptxas.
+
+    Without a choice, Inductor takes the ptxas of torch's folder, if there is one, and sets it for the whole process. Kernels
+    assembled by the other ptxas at the next start would not be found in the cache.
     """
     import triton
 
-    os.environ.setdefault("TRITON_PTXAS_PATH", triton.knobs.nvidia.ptxas.path)
+    with triton.knobs.nvidia.scope():  # restores the knobs and their environment variables
+        triton.knobs.nvidia.ptxas = triton.knobs.nvidia.ptxas.path
+        yield
 
 
 def _allow_fallback_of_our_ops() -> None:
-    """Without this, Inductor's note about each op that it does not lower prints the whole graph (minutes on a deep one)."""
+    """Without this, Inductor logs the whole graph for each op that it does not lower, which takes minutes for a deep graph."""
     from torch._inductor import lowering
 
     from compile_and_serve.custom_ops.library import OPS
@@ -321,10 +331,11 @@ def _allow_fallback_of_our_ops() -> None:
         lowering.FALLBACK_ALLOW_LIST.add(name)
 
 
-def _try_one_instruction_set() -> None:
-    """Leave on Inductor's list the best instruction set that works: it uses that one, but would try them all.
+def _select_instruction_set() -> None:
+    """Reduce Inductor's list of instruction sets to the best one that works.
 
-    A trial builds and loads a test library and takes as long as a kernel; a CPU with AVX-512 has 7.
+    Inductor uses that one, but tests all of them first. A test builds and loads a library, which takes as long as building a
+    kernel; a CPU with AVX-512 has 7 sets.
     """
     from torch._inductor import cpu_vec_isa
 
@@ -336,34 +347,29 @@ def _try_one_instruction_set() -> None:
     candidates[:] = [best] if (best := next(works, None)) else []
 
 
-_one_cache_dir = RLock()  # at a time, the process over
+_cache_dir_lock = RLock()  # the folder is a setting of the whole process
 
 
 @contextmanager
 def _cache_dir(path: Path, device: torch.device) -> Iterator[None]:
-    """Inductor keeps its files in `path`, kernels of Triton included, while the block runs; other threads' blocks wait for its end."""
+    """In the block, Inductor and Triton write their files into `path`. Blocks of other threads wait until it has ended."""
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-    with _one_cache_dir:
+    with _cache_dir_lock:
         path.mkdir(parents=True, exist_ok=True)
-        if device.type != "cuda":
-            with temporary_cache_dir(str(path)):
-                yield
-        else:
-            with _triton_cache_dir(path), temporary_cache_dir(str(path)):
-                yield
+        triton_dirs = _triton_cache_dir(path / "triton") if device.type == "cuda" else nullcontext()
+        with triton_dirs, temporary_cache_dir(str(path)):
+            yield
 
 
 @contextmanager
 def _triton_cache_dir(path: Path) -> Iterator[None]:
+    """In the block, Triton keeps its kernels in `path`.
+
+    Where no folder is set, Inductor would set one of its own for the whole process, which our other kernels would use as well.
+    """
     import triton
 
-    _name_ptxas()
-    # Inductor sets this variable where it is not set, and leaves it so: kernels of a later piece, and our own, would go to a folder that
-    # is gone at the next start. So it is always set.
-    outside = os.environ.get("TRITON_CACHE_DIR") or triton.knobs.cache.dir
-    os.environ["TRITON_CACHE_DIR"] = str(path / "triton")
-    try:
+    with _triton_ptxas(), triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(path)
         yield
-    finally:
-        os.environ["TRITON_CACHE_DIR"] = outside

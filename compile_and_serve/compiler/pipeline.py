@@ -32,11 +32,11 @@ from compile_and_serve.compiler.compat import no_garbage_collection
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.inductor import (
     CompiledPiece,
+    PendingPiece,
     PieceCallable,
     PieceCompileError,
-    PieceInWork,
     load_pieces,
-    prepared,
+    start_inductor,
     start_piece,
 )
 from compile_and_serve.compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
@@ -238,7 +238,7 @@ class _Compilation:
 
     def _make(self, fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, JoinPieces]:
         start = time.perf_counter()
-        with prepared(self.device, work_dir / TRIALS) as wait:
+        with start_inductor(self.device, work_dir / TRIALS) as wait:
             importing = time.perf_counter() - start
             with no_garbage_collection():
                 plan, graphs, records = self._rewrite(wait)
@@ -278,10 +278,10 @@ class _Compilation:
             for i, piece in enumerate(plan.pieces, 1)
         ]  # fmt: skip
         failure: PieceCompileError | None = None
-        begun: list[tuple[_WantedPiece, CompiledPiece | PieceInWork, float]] = []
+        begun: list[tuple[_WantedPiece, CompiledPiece | PendingPiece, float]] = []
         for piece in wanted:
             start = time.perf_counter()
-            made: CompiledPiece | PieceInWork | None = self._load_piece(piece, work_dir)
+            made: CompiledPiece | PendingPiece | None = self._load_piece(piece, work_dir)
             if made is None:
                 try:
                     made = start_piece(piece.graph, self.device, piece.folder / KERNELS)
@@ -292,7 +292,7 @@ class _Compilation:
         pieces = {}
         for piece, made, seconds in begun:
             start, how = time.perf_counter(), "loaded"
-            if isinstance(made, PieceInWork):
+            if isinstance(made, PendingPiece):
                 try:
                     made, how = made.result(), "compiled"
                 except PieceCompileError as error:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler import CompileConfig, compile_model, pipeline
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
-from compile_and_serve.compiler.inductor import PieceCompileError, PieceInWork
+from compile_and_serve.compiler.inductor import PendingPiece, PieceCompileError
 from compile_and_serve.compiler.model import WeightMismatchError
 from compile_and_serve.compiler.rewrite.graph_pass import PassError
 from tests.support.tiny_models import caches, fill, step, tiny_spec
@@ -109,7 +109,7 @@ def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:
 def test_what_is_compiled_is_kept_where_another_piece_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_piece, begun = pipeline.start_piece, []
 
-    def third_fails(gm: GraphModule, *args: object) -> PieceInWork:
+    def third_fails(gm: GraphModule, *args: object) -> PendingPiece:
         begun.append(gm)
         if len(begun) == 3:
             raise PieceCompileError("the third fails")

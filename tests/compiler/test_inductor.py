@@ -17,7 +17,7 @@ from torch.fx import GraphModule, symbolic_trace
 from compile_and_serve.compiler.inductor import (
     PieceCompileError,
     _kernel_compilers,
-    _only_a_working_pool,
+    _without_broken_pool,
     end_kernel_compilers,
     start_piece,
 )
@@ -113,7 +113,7 @@ def test_processes_that_compile_kernels_are_gone_after_the_block(
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile
 
-    monkeypatch.setattr("compile_and_serve.compiler.inductor.READY_SECONDS", 60.0)
+    monkeypatch.setattr("compile_and_serve.compiler.inductor.POOL_START_SECONDS", 60.0)
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
     with suppress(KeyError), _kernel_compilers() as wait:
         pool = AsyncCompile.process_pool()
@@ -152,10 +152,10 @@ def test_a_pool_that_did_not_start_is_said_once_and_done_without(
     failed.set_exception(RuntimeError("no more processes"))
     monkeypatch.setattr(AsyncCompile, "_ready_future", failed)
     for _ in range(2):
-        with _only_a_working_pool():
+        with _without_broken_pool():
             assert config.compile_threads == 1
     assert [record.message for record in caplog.records if "no more processes" in record.message] == [
-        "Inductor's processes that compile kernels do not run, kernels compile one after another: RuntimeError: no more processes"
+        "Inductor's compile processes could not be started; kernels are compiled one after another: RuntimeError: no more processes"
     ]
 
 
@@ -163,7 +163,7 @@ KERNEL = """
 import json, shutil, sys, os
 from pathlib import Path
 import triton, triton.language as tl
-from compile_and_serve.compiler.inductor import _find_kernels_here
+from compile_and_serve.compiler.inductor import _relocate_triton_kernels
 from tests.support.hopper import compiled
 
 here = Path(sys.argv[1])
@@ -180,7 +180,7 @@ compile_in(here / "made")
 compile_in(here / "made")
 shutil.copytree(here / "made", here / "copied")
 shutil.rmtree(here / "made")
-_find_kernels_here(here / "copied")
+_relocate_triton_kernels(here / "copied")
 compile_in(here / "copied")
 print(json.dumps(hits))
 """

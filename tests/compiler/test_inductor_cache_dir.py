@@ -16,28 +16,43 @@ from compile_and_serve.compiler.inductor import _cache_dir
 CUDA = torch.device("cuda")
 
 
+VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+
+
 @pytest.mark.parametrize("before", [None, "/somewhere"])
-def test_triton_keeps_a_piece_beside_it_and_everything_else_where_it_was(
+def test_a_block_changes_the_folders_only_inside(
     before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    outside = triton.knobs.cache.dir
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv("TRITON_CACHE_DIR", before)
-        outside = before
-    ptxas = triton.knobs.nvidia.ptxas.path
+    outside, ptxas = triton.knobs.cache.dir, triton.knobs.nvidia.ptxas.path
     for piece in ("a", "b"):
         with _cache_dir(tmp_path / piece, CUDA):
-            assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / piece / "triton")
-            assert triton.knobs.cache.dir == str(tmp_path / piece / "triton")
+            # As environment variables, too: Inductor and the processes that it starts read nothing else.
+            assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == str(tmp_path / piece / "triton")
             assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / piece)
-        # Set, not unset: Inductor would set it for good.
-        assert os.environ["TRITON_CACHE_DIR"] == outside == triton.knobs.cache.dir
-        assert os.environ["TRITON_PTXAS_PATH"] == ptxas
+            assert os.environ["TRITON_PTXAS_PATH"] == triton.knobs.nvidia.ptxas.path == ptxas
+        assert [os.environ.get(name) for name in VARIABLES] == [before, None]
+        assert triton.knobs.cache.dir == outside
     with pytest.raises(RuntimeError, match="fails"), _cache_dir(tmp_path / "c", CUDA):
         raise RuntimeError("it fails")
-    assert os.environ["TRITON_CACHE_DIR"] == outside
+    assert [os.environ.get(name) for name in VARIABLES] == [before, None]
+
+
+def test_inductor_sets_no_folder_for_the_whole_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets its own folder and its own ptxas where none is set."""
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    _set_triton_ptxas_path.cache_clear()
+    with _cache_dir(tmp_path, CUDA):
+        _set_triton_ptxas_path()
+        assert os.environ["TRITON_PTXAS_PATH"] == triton.knobs.nvidia.ptxas.path
+    _set_triton_ptxas_path()
+    assert [os.environ.get(name) for name in VARIABLES] == [None, None]
 
 
 def test_on_the_cpu_triton_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
-from compile_and_serve.compiler.inductor import load_pieces, prepared, start_piece
+from compile_and_serve.compiler.inductor import load_pieces, start_inductor, start_piece
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -41,7 +41,7 @@ def test_pieces_in_work_beside_each_other(tmp_path: Path, is_ready: bool, monkey
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **_: found.append(cache_hit))
     factors = (0.5, 3.0)
     x = torch.randn(32, 300, device=CUDA)
-    with prepared(CUDA, tmp_path / "trials"):
+    with start_inductor(CUDA, tmp_path / "trials"):
         if is_ready:
             AsyncCompile.wait_pool_ready()
         begun = [start_piece(piece(factor), CUDA, tmp_path / str(factor)) for factor in factors]
