@@ -78,7 +78,7 @@ def linear_functions(dtype: torch.dtype, tokens: int) -> dict[str, tuple[Callabl
     def quantized(activations: Activations) -> tuple[Callable, Callable]:
         def prepare(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scale = row_scales(weight_OI, torch.int8)
-            return pack_quantized_weight(quantize_weight(weight_OI, scale, torch.int8), scale, activations), scale
+            return pack_quantized_weight(quantize_weight(weight_OI, scale, torch.int8), scale), scale
 
         return prepare, lambda x, w, outputs: quantized_linear(x, w[0], w[1], outputs, activations=activations)
 

@@ -27,7 +27,6 @@ class ModelConfig:
     model: str
     path: Path
     tokenizer: str | None = None
-    served_model_name: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     max_model_len: int | None = None
     model_impl: Literal["auto", "transformers"] = "auto"

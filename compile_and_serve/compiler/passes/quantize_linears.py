@@ -77,15 +77,13 @@ def slow_reason(
 
     stored: what the checkpoint holds quantized. dtype: of the activations.
     """
-    kinds = {(weight.dtype, weight.activations, weight.per_block) for weight in stored.values()}
+    kinds = {(weight.dtype, weight.per_block) for weight in stored.values()}
     if quantization is not None:
         scheme = SCHEMES[quantization]
-        kinds.add((scheme.dtype, scheme.activations, scheme.scales == "block"))
+        kinds.add((scheme.dtype, scheme.scales == "block"))
     reasons = [
-        quantized_linear_unsupported_reason(
-            device=device, dtype=dtype, weight_dtype=weight_dtype, activations=activations, per_block=per_block
-        )
-        for weight_dtype, activations, per_block in sorted(kinds, key=str)
+        quantized_linear_unsupported_reason(device=device, dtype=dtype, weight_dtype=weight_dtype, per_block=per_block)
+        for weight_dtype, per_block in sorted(kinds, key=str)
     ]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -156,8 +154,7 @@ class QuantizeLinears(BasePass):
             raise CannotQuantizeError("its input is not [tokens, features]")
         quantized = self._expression(weight, ctx)
         name = f"{weight}.{str(quantized.dtype).removeprefix('torch.')}"
-        pack = f"pack_quantized_weight.{quantized.activations}"
-        packed_value = (pack, quantized.values, quantized.scale)
+        packed_value = ("pack_quantized_weight", quantized.values, quantized.scale)
         packed = ctx.defined_weight(gm, f"{name}.packed", packed_value, near=weight_node)
         scale = ctx.defined_weight(gm, f"{name}.scale", quantized.scale, near=weight_node)
         input_scale = None

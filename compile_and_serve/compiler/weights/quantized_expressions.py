@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard
 
 import torch
 
@@ -70,8 +70,7 @@ for _dtype in LARGEST:
     weight_function(f"quantize.{_name(_dtype)}")(partial(quantize_weight, dtype=_dtype))
 for _dtype in (torch.bfloat16, torch.float16, torch.float32):
     weight_function(f"dequantize.{_name(_dtype)}")(partial(dequantize_weight, dtype=_dtype))
-for _activations in get_args(Activations):
-    weight_function(f"pack_quantized_weight.{_activations}")(partial(pack_quantized_weight, activations=_activations))
+weight_function("pack_quantized_weight")(pack_quantized_weight)
 
 
 @weight_function("scale_to_rows")

@@ -38,7 +38,7 @@ KINDS = get_args(Activations)
 
 
 def quantized_linear_unsupported_reason(
-    *, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, activations: Activations, per_block: bool
+    *, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, per_block: bool
 ) -> str | None:
     """None when `quantized_linear` has a kernel for this combination, else one sentence why not (the op itself runs anywhere).
 
@@ -69,7 +69,7 @@ def reads_rounded(num_tokens: int, device: torch.device, *, per_block: bool) -> 
     return device.type != "cuda" or num_tokens > 1 or per_block
 
 
-def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, activations: Activations) -> torch.Tensor:
+def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The weight in the layout that `quantized_linear` wants on its device; the same tensor where that is the plain one.
 
     quantized_OI: float8_e4m3fn or int8 [O, I]; scale: float32 [O] or [ceil(O / 128), ceil(I / 128)].
@@ -85,9 +85,7 @@ def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, activ
     return quantized_OI
 
 
-def unpack_quantized_weight(
-    packed: torch.Tensor, out_features: int, in_features: int, activations: str
-) -> torch.Tensor:
+def unpack_quantized_weight(packed: torch.Tensor, out_features: int, in_features: int) -> torch.Tensor:
     """The inverse of `pack_quantized_weight`. → float8_e4m3fn or int8 [out_features, in_features]"""
     return packed if packed.dim() == 2 else unpack_weight_cpu(packed, out_features, in_features)
 
@@ -109,7 +107,7 @@ def _quantized_linear(
 ) -> torch.Tensor:
     rounded = pair_of(rounded_TI, rounded_scale)
     check_arguments(packed, scale, activations, input_scale, rounded)
-    weight_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1], activations)
+    weight_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1])
     dtype, math_dtype = x_TI.dtype, torch.promote_types(x_TI.dtype, torch.float32)
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
@@ -138,8 +136,8 @@ def exact_quantized_linear(
     x_TI: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, out_features: int, *args: Any
 ) -> torch.Tensor:
     """`quantized_linear` in plain torch, with all its arguments by position, but x is not rounded: what verification compares."""
-    norm_weight, eps, bias, silu_mul, residual, activations, *_ = args
-    plain_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1], activations)
+    norm_weight, eps, bias, silu_mul, residual, *_ = args
+    plain_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1])
     return _quantized_linear(x_TI, plain_OI, scale, out_features, norm_weight, eps, bias, silu_mul, residual)
 
 
@@ -251,7 +249,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """out = f(q(rms_norm(x)) (scale · Q)ᵀ + bias) + residual; f is silu(first half) · second half, or nothing.
 
-    x_TI: [T, I], rows may be strided; packed: `pack_quantized_weight(Q [O, I], scale, activations)`; scale: float32 [O], or
+    x_TI: [T, I], rows may be strided; packed: `pack_quantized_weight(Q [O, I], scale)`; scale: float32 [O], or
     [ceil(O / 128), ceil(I / 128)]; out_features: O; norm_weight_I: [I]; bias_O: [O]; residual_TO: [T, O] (with silu_mul:
     [T, O / 2]); input_scale: float32, one value; rounded: q(rms_norm(x)) and its scales where they are known, which saves rounding to a
     kernel that does not round by itself (where `reads_rounded` says so). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's

@@ -45,14 +45,13 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps on `num_ranks` ranks in `num_stages` stages.
+    """Runs steps on `num_ranks` ranks.
 
     Steps are launched in order, and their results are taken in that order. info: what all ranks have in common;
     info.num_blocks is the number of KV blocks that each rank has.
     """
 
     num_ranks: int
-    num_stages: int
     info: WorkerInfo
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:

@@ -18,7 +18,6 @@ class InProcessExecutor:
     """One rank and one stage: a worker in this process. Construction raises the errors of `Worker`."""
 
     num_ranks = 1
-    num_stages = 1
 
     def __init__(self, config: EngineConfig, on_stage: StageCallback) -> None:
         worker = Worker(config, Rank(device_index=config.parallel.device_index), on_stage)

@@ -120,8 +120,6 @@ class DistributedExecutor:
     Construction raises `ValueError` (wrong options or files) or `RankFailedError`; the message names the rank.
     """
 
-    num_stages = 1
-
     def __init__(
         self, config: EngineConfig, host: RankHost, on_stage: StageCallback, *, stuck_seconds: float = STUCK_SECONDS
     ) -> None:

@@ -110,7 +110,7 @@ def serve_command(
         access_log=access_log,
         graphs_dir=Path(engine_options["dump_dir"]) if enable_graphs else None,
     )
-    config = make_engine_config(model, served_model_name=names[0], **engine_options)
+    config = make_engine_config(model, **engine_options)
     started = time.perf_counter()
     with graphs, StageDisplay() as stages:
 

@@ -102,7 +102,7 @@ def test_a_merged_weight_is_its_parts_each_quantized_alone() -> None:
     values = tuple(("quantize.int8", source, scale) for source, scale in zip(sources, scales, strict=True))
     name = f"{prefix}.q_proj+k_proj+v_proj.weight.int8"
     assert ctx.weights[f"{name}.scale"].expression == ("cat", *scales)
-    packed = ("pack_quantized_weight.dynamic", ("cat", *values), ("cat", *scales))
+    packed = ("pack_quantized_weight", ("cat", *values), ("cat", *scales))
     assert ctx.weights[f"{name}.packed"].expression == packed
 
 

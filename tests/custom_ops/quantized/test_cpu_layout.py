@@ -56,7 +56,7 @@ def reference(
 
 def unsupported_reason(dtype=torch.bfloat16, weight_dtype=torch.int8, per_block=False) -> str | None:
     return quantized_linear_unsupported_reason(
-        device=torch.device("cpu"), dtype=dtype, weight_dtype=weight_dtype, activations="none", per_block=per_block
+        device=torch.device("cpu"), dtype=dtype, weight_dtype=weight_dtype, per_block=per_block
     )
 
 
@@ -168,7 +168,7 @@ def test_packed_int8_layout(out_features: int, in_features: int) -> None:
     assert packed.shape == (-(-out_features // 16), -(-in_features // 4), 64)
     assert packed.dtype == torch.int8
     assert packed.is_contiguous()
-    assert torch.equal(unpack_quantized_weight(packed, out_features, in_features, "none"), weight)
+    assert torch.equal(unpack_quantized_weight(packed, out_features, in_features), weight)
     for _ in range(20):
         o, i = int(torch.randint(out_features, ())), int(torch.randint(in_features, ()))
         assert packed.view(torch.uint8)[o // 16, i // 4, o % 16 * 4 + i % 4] == int(weight[o, i]) + 128
@@ -180,7 +180,7 @@ def test_every_float8_value(dtype: torch.dtype) -> None:
     packed = pack_weight_cpu(weight)
     y = quantized_linear(torch.ones(1, 1, dtype=dtype), packed, torch.ones(256), 256)
     torch.testing.assert_close(y[0], weight[:, 0].to(dtype), rtol=0, atol=0, equal_nan=True)
-    back = unpack_quantized_weight(packed, 256, 1, "none")
+    back = unpack_quantized_weight(packed, 256, 1)
     assert torch.equal(back.view(torch.uint8), weight.view(torch.uint8))
 
 
@@ -235,7 +235,7 @@ def test_what_has_no_kernel_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert "float8_e5m2" in str(unsupported_reason(weight_dtype=torch.float8_e5m2))
     assert "per block" in str(unsupported_reason(per_block=True))
     weight = torch.zeros(3, 70_000, dtype=torch.int8)
-    assert pack_quantized_weight(weight, torch.ones(3), "none") is weight
+    assert pack_quantized_weight(weight, torch.ones(3)) is weight
     assert "at most 65536 inputs, not 70000" in caplog.text
     assert unsupported_reason() is None is unsupported_reason(weight_dtype=torch.float8_e4m3fn)
 

@@ -54,7 +54,7 @@ def test_op(num_tokens, out_features, in_features, scales, activations, dtype, w
     weight = torch.randn(out_features, in_features)
     scale = scales(weight, weight_dtype)
     quantized = quantize_weight(weight, scale, weight_dtype)
-    packed = pack_quantized_weight(quantized, scale, activations)
+    packed = pack_quantized_weight(quantized, scale)
     input_scale = torch.tensor([0.02]) if activations == "static" else None
     x = torch.randn(num_tokens, in_features + 3, dtype=dtype)[:, :in_features]
     for use in (0, 7, 9, 15):
@@ -82,7 +82,7 @@ def test_x_may_come_rounded(scales, activations, weight_dtype) -> None:
     """The same result, and x itself is not read for it."""
     weight, x, norm = torch.randn(40, 300), torch.randn(9, 300).bfloat16(), torch.randn(300).bfloat16()
     scale = scales(weight, weight_dtype)
-    packed = pack_quantized_weight(quantize_weight(weight, scale, weight_dtype), scale, activations)
+    packed = pack_quantized_weight(quantize_weight(weight, scale, weight_dtype), scale)
     input_scale = torch.tensor([0.02]) if activations == "static" else None
     normed = F.rms_norm(x, (300,), norm, 1e-5)
     rounded = quantize_activations(normed, weight_dtype, per_group=scale.dim() == 2, input_scale=input_scale)

@@ -81,8 +81,7 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     held = load_file(quantized / "model.safetensors")
     prefix = "model.layers.1.self_attn"
     target = next(t for t in model.weights if t.startswith(f"{prefix}.q_proj+k_proj+v_proj") and "packed" in t)  # type: ignore[attr-defined]
-    activations = next(t for t in model.transforms if t.target == target).expression[0].rpartition(".")[2]  # type: ignore[index,union-attr]
-    values = unpack_quantized_weight(model.weights[target], 3 * 128, 128, activations)  # type: ignore[attr-defined]
+    values = unpack_quantized_weight(model.weights[target], 3 * 128, 128)  # type: ignore[attr-defined]
     merged = torch.cat([held[f"{prefix}.{part}_proj.weight"].float() for part in "qkv"])
     assert torch.equal(values.float(), merged)
 
