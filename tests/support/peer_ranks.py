@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.collectives.symmetric_memory import FLAG_KINDS, PeerLayout, clear, peer_memory
+from tests.support.forkserver import forkserver
 
 
 def run_peers(
@@ -21,7 +21,7 @@ def run_peers(
 
     work: a function of a module. Raises with a rank's traceback if one fails, and where one takes longer than `seconds`.
     """
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     results = context.Queue()
     shared = [SharedMemory(create=True, size=layout.num_bytes) for _ in range(layout.size)]
     for memory in shared:

@@ -16,6 +16,7 @@ import torch
 from compile_and_serve.custom_ops.collectives.collectives import join_tensor_parallel_group, leave_tensor_parallel_group
 from compile_and_serve.runtime.distributed.child_process import one_device
 from compile_and_serve.runtime.distributed.rank_process import rank_environment
+from tests.support.forkserver import forkserver
 
 
 def run_ranks(
@@ -27,7 +28,7 @@ def run_ranks(
     work: a function of a module. folder: where the ranks meet, used once. device: of the group. sees_all: whether a
     rank sees the other ranks' GPUs too. Raises with a rank's traceback if one fails.
     """
-    context = multiprocessing.get_context("spawn")
+    context = forkserver() if device == "cpu" else multiprocessing.get_context("spawn")
     results = context.Queue()
     meeting_place = f"file://{folder / 'meeting'}"
     processes = [

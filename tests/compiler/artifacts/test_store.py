@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.artifacts.store import MANIFEST, ArtifactError, ArtifactStore, Entry
 from compile_and_serve.compiler.inductor import PieceCompileError
 from compile_and_serve.compiler.pipeline import _Compilation
+from tests.support.forkserver import forkserver
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 FIELDS = {"torch": "2.13.0", "fingerprint": "abc"}
@@ -302,7 +303,7 @@ def _expected_logits() -> torch.Tensor:
 
 
 def test_two_processes_at_once_share_the_work(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     expected = _expected_logits()
     reports = [tmp_path / f"report{i}" for i in range(2)]
     both = [context.Process(target=_start, args=(str(tmp_path / "store"), expected, str(r))) for r in reports]
@@ -317,9 +318,7 @@ def test_two_processes_at_once_share_the_work(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_at_any_point_the_next_start_is_right(tmp_path: Path) -> None:
     """Twenty cold compilations are killed, two at a time, each after a random share of the time that a whole one takes."""
-    context = multiprocessing.get_context("forkserver")
-    # What every start imports is imported once, so that most of a start is the compilation.
-    context.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "tests.support.tiny_models"])
+    context = forkserver()
     expected = _expected_logits()
     _run_to_end(context, tmp_path / "warm-up", expected)  # starts the fork server
     start = time.perf_counter()
@@ -350,9 +349,7 @@ def test_killed_at_any_point_the_next_start_is_right(tmp_path: Path) -> None:
         assert list(lanes.map(kill_ten, (0, 1))) == [10, 10]
 
 
-def _run_to_end(
-    context: multiprocessing.context.BaseContext, store: Path, expected: torch.Tensor, *, compile_anew: bool = False
-) -> str:
+def _run_to_end(context: ForkServerContext, store: Path, expected: torch.Tensor, *, compile_anew: bool = False) -> str:
     """A start that nobody kills. → what it says of its artifact."""
     report = store.with_name(store.name + "-report")
     process = context.Process(target=_start, args=(str(store), expected, str(report), compile_anew))  # type: ignore[attr-defined]
