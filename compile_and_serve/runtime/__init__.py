@@ -1,1 +1,1 @@
-"""Engine, scheduler, model runner, sampling, text and weights: what drives a compiled model."""
+"""The runtime around a compiled model: engine, scheduler, model runner, sampling, text and weights."""

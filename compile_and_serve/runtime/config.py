@@ -1,4 +1,4 @@
-"""Options of the engine: frozen dataclasses, made in one place from CLI flags or from `LLM(...)` arguments."""
+"""Options of the engine, as frozen dataclasses. `options.py` makes them from CLI flags or `LLM(...)` arguments."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Literal
 from compile_and_serve.compiler.config import CompileConfig
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
-KVCacheDtype = Literal["auto", "fp8"]  # names as in vLLM
-MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound of a symbolic length
+KVCacheDtype = Literal["auto", "fp8"]  # the same names as in vLLM
+MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound on a symbolic length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Which model, and how its weights are read.
+    """The model, and how its weights are read.
 
-    model: what the user wrote (folder, .gguf file, known name, Hub id); path: the local folder or file that it resolved to.
-    tokenizer: folder or file of another tokenizer; None: the model's own.
-    dtype: "auto" is bfloat16 where the device computes in it, else float32.
-    max_model_len: None: the model's own limit.
-    model_impl: "auto" runs transformers' class where there is no file of ours for the architecture; "transformers" always does.
+    model: what the user wrote (folder, .gguf file, known name or Hub id). path: the local folder or file it resolved to.
+    tokenizer: folder or .gguf file of another tokenizer; None is the model's own.
+    served_model_name: the model's name in the API; None is `model`.
+    dtype: "auto" is bfloat16 if the device computes in it, else float32.
+    max_model_len: limit of prompt and completion together, in tokens; None is the model's own limit.
+    model_impl: "auto" runs transformers' class if this project has no file for the architecture; "transformers" always.
+    load_format: "dummy" makes random weights, for which the config is enough.
+    skip_tokenizer_init: load no tokenizer; prompts are token ids.
+    seed: of the engine's random generator and of dummy weights.
     """
 
     model: str
@@ -39,9 +43,12 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache.
 
-    dtype: "auto" is the model's; "fp8" is float8_e4m3fn, without scales.
-    num_blocks: forced block count (tests); memory_bytes: forced size; neither: from what is free (CUDA: gpu_memory_utilization of
-    the device; CPU: enough for max_num_seqs sequences of max_model_len, at most 4 GiB or a quarter of what is free).
+    dtype: "auto" is the model's dtype; "fp8" is float8_e4m3fn without scales.
+    block_size: tokens per block.
+    num_blocks: fixed number of blocks (for tests). memory_bytes: fixed size. If both are None, the size follows from the
+    free memory. CUDA: what the model leaves of `gpu_memory_utilization` (0 to 1) of the device. CPU: enough for
+    max_num_seqs sequences of max_model_len tokens, but at most 4 GiB and a quarter of the free memory.
+    enable_prefix_caching: reuse the blocks of equal prompt prefixes.
     """
 
     dtype: KVCacheDtype = "auto"
@@ -54,12 +61,16 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step.
+    """Limits of a step and of the queue. `for_device` replaces None.
 
-    max_num_batched_tokens: the token budget that decodes and prefill chunks share; None: by device, 2048 on the CPU.
-    async_scheduling: launch a step before the result of the one before it is read; None: by device, off on the CPU.
-    admit_in_groups: leave seats that become free in a full batch until several requests can take them; None: on a GPU, where requests
-    come in their order of arrival.
+    max_num_seqs: sequences that run at once.
+    max_num_batched_tokens: token budget of a step, shared by decodes and prefill chunks; None is 8192 on CUDA, 2048 on the
+    CPU.
+    policy: order of waiting requests: "fcfs" by arrival, "priority" by priority.
+    async_scheduling: launch a step before the result of the previous one is read; None is True on CUDA, False on the CPU.
+    admit_in_groups: leave batch slots that become free in a full batch empty until several requests can take them; None is
+    True on CUDA with the policy "fcfs".
+    max_waiting: sequences that may wait; more are refused (HTTP 503). None is no limit.
     """
 
     max_num_seqs: int = 256
@@ -67,26 +78,25 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool | None = None
     admit_in_groups: bool | None = None
-    # Sequences that may wait; beyond it new ones are refused (HTTP 503). None: any number.
     max_waiting: int | None = None
 
     @property
     def token_budget(self) -> int:
-        """Tokens of one step at most."""
+        """Upper limit of the tokens of one step."""
         return CPU_TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     @property
     def max_running(self) -> int:
-        """Sequences that run at once at most: each of them takes a token of every step."""
+        """Limit of the sequences that run at once: each needs at least one token of the budget in every step."""
         return min(self.max_num_seqs, self.token_budget)
 
     @property
     def max_in_flight(self) -> int | None:
-        """Sequences that may run or wait; more are refused. None: any number."""
+        """Limit of the sequences that run or wait; more are refused. None is no limit."""
         return None if self.max_waiting is None else self.max_running + self.max_waiting
 
     def for_device(self, device_type: str) -> SchedulerConfig:
-        """The same with the device's values where none was given: a GPU is busy only with long steps and no waiting host."""
+        """A copy in which the device's defaults replace None. A GPU needs long steps, and must not wait for the host."""
         budget = CUDA_TOKEN_BUDGET if device_type == "cuda" else CPU_TOKEN_BUDGET
         return replace(
             self,
@@ -102,13 +112,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Replicas, and where ranks run. (How many ranks share the model's tensors is `CompileConfig.tensor_parallel_size`.)
+    """Replicas, and where ranks run. (`CompileConfig.tensor_parallel_size` is the number of ranks that share a model.)
 
-    data_parallel_size: replicas, each with a scheduler and a KV cache of its own; data_parallel_rank: which of them this is.
-    device_index: CUDA device of a replica that is one rank, as its process numbers them; None: the current one.
-    executor: who starts the ranks: "mp" child processes, "ray" a Ray cluster; None: "mp" where there is more than one rank,
-    else the engine's own process is the rank.
-    disable_custom_all_reduce: leave all-reduces to NCCL, also where the ranks could read each other's memory.
+    data_parallel_size: number of replicas, each with its own scheduler and KV cache. data_parallel_rank: this replica's
+    index.
+    device_index: CUDA device of a replica with a single rank, as its process numbers them; None is the current device.
+    executor: "mp" runs the ranks in child processes, "ray" on a Ray cluster. None is "mp" for several ranks; a single rank
+    then runs in the engine's process.
+    disable_custom_all_reduce: use NCCL for all-reduces even if the ranks can read each other's memory.
     """
 
     data_parallel_size: int = 1
@@ -120,7 +131,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """All options of one engine. device: "auto" is CUDA where there is one."""
+    """All options of one engine.
+
+    device: "auto" is CUDA if there is a CUDA device, else the CPU.
+    attention_backend: None is the first one that supports the model, the device and the dtype.
+    num_threads: CPU threads of a rank; None divides the cores among all ranks and replicas.
+    """
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -128,25 +144,27 @@ class EngineConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention_backend: str | None = None  # None: the first that supports the combination
-    num_threads: int | None = None  # CPU threads of a rank; None: the cores, divided by ranks and replicas
+    attention_backend: str | None = None
+    num_threads: int | None = None
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of this engine."""
+        """Number of ranks of this engine."""
         return self.compile.tensor_parallel_size
 
     @property
     def num_processes(self) -> int:
-        """Ranks of all replicas: so many share a host's cores and memory."""
+        """Number of ranks of all replicas. On a single host they share its cores and memory."""
         return self.num_ranks * self.parallel.data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Which rank of how many. device_index: of the CUDA devices that its process sees, None: the current one. rendezvous: where
-    the ranks meet, as torch.distributed's init_method; None for one alone. num_sharing: how many ranks, of all replicas, share its
-    host's cores and memory; None: all of them.
+    """One rank of `size`.
+
+    device_index: CUDA device, as the rank's process numbers them; None is the current device.
+    rendezvous: where the ranks find each other, as torch.distributed's init_method; None for a single rank.
+    num_sharing: ranks, of all replicas, that share the cores and memory of this rank's host; None is all of them.
     """
 
     index: int = 0

@@ -1,4 +1,4 @@
-"""Offline use, without a server: `LLM(model).generate(prompts, SamplingParams(...))`. Names and shapes are those of vLLM."""
+"""Offline use without a server: `LLM(model).generate(prompts, SamplingParams(...))`. Names and results are those of vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is tokenized already; prompt: its text, where it is known."""
+    """A prompt that is already tokenized. prompt: its text, if known."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
@@ -39,7 +39,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural log of a token's probability, its 1-based rank, its text (None without a tokenizer)."""
+    """A token's log-probability (natural log), its 1-based rank, and its text (None without a tokenizer)."""
 
     logprob: float
     rank: int
@@ -48,7 +48,10 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. logprobs: for each token, token id → `Logprob`, the chosen token first."""
+    """One completion.
+
+    cumulative_logprob: sum over the chosen tokens. logprobs: for each token, token id → `Logprob`, the chosen token first.
+    """
 
     index: int
     text: str
@@ -61,7 +64,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its `n` completions. prompt: None where token ids were given. prompt_logprobs[0] is None."""
+    """A prompt and its `n` completions. prompt: None if only token ids were given. prompt_logprobs[0] is None."""
 
     request_id: str
     prompt: str | None
@@ -83,9 +86,10 @@ class _Job:
 
 
 class LLM:
-    """A model in this process. `options` are those of `make_engine_config`; `shutdown` frees what it holds.
+    """A model in this process. `shutdown`, or leaving a `with` block, frees its memory.
 
-    on_stage: called with (stage, seconds, detail) as start-up goes on.
+    options: arguments of `make_engine_config`. on_stage: called with (stage, seconds, detail) at the end of each stage of
+    the start-up.
     """
 
     def __init__(
@@ -102,11 +106,11 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine says of itself: limits, KV blocks, dtype, device."""
+        """The engine's limits, KV blocks, dtype and device."""
         return self.engine.info
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `ValueError` when the LLM was made with skip_tokenizer_init."""
+        """The model's tokenizer. Raises `ValueError` if the LLM was created with skip_tokenizer_init."""
         return self._inputs.require_tokenizer("get_tokenizer")
 
     def generate(
@@ -117,11 +121,11 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; the results are in the order of the prompts.
+        """Complete every prompt. The results are in the order of the prompts.
 
-        prompts: text or {"prompt_token_ids": [...]}, one or many. sampling_params: one for all, or one a prompt.
-        use_tqdm: show a progress bar. priority: one a prompt, lower first (policy "priority").
-        Raises `ValueError` before anything runs when a prompt or a parameter is wrong.
+        prompts: text or {"prompt_token_ids": [...]}, one or many. sampling_params: one for all, or one for each prompt.
+        use_tqdm: show a progress bar. priority: one for each prompt, lower runs first (policy "priority").
+        Raises `ValueError` before anything runs if a prompt or a parameter is wrong, and `RuntimeError` if one fails.
         """
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         jobs = [
@@ -141,7 +145,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for conversations: one list of {"role", "content"} messages, or a list of such lists."""
+        """`generate` for conversations.
+
+        messages: one list of {"role": …, "content": …}, or a list of such lists. The other arguments are those of
+        `generate` and `render_chat`. Also raises `ChatTemplateError`, a `ValueError`.
+        """
         if not messages:
             raise ValueError("messages must hold at least one message.")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
@@ -203,7 +211,7 @@ class LLM:
                     to_abort = self._outputs.process(step.outputs)
                     if to_abort:
                         self.engine.abort(to_abort)
-            finally:  # an interrupt must not leave requests behind in the engine
+            finally:  # an interrupt must not leave requests in the engine
                 left = self._outputs.forget(engine_ids)
                 if left:
                     self.engine.abort(left)
@@ -277,7 +285,7 @@ def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int)
         return [given] * count
     if len(given) != count:
         raise ValueError(
-            f"There are {count} prompts but {len(given)} sampling_params: give one for all, or one a prompt."
+            f"There are {count} prompts but {len(given)} sampling_params: give one for all, or one for each prompt."
         )
     return list(given)
 
@@ -286,7 +294,7 @@ _REFRESH_SECONDS = 0.1
 
 
 class _Progress:
-    """A bar with requests done and tokens a second; nothing when it is not wanted."""
+    """A progress bar with finished requests and tokens per second, if `show`."""
 
     def __init__(self, total: int, show: bool) -> None:
         self._prompt_tokens = self._new_tokens = 0

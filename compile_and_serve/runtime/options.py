@@ -1,4 +1,4 @@
-"""The one place that turns options (CLI flags, `LLM(...)` arguments) into an `EngineConfig`."""
+"""Turns options (CLI flags or `LLM(...)` arguments) into an `EngineConfig`. No other place does."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ def make_engine_config(
     distributed_executor_backend: Literal["mp", "ray"] | None = None,
     disable_custom_all_reduce: bool = False,
 ) -> EngineConfig:
-    """Resolve `model` (folder, .gguf file, known name, Hub id) to local files and check every option.
+    """Check every option and resolve `model` (folder, .gguf file, known name or Hub id) to local files.
 
-    Raises `ValueError` (one sentence) for an option out of range and whatever `resolve_model` raises for an unknown model.
+    The dataclasses of `config.py` describe the options. Raises `ValueError` with one sentence for an option out of range,
+    and `WeightError` if `resolve_model` does not find the model.
     """
     from compile_and_serve.runtime.weights import resolve_model
 
@@ -102,18 +103,19 @@ def make_engine_config(
     _require(max_waiting is None or max_waiting >= 0, "max_waiting", "at least 0", max_waiting)
     _require(0.0 < gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "in (0, 1]", gpu_memory_utilization)
     if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
-        raise ValueError("num_kv_blocks and kv_cache_memory_bytes both size the KV cache: give one of them.")
+        raise ValueError("num_kv_blocks and kv_cache_memory_bytes both set the size of the KV cache: give one of them.")
     sizes = None if capture_sizes is None else tuple(sorted(set(capture_sizes)))
     _require(sizes is None or (len(sizes) > 0 and sizes[0] >= 1), "capture_sizes", "positive token counts", sizes)
     profiled = tuple(profile_tokens)
     _require(all(count >= 1 for count in profiled), "profile_tokens", "positive token counts", profiled)
     if enforce_eager and tensor_parallel_size > 1:
         raise ValueError(
-            f"tensor_parallel_size is {tensor_parallel_size}, but only a compiled model is sharded: leave out enforce_eager."
+            f"tensor_parallel_size is {tensor_parallel_size}, but only a compiled model can be sharded: remove enforce_eager."
         )
     if profiled and tensor_parallel_size > 1:
         raise ValueError(
-            "profile_tokens measures pieces on one rank alone, but those of tensor_parallel_size > 1 wait for others."
+            "profile_tokens runs pieces on a single rank, but with tensor_parallel_size > 1 they wait for the other ranks: "
+            "set tensor_parallel_size to 1."
         )
     return EngineConfig(
         model=ModelConfig(

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how one request's tokens are chosen. Names and defaults are those of vLLM."""
+"""`SamplingParams`: how the tokens of one request are chosen. Names and defaults are those of vLLM."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 256  # of one bad word
-MAX_BAD_TOKENS = 16384  # of all bad words of a request: every step compares them with its output
+MAX_BAD_TOKENS = 16384  # of all bad words of a request; every step compares them with its output
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sampling options of one request; `verify()` raises `ValueError` with one sentence for a value out of range.
+    """Sampling options of one request. `verify()` raises `SamplingParamsError` for a value out of range.
 
-    n: completions of one prompt. temperature: 0 is greedy. top_k: 0 or -1 is off. min_p: 0 is off.
-    max_tokens: None is up to the model's limit. min_tokens: no stop before that many tokens.
-    stop: strings, stop_token_ids: ids; include_stop_str_in_output keeps the stop string in the text.
-    logprobs / prompt_logprobs: None is off; k returns the chosen token's and the k likeliest. -1 is not supported.
-    logit_bias: token id → added to its logit. allowed_token_ids: only these. bad_words: never these strings
-        (`bad_words_token_ids` are their token sequences, filled in by whoever holds the tokenizer); at most MAX_BAD_WORDS
-        of at most MAX_BAD_WORD_TOKENS tokens, and of MAX_BAD_TOKENS together.
-    seed: None draws from the engine's generator; otherwise the request's own stream, the same alone or in a batch.
-    detokenize: False skips making text.
+    n: completions of the prompt. temperature: 0 is greedy. top_k: 0 or -1 is off. min_p: 0 is off.
+    max_tokens: None is the model's limit. min_tokens: the request cannot stop before that many tokens.
+    stop: strings that end the text. stop_token_ids: ids that end it. include_stop_str_in_output: keep the stop string.
+    ignore_eos: the model's end-of-sequence ids do not end the request.
+    logprobs, prompt_logprobs: None is off; k returns the chosen token and the k likeliest. -1 is not supported.
+    logit_bias: token id → value added to its logit. allowed_token_ids: sample only these.
+    bad_words: strings that must not occur: at most MAX_BAD_WORDS of at most MAX_BAD_WORD_TOKENS tokens each, and at most
+        MAX_BAD_TOKENS tokens together. bad_words_token_ids: their token sequences, filled in by `InputProcessor`.
+    truncate_prompt_tokens: keep only the last k tokens of the prompt; -1 keeps as many as fit.
+    seed: of the request's own random stream, which is the same alone and in a batch; None draws a seed from the engine.
+    detokenize: False returns token ids without text.
     """
 
     n: int = 1
@@ -53,10 +55,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
         return self.temperature < 1e-5
 
     def verify(self) -> None:
-        """Raise `ValueError` naming the first parameter out of range, its limits and its value."""
+        """Raise `SamplingParamsError`, a `ValueError`, that names the first parameter out of range, its limits and its value."""
         _check(self.n >= 1, "n", "at least 1", self.n)
         _check(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
         _check(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
@@ -86,12 +89,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check(all(self.bad_words), "bad_words", "without empty strings", self.bad_words)
         _check(
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1,
-            "truncate_prompt_tokens", "-1 (to the model's limit) or positive", self.truncate_prompt_tokens,
+            "truncate_prompt_tokens", "-1 (as many as fit) or positive", self.truncate_prompt_tokens,
         )  # fmt: skip
 
 
 class SamplingParamsError(ValueError):
-    """A sampling parameter out of range; `param` is its name (OpenAI's error shape wants it)."""
+    """A sampling parameter is out of range. param: its name, which OpenAI's error format requires."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""`LLM` on a tiny model: shapes of vLLM, sampling options that show, errors before anything runs."""
+"""`LLM` on a tiny model: results as in vLLM, sampling options, and errors before anything runs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_logprobs_are_dicts_with_the_chosen_token_first(llm: LLM) -> None:
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
-def test_stop_string_ends_a_completion_and_leaves_nothing_behind(llm: LLM) -> None:
+def test_stop_string_ends_a_completion_and_its_request(llm: LLM) -> None:
     text = llm.generate("Hello there", GREEDY, use_tqdm=False)[0].outputs[0].text
     stop = text[2:4]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=[stop])
@@ -88,14 +88,14 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert [o.outputs[0].token_ids for o in many] == [one[0].outputs[0].token_ids] * 2
 
 
-def test_progress_bar_shows_tokens_a_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr().err
     assert "2/2" in shown
     assert "tok/s" in shown
 
 
-def test_one_wrong_prompt_stops_the_call_before_it_runs(llm: LLM) -> None:
+def test_a_wrong_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
     for prompts, error in (
         (["a", ""], SamplingParamsError),
         (["a", "b " * 100], PromptTooLongError),
@@ -108,7 +108,7 @@ def test_one_wrong_prompt_stops_the_call_before_it_runs(llm: LLM) -> None:
     assert not llm.engine.has_work()
 
 
-def test_interrupt_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_request_in_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, steps = llm.engine.step, []
 
     def interrupted() -> object:
@@ -127,16 +127,16 @@ def test_interrupt_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def pythons_own_interrupts() -> Iterator[None]:
-    """As in an interactive process; one in a shell's background has Ctrl-C ignored."""
+def default_interrupt_handler() -> Iterator[None]:
+    """The handler of an interactive process. A shell's background processes ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("pythons_own_interrupts")
+@pytest.mark.usefixtures("default_interrupt_handler")
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupt_inside_a_step_waits_for_its_end_but_the_second_does_not(
+def test_the_first_interrupt_waits_for_the_end_of_a_step_and_the_second_does_not(
     tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     options = {"max_num_seqs": 2, "max_model_len": 64, "num_kv_blocks": 16, "num_threads": 1, "enforce_eager": True}

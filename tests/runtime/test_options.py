@@ -1,4 +1,4 @@
-"""The one function that makes an `EngineConfig`."""
+"""`make_engine_config`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from compile_and_serve.runtime.options import make_engine_config
 
 
-def test_every_option_lands_in_its_place(tiny_llama_dir: Path) -> None:
+def test_options_reach_their_dataclasses(tiny_llama_dir: Path) -> None:
     config = make_engine_config(
         str(tiny_llama_dir),
         dtype="float32",
@@ -35,7 +35,7 @@ def test_every_option_lands_in_its_place(tiny_llama_dir: Path) -> None:
     assert (config.num_ranks, config.num_processes) == (1, 2)
 
 
-def test_ranks_share_a_compiled_model(tiny_llama_dir: Path) -> None:
+def test_only_a_compiled_model_is_sharded(tiny_llama_dir: Path) -> None:
     config = make_engine_config(str(tiny_llama_dir), tensor_parallel_size=4, data_parallel_size=2)
     assert (config.compile.tensor_parallel_size, config.num_ranks, config.num_processes) == (4, 4, 8)
     for option, value in (("enforce_eager", True), ("profile_tokens", [1])):
@@ -54,6 +54,6 @@ def test_option_out_of_range_is_named(tiny_llama_dir: Path, option: str, value: 
         make_engine_config(str(tiny_llama_dir), **{option: value})
 
 
-def test_two_sizes_of_the_kv_cache_exclude_each_other(tiny_llama_dir: Path) -> None:
+def test_only_one_size_of_the_kv_cache_may_be_given(tiny_llama_dir: Path) -> None:
     with pytest.raises(ValueError, match="one of them"):
         make_engine_config(str(tiny_llama_dir), num_kv_blocks=4, kv_cache_memory_bytes=1000)

@@ -1,6 +1,4 @@
-"""Checks of sampling parameters that need to know the model's vocabulary. Light to import: the API process uses it as
-well.
-"""
+"""Checks of sampling parameters against the model's vocabulary. The API process uses them too, so torch is not imported."""
 
 from __future__ import annotations
 
@@ -15,29 +13,34 @@ from compile_and_serve.runtime.sampling_params import (
 
 
 def verify_token_ids(params: SamplingParams, stop_token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise `SamplingParamsError` (a sentence) for a token id that the model does not have."""
+    """Raise `SamplingParamsError` for a token id outside [0, vocab_size), or for bad words that are too long."""
     _verify("logit_bias", params.logit_bias or (), vocab_size)
     _verify("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _verify("stop_token_ids", stop_token_ids, vocab_size)
     verify_bad_words(len(sequence) for sequence in params.bad_words_token_ids)
     for sequence in params.bad_words_token_ids:
         if not sequence:
-            raise SamplingParamsError("bad_words", "bad_words must not contain a word without tokens.")
+            raise SamplingParamsError("bad_words", "bad_words must not contain a word that has no tokens.")
         _verify("bad_words", sequence, vocab_size)
 
 
 def verify_bad_words(lengths: Iterable[int]) -> None:
-    """Raise `SamplingParamsError` for bad words of so many tokens that they would slow down, or end, everybody's steps."""
+    """Raise `SamplingParamsError` for bad words so long that they would slow down or break the steps of all requests.
+
+    lengths: number of tokens of each word, or a lower bound of it.
+    """
     total = 0
     for length in lengths:
         total += length
         if length > MAX_BAD_WORD_TOKENS:
             raise SamplingParamsError(
-                "bad_words", f"Each of bad_words may have {MAX_BAD_WORD_TOKENS} tokens, but one has at least {length}."
+                "bad_words",
+                f"Each of bad_words may have {MAX_BAD_WORD_TOKENS} tokens, but one has at least {length}: shorten it.",
             )
     if total > MAX_BAD_TOKENS:
         raise SamplingParamsError(
-            "bad_words", f"bad_words may have {MAX_BAD_TOKENS} tokens together, but they have at least {total}."
+            "bad_words",
+            f"bad_words may have {MAX_BAD_TOKENS} tokens together, but they have at least {total}: use fewer.",
         )
 
 

@@ -1,12 +1,11 @@
-"""What a request may ask to be done to its logits before a token is chosen: allowed ids, bad words, min_tokens, bias,
-penalties.
+"""Changes to the logits that a request may ask for: allowed ids, bad words, min_tokens, bias and penalties.
 
-Shape legend: S rows of the step (one a request that samples), V vocabulary, H tokens of
-history, J bad words of more than one token, W tokens of such a word before its last one, A rows of a list.
+Shape legend: S rows of the step (one for each request that samples), V vocabulary, H tokens of history, J bad words of
+more than one token, W tokens of such a word before its last one, A rows that keep state.
 
-State lives on the device by the runner's slot and grows by one token a step without the host seeing it, so that the
-next step may be launched before this one's tokens are known. A request pays only for what it asks for: `plan` returns
-None for a batch of plain ones.
+State lives on the device, one row for each of the runner's slots. It grows by one token per step without the host, so
+that the next step can be launched before the tokens of this one are known. Requests without these options cost nothing:
+`plan` returns None for a batch of them.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ FOREVER = 1 << 62
 
 @dataclass(kw_only=True, slots=True)
 class _BadWords:
-    """Words whose prefixes fit into W tokens, a power of two: so no word is padded to more than twice its length."""
+    """One request's bad words whose prefixes fit into W tokens. W is a power of two, so padding at most doubles a word."""
 
-    prefixes_JW: np.ndarray  # int64, right-aligned, -1 where the word has no token
-    last_J: np.ndarray  # int64, the token that may not follow
+    prefixes_JW: np.ndarray  # int64, right-aligned, padded with -1
+    last_J: np.ndarray  # int64, the token that must not follow
 
 
 @dataclass(kw_only=True, slots=True)
 class _SlotOptions:
-    """One request's options, in the form that `plan` puts together."""
+    """One request's options as arrays, which `plan` concatenates."""
 
-    bias_ids: np.ndarray  # int64, also the bad words of one token (bias -inf)
+    bias_ids: np.ndarray  # int64; includes bad words of one token, with bias -inf
     bias: np.ndarray  # float32
     min_tokens: int
-    stop_ids: np.ndarray  # int64, masked before min_tokens
+    stop_ids: np.ndarray  # int64, masked until min_tokens is reached
     allowed_ids: np.ndarray | None  # int64
-    bad_words: dict[int, _BadWords]  # of two tokens or more, by W
+    bad_words: dict[int, _BadWords]  # words of two tokens or more, by W
     penalty_row: int | None
     penalties: tuple[float, float, float]  # repetition, presence, frequency
 
@@ -54,14 +53,14 @@ class _BadWordsOfBatch:
 
 @dataclass(kw_only=True, slots=True)
 class _BadSequences:
-    rows_A: torch.Tensor  # rows of the batch that keep a history
+    rows_A: torch.Tensor  # rows of the batch that keep a history (int64, as slots_A)
     slots_A: torch.Tensor
-    words: list[_BadWordsOfBatch]  # one a W
+    words: list[_BadWordsOfBatch]  # one for each W
 
 
 @dataclass(kw_only=True, slots=True)
 class LogitsPlan:
-    """What to do to the logits of one batch composition. valid_steps: steps until a min_tokens runs out."""
+    """Changes to the logits of one batch composition. valid_steps: steps until a row reaches its min_tokens."""
 
     bias_index: torch.Tensor | None = None  # int64, row · V + token
     bias: torch.Tensor | None = None
@@ -73,8 +72,9 @@ class LogitsPlan:
 
 
 class LogitsProcessors:
-    """Per-slot options and state: `add` and `remove` by slot, `plan` once a composition, `apply` and `observe` a
-    step.
+    """Options and state of requests by slot.
+
+    Call `add` and `remove` for each request, `plan` for each batch composition, and `apply` and `observe` in each step.
     """
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
@@ -83,13 +83,13 @@ class LogitsProcessors:
         self.device = device
         self._options: dict[int, _SlotOptions] = {}
         self._penalties = PenaltyState(vocab_size, num_slots, device)
-        # int64, last tokens of the output, newest at the end; -1 where there is none. H: what the requests here need.
+        # int64, the last tokens of the output, newest last, padded with -1. H is the largest W of the current requests.
         self._history_SH: torch.Tensor | None = None
 
     def add(
         self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray
     ) -> None:
-        """Take in a request. prompt, output: int64 token ids; output is what was generated before a preemption."""
+        """Add a request. prompt, output: int64 token ids; output is what was generated before a preemption."""
         self.remove(slot)
         bias = {int(token): value for token, value in (params.logit_bias or {}).items()}
         bias.update({word[0]: float("-inf") for word in params.bad_words_token_ids if len(word) == 1})
@@ -114,7 +114,7 @@ class LogitsProcessors:
             self._start_history(slot, output)
 
     def remove(self, slot: int) -> None:
-        """Forget the slot's request, if it had options."""
+        """Drop the slot's request. Does nothing if it had no options."""
         options = self._options.pop(slot, None)
         if options is not None and options.penalty_row is not None:
             self._penalties.remove(options.penalty_row)
@@ -122,7 +122,10 @@ class LogitsProcessors:
             self._fit_history()
 
     def plan(self, slots: list[int], num_outputs: np.ndarray) -> LogitsPlan | None:
-        """What the batch needs, row i being slots[i] with num_outputs[i] tokens put out so far; None: nothing at all."""
+        """The changes for a batch whose row i is slots[i]; None if there are none.
+
+        num_outputs: int64 [S], tokens that each row has generated so far.
+        """
         if not self._options:
             return None
         rows = [(row, slot, self._options[slot]) for row, slot in enumerate(slots) if slot in self._options]
@@ -155,7 +158,7 @@ class LogitsProcessors:
         return plan
 
     def apply(self, plan: LogitsPlan, logits_SV: torch.Tensor) -> None:
-        """Change float32 logits in place: allowed ids, bad words, min_tokens and bias, then penalties."""
+        """Change the logits (float32) in place: allowed ids, bad words, min_tokens and bias, then penalties."""
         flat = logits_SV.view(-1)
         if plan.allowed_rows is not None:
             assert plan.allowed_index is not None
@@ -175,7 +178,7 @@ class LogitsProcessors:
             self._penalties.apply(plan.penalties, logits_SV)
 
     def observe(self, plan: LogitsPlan, tokens_S: torch.Tensor) -> None:
-        """Take the step's tokens (int64 [S], on the device) into penalty counts and histories."""
+        """Add the step's tokens (int64 [S], on the device) to penalty counts and histories."""
         if plan.penalties is not None:
             self._penalties.observe(plan.penalties, tokens_S)
         bad = plan.bad_sequences
@@ -187,14 +190,14 @@ class LogitsProcessors:
     def _plan_bad_sequences(self, with_words: list[tuple[int, int, dict[int, _BadWords]]]) -> _BadSequences:
         words = []
         for width in sorted({width for _, _, by_width in with_words for width in by_width}):
-            having = [(row, slot, by_width[width]) for row, slot, by_width in with_words if width in by_width]
-            counts = [len(found.last_J) for _, _, found in having]
+            with_width = [(row, slot, by_width[width]) for row, slot, by_width in with_words if width in by_width]
+            counts = [len(found.last_J) for _, _, found in with_width]
             words.append(
                 _BadWordsOfBatch(
-                    prefixes_JW=self._upload(np.concatenate([found.prefixes_JW for _, _, found in having])),
-                    history_slots_J=self._upload(np.repeat([slot for _, slot, _ in having], counts)),
+                    prefixes_JW=self._upload(np.concatenate([found.prefixes_JW for _, _, found in with_width])),
+                    history_slots_J=self._upload(np.repeat([slot for _, slot, _ in with_width], counts)),
                     last_ids_J=self._upload(
-                        np.concatenate([row * self.vocab_size + found.last_J for row, _, found in having])
+                        np.concatenate([row * self.vocab_size + found.last_J for row, _, found in with_width])
                     ),
                 )
             )
@@ -205,7 +208,7 @@ class LogitsProcessors:
         )
 
     def _fit_history(self) -> None:
-        """As long as the longest word of the requests that are here; none where none has one."""
+        """Make the history as long as the longest bad word of the current requests; None if there is none."""
         length = max((width for options in self._options.values() for width in options.bad_words), default=0)
         old_SH = self._history_SH
         if length == 0:
@@ -230,7 +233,7 @@ class LogitsProcessors:
 
 
 def _by_width(sequences: Sequence[Sequence[int]]) -> dict[int, _BadWords]:
-    """Words of two tokens or more, by the power of two that the tokens before the last one fit into."""
+    """Group words of two tokens or more by W, the power of two into which all tokens but the last one fit."""
     words: dict[int, list[Sequence[int]]] = {}
     for word in sequences:
         words.setdefault(1 << (len(word) - 2).bit_length(), []).append(word)

@@ -1,6 +1,6 @@
 """Log-probabilities of the model's own distribution: before temperature, penalties and filters.
 
-Shape legend: L rows asked for, V vocabulary, k alternatives a row.
+Shape legend: L rows with log-probabilities, V vocabulary, k alternatives per row.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ import torch
 
 from compile_and_serve.runtime.messages import TokenLogprobs
 
-CHUNK_ROWS = 256  # a long prompt's float32 logits are never held all at once
+CHUNK_ROWS = 256  # rows in float32 at a time, to bound the memory of a long prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLogprobs:
-    """Device tensors of L rows; `to_host` gives the same on the host."""
+    """Log-probabilities of L rows, on the device; `to_host` copies them to the host."""
 
     tokens_L: torch.Tensor  # int64
     chosen_L: torch.Tensor  # float32, log-probability of the row's token
-    ranks_L: torch.Tensor  # int64, 1 is the likeliest
+    ranks_L: torch.Tensor  # int64, 1-based
     top_ids_Lk: torch.Tensor  # int64
     top_Lk: torch.Tensor  # float32
 
     def to_host(self) -> RowLogprobs:
-        """Copies in pinned memory that are complete once the device reaches this point; on the CPU the tensors
-        themselves.
-        """
+        """Copies in pinned memory, complete once the device reaches this point. On the CPU, the tensors themselves."""
         if self.tokens_L.device.type == "cpu":
             return self
         return RowLogprobs(
@@ -39,8 +37,9 @@ class RowLogprobs:
         )
 
     def to_messages(self, counts: list[int]) -> list[TokenLogprobs]:
-        """One message a row; row i names its `counts[i]` likeliest tokens after the chosen one. The tensors must be
-        on the host.
+        """One message per row: the chosen token, then the `counts[i]` likeliest ones of row i.
+
+        The tensors must be on the host.
         """
         tokens, chosen, ranks = self.tokens_L.tolist(), self.chosen_L.tolist(), self.ranks_L.tolist()
         top_ids, top = self.top_ids_Lk.tolist(), self.top_Lk.tolist()
@@ -51,14 +50,14 @@ class RowLogprobs:
 
 
 def copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned host tensor that the device fills without the host waiting."""
+    """A pinned host tensor to which the device copies `tensor` asynchronously."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     return host
 
 
 def row_logprobs(logits_LV: torch.Tensor, tokens_L: torch.Tensor, count: int) -> RowLogprobs:
-    """log softmax at `tokens_L` and at the `count` likeliest tokens; rank is 1 + the number of likelier tokens.
+    """log softmax at `tokens_L` and at the `count` likeliest tokens. A rank is 1 + the number of likelier tokens.
 
     logits_LV: raw, any floating dtype; tokens_L: int64; 0 ≤ count ≤ V.
     """

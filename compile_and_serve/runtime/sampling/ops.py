@@ -1,10 +1,11 @@
-"""Choosing a token from logits, without ever waiting for the device.
+"""Choose tokens from logits without waiting for the device.
 
-Shape legend: R rows (one a request that samples), V vocabulary, K candidates of a row, B blocks of the vocabulary.
+Shape legend: R rows (one for each request that samples), V vocabulary, K candidates of a row, B blocks of the vocabulary,
+v tokens of a block.
 
-Random rows invert the cumulative distribution at one uniform number a row. That number is a pure function of (seed,
-output position), so a request draws the same tokens alone, in a batch and when it is computed again after a
-preemption. Sums are in float64: cumulative sums stay monotonic, and a token of weight 0 is never chosen.
+A random row inverts the cumulative distribution at one uniform number. That number depends only on (seed, output
+position), so a request draws the same tokens alone, in a batch, and again after a preemption. Sums are in float64, so
+that cumulative sums are monotonic and a token of weight 0 is never chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-# What the GPU samples a row with, by the name of the step's array; temperature 0 is greedy.
+# The step's arrays from which the GPU samples, one element per row; temperature 0 is greedy.
 SAMPLING_FIELDS: dict[str, type[np.generic]] = {
     "temperatures": np.float32,
     "top_ks": np.int32,
@@ -24,42 +25,42 @@ SAMPLING_FIELDS: dict[str, type[np.generic]] = {
     "sample_positions": np.int64,
 }
 
-GREEDY_CHUNK_ROWS = 16  # rows upcast at a time on the CPU: keeps the float32 copy inside the cache
+GREEDY_CHUNK_ROWS = 16  # rows converted to float32 at a time on the CPU, so that the copy stays in the cache
 VOCAB_BLOCK = 128
-MAX_SORTED = 2048  # candidates of top_p that are simply sorted
+MAX_SORTED = 2048  # up to this number, candidates of top_p are sorted directly
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-# Just under 1: a threshold scaled by it stays below the total, also when the uniform number is the largest one.
+# Keeps the threshold below the total even for the largest uniform number.
 _BELOW_ONE = 1.0 - 2.0**-40
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014) on a uint64 array."""
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014) of a uint64 array."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
 
 
 def stream_key(seed: int) -> int:
-    """uint64 key of the random stream of `seed` (any Python integer)."""
+    """The uint64 key of the random stream of `seed`, which is any Python integer."""
     return int(mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GAMMA)[0])
 
 
 def uniforms(keys_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
     """Element `position` of each key's stream: float32 in [0, 1), multiples of 2^-24.
 
-    keys_R: uint64 [R] from `stream_key`; positions_R: int64 [R], tokens that the request has put out before.
+    keys_R: uint64 [R] from `stream_key`; positions_R: int64 [R], number of tokens that the request has generated before.
     """
     counters = keys_R + (positions_R.astype(np.uint64) + np.uint64(1)) * _GAMMA
     return (mix64(counters) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def argmax_rows(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy choice: token int64 [R] and its logit [R] (not finite where the row's logits are not usable).
+    """Greedy choice → tokens int64 [R] and their logits [R], which are not finite if the row's logits are unusable.
 
-    On the CPU this goes through numpy, whose float32 argmax is vectorized (torch's is 10 to 20 times slower there).
+    On the CPU this uses numpy, whose float32 argmax is vectorized; torch's is 10 to 20 times slower.
     """
     if logits_RV.device.type != "cpu":
         from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
@@ -77,7 +78,10 @@ def argmax_rows(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sample_rows(logits_SV: torch.Tensor, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row on the GPU, from the arrays of `SAMPLING_FIELDS` in their order: int64 [S], and a score, as `argmax_rows`'."""
+    """Sample one token per row on the GPU → tokens int64 [S] and scores [S], as `argmax_rows`.
+
+    logits_SV: any floating dtype. inputs: the arrays of `SAMPLING_FIELDS`, in that order.
+    """
     from compile_and_serve.custom_ops.sampling.triton_sampling import sample_tokens
 
     return sample_tokens(logits_SV, *inputs)
@@ -89,11 +93,11 @@ def sample_unsorted(
     log_min_p_R1: torch.Tensor | None,
     uniform_R1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """token ~ softmax(logits / temperature), tokens under min_p of the likeliest one left out.
+    """token ~ softmax(logits / temperature) over the tokens with at least min_p times the largest probability.
 
-    logits_RV: float32; log_min_p_R1: log(min_p), -inf where it is off, None when it is off everywhere; uniform_R1:
-    float32 in [0, 1). → token int64 [R] and the row's largest logit [R]. Two levels: first the block of the
-    vocabulary, then the token in it.
+    logits_RV: float32. log_min_p_R1: log(min_p), -inf for rows without it, None if no row has it. uniform_R1: float32 in
+    [0, 1). → tokens int64 [R] and each row's largest logit [R]. Chooses first a block of the vocabulary, then a token of
+    the block.
     """
     max_R1 = logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = (logits_RV - max_R1).mul_(inverse_temperature_R1)
@@ -126,10 +130,11 @@ def sample_top_k(
     top_p_R1: torch.Tensor | None,
     uniform_R1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """token ~ softmax(logits / temperature) over what min_p, then top_k, then top_p leave; one top_k for all rows.
+    """token ~ softmax(logits / temperature) over the tokens that min_p, then top_k, then top_p keep.
 
-    top_p keeps the likeliest tokens until their mass reaches top_p of what min_p and top_k left (at least one).
-    Arguments as `sample_unsorted`; top_k = V sorts everything. → token int64 [R] and the row's largest logit [R].
+    top_k: one for all rows; V sorts the whole vocabulary. top_p keeps the likeliest tokens until their mass reaches top_p
+    of what min_p and top_k kept, but at least one. Other arguments as in `sample_unsorted`. → tokens int64 [R] and each
+    row's largest logit [R].
     """
     if top_k < logits_RV.shape[1]:
         values_RK, ids_RK = logits_RV.topk(top_k, dim=-1)
@@ -144,11 +149,11 @@ def sample_top_k(
 
 
 def choose_sorted(weights_RK: torch.Tensor, top_p_R1: torch.Tensor | None, uniform_R1: torch.Tensor) -> torch.Tensor:
-    """Column [R, 1] drawn from falling weights (float64), cut to top_p of their sum."""
+    """A column int64 [R, 1] drawn from descending weights (float64) that are cut to top_p of their sum."""
     cumulative_RK = weights_RK.cumsum(dim=-1)
     kept_R1 = cumulative_RK[:, -1:]
     if top_p_R1 is not None:
-        # A token stays while the mass before it is less than top_p: the kept ones are a prefix.
+        # A token is kept while the mass before it is less than top_p, so the kept tokens are a prefix.
         inside_RK = (cumulative_RK - weights_RK) < top_p_R1 * kept_R1
         kept_R1 = torch.where(inside_RK, cumulative_RK, 0.0).amax(dim=-1, keepdim=True)
     threshold_R1 = uniform_R1 * kept_R1 * _BELOW_ONE
@@ -162,10 +167,10 @@ def sample_top_p(
     top_p_R1: torch.Tensor,
     uniform_R1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """token ~ softmax(logits / temperature) over what min_p, then top_p leave. Arguments as `sample_top_k`.
+    """token ~ softmax(logits / temperature) over the tokens that min_p, then top_p keep. Arguments as in `sample_top_k`.
 
-    On the CPU only the tokens that can be inside are sorted: those below (1 - top_p) / V of the mass sum to less than
-    what top_p drops.
+    On the CPU only tokens that top_p may keep are sorted. Tokens below (1 - top_p) / V of the mass sum to less than what
+    top_p drops, so they cannot be kept.
     """
     vocab_size = logits_RV.shape[1]
     if logits_RV.device.type != "cpu":
@@ -181,7 +186,7 @@ def sample_top_p(
     weights, cutoffs, limits = weights_RV.numpy(), cutoffs_R1.numpy(), (totals_R1.double() * top_p_R1).numpy()
     for row, uniform in enumerate(uniform_R1[:, 0].tolist()):
         candidates = np.flatnonzero(weights[row] > cutoffs[row])
-        if len(candidates) == 0:  # logits that are not finite: the caller reports the row
+        if len(candidates) == 0:  # the logits are not finite, and the caller reports the row
             continue
         candidate_weights = weights[row, candidates]
         kept = top_p_indices(candidate_weights, float(limits[row, 0]))
@@ -192,25 +197,25 @@ def sample_top_p(
 
 
 def top_p_indices(weights: np.ndarray, limit: float) -> np.ndarray:
-    """Indices of the largest weights, taken until their sum reaches `limit` (at least one), in no particular order.
+    """Indices of the largest weights whose sum reaches `limit`, at least one, in no particular order.
 
-    weights: float32, positive. Many are first sorted into buckets by their leading bits, so that only one bucket is
-    sorted truly.
+    weights: float32, positive. Many weights are first put into buckets by their leading bits, so that only the bucket at
+    the limit must be sorted.
     """
     if len(weights) <= MAX_SORTED:
         order = np.argsort(-weights, kind="stable")
         before = np.concatenate([[0.0], weights[order[:-1]].cumsum(dtype=np.float64)])
         return order[: max(1, int(before.searchsorted(limit, side="left")))]
-    # The bits of positive floats are ordered like their values: exponent and 4 bits of mantissa make the bucket.
+    # Bit patterns of positive floats are ordered like their values. The exponent and 4 bits of the mantissa are the bucket.
     buckets = (weights.view(np.int32) >> 19).astype(np.int64)
     lowest = int(buckets.min())
     buckets -= lowest
     from_top = np.bincount(buckets, weights=weights)[::-1].cumsum()
     from_top_index = min(int(from_top.searchsorted(limit, side="left")), len(from_top) - 1)
     boundary = len(from_top) - 1 - from_top_index
-    inside = np.flatnonzero(buckets == boundary)
+    in_boundary = np.flatnonzero(buckets == boundary)
     above = float(from_top[from_top_index - 1]) if from_top_index else 0.0
-    order = inside[np.argsort(-weights[inside], kind="stable")]
+    order = in_boundary[np.argsort(-weights[in_boundary], kind="stable")]
     before = above + np.concatenate([[0.0], weights[order[:-1]].cumsum(dtype=np.float64)])
     num_inside = max(1, int(before.searchsorted(limit, side="left")))
     return np.concatenate([np.flatnonzero(buckets > boundary), order[:num_inside]])

@@ -1,11 +1,11 @@
-"""Repetition, presence and frequency penalties: state of the requests that have them, and its use.
+"""Repetition, presence and frequency penalties.
 
-Shape legend: S rows of the step, V vocabulary, C rows of the state, A rows of the step with penalties, L tokens kept
-a row.
+Shape legend: S rows of the step, V vocabulary, C rows of the state, A rows of the step with penalties, L tokens listed per
+row.
 
-Only tokens that a request has seen are touched, not its whole row of logits. A row of the state lists them (those of
-the prompt once, then every token put out, some of them twice; the rest of the row repeats the first one). Reading and
-writing by such a list is right with repeated ids as well: each gets the same value.
+Only the logits of tokens that a request has seen are changed, not its whole row. A row of the state lists these tokens:
+those of the prompt once, then every generated token; the rest of the row repeats the first id. An id may be listed
+several times. That is harmless, because each occurrence writes the same value.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _MIN_COLUMNS = 256
 
 @dataclass(kw_only=True, slots=True)
 class PenaltyPlan:
-    """Rows of one batch composition."""
+    """The rows with penalties of one batch composition."""
 
     state_rows: np.ndarray  # int64 [A]
-    rows_A: torch.Tensor  # rows of the batch
+    rows_A: torch.Tensor  # int64, rows of the batch
     state_rows_A: torch.Tensor
-    logits_offset_A1: torch.Tensor  # row of the batch · V
-    counts_offset_A1: torch.Tensor  # row of the state · V
+    logits_offset_A1: torch.Tensor  # row of the batch times V
+    counts_offset_A1: torch.Tensor  # row of the state times V
     repetition_A1: torch.Tensor | None
     presence_A1: torch.Tensor | None
     frequency_A1: torch.Tensor | None
 
 
 class PenaltyState:
-    """Memory follows the number of requests with penalties (not the number of slots) and their length."""
+    """Token counts of the requests with penalties. Memory grows with their number and length, not with the number of slots."""
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -47,7 +47,7 @@ class PenaltyState:
         self._free_rows: list[int] = []
 
     def add(self, prompt: np.ndarray, output: np.ndarray) -> int:
-        """The row of a new request. prompt (not empty), output: int64 token ids."""
+        """Add a request and return its row of the state. prompt (not empty), output: int64 token ids."""
         assert len(prompt), "a request has a prompt"
         if not self._free_rows:
             self._grow_rows()
@@ -62,15 +62,15 @@ class PenaltyState:
         self._counts_CV[row].zero_()
         if len(tokens):
             self._counts_CV[row].index_copy_(0, self._upload(tokens), self._upload(counts.astype(np.int32)))
-        self._free_rows.pop()  # only now: a row is not lost where there is no memory for it
+        self._free_rows.pop()  # last, so that a row is not lost if the memory runs out above
         return row
 
     def remove(self, row: int) -> None:
-        """The row's request is over."""
+        """Free the row of a request that has ended."""
         self._free_rows.append(row)
 
     def plan(self, rows: list[int], state_rows: list[int], penalties: list[tuple[float, float, float]]) -> PenaltyPlan:
-        """Row rows[i] of the batch is the request of state_rows[i] with penalties (repetition, presence, frequency)."""
+        """Prepare a batch. Its row rows[i] is the request of state_rows[i] with the (repetition, presence, frequency) penalties[i]."""
         rows_A = self._upload(np.array(rows, dtype=np.int64))
         host_state_rows = np.array(state_rows, dtype=np.int64)
         state_rows_A = self._upload(host_state_rows)
@@ -87,10 +87,10 @@ class PenaltyState:
         )
 
     def apply(self, plan: PenaltyPlan, logits_SV: torch.Tensor) -> None:
-        """Change float32 logits in place.
+        """Change the logits (float32) in place, following the definitions of OpenAI's API and CTRL (arXiv:1909.05858).
 
         x = x / repetition if x > 0 else x · repetition, for tokens of prompt and output; then
-        x -= frequency · (occurrences in the output) + presence · (whether there is one).
+        x -= frequency · (occurrences in the output) + presence · (1 if it occurs in the output, else 0).
         """
         flat = logits_SV.view(-1)
         length = int(self._lengths[plan.state_rows].max())
@@ -109,7 +109,7 @@ class PenaltyState:
         flat.scatter_(0, index_AL.view(-1), logits_AL.view(-1))
 
     def observe(self, plan: PenaltyPlan, tokens_S: torch.Tensor) -> None:
-        """Take in the step's tokens (int64 [S], on the device)."""
+        """Add the step's tokens (int64 [S], on the device)."""
         self._fit_columns(int(self._lengths[plan.state_rows].max()) + 1)
         tokens_A = tokens_S[plan.rows_A]
         ones_A = torch.ones_like(tokens_A, dtype=torch.int32)

@@ -1,11 +1,12 @@
-"""From a step's logits to its tokens.
+"""Sample a step's tokens from its logits.
 
-Shape legend: S rows (one a request that samples in the step), V vocabulary, R rows of one way of sampling, L rows
-with logprobs.
+Shape legend: S rows (one for each request that samples in the step), V vocabulary, R rows with the same kind of sampling,
+L rows with logprobs.
 
-Semantics are vLLM's: allowed ids, bad words, min_tokens, bias and penalties change the logits; then temperature,
-min_p, top_k and top_p; log-probabilities are the model's own. A batch of plain greedy requests costs one argmax. What
-depends only on the batch's composition is prepared once in a `SamplingPlan` and reused while the composition stays.
+The semantics are those of vLLM. Allowed ids, bad words, min_tokens, bias and penalties change the logits; then
+temperature, min_p, top_k and top_p apply. Log-probabilities are those of the unchanged logits. A batch of plain greedy
+requests costs one argmax. Whatever depends only on the composition of the batch is prepared in a `SamplingPlan`, which is
+reused while the composition stays the same.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RandomGroup:
-    """Rows that are sampled the same way: top_k is one number (0: off) and top_p is either on for all of them or for
-    none.
+    """Rows with the same top_k (0 is off), of which all or none have top_p.
 
-    So a row's arithmetic does not depend on its neighbours, and neither does its token.
+    A row's arithmetic then does not depend on its neighbors, and neither does its token.
     """
 
     rows_R: torch.Tensor | None  # None: every row of the batch, in order
-    uniform_begin: int  # its uniform numbers lie one after another
+    uniform_begin: int  # index of the group's first uniform number
     uniform_end: int
     top_k: int
     inverse_temperature_R1: torch.Tensor
@@ -50,16 +50,17 @@ class _RandomGroup:
 
 @dataclass(kw_only=True, slots=True)
 class SamplingPlan:
-    """How one batch composition is sampled; valid for `valid_steps` more steps. num_random: uniform numbers that a
-    step needs.
+    """How to sample one batch composition.
+
+    valid_steps: for how many more steps. num_random: number of rows that are not greedy.
     """
 
     slots_S: np.ndarray  # int64
     is_plain_greedy: bool
-    greedy_rows_R: torch.Tensor | None  # None: no row is greedy, unless is_plain_greedy or all_greedy
+    greedy_rows_R: torch.Tensor | None  # None if no row or all rows are greedy
     all_greedy: bool
     groups: list[_RandomGroup]
-    gpu: dict[str, np.ndarray]  # of `SAMPLING_FIELDS`, those that stay while the plan does, one element a row
+    gpu: dict[str, np.ndarray]  # the constant arrays of `SAMPLING_FIELDS` [S]; empty on the CPU
     num_random: int
     random_slots: np.ndarray  # int64, in the order of the groups
     logits: LogitsPlan | None
@@ -71,9 +72,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledRows:
-    """Device tensors. best_S: the row's largest logit as it was sampled from; not finite means that the row's token
-    is meaningless.
-    """
+    """Device tensors. best_S: each row's largest logit after all changes; if it is not finite, the token is meaningless."""
 
     tokens_S: torch.Tensor  # int64
     best_S: torch.Tensor
@@ -81,15 +80,17 @@ class SampledRows:
 
 
 class Sampler:
-    """Options and state of the requests by slot; `plan` once a batch composition, `sample` every step."""
+    """Sampling options and state of requests by slot.
+
+    Call `add` and `remove` for each request, `plan` for each batch composition, and `inputs` and `sample` in each step.
+    """
 
     def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._is_cpu = device.type == "cpu"
-        self.num_outputs = np.zeros(
-            num_slots, dtype=np.int64
-        )  # tokens put out by the slot's request, those in flight too
+        # Tokens that the slot's request has generated, including those of steps in flight.
+        self.num_outputs = np.zeros(num_slots, dtype=np.int64)
         self._processors = LogitsProcessors(vocab_size, num_slots, device)
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._keys = np.zeros(num_slots, dtype=np.uint64)
@@ -97,19 +98,19 @@ class Sampler:
     def add(
         self, slot: int, params: SamplingParams, stop_ids: Sequence[int], prompt: np.ndarray, output: np.ndarray
     ) -> None:
-        """Take in a request. prompt, output: int64 token ids; output is what was generated before a preemption.
+        """Add a request. prompt, output: int64 token ids; output is what was generated before a preemption.
 
-        A request that is not greedy has a seed: the engine gives one to those that bring none.
+        stop_ids: ids that min_tokens masks. A request that is not greedy must have a seed; the engine core provides it.
         """
         self._params[slot] = params
         self.num_outputs[slot] = len(output)
         if not params.is_greedy:
-            assert params.seed is not None, f"the request of slot {slot} draws tokens and has no seed"
+            assert params.seed is not None, f"the request of slot {slot} is not greedy and has no seed"
             self._keys[slot] = stream_key(params.seed)
         self._processors.add(slot, params, stop_ids, prompt, output)
 
     def remove(self, slot: int) -> None:
-        """Forget the slot's request."""
+        """Drop the slot's request."""
         self._params[slot] = None
         self._processors.remove(slot)
 
@@ -118,16 +119,16 @@ class Sampler:
         slots_S = np.array(slots, dtype=np.int64)
         params = [self._params_of(slot) for slot in slots]
         logits = self._processors.plan(list(slots), self.num_outputs[slots_S])
-        greedy, by_way = [], dict[tuple[int, bool], list[int]]()
+        greedy, by_options = [], dict[tuple[int, bool], list[int]]()
         for row, row_params in enumerate(params):
             if row_params.is_greedy:
                 greedy.append(row)
                 continue
             top_k = row_params.top_k if 0 < row_params.top_k < self.vocab_size else 0
-            by_way.setdefault((top_k, row_params.top_p < 1.0), []).append(row)
+            by_options.setdefault((top_k, row_params.top_p < 1.0), []).append(row)
         groups: list[_RandomGroup] = []
         random_rows: list[int] = []
-        for (top_k, has_top_p), rows in sorted(by_way.items()):
+        for (top_k, has_top_p), rows in sorted(by_options.items()):
             if self._is_cpu:
                 group_params = [params[row] for row in rows]
                 groups.append(self._group(rows, group_params, len(random_rows), top_k, has_top_p, len(params)))
@@ -151,10 +152,10 @@ class Sampler:
         )
 
     def inputs(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
-        """What makes the step's draws, by the step's array that it goes to. Call before `sample`, which moves the streams on.
+        """The step's random inputs by name of the step's array. Call before `sample`, which advances the random streams.
 
-        On the CPU uniform numbers, float32 [num_random]; elsewhere `SAMPLING_FIELDS` [S]. A step without random rows has none of the
-        former, and of the latter only the temperatures.
+        CPU: "uniforms", float32 [num_random], or nothing without random rows. Other devices: `SAMPLING_FIELDS` [S], or only
+        "temperatures" without random rows.
         """
         if not self._is_cpu:
             return {**plan.gpu, "sample_positions": self.num_outputs[plan.slots_S]} if plan.num_random else plan.gpu
@@ -169,9 +170,10 @@ class Sampler:
         inputs: Mapping[str, torch.Tensor],
         drawn: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> SampledRows:
-        """One token a row. logits_SV: raw, any floating dtype, not changed; inputs: the step's arrays, as above, on the device.
+        """Sample one token per row.
 
-        drawn: what `sample_rows` makes of the logits and the inputs, where the model's graph has done it already.
+        logits_SV: raw, any floating dtype, not changed. inputs: the arrays of `inputs`, on the device. drawn: the result of
+        `sample_rows` if the model's graph has already computed it.
         """
         self.num_outputs[plan.slots_S] += 1
         plan.valid_steps -= 1
@@ -183,7 +185,7 @@ class Sampler:
         if plan.logits is not None:
             logits_SV = logits_SV.to(torch.float32, copy=True)
             self._processors.apply(plan.logits, logits_SV)
-            drawn = None  # from other logits
+            drawn = None  # it was drawn from the unchanged logits
         tokens_S, best_S = drawn or self._choose(logits_SV, plan, inputs)
         if plan.logits is not None:
             self._processors.observe(plan.logits, tokens_S)

@@ -1,4 +1,4 @@
-"""Ranks as actors of a Ray cluster of this host. The executor is that of tests/runtime/distributed/test_process_executor.py."""
+"""Ranks as actors of a Ray cluster on this host. test_process_executor.py tests the executor itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Fake workers, in a cluster of two places. Nothing is left in the folder of the ranks, however they end."""
+    """Fake workers in a cluster of two CPUs. The ranks' folder must be empty at the end."""
     folder = tmp_path_factory.mktemp("of-ranks")
     ray = pytest.importorskip("ray", reason="Ray is not installed (the extra [ray])")
     ray.init(
@@ -75,12 +75,12 @@ def test_a_rank_that_dies_ends_all(model_dir: Path) -> None:
         [run(executor, number) for number in range(5)]
     executor.shutdown()
     give_orders(model_dir)
-    again = start(model_dir)  # the places are free again
+    again = start(model_dir)  # the resources are free again
     assert run(again, 0) == {"a": 0}
     again.shutdown()
 
 
-def test_without_ray_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = tiny_config(write_tiny_model(tmp_path / "tiny"), distributed_executor_backend="ray")
     with pytest.raises(ValueError, match=r"pip install 'compile-and-serve\[ray\]'"):
@@ -92,13 +92,13 @@ def test_without_ray_the_sentence_says_what_to_install(monkeypatch: pytest.Monke
     [
         ("aa", 1, 1, [2, 2]),
         ("ab", 2, 1, [1, 1]),
-        ("aab", 2, 1, [2, 2, 2]),  # of the second host it might be one, if it were known where other engines' ranks are
+        ("aab", 2, 1, [2, 2, 2]),  # an upper bound: the mean, rounded up, since the hosts of other replicas are unknown
         ("aab", 3, 2, [2, 2, 2]),
         ("aa", 4, 1, [2, 2]),
         ("ab", 2, 3, [3, 3]),
     ],
 )
-def test_a_host_is_shared_by_its_own_ranks(
+def test_the_number_of_ranks_that_share_a_host(
     tmp_path: Path, hosts: str, num_hosts: int, replicas: int, expected: list[int]
 ) -> None:
     config = tiny_config(

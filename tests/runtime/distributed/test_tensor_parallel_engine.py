@@ -1,4 +1,4 @@
-"""The whole engine over two ranks that share the model's tensors, against the plain model on one: same request, same tokens."""
+"""The engine on two tensor-parallel ranks generates the same tokens as on one rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.engines import (
 )
 from tests.support.processes import children, is_running
 
-# So few blocks that requests are preempted.
+# Few blocks, so that requests are preempted.
 SMALL = {"num_kv_blocks": 40, "max_model_len": 120}
 WEIGHTS = {"load_format": "auto"}
 
@@ -61,7 +61,7 @@ def start(model_dir: Path, cache_dir: Path, num_ranks: int) -> EngineCore:
 
 
 def test_preempted_and_with_cached_prefixes(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> None:
-    """Greedy and seeded, penalties, bans, allowed tokens, logprobs: everything that `mixed_requests` asks for."""
+    """`mixed_requests` are greedy and seeded, with penalties, bad words, allowed tokens and logprobs."""
     assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
     assert core.stats().num_preemptions > 0
     one = mixed_requests()[4]
@@ -117,7 +117,7 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(
 
 @pytest.mark.slow
 def test_four_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str, list[RequestOutput]]) -> None:
-    """More ranks than key/value heads: two ranks keep the same one."""
+    """More ranks than key/value heads, so that two ranks hold the same head."""
     core = start(model_dir, shared_cache_dir, 4)
     assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
     core.shutdown()
@@ -137,7 +137,7 @@ def test_four_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str,
         ),
     ],
 )
-def test_how_all_reduces_go_is_asked_only_where_there_is_a_choice(
+def test_the_all_reduce_is_chosen_only_if_there_is_a_choice(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], options: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr(
@@ -161,7 +161,7 @@ def test_how_all_reduces_go_is_asked_only_where_there_is_a_choice(
     ids=["no graphs", "graphs", "piecewise", "sync"],
 )
 def test_two_gpus(model_dir: Path, gpu_cache_dir: Path, options: dict[str, object]) -> None:
-    """Against one GPU; graphs are captured in idle moments, on both ranks the same."""
+    """Two GPUs generate the same tokens as one. Both ranks capture the same graphs as idle tasks."""
     given = {
         "device": "cuda",
         "block_size": 16,
@@ -178,13 +178,13 @@ def test_two_gpus(model_dir: Path, gpu_cache_dir: Path, options: dict[str, objec
         while two.idle():
             pass
     plans = [entry for entry in ArtifactStore(gpu_cache_dir).entries() if entry.kind == "plan"]
-    assert len(plans) == 1  # of both ranks; one GPU ran eager
+    assert len(plans) == 1  # both ranks share it; the single GPU ran eagerly
     two.shutdown()
 
 
 @pytest.mark.multigpu
 def test_a_gpu_rank_that_is_killed_ends_the_other(model_dir: Path, gpu_cache_dir: Path) -> None:
-    """The other waits on its device for ever: nothing but the engine can end it."""
+    """The other rank waits on its device forever, so only the engine can end it."""
     core = EngineCore(
         tiny_config(model_dir, device="cuda", block_size=16, tensor_parallel_size=2, cache_dir=gpu_cache_dir)
     )

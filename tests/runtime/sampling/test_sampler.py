@@ -1,4 +1,4 @@
-"""The sampler against plain-Python references, one row at a time, and against the distributions it must draw from."""
+"""The sampler against plain-Python references of single rows, and against the distributions it must draw from."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def reference_penalties(
         {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": 1.9},
     ],
 )
-def test_penalties_follow_the_tokens_put_out(penalties: dict[str, float]) -> None:
+def test_penalties_follow_the_generated_tokens(penalties: dict[str, float]) -> None:
     torch.manual_seed(5)
     params = SamplingParams(temperature=0.0, **penalties)
     prompt, output = [7, 8, 9, 9], [7, 20]
@@ -171,13 +171,13 @@ def test_penalties_follow_the_tokens_put_out(penalties: dict[str, float]) -> Non
     for _ in range(25):
         expected = reference_penalties(base.tolist(), params, prompt, output)
         plain, token = tokens(sampler, torch.stack([base, base]))
-        assert plain == int(base.argmax()), "the neighbour is untouched"
+        assert plain == int(base.argmax()), "the row without penalties is unchanged"
         assert token == expected.index(max(expected))
         output.append(token)
     assert len(set(output)) > 3
 
 
-def test_a_penalty_row_is_clean_for_its_next_request() -> None:
+def test_a_slot_keeps_no_penalties_of_its_previous_request() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=2.0)
     sampler = make_sampler(params, prompt=[1])
     logits = torch.zeros(1, VOCAB)
@@ -201,7 +201,7 @@ def test_penalty_state_grows_with_the_requests_that_need_it() -> None:
 
 
 def test_penalties_of_a_long_prompt_beside_a_short_one_over_many_steps() -> None:
-    """The list of seen tokens grows past its first width; the shorter row's padding changes nothing."""
+    """The list of seen tokens outgrows its first width, and the padding of the shorter row has no effect."""
     torch.manual_seed(6)
     params = SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.01)
     prompts = [list(range(290)), [4]]
@@ -232,7 +232,7 @@ def test_top_p_indices_are_the_shortest_prefix_of_the_sorted_weights(size: int) 
                 expected.append(int(i))
                 mass += float(weights[i])
             kept = top_p_indices(weights, limit).tolist()
-            assert abs(len(kept) - len(expected)) <= 1, "sums in another order may differ by a rounding"
+            assert abs(len(kept) - len(expected)) <= 1, "sums in another order may round differently"
             assert sorted(kept)[:-1] == sorted(expected)[: len(kept) - 1] or set(kept) ^ set(expected) <= {
                 *expected[-1:], *kept[-1:]
             }  # fmt: skip
@@ -256,7 +256,7 @@ def test_logit_bias_allowed_ids_and_min_tokens() -> None:
     assert tokens(sampler, logits) == [10]
 
 
-def test_min_tokens_counts_what_was_generated_before_a_preemption() -> None:
+def test_min_tokens_counts_tokens_from_before_a_preemption() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 10] = 1.0
     params = SamplingParams(temperature=0.0, min_tokens=3)
@@ -280,7 +280,7 @@ def test_bad_words_of_one_and_of_several_tokens() -> None:
     assert first([[4, 5, 10], [5, 11], [10, 10]], [4, 5]) == 12
     assert first([[4, 5, 10]], [5]) == 10
 
-    # the history follows what the sampler itself puts out
+    # the history follows the sampled tokens
     sampler = make_sampler(SamplingParams(temperature=0.0, bad_words_token_ids=[[10, 10], [10, 11, 10]]))
     assert [tokens(sampler, logits)[0] for _ in range(5)] == [10, 11, 11, 10, 11]
 
@@ -294,7 +294,7 @@ def test_a_longer_bad_word_of_a_later_request_keeps_the_earlier_history() -> Non
     assert tokens(sampler, logits) == [11, 11]
 
 
-def test_bad_words_of_many_lengths_and_rows_are_as_a_search_finds_them() -> None:
+def test_bad_words_of_many_lengths_and_rows_match_a_plain_search() -> None:
     generator = np.random.default_rng(5)
     draw = lambda length: generator.integers(0, 3, length).tolist()  # noqa: E731
     words = [[draw(length) for length in generator.integers(1, 12, 40)] for _ in range(3)]
@@ -318,8 +318,8 @@ def test_bad_words_of_many_lengths_and_rows_are_as_a_search_finds_them() -> None
             output.append(token)
 
 
-def test_one_long_bad_word_makes_nobody_elses_longer() -> None:
-    """Memory is that of the words' own tokens, twice at most, and goes with the requests."""
+def test_one_long_bad_word_does_not_lengthen_the_others() -> None:
+    """Memory is at most twice that of the words' tokens, and is freed with the requests."""
     sampler = make_sampler()
     many = [[1, token] for token in range(VOCAB)]
     add(sampler, 0, SamplingParams(temperature=0.0, bad_words_token_ids=[[7] * 200, *many]))
@@ -335,12 +335,12 @@ def test_one_long_bad_word_makes_nobody_elses_longer() -> None:
     assert sampler._processors._history_SH.shape == (16, 2)
     logits = torch.zeros(1, VOCAB)
     logits[0, 6] = 1.0
-    assert tokens(sampler, logits, [1]) == [0]  # the history of who is left is still there
+    assert tokens(sampler, logits, [1]) == [0]  # the remaining request keeps its history
     sampler.remove(1)
     assert sampler._processors._history_SH is None
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_are_those_of_the_unchanged_logits() -> None:
     torch.manual_seed(9)
     logits = torch.randn(3, VOCAB)
     sampler = make_sampler(
@@ -363,7 +363,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=t, top_k=k, top_p=p)
                                     for t, k, p in [(0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.5)]])  # fmt: skip
-def test_rows_without_usable_logits_are_seen_and_get_an_id_of_the_vocabulary(params: SamplingParams) -> None:
+def test_rows_without_usable_logits_are_reported_and_get_a_valid_id(params: SamplingParams) -> None:
     logits = torch.zeros(3, VOCAB)
     logits[0, 5] = float("nan")
     logits[1] = float("-inf")
@@ -373,7 +373,7 @@ def test_rows_without_usable_logits_are_seen_and_get_an_id_of_the_vocabulary(par
     assert all(0 <= token < VOCAB for token in sampled.tokens_S.tolist())
 
 
-def test_sampling_leaves_the_logits_alone() -> None:
+def test_sampling_does_not_change_the_logits() -> None:
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
     sampler = make_sampler(

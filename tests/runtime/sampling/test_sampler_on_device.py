@@ -1,4 +1,4 @@
-"""The sampler's road on a GPU, with its kernels in Triton's interpreter: what it hands to them, and what a graph has drawn already."""
+"""The sampler's GPU path with its kernels in Triton's interpreter: their inputs, and tokens that a graph has already drawn."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_a_request_draws_the_same_alone_and_in_a_batch() -> None:
     assert [tokens[0] for tokens in together] == logits[:, 0].argmax(1).tolist()
 
 
-def test_what_a_graph_has_drawn_is_taken_unless_the_logits_change() -> None:
-    """A graph reads the same arrays at every replay: greedy and random steps come out of one graph."""
+def test_tokens_drawn_by_a_graph_are_used_unless_the_logits_change() -> None:
+    """A graph reads the same arrays at every replay, so one graph serves greedy and random steps."""
     logits = torch.randn(SLOTS, VOCAB, generator=torch.Generator().manual_seed(1))
     arrays = make_arrays()
-    graph_inputs = [arrays.device[name] for name in SAMPLING_FIELDS]  # what a graph has baked in
+    graph_inputs = [arrays.device[name] for name in SAMPLING_FIELDS]  # the tensors that a graph was captured with
     for params in ([GREEDY] * 2, PARAMS, [GREEDY, GREEDY]):
         sampler = device_sampler(list(params))
         plan = sampler.plan(range(len(params)))
