@@ -42,12 +42,12 @@ def make_requests(count: int, prompt_len: int, max_tokens: int, *, spread: int =
 
 def sample(step: SchedulerOutput, prompts_left: dict[str, int]) -> ModelRunnerOutput:
     """A runner's output: token 1 for each request whose prompt is complete. prompts_left: prompt tokens still to compute."""
-    tokens: dict[str, int] = {}
+    tokens: dict[str, list[int]] = {}
     for request_id, count in step.num_scheduled_tokens.items():
         left = prompts_left.get(request_id, 0)
         prompts_left[request_id] = left = max(0, left - count)
         if left == 0:
-            tokens[request_id] = 1
+            tokens[request_id] = [1]
     return ModelRunnerOutput(step=step.step, sampled_token_ids=tokens, logprobs={}, prompt_logprobs={}, errors={})
 
 

@@ -26,6 +26,7 @@ from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE
 from compile_and_serve.runtime.engine.process import BOOT_CODE as ENGINE_CODE
 from compile_and_serve.runtime.scheduler.step_messages import (
     ModelRunnerOutput,
+    PagedGroup,
     SchedulerOutput,
     WorkerInfo,
     WorkerStats,
@@ -81,7 +82,7 @@ class FakeStep:
 
     def result(self) -> ModelRunnerOutput:
         self._before()
-        tokens = dict.fromkeys(self._ids, self.step)
+        tokens = {request_id: [self.step] for request_id in self._ids}
         return ModelRunnerOutput(step=self.step, sampled_token_ids=tokens, logprobs={}, prompt_logprobs={}, errors={})
 
 
@@ -106,7 +107,7 @@ class Worker:
         self._obey("load")
         self.info = WorkerInfo(
             num_blocks=100 - 10 * rank.index, device_type=kind, device="fake", dtype="float32", max_model_len=256,
-            vocab_size=320, compile_report={},
+            vocab_size=320, groups=[PagedGroup(block_size=config.cache.block_size)], compile_report={},
         )  # fmt: skip
 
     def start(self, num_blocks: int) -> None:

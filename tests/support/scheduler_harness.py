@@ -1,12 +1,10 @@
-"""What the scheduler's tests share: a runner that keeps its cache in a plain dict, and a driver that checks invariants.
-
-The runner reads every token of a sequence back through its block table, so a block handed out wrongly shows as a wrong token.
-"""
+"""Shared by the scheduler's tests: a runner that keeps its cache in a plain dict, and a driver that checks invariants."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
@@ -14,11 +12,17 @@ from compile_and_serve.runtime.messages import EngineRequest, RequestOutput, Tok
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.request import RequestStatus
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
-from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from compile_and_serve.runtime.scheduler.step_messages import (
+    ModelRunnerOutput,
+    NewRequestData,
+    PagedGroup,
+    SchedulerOutput,
+)
 
 BLOCK = 4
 VOCAB = 40
 END_ID = 0
+POISON = VOCAB  # no token of the model
 
 
 def next_token(tokens: list[int]) -> int:
@@ -33,59 +37,116 @@ def next_token(tokens: list[int]) -> int:
 class Held:
     data: NewRequestData
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     computed: int
 
 
-class FakeRunner:
-    """Keeps the contract of runtime/scheduler/step_messages.py. `fail_on`: request → sentence, reported the next time that it runs."""
+@dataclass
+class Cell:
+    """What one token left in the cache of a group: the token, and who wrote it in which step."""
 
-    def __init__(self) -> None:
+    token: int
+    group: int
+    writer: str
+    step: int
+
+
+class FakeRunner:
+    """Keeps the contract of runtime/scheduler/step_messages.py.
+
+    It reads every token that attention would read through the block tables, so a block that is handed out or freed
+    wrongly shows as a wrong token. Decodes accept a random number of their drafts.
+    fail_on: request → sentence, reported the next time that it runs. poison: requests whose prefills leave POISON in the
+    cache; a request that reads it samples a wrong token.
+    """
+
+    def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
+        self.groups = scheduler.groups
+        self.num_slots = scheduler.config.max_num_seqs
+        self.rng = random.Random(seed)
         self.held: dict[str, Held] = {}
-        self.cache: dict[tuple[int, int], int] = {}
+        self.cache: dict[tuple[int, int], Cell] = {}
         self.fail_on: dict[str, str] = {}
+        self.poison: set[str] = set()
+        self.num_prefilled = 0  # tokens computed in prefill chunks
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.finished_request_ids:
             del self.held[request_id]
         for new in step.new_requests:
             assert new.request_id not in self.held
-            held = Held(new, list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
-            assert self.read(held) == held.tokens[: held.computed], "a cached prefix is not computed yet"
-            self.held[new.request_id] = held
+            blocks = [list(block_ids) for block_ids in new.block_ids]
+            self.held[new.request_id] = Held(new, list(new.token_ids), blocks, new.num_computed_tokens)
+        assert len(self.held) <= self.num_slots, "the runner was not told who has gone"
         for grown in step.cached_requests:
-            self.held[grown.request_id].blocks += grown.new_block_ids
+            for block_ids, new_ids in zip(self.held[grown.request_id].blocks, grown.new_block_ids, strict=True):
+                block_ids += new_ids
         result = ModelRunnerOutput(step=step.step, sampled_token_ids={}, logprobs={}, prompt_logprobs={}, errors={})
         for request_id, count in step.num_scheduled_tokens.items():
-            self._run(request_id, count, result)
+            self._run(request_id, count, step.step, result)
             if request_id in self.fail_on:
                 result.errors[request_id] = self.fail_on[request_id]
                 result.sampled_token_ids.pop(request_id, None)
         return result
 
-    def read(self, held: Held) -> list[int]:
-        return [self.cache[held.blocks[position // BLOCK], position % BLOCK] for position in range(held.computed)]
-
-    def _run(self, request_id: str, count: int, result: ModelRunnerOutput) -> None:
+    def _run(self, request_id: str, count: int, step: int, result: ModelRunnerOutput) -> None:
         held = self.held[request_id]
-        start, end = held.computed, held.computed + count
-        assert end <= len(held.tokens), "a token that does not exist was scheduled"
-        for position in range(start, end):
-            self.cache[held.blocks[position // BLOCK], position % BLOCK] = held.tokens[position]
-        held.computed = end
-        context = self.read(held)
-        assert context == held.tokens[:end], "the cache holds something else than this sequence"
+        start = held.computed
+        if start < len(held.data.token_ids):
+            assert start + count <= len(held.data.token_ids), "a prefill beyond the tokens of its request"
+            self.num_prefilled += count
+            num_new = int(start + count == len(held.tokens))
+            inputs = held.tokens[start : start + count]
+        else:
+            assert start == len(held.tokens) - 1
+            num_new = self.rng.randint(1, count)
+            known = [*held.tokens, *continuation(held.tokens, num_new - 1)]
+            inputs = known[start:] + [self.rng.randrange(VOCAB) for _ in range(count - num_new)]  # rejected drafts
+        if request_id in self.poison:
+            inputs = [POISON] * count
+        for offset, token in enumerate(inputs):
+            for number, group in enumerate(self.groups):
+                block, place = divmod(start + offset, group.block_size)
+                self.cache[held.blocks[number][block], place] = Cell(token, number, request_id, step)
+        is_poisoned = self._check_reads(request_id, start, start + count, step)
+        held.computed += num_new if start >= len(held.data.token_ids) else count
+        prompt_len = held.data.num_prompt_tokens
         if held.data.sampling_params.prompt_logprobs is not None:
-            last = min(end, held.data.num_prompt_tokens - 1)
             result.prompt_logprobs[request_id] = [
-                prompt_logprob(position, held.tokens[position]) for position in range(start + 1, last + 1)
+                prompt_logprob(position, held.tokens[position])
+                for position in range(start + 1, min(start + count, prompt_len - 1) + 1)
             ]
-        if end == len(held.tokens):
-            token = next_token(context)
-            held.tokens.append(token)
-            result.sampled_token_ids[request_id] = token
+        if num_new:
+            sampled = [POISON] * num_new if is_poisoned else continuation(held.tokens, num_new)
+            held.tokens += sampled
+            result.sampled_token_ids[request_id] = sampled
             if held.data.sampling_params.logprobs is not None:
-                result.logprobs[request_id] = TokenLogprobs([token], [-1.0], 1)
+                result.logprobs[request_id] = [TokenLogprobs([token], [-1.0], 1) for token in sampled]
+
+    def _check_reads(self, request_id: str, start: int, end: int, step: int) -> bool:
+        """Read what attention reads for tokens start … end - 1; whether there was poison in it."""
+        held = self.held[request_id]
+        is_poisoned = False
+        for number, group in enumerate(self.groups):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            for position in range(first, end):
+                block, place = divmod(position, group.block_size)
+                cell = self.cache[held.blocks[number][block], place]
+                assert cell.writer == request_id or cell.step < step, "read in the launch that writes it"
+                assert cell.group == number, "a block of another group"
+                if cell.token == POISON:
+                    is_poisoned = True
+                elif position < len(held.tokens):
+                    assert cell.token == held.tokens[position] or position >= start, "the cache of another sequence"
+        return is_poisoned
+
+
+def continuation(tokens: list[int], count: int) -> list[int]:
+    """The next tokens of a sequence."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(tokens) - count :]
 
 
 def prompt_logprob(position: int, token: int) -> TokenLogprobs:
@@ -136,9 +197,9 @@ def expected_answer(request: EngineRequest, max_len: int) -> Answer:
 class Driver:
     """Runs a scheduler with `depth` steps in flight, checks its invariants before and after each, collects the answers."""
 
-    def __init__(self, scheduler: Scheduler, depth: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, depth: int = 0, seed: int = 0) -> None:
         self.scheduler, self.depth = scheduler, depth
-        self.runner = FakeRunner()
+        self.runner = FakeRunner(scheduler, seed)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.answers: dict[str, Answer] = {}
         self.steps: list[SchedulerOutput] = []
@@ -174,18 +235,39 @@ class Driver:
         return self.answers
 
     def check(self, step: SchedulerOutput | None) -> None:
-        scheduler, pool = self.scheduler, self.scheduler.manager.pool
-        running = scheduler._running
-        owners = Counter(block_id for request in running for block_id in request.block_ids)
+        scheduler, manager = self.scheduler, self.scheduler.manager
+        pool, running, groups = manager.pool, scheduler._running, scheduler.groups
+        drafts = scheduler.num_draft_tokens
+        owners: Counter[int] = Counter()
+        for request in running:
+            assert len(request.block_ids) == len(groups)
+            held = []
+            for group, block_ids, num_freed in zip(groups, request.block_ids, request.num_freed_blocks, strict=True):
+                assert block_ids[:num_freed] == [0] * num_freed
+                assert num_freed == 0 or group.window is not None
+                held += block_ids[num_freed:]
+                if group.window is not None:
+                    # Of drafts in flight, which may all be rejected, nothing is freed.
+                    reach = group.window + manager.max_step_tokens
+                    reach += (self.depth + 1) * (1 + drafts) if drafts else 0
+                    assert len(block_ids) - num_freed <= -(-reach // group.block_size) + 1
+            assert len(set(held)) == len(held)
+            owners.update(held)
+            assert request.num_held_tokens == min(
+                len(block_ids) * group.block_size for group, block_ids in zip(groups, request.block_ids, strict=True)
+            )
+            assert request.num_computed_tokens <= request.num_held_tokens
         assert {block.block_id: block.ref_count for block in pool.blocks if block.ref_count != 0} == owners
         free = pool.free_queue.block_ids()
         assert sorted(free) == [block.block_id for block in pool.blocks if block.ref_count == 0]
         assert len(free) == pool.num_free
-        assert all(pool.blocks[block_id].block_hash is not None for block_id, count in owners.items() if count > 1)
-        assert all(len(set(request.block_ids)) == len(request.block_ids) for request in running)
+        assert all(pool.cached[key].key == key for key in pool.cached)
+        assert sum(block.key is not None for block in pool.blocks) == len(pool.cached)
+        assert manager.num_promised == sum(request.num_promised_blocks for request in running)
+        assert 0 <= manager.num_promised <= pool.num_free
         assert all(request.status is RequestStatus.RUNNING for request in running)
         assert [request.key for request in running] == sorted(request.key for request in running)
-        assert all(not request.block_ids for _, request in scheduler._waiting)
+        assert all(not request.block_ids and not request.num_promised_blocks for _, request in scheduler._waiting)
         if step is not None:
             counts = step.num_scheduled_tokens
             assert step.total_num_scheduled_tokens == sum(counts.values()) <= scheduler.config.max_num_batched_tokens
@@ -196,13 +278,17 @@ class Driver:
 def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
     policy: str = "fcfs", max_waiting: int | None = None, admit_in_groups: bool = False,
+    groups: Sequence[PagedGroup] | None = None, num_draft_tokens: int = 0,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy, max_waiting=max_waiting,  # type: ignore[arg-type]
         admit_in_groups=admit_in_groups,
     )  # fmt: skip
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
-    return Scheduler(config, cache, num_blocks=num_blocks, max_model_len=max_model_len)
+    return Scheduler(
+        config, cache, num_blocks=num_blocks, max_model_len=max_model_len, groups=groups,
+        num_draft_tokens=num_draft_tokens,
+    )  # fmt: skip
 
 
 def make_request(

@@ -6,6 +6,7 @@ the host.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from compile_and_serve.runtime.sampling.checks import verify_token_ids
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 
+logger = logging.getLogger(__name__)
+
 UtilityValue = dict[str, int | float | str | bool | None]
 
 
@@ -50,8 +53,17 @@ class EngineCore:
         found = self._executor.info
         options = config.scheduler.for_device(found.device_type)
         self.config = replace(config, scheduler=options)
+        cache = config.cache
+        if cache.enable_prefix_caching and found.prefix_caching_unsupported is not None:
+            logger.warning("Prefix caching is off: %s", found.prefix_caching_unsupported)
+            cache = replace(cache, enable_prefix_caching=False)
         self._scheduler = Scheduler(
-            options, config.cache, num_blocks=found.num_blocks, max_model_len=found.max_model_len
+            options,
+            cache,
+            num_blocks=found.num_blocks,
+            max_model_len=found.max_model_len,
+            groups=found.groups,
+            num_draft_tokens=found.num_draft_tokens,
         )
         # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
@@ -68,7 +80,9 @@ class EngineCore:
             block_size=config.cache.block_size,
             dtype=found.dtype,
             device=found.device,
-            max_running=options.max_running,
+            max_running=self._scheduler.max_num_seqs,
+            max_sequence_len=self._scheduler.max_len,
+            prefix_caching=cache.enable_prefix_caching,
             max_in_flight=options.max_in_flight,
             compile_report=found.compile_report,
         )

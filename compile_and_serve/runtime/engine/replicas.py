@@ -83,6 +83,7 @@ class DataParallelClient:
         self._info = msgspec.structs.replace(
             infos[0],
             num_kv_blocks=num_blocks,
+            max_sequence_len=min(info.max_sequence_len or info.max_model_len for info in infos),
             max_running=sum(info.max_running for info in infos),
             max_in_flight=None if limit is None else limit * len(infos),
         )
@@ -93,7 +94,7 @@ class DataParallelClient:
             max_waiting=self.config.scheduler.max_waiting,
             num_blocks=num_blocks,
             block_size=cache.block_size,
-            enable_prefix_caching=cache.enable_prefix_caching,
+            enable_prefix_caching=infos[0].prefix_caching,
         )
         self._readers = [asyncio.create_task(self._read(index)) for index in range(len(self.replicas))]
         return self._info

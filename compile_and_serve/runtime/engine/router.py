@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats
-from compile_and_serve.runtime.scheduler.kv_cache_manager import hash_blocks, root_hash
+from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys, root_key
 
 AFFINITY = 0.125  # of a replica's capacity
 MAX_HASHED_BLOCKS = 256  # of a prompt; enough to find the replica that holds its prefix
@@ -118,7 +118,10 @@ class Router:
             return []
         size = self._block_size
         num_blocks = min(len(request.prompt_token_ids) // size, MAX_HASHED_BLOCKS)
-        return hash_blocks(root_hash(request.cache_salt), request.prompt_token_ids[: num_blocks * size], size)
+        keys: list[bytes] = []
+        root = root_key(request.cache_salt, request.prefix_key)
+        extend_keys(keys, root, request.prompt_token_ids, size, num_blocks)
+        return keys
 
     def _cached_prefixes(self, hashes: list[bytes]) -> list[int]:
         """For each replica, the number of leading blocks that it was sent before."""

@@ -113,12 +113,12 @@ class InputBatch:
             token_ids=np.array(data.token_ids, dtype=np.int64),
             num_prompt_tokens=data.num_prompt_tokens,
             params=data.sampling_params,
-            num_blocks=len(data.block_ids),
+            num_blocks=len(data.block_ids[0]),
         )
         self._requests[data.request_id] = request
         self._computed[slot] = data.num_computed_tokens
         self._known[slot] = len(request.token_ids)
-        self.tables.write(slot, 0, data.block_ids)
+        self.tables.write(slot, 0, data.block_ids[0])
         self._forget_layout()
         return request
 

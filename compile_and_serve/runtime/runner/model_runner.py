@@ -263,7 +263,7 @@ class ModelRunner:
                 # Until it is gone:
                 sampler.add(request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0])
         for cached in scheduled.cached_requests:
-            batch.append_blocks(cached.request_id, cached.new_block_ids)
+            batch.append_blocks(cached.request_id, cached.new_block_ids[0])
 
     def _run(self, layout: BatchLayout, arrays: StagedArrays) -> torch.Tensor:
         batch, device = self.batch, arrays.device

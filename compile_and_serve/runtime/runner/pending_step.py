@@ -56,7 +56,7 @@ class PendingStep:
             self._event.synchronize()
         output = ModelRunnerOutput(
             step=self.step,
-            sampled_token_ids=dict(zip(self._sampled_ids, self._tokens.tolist(), strict=True)),
+            sampled_token_ids=dict(zip(self._sampled_ids, self._tokens[:, None].tolist(), strict=True)),
             logprobs={},
             prompt_logprobs={},
             errors=self._errors,
@@ -65,7 +65,8 @@ class PendingStep:
             assert self._plan is not None
             messages = self._logprobs.to_messages(self._plan.logprob_counts)
             output.logprobs = {
-                self._sampled_ids[row]: message for row, message in zip(self._plan.logprob_rows, messages, strict=True)
+                self._sampled_ids[row]: [message]
+                for row, message in zip(self._plan.logprob_rows, messages, strict=True)
             }
         for prompt in self._prompts:
             output.prompt_logprobs[prompt.rows.request_id] = _prompt_messages(prompt)

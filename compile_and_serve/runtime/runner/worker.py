@@ -55,7 +55,7 @@ from compile_and_serve.runtime.runner.memory import MemoryPlan, measured_memory,
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
-from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput, WorkerInfo, WorkerStats
+from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, SchedulerOutput, WorkerInfo, WorkerStats
 from compile_and_serve.runtime.weights import load_weights, read_config
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ class Worker:
             dtype=_dtype_name(dtype),
             max_model_len=self._max_model_len,
             vocab_size=spec.vocab_size,
+            groups=[PagedGroup(block_size=config.cache.block_size)],
             compile_report=_flat_report(model.report) | facts | self._memory_facts(),
         )
 

@@ -1,40 +1,43 @@
-"""The blocks of the KV cache: how often each is held, what is in it, which is evicted next. All operations are O(1) a block.
+"""The blocks of the KV cache: how many hold each, what it contains, which is evicted next. Every operation is O(1) per
+block.
 
-A block is *used* (ref_count > 0), or *free* and in the free queue. A free block may still be cached: its content
-stays findable by hash until the block is handed out again. The queue hands out from its head: blocks without content
-lie at the head, cached ones behind them in the order in which they were freed, so that the least recently used
-content goes first and none goes while an empty block is left.
+A block is *used* (ref_count > 0), or *free* and in the free queue. A free block may still be cached: its content stays
+findable by key until the block is handed out again. Blocks are handed out from the head of the queue. Blocks without
+content lie at the head, cached ones behind them in the order in which they were freed. So the least recently used
+content is evicted first, and none while an empty block is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+COMPUTED = -1  # `KVCacheBlock.step` of content that was computed before it was cached
+
 
 class KVCacheBlock:
-    """One block. block_hash: identity of its content (of all tokens up to its end, and the salt), None when it is not cached."""
+    """One block. key: names its content (runtime/scheduler/prefix_keys.py), None when it is not cached. step: number of the step
+    that computes the content; later steps may read it.
+    """
 
-    __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
+    __slots__ = ("block_id", "key", "next", "prev", "ref_count", "step")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.block_hash: bytes | None = None
+        self.key: bytes | None = None
+        self.step = COMPUTED
         self.prev: KVCacheBlock = self
         self.next: KVCacheBlock = self
 
 
 class FreeBlockQueue:
-    """Doubly linked list through the blocks themselves; a sentinel joins its ends."""
+    """A doubly linked list of `length` blocks, through the blocks themselves. A sentinel joins its ends."""
 
     def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
         self._sentinel = KVCacheBlock(-1)
-        self._length = 0
+        self.length = 0
         for block in blocks:
             self.append(block)
-
-    def __len__(self) -> int:
-        return self._length
 
     def append(self, block: KVCacheBlock) -> None:
         """Put the block at the tail: it is handed out last."""
@@ -48,17 +51,20 @@ class FreeBlockQueue:
         """Take the block at the head. The queue must not be empty."""
         block = self._sentinel.next
         assert block is not self._sentinel, "the free queue is empty"
-        self.remove(block)
+        following = block.next
+        self._sentinel.next, following.prev = following, self._sentinel
+        block.prev = block.next = block
+        self.length -= 1
         return block
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take a block out wherever it lies."""
+        """Take a block out, wherever it lies."""
         block.prev.next, block.next.prev = block.next, block.prev
         block.prev = block.next = block
-        self._length -= 1
+        self.length -= 1
 
     def block_ids(self) -> list[int]:
-        """Ids from head to tail (O(length): for tests and for people)."""
+        """Ids from head to tail. O(length): for tests and debugging."""
         ids, block = [], self._sentinel.next
         while block is not self._sentinel:
             ids.append(block.block_id)
@@ -69,18 +75,18 @@ class FreeBlockQueue:
         after = before.next
         before.next = after.prev = block
         block.prev, block.next = before, after
-        self._length += 1
+        self.length += 1
 
 
 class BlockPool:
-    """`num_blocks` blocks with reference counts, all free at first, and the map from content hash to block."""
+    """`num_blocks` blocks with reference counts, all free at first, and the map from key to cached block."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"The KV cache must have at least 1 block, got {num_blocks}; give it more memory.")
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeBlockQueue(self.blocks)
-        self._by_hash: dict[bytes, KVCacheBlock] = {}
+        self.cached: dict[bytes, KVCacheBlock] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -89,67 +95,63 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give, free cached ones among them."""
-        return len(self.free_queue)
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._by_hash)
+        return self.free_queue.length
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks (the caller has checked `num_free`), reference count 1; their old content is forgotten."""
-        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        """Hand out `count` blocks with reference count 1. The caller has checked `num_free`. Their content is forgotten."""
+        queue = self.free_queue
+        assert count <= queue.length, f"{count} blocks wanted, {queue.length} free"
         block_ids = []
         for _ in range(count):
-            block = self.free_queue.pop_left()
-            if block.block_hash is not None:
-                del self._by_hash[block.block_hash]
-                block.block_hash = None
+            block = queue.pop_left()
+            if block.key is not None:
+                del self.cached[block.key]
+                block.key = None
             block.ref_count = 1
             block_ids.append(block.block_id)
         return block_ids
 
-    def share(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each cached block; those that were free leave the free queue."""
-        for block_id in block_ids:
-            block = self.blocks[block_id]
+    def share(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add a reference to each cached block. Those that were free leave the free queue."""
+        for block in blocks:
             if block.ref_count == 0:
                 self.free_queue.remove(block)
             block.ref_count += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference of each block. Order: the first is evicted first (a sequence gives its last block first)."""
+        """Drop a reference of each block. The first ones are evicted first: give the last block of a sequence first."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed twice"
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.block_hash is None:
+                if block.key is None:
                     self.free_queue.append_left(block)
                 else:
                     self.free_queue.append(block)
 
-    def is_free(self, block_id: int) -> bool:
-        return self.blocks[block_id].ref_count == 0
-
-    def find(self, block_hash: bytes) -> int | None:
-        """Id of the block with that content, used or free, or None."""
-        block = self._by_hash.get(block_hash)
-        return None if block is None else block.block_id
-
-    def cache(self, block_id: int, block_hash: bytes) -> None:
-        """Make a full block findable, unless another one with the same content is: used blocks are never merged."""
+    def cache(self, block_id: int, key: bytes, step: int = COMPUTED) -> None:
+        """Make the content of a used block findable, unless another block has the same content: used blocks are not merged."""
         block = self.blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is free"
-        assert block.block_hash is None, f"block {block_id} is cached already"
-        if block_hash not in self._by_hash:
-            self._by_hash[block_hash] = block
-            block.block_hash = block_hash
+        assert block.key is None, f"block {block_id} is cached already"
+        if key not in self.cached:
+            self.cached[key] = block
+            block.key = key
+            block.step = step
 
-    def forget_cached(self) -> bool:
-        """Forget all cached content. False, and nothing done, while any block is used."""
+    def uncache(self, block_id: int) -> None:
+        """Forget the content of a block."""
+        block = self.blocks[block_id]
+        if block.key is not None:
+            del self.cached[block.key]
+            block.key = None
+
+    def uncache_all(self) -> bool:
+        """Forget all content. Returns False, and does nothing, while any block is used."""
         if self.num_free != self.num_blocks:
             return False
-        for block in self._by_hash.values():
-            block.block_hash = None
-        self._by_hash.clear()
+        for block in self.cached.values():
+            block.key = None
+        self.cached.clear()
         return True

@@ -1,144 +1,393 @@
-"""Blocks of requests: allocation, the prefix cache, and what is freed when.
+"""Blocks of requests: which are allocated, shared through the prefix cache, and freed.
 
-Block content is named by a chain: hash(b) = SHA-256(hash(b-1) ‖ tokens of b as int64), hash(-1) = SHA-256(cache
-salt). A strong hash, because a collision would show one tenant the keys and values of another; two salts never share
-a block.
+Layers whose caches are alike form a group. A request has a list of blocks per group, all from one pool. In a group
+without a window it gets the blocks of its whole prompt when it is admitted. In a group with a window it gets blocks
+chunk by chunk, and gives back those that no later token reads; the pool keeps enough blocks free for the prefills
+under way (`num_promised`), so a prefill never lacks a block.
 
-Freed blocks may be handed out at once, also while a step that writes to them is in flight: steps run in the order in
-which they were scheduled, so that write is done before the next owner's first step, and cached (full, computed)
-blocks are never written again.
+Freed blocks may be handed out at once, even while a step in flight writes or reads them. Steps run on the device in the
+order in which they were scheduled, so that step is over before the first step of the next owner. Cached blocks are full
+and are not written again.
+
+The blocks of a prefill are cached when the step that computes them is scheduled. Later steps may read them: they run
+after it. The same step may not, because one kernel launch would read what another part of it writes. Blocks that
+decodes fill are cached when their tokens are known.
 """
 
 from __future__ import annotations
 
-from array import array
+import sys
+from bisect import bisect_right
 from collections.abc import Sequence
-from hashlib import sha256
+from dataclasses import dataclass, field
+from math import gcd, lcm
 
-from compile_and_serve.runtime.scheduler.block_pool import BlockPool
+from compile_and_serve.runtime.scheduler.block_pool import COMPUTED, BlockPool, KVCacheBlock
+from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys
 from compile_and_serve.runtime.scheduler.request import Request
+from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
+
+_HASHED_AT_ONCE = 64  # keys that a look into the prefix cache computes before it looks further
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The beginning of a request that the prefix cache has.
+
+    blocks: per group, those that the request can share; in a group with a window, the ones that hold the last `window`
+        tokens before num_tokens.
+    num_ready_tokens: fewer than num_tokens where the step that is being scheduled computes some of these blocks, so that
+        only later steps may read them.
+    missing_key: key of the block that would have made the prefix longer; None where it could not be.
+    """
+
+    num_tokens: int = 0
+    blocks: list[list[KVCacheBlock]] = field(default_factory=list)
+    num_ready_tokens: int = 0
+    missing_key: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """keys_per_block: a block's key is the last of these many keys of the chain, with `suffix`. max_window_blocks: blocks that a
+    request needs at a time at most in a group with a window.
+    """
+
+    index: int
+    block_size: int
+    window: int | None
+    keys_per_block: int
+    suffix: bytes
+    max_window_blocks: int
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence needs at a time while it grows to `num_tokens`."""
+        needed = -(-num_tokens // self.block_size)
+        return needed if self.window is None else min(needed, self.max_window_blocks)
+
+    def key(self, request: Request, index: int) -> bytes:
+        """Key of a block whose chain is computed."""
+        return request.keys[(index + 1) * self.keys_per_block - 1] + self.suffix
+
+    def keys(self, request: Request, start: int, stop: int) -> Sequence[bytes]:
+        """Keys of blocks `start` … `stop` - 1."""
+        step = self.keys_per_block
+        keys = request.keys[(start + 1) * step - 1 : stop * step : step]
+        return [key + self.suffix for key in keys] if self.suffix else keys
 
 
 class KVCacheManager:
-    """Gives requests their blocks and keeps the prefix cache. `prefix_queries` and `prefix_hits` count prompt tokens."""
+    """Gives requests their blocks and keeps the prefix cache.
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}.")
+    max_step_tokens: tokens of one request in one step, at most. `prefix_queries` and `prefix_hits` count prompt tokens.
+    `hash_budget`: prompt tokens that `find_prefix` may hash before the scheduler sets it again.
+    """
+
+    def __init__(
+        self, num_blocks: int, groups: Sequence[PagedGroup], *, max_step_tokens: int, enable_prefix_caching: bool
+    ) -> None:
+        sizes = [group.block_size for group in groups]
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"Every group of layers needs a block_size of at least 1, got {sizes}.")
         self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
+        self.max_step_tokens = max_step_tokens
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_promised = 0  # free blocks that prefills under way will take
+        self.hash_budget = sys.maxsize
         self.prefix_queries = 0
         self.prefix_hits = 0
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that one sequence can have when it is alone."""
-        return self.pool.num_blocks * self.block_size
+        self._key_size = gcd(*sizes)  # tokens per key of the chain
+        self._alignment = lcm(*sizes)  # a shared prefix ends where a block of every group ends
+        self._groups = [
+            _Group(
+                index=index,
+                block_size=group.block_size,
+                window=group.window,
+                keys_per_block=group.block_size // self._key_size,
+                suffix=b"" if index == 0 else index.to_bytes(2),
+                max_window_blocks=-(-((group.window or 0) + max_step_tokens) // group.block_size) + 1,
+            )
+            for index, group in enumerate(groups)
+        ]
+        self._window_groups = [group for group in self._groups if group.window is not None]
+        self._has_one_full_group = len(groups) == 1 and not self._window_groups
+        self._last_step = COMPUTED  # the last step of which blocks were cached
 
     @property
     def usage(self) -> float:
         """Part of the blocks that requests hold, 0–1."""
         return 1.0 - self.pool.num_free / self.pool.num_blocks
 
-    def hash_prompt(self, request: Request, cache_salt: str | None) -> None:
-        """Hash the prompt's full blocks when the request arrives: no step should have work that grows with a prompt."""
-        if self.enable_prefix_caching:
-            request.root_hash = root_hash(cache_salt)
-            self._hash_blocks(request, request.num_prompt_tokens // self.block_size)
+    @property
+    def num_spare(self) -> int:
+        """Free blocks that no prefill under way will need."""
+        return self.pool.num_free - self.num_promised
 
-    def try_admit(self, request: Request, *, reserve: int) -> bool:
-        """Give a request blocks for all of its tokens, cached ones first; False if that leaves fewer than `reserve`
-        free.
+    def max_tokens(self, limit: int) -> int:
+        """Tokens, `limit` at most, that one sequence can have when it is alone."""
+        return bisect_right(range(1, limit + 1), self.pool.num_blocks, key=self._num_blocks)
 
-        Sets block_ids and num_computed_tokens (the cached tokens; at least the last token is left to compute, its
-        logits are needed). Requests that want prompt logprobs do not read the cache: it has no logits.
+    def _num_blocks(self, num_tokens: int) -> int:
+        return sum(group.num_blocks(num_tokens) for group in self._groups)
+
+    def find_prefix(self, request: Request, step: int, *, only_ready: bool = False) -> Prefix | None:
+        """The longest prefix that every group has, for a request whose tokens are all known; `step` is being scheduled.
+
+        At least the last token is left to compute: its logits are needed. Requests that want prompt logprobs get an
+        empty prefix: the cache has no logits. None once `hash_budget` is used up.
+        only_ready: take no blocks that `step` computes.
+        """
+        prefix = Prefix(blocks=[[] for _ in self._groups])
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
+            return prefix
+        num_tokens = (len(request.token_ids) - 1) // self._alignment * self._alignment
+        for group in self._groups:
+            if group.window is None:
+                if not self._find_leading(request, group, num_tokens // group.block_size, prefix):
+                    return None
+                blocks = prefix.blocks[group.index]
+                if only_ready:
+                    del blocks[_num_ready(blocks, step) :]
+                found = len(prefix.blocks[group.index]) * group.block_size
+                num_tokens = min(num_tokens, found // self._alignment * self._alignment)
+        if self._window_groups:
+            if len(self._window_groups) == len(self._groups):
+                self._extend_keys(request, num_tokens // self._key_size)
+            num_tokens = self._fit_windows(request, num_tokens, prefix, step if only_ready else None)
+        prefix.num_tokens = prefix.num_ready_tokens = num_tokens
+        for group in self._groups:
+            blocks = prefix.blocks[group.index]
+            if group.window is None:
+                del blocks[num_tokens // group.block_size :]
+            if self._last_step == step:
+                num_unready = len(blocks) - _num_ready(blocks, step)
+                prefix.num_ready_tokens = min(prefix.num_ready_tokens, num_tokens - num_unready * group.block_size)
+        return prefix
+
+    def num_new_blocks(self, request: Request, prefix: Prefix) -> int:
+        """Free blocks that the request takes, or is promised, when it is admitted with that prefix."""
+        needed = self._num_blocks(len(request.token_ids))
+        return needed - sum(block.ref_count > 0 for blocks in prefix.blocks for block in blocks)
+
+    def admit(self, request: Request, prefix: Prefix) -> None:
+        """Give a request its blocks, cached ones first. The caller has compared `num_new_blocks` with `num_spare`.
+
+        Sets block_ids, num_computed_tokens and what is counted for the prefix cache.
         """
         assert not request.block_ids, request.request_id
-        pool = self.pool
         num_tokens = len(request.token_ids)
-        cached_ids = self._find_prefix(request)
-        num_new = -(-num_tokens // self.block_size) - len(cached_ids)
-        num_revived = sum(map(pool.is_free, cached_ids))
-        if num_new + num_revived + reserve > pool.num_free:
-            return False
-        pool.share(cached_ids)  # first: what is shared cannot be handed out by the line below
-        request.block_ids = cached_ids + pool.allocate(num_new)
-        num_cached_tokens = len(cached_ids) * self.block_size
-        request.num_computed_tokens = num_cached_tokens
-        request.num_cached_blocks = len(cached_ids)
-        request.next_cache_len = num_cached_tokens + self.block_size
+        # All shared blocks first: `allocate` must not hand them out.
+        for blocks in prefix.blocks:
+            self.pool.share(blocks)
+        request.num_freed_blocks = []
+        request.num_cached_blocks = []
+        for group, blocks in zip(self._groups, prefix.blocks, strict=True):
+            end = prefix.num_tokens // group.block_size
+            num_unread = end - len(blocks)
+            block_ids = [0] * num_unread + [block.block_id for block in blocks]
+            if group.window is None:
+                block_ids += self.pool.allocate(-(-num_tokens // group.block_size) - end)
+            request.block_ids.append(block_ids)
+            request.num_freed_blocks.append(num_unread)
+            request.num_cached_blocks.append(end)
+        request.num_computed_tokens = prefix.num_tokens
+        self._set_held(request)
+        self._set_next_cache_len(request)
+        self._promise(request, num_tokens)
         if request.num_preemptions == 0 and self.enable_prefix_caching and not request.wants_prompt_logprobs:
             self.prefix_queries += request.num_prompt_tokens
-            self.prefix_hits += num_cached_tokens
-            request.num_cached_tokens = num_cached_tokens
-        return True
+            self.prefix_hits += prefix.num_tokens
+            request.num_cached_tokens = prefix.num_tokens
 
-    def append_block(self, request: Request) -> int | None:
-        """Give a decoding request one block more; its id, or None when no block is free."""
-        if self.pool.num_free == 0:
+    def grow_for_chunk(self, request: Request, start: int, end: int) -> list[list[int]] | None:
+        """Give a prefill the blocks of tokens `start` … `end` - 1; the new ones per group, or None where it has them all."""
+        new_ids = None
+        if end > request.num_held_tokens:
+            new_ids = self.grow(request, end, start)
+            assert new_ids is not None, f"{request.request_id}: the blocks of its prefill were promised"
+        if self._window_groups:
+            self._promise(request, request.prefill_end if end < request.prefill_end else 0)
+        return new_ids
+
+    def grow(self, request: Request, num_tokens: int, first_read: int) -> list[list[int]] | None:
+        """Give the request blocks for its first `num_tokens` tokens; the new ones per group, or None where too few are
+        free.
+
+        The request's next step computes tokens from `first_read` on. Blocks out of reach of their windows are freed.
+        """
+        pool = self.pool
+        if self._has_one_full_group:
+            block_ids = request.block_ids[0]
+            count = -(-num_tokens // self._key_size) - len(block_ids)
+            if count > pool.free_queue.length:
+                return None
+            new_ids = pool.allocate(count)
+            block_ids += new_ids
+            request.num_held_tokens = len(block_ids) * self._key_size
+            return [new_ids]
+        for group in self._window_groups:
+            self._free_unread(request, group, first_read)
+        counts = [
+            max(0, -(-num_tokens // group.block_size) - len(block_ids))
+            for group, block_ids in zip(self._groups, request.block_ids, strict=True)
+        ]
+        if sum(counts) > self.num_spare + request.num_promised_blocks:
             return None
-        [block_id] = self.pool.allocate(1)
-        request.block_ids.append(block_id)
-        return block_id
+        all_new = [pool.allocate(count) for count in counts]
+        for block_ids, new_ids in zip(request.block_ids, all_new, strict=True):
+            block_ids += new_ids
+        self._set_held(request)
+        return all_new
 
-    def cache_computed(self, request: Request, num_computed: int) -> None:
-        """Make the full blocks of the first `num_computed` tokens findable; steps that are over have computed them.
+    def cache_blocks(self, request: Request, num_computed: int, step: int = COMPUTED) -> None:
+        """Make the full blocks of the first `num_computed` tokens findable. `step` computes those that are new.
 
         Need not be called while num_computed < request.next_cache_len.
         """
-        num_full = num_computed // self.block_size
+        if not self.enable_prefix_caching:
+            return
+        if step != COMPUTED:
+            self._last_step = step
+        self._extend_keys(request, num_computed // self._key_size)
+        pool, num_cached = self.pool, request.num_cached_blocks
+        if self._has_one_full_group:  # for speed: the loop below does the same
+            size, block_ids, keys = self._key_size, request.block_ids[0], request.keys
+            for index in range(num_cached[0], num_computed // size):
+                pool.cache(block_ids[index], keys[index], step)
+                num_cached[0] = index + 1
+            request.next_cache_len = (num_cached[0] + 1) * size
+            return
+        for number, group in enumerate(self._groups):
+            block_ids, start = request.block_ids[number], num_cached[number]
+            for index in range(start, num_computed // group.block_size):
+                if index >= request.num_freed_blocks[number]:
+                    pool.cache(block_ids[index], group.key(request, index), step)
+                num_cached[number] = index + 1
+        self._set_next_cache_len(request)
+
+    def uncache(self, request: Request, num_tokens: int, step: int) -> set[int]:
+        """Forget the content of the request's first `num_tokens` tokens that `step` or a later step computes; the ids of its
+        blocks.
+        """
+        block_ids = set()
         if self.enable_prefix_caching:
-            self._hash_blocks(request, num_full)
-            for index in range(request.num_cached_blocks, num_full):
-                self.pool.cache(request.block_ids[index], request.block_hashes[index])
-        request.num_cached_blocks = max(request.num_cached_blocks, num_full)
-        request.next_cache_len = (request.num_cached_blocks + 1) * self.block_size
-
-    def free(self, request: Request) -> None:
-        """Take all blocks of the request, the last ones first: a tail is of no use without what is before it."""
-        self.pool.free(reversed(request.block_ids))
-        request.block_ids = []
-        request.num_computed_tokens = 0
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget the cached content; False, and nothing done, while a request holds blocks."""
-        return self.pool.forget_cached()
-
-    def _find_prefix(self, request: Request) -> list[int]:
-        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
-            return []
-        max_blocks = (len(request.token_ids) - 1) // self.block_size
-        self._hash_blocks(request, max_blocks)
-        block_ids = []
-        for block_hash in request.block_hashes[:max_blocks]:
-            block_id = self.pool.find(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
+            for group in self._groups:
+                for key in group.keys(request, 0, num_tokens // group.block_size):
+                    block = self.pool.cached.get(key)
+                    if block is not None and block.step >= step:
+                        self.pool.uncache(block.block_id)
+                        block_ids.add(block.block_id)
         return block_ids
 
-    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
-        """Hash the leading blocks that are not hashed yet."""
-        hashes = request.block_hashes
-        size, start = self.block_size, len(hashes)
-        if start < num_blocks:
-            parent = hashes[-1] if hashes else request.root_hash
-            hashes += hash_blocks(parent, request.token_ids[start * size : num_blocks * size], size)
+    def free(self, request: Request) -> None:
+        """Take all blocks of the request, the last ones first: the end of a prefix is of no use without its beginning."""
+        for block_ids, num_freed in zip(request.block_ids, request.num_freed_blocks, strict=True):
+            self.pool.free(reversed(block_ids[num_freed:] if num_freed else block_ids))
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_held_tokens = 0
+        self.num_promised -= request.num_promised_blocks
+        request.num_promised_blocks = 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the cached content. Returns False, and does nothing, while a request holds blocks."""
+        return self.pool.uncache_all()
+
+    def _find_leading(self, request: Request, group: _Group, max_blocks: int, prefix: Prefix) -> bool:
+        """Collect the group's leading cached blocks, max_blocks at most. False once `hash_budget` is used up."""
+        blocks, cached = prefix.blocks[group.index], self.pool.cached
+        while len(blocks) < max_blocks:
+            start = len(blocks)
+            stop = min(max_blocks, len(request.keys) // group.keys_per_block)
+            if start == stop:
+                if self.hash_budget <= 0:
+                    return False
+                num_keys = min(max_blocks * group.keys_per_block, len(request.keys) + _HASHED_AT_ONCE)
+                self.hash_budget -= (num_keys - len(request.keys)) * self._key_size
+                self._extend_keys(request, num_keys)
+                continue
+            for key in group.keys(request, start, stop):
+                block = cached.get(key)
+                if block is None:
+                    prefix.missing_key = key
+                    return True
+                blocks.append(block)
+        return True
+
+    def _fit_windows(self, request: Request, num_tokens: int, prefix: Prefix, unready_step: int | None) -> int:
+        """Shorten a prefix until each group with a window has the tokens that the window reaches; its length. Blocks that
+        `unready_step` computes do not count.
+        """
+        cached = self.pool.cached
+        is_found = False
+        while not is_found:
+            is_found = True
+            for group in self._window_groups:
+                assert group.window is not None
+                size = group.block_size
+                blocks: list[KVCacheBlock] = []
+                for index in range(num_tokens // size - 1, max(0, num_tokens - group.window) // size - 1, -1):
+                    key = group.key(request, index)
+                    block = cached.get(key)
+                    if block is None or block.step == unready_step:
+                        num_tokens = index * size // self._alignment * self._alignment
+                        prefix.missing_key = key
+                        is_found = False
+                        break
+                    blocks.append(block)
+                blocks.reverse()
+                prefix.blocks[group.index] = blocks
+        return num_tokens
+
+    def _free_unread(self, request: Request, group: _Group, first_read: int) -> None:
+        """Free blocks of tokens that neither token `first_read` nor a later one reads."""
+        assert group.window is not None
+        block_ids = request.block_ids[group.index]
+        num_freed = request.num_freed_blocks[group.index]
+        num_unread = min(max(0, first_read - group.window) // group.block_size, len(block_ids))
+        if num_unread > num_freed:
+            self.pool.free(block_ids[num_freed:num_unread])
+            block_ids[num_freed:num_unread] = [0] * (num_unread - num_freed)
+            request.num_freed_blocks[group.index] = num_unread
+
+    def _promise(self, request: Request, num_tokens: int) -> None:
+        """Keep back what the request's groups with a window still need to grow to `num_tokens`."""
+        promised = 0
+        for group in self._window_groups:
+            held = len(request.block_ids[group.index]) - request.num_freed_blocks[group.index]
+            promised += max(0, group.num_blocks(num_tokens) - held)
+        self.num_promised += promised - request.num_promised_blocks
+        request.num_promised_blocks = promised
+
+    def _set_held(self, request: Request) -> None:
+        request.num_held_tokens = min(
+            len(block_ids) * group.block_size for group, block_ids in zip(self._groups, request.block_ids, strict=True)
+        )
+
+    def _set_next_cache_len(self, request: Request) -> None:
+        if self.enable_prefix_caching:
+            request.next_cache_len = min(
+                (num_cached + 1) * group.block_size
+                for group, num_cached in zip(self._groups, request.num_cached_blocks, strict=True)
+            )
+        else:
+            request.next_cache_len = sys.maxsize
+
+    def _extend_keys(self, request: Request, num_keys: int) -> None:
+        """Compute the keys of the leading blocks that have none."""
+        size, keys, prompt = self._key_size, request.keys, request.prompt
+        if len(keys) >= num_keys:
+            return
+        if keys is prompt.keys:
+            num_shared = min(num_keys, request.num_prompt_tokens // size)
+            if len(keys) < num_shared:
+                extend_keys(keys, prompt.root_key, prompt.token_ids, size, num_shared)
+            if num_keys == num_shared:
+                return
+            keys = request.keys = keys.copy()
+        extend_keys(keys, prompt.root_key, request.token_ids, size, num_keys)
 
 
-def root_hash(cache_salt: str | None) -> bytes:
-    """What the chain of a sequence's block hashes begins with."""
-    salt = b"none" if cache_salt is None else b"salt" + cache_salt.encode()
-    return sha256(salt).digest()
-
-
-def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The chain's next hashes, one a full block. parent: hash of what comes before `token_ids`."""
-    data = array("q", token_ids).tobytes()
-    stride = block_size * 8
-    hashes = []
-    for offset in range(0, len(data) - stride + 1, stride):
-        parent = sha256(parent + data[offset : offset + stride]).digest()
-        hashes.append(parent)
-    return hashes
+def _num_ready(blocks: list[KVCacheBlock], step: int) -> int:
+    """Blocks before the first that `step` computes."""
+    return next((index for index, block in enumerate(blocks) if block.step == step), len(blocks))

@@ -5,42 +5,60 @@ from __future__ import annotations
 from enum import IntEnum, auto
 
 from compile_and_serve.runtime.messages import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from compile_and_serve.runtime.scheduler.prefix_keys import root_key
 
 
 class RequestStatus(IntEnum):
-    """WAITING: holds no blocks (new, or preempted). RUNNING: holds blocks and a seat. FINISHED: for ever."""
+    """WAITING: holds no blocks (new, or preempted). RUNNING: holds blocks and a batch slot. FINISHED: for ever."""
 
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
 
-class Request:
-    """State of one request between steps.
+class Prompt:
+    """A prompt, shared by the sequences that continue it. token_ids is never changed. keys: prefix-cache keys of its leading
+    full blocks, computed as far as they were needed.
+    """
 
-    token_ids: prompt and every generated token whose value is known here.
-    num_computed_tokens: tokens whose keys and values are in the cache once every *scheduled* step has run. It leads
-        what `update` has seen by the steps in flight; a decode's computed tokens may therefore reach beyond
+    __slots__ = ("keys", "root_key", "token_ids")
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.token_ids = request.prompt_token_ids
+        self.root_key = root_key(request.cache_salt, request.prefix_key)
+        self.keys: list[bytes] = []
+
+
+class Request:
+    """State of one sequence between steps.
+
+    token_ids: the prompt and every generated token that is known here. Until the request runs it is the prompt's list,
+        which must not be changed.
+    num_computed_tokens: tokens whose keys and values are in the cache once every *scheduled* step has run; with draft
+        tokens, an upper bound. It leads what `update` has seen by the steps in flight, so it may exceed the length of
         `token_ids`.
     prefill_end: tokens to compute before the request decodes; more than the prompt after a preemption.
-    decode_end: number of computed tokens at which no further decode may be scheduled (the length limit is reached by
-        what is in flight).
-    fast_until: below that number of computed tokens a decode needs neither a block nor a check; 0 while the request
-        prefills.
-    num_pending_tokens: for a preempted request, sampled tokens of steps in flight; it cannot resume before they are
-        known.
+    prefill_step: number of the prefill's first step.
+    decode_end: number of computed tokens at which no further decode may be scheduled: what is in flight may reach the
+        length limit.
+    num_held_tokens: tokens that the request's blocks have room for: the least of all groups.
+    fast_until: below this number of computed tokens, a decode needs neither a block nor a check. 0 during the prefill.
+    num_pending_steps: of a preempted request, the steps in flight that sample for it. It cannot resume before their
+        tokens are known.
     """
 
     __slots__ = (
-        "arrival_time", "block_hashes", "block_ids", "decode_end", "end_ids", "fast_until", "finish_reason",
-        "first_scheduled_time", "key", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
-        "num_cached_tokens", "num_computed_tokens", "num_pending_tokens", "num_preemptions", "num_prompt_tokens",
-        "prefill_end", "prompt_logprobs", "request_id", "root_hash", "sampling_params", "status", "stop_ids",
-        "token_ids", "wants_prompt_logprobs",
+        "arrival_time", "block_ids", "decode_end", "end_ids", "fast_until", "finish_reason", "first_scheduled_time",
+        "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
+        "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
+        "num_preemptions", "num_promised_blocks", "num_prompt_tokens", "prefill_end", "prefill_step", "prompt",
+        "prompt_logprobs", "request_id", "sampling_params", "status", "stop_ids", "token_ids", "wants_prompt_logprobs",
     )  # fmt: skip
 
-    def __init__(self, request: EngineRequest, *, key: tuple[float, ...], max_len: int, now: float) -> None:
-        """key: place in the queues, smaller first, unique. max_len: tokens that prompt and output may have together."""
+    def __init__(
+        self, request: EngineRequest, prompt: Prompt, *, key: tuple[float, ...], max_len: int, now: float
+    ) -> None:
+        """key: place in the queues, smaller first, unique. max_len: limit of prompt and output together, in tokens."""
         params = request.sampling_params
         self.request_id = request.request_id
         self.sampling_params = params
@@ -48,7 +66,8 @@ class Request:
         self.arrival_time = request.arrival_time or now
         self.first_scheduled_time = 0.0
 
-        self.token_ids = list(request.prompt_token_ids)
+        self.prompt = prompt
+        self.token_ids = prompt.token_ids
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = max_len
         if params.max_tokens is not None:
@@ -61,38 +80,53 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.num_computed_tokens = 0
         self.prefill_end = self.num_prompt_tokens
+        self.prefill_step = -1
         self.decode_end = self.max_total_tokens - 1  # the last token of all is sampled, and never computed
         self.fast_until = 0
-        self.num_pending_tokens = 0
+        self.num_pending_steps = 0
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.wants_prompt_logprobs = params.prompt_logprobs is not None  # False again once they are complete
 
-        # The block manager's part.
-        self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = []  # of the leading full blocks of token_ids; may lag behind, never ahead
-        self.root_hash = b""
-        self.num_cached_blocks = 0  # leading blocks that need no further look from the prefix cache
+        # Set by the block manager.
+        self.block_ids: list[list[int]] = []  # one list per group
+        self.num_freed_blocks: list[int] = []  # per group: leading entries of block_ids that are placeholders
+        self.num_cached_blocks: list[int] = []  # per group: leading blocks that the prefix cache has seen
+        self.num_promised_blocks = 0  # blocks that the rest of the prefill may need
+        self.num_held_tokens = 0
         self.next_cache_len = 0  # number of computed tokens at which the next block is full
+        self.keys = prompt.keys  # of the leading full blocks of token_ids; shared until they reach beyond the prompt
 
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
-        """Take the entries of tokens start+1 …, of a step that computed positions start …; none is taken twice."""
+        """Take the entries of tokens start+1 …, from a step that computed positions start …. Known entries are skipped."""
         if self.wants_prompt_logprobs:
             have = len(self.prompt_logprobs) - 1
             assert start <= have, (self.request_id, start, have)
             self.prompt_logprobs.extend(entries[have - start :])
 
-    def append_token(self, token_id: int, output: RequestOutput) -> bool:
-        """Append a sampled token, to `output` as well; True, and `output.finish_reason` set, when it is the last one."""
-        self.token_ids.append(token_id)
-        output.new_token_ids = [token_id]
-        num_tokens = len(self.token_ids)
-        if token_id in self.stop_ids and num_tokens >= self.min_total_tokens:
-            output.finish_reason = "stop"
-            output.stop_reason = None if token_id in self.end_ids else token_id
-            return True
-        if num_tokens >= self.max_total_tokens:
-            output.finish_reason = "length"
+    def append_tokens(self, new_ids: list[int], output: RequestOutput) -> bool:
+        """Append sampled tokens, to `output` as well. Returns True, and sets `output.finish_reason`, when one of them ends the
+        request; the tokens after it are dropped.
+        """
+        self.token_ids += new_ids
+        output.new_token_ids = new_ids
+        return self.end(output)
+
+    def end(self, output: RequestOutput) -> bool:
+        """Look among the tokens of `output`, which are the last ones, for the first that ends the request."""
+        token_ids = self.token_ids
+        num_before = len(token_ids) - len(output.new_token_ids)
+        for num_tokens in range(num_before + 1, len(token_ids) + 1):
+            token_id = token_ids[num_tokens - 1]
+            if token_id in self.stop_ids and num_tokens >= self.min_total_tokens:
+                output.finish_reason = "stop"
+                output.stop_reason = None if token_id in self.end_ids else token_id
+            elif num_tokens >= self.max_total_tokens:
+                output.finish_reason = "length"
+            else:
+                continue
+            del token_ids[num_tokens:]
+            output.new_token_ids = output.new_token_ids[: num_tokens - num_before]
             return True
         return False

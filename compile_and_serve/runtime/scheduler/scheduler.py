@@ -1,36 +1,37 @@
 """Continuous batching: which requests run in the next step, with how many tokens, and what its results mean for them.
 
-One step has a token budget. Running decodes take one token each; then a prefill that is under way, then waiting
-requests in order, take chunks of what is left. Both queues are ordered by one key (arrival for "fcfs"; priority, then
-arrival for "priority"), nobody is overtaken by a request behind him, and when blocks run out the last of the running
-is preempted: it loses its blocks, waits at its old place in the order and recomputes prompt and generated tokens (its
-cached blocks are usually still there). The first in order is never preempted, so there is always progress.
+One step has a token budget. Running decodes take 1 + num_draft_tokens tokens each. Then prefills under way and waiting
+requests, in order, take chunks of what is left. Running and waiting requests are ordered by one key: arrival ("fcfs"),
+or priority and then arrival ("priority"). When blocks run out, the last of the running requests is preempted: it loses
+its blocks, waits at its old place in the order, and recomputes its prompt and its generated tokens (its cached blocks
+are usually still there). The first in order is never preempted, so there is always progress.
 
-Where every seat is taken and requests wait, seats that become free may be filled several at once (SEATS_TOKENS).
+A waiting request is not overtaken by those behind it, with two exceptions. Both keep back the batch slot and the blocks
+that it will need:
+- The step computes blocks that the request can share (MIN_GAINED_TOKENS or more). The next step may read them.
+- It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
 
-Prompts whose logprobs are wanted get PROMPT_LOGPROB_ROWS tokens of a step in all: their logits take memory.
+Where every batch slot is taken and requests wait, slots that become free may be given away in groups (GROUP_TOKENS).
 
-A request gets the blocks of its whole prompt when it is admitted, so a prefill that has begun never lacks one; only
-decodes allocate.
-
-Async scheduling is not a mode of this file: `schedule` advances a request when it is scheduled and `update` appends
-tokens when they are known, and any number of steps may be in flight between the two (none: the synchronous engine).
-What follows from it:
-- A decode may be scheduled before its input token is known here; never beyond the length limits, which do not depend
-  on its value.
-- When `update` finds that a request ended, the steps in flight that have it compute one token too many: that token is
-  discarded. Its blocks are freed at once; runtime/scheduler/kv_cache_manager.py says why that is safe.
-- A preempted request whose token is in flight keeps it, and resumes when it is known.
+Async scheduling is not a mode of this file. `schedule` advances a request when it is scheduled, `update` appends its
+tokens when they are known, and any number of steps may be in flight between the two (none in a synchronous engine).
+This has consequences:
+- A decode may be scheduled before its input token is known here. `schedule` counts all of its draft tokens as accepted,
+  and `update` takes back those that were not. So no step computes a token beyond the length limits.
+- When `update` finds that a request ended, the steps in flight compute tokens for it that are discarded. Its blocks are
+  freed at once; runtime/scheduler/kv_cache_manager.py says why that is safe.
+- A preempted request keeps the tokens of the steps in flight, and resumes when they are known.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+import sys
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,84 +39,121 @@ import msgspec
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
-from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
+from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
 from compile_and_serve.runtime.scheduler.step_messages import (
     NOTHING_LEFT,
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
+    PagedGroup,
     SchedulerOutput,
 )
 
 logger = logging.getLogger(__name__)
 
-# `SchedulerConfig.admit_in_groups`: a step with few prompt tokens runs its products at a lower rate than a longer one, and is launched
-# piece by piece, where decodes alone replay one graph. Seats that become free are taken
-SEATS_TOKENS = 2048  # once so many prompt tokens come at once,
-SEATS_PART = 16  # or this part of all seats is free,
-SEATS_STEPS = 8  # or so many steps have gone by.
+# `SchedulerConfig.admit_in_groups`: a step with few prompt tokens computes its matrix products at a lower rate than one
+# with many, and is launched piece by piece, while decodes alone replay one graph. So free slots are given away
+GROUP_TOKENS = 2048  # once this many prompt tokens come together,
+GROUP_FRACTION = 16  # or a slot in this many is free,
+GROUP_STEPS = 8  # or this many steps have gone by.
 PROMPT_LOGPROB_ROWS = 256  # prompt tokens of a step whose logits are wanted: each is a row of the whole vocabulary
+HASHED_TOKENS = 1 << 15  # prompt tokens that a step with other work hashes to look for their prefixes, about 2 ms
+MIN_GAINED_TOKENS = 128  # prompt tokens worth waiting a step for, which then need not be computed
+ADMITTED_TOKENS = 1 << 18  # tokens of the requests that a step admits, cached ones included: the runner copies them
 
 
 class QueueFullError(RuntimeError):
-    """As many requests as may run and wait are here already; try again later (HTTP 503)."""
+    """As many requests run and wait as may; try again later (HTTP 503)."""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A piece of a prefill in a step. num_preemptions: the request's then; another count now means other blocks."""
+    """A part of a prefill in a step. prefill_step: the prefill's first step. num_preemptions: the request's count then; it has
+    other blocks if that has changed.
+    """
 
     request: Request
     start: int
-    num_tokens: int
+    end: int
     samples: bool
     num_preemptions: int
+    prefill_step: int
 
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """The requests themselves, not their ids: an id may belong to another request by the time the step is over."""
+    """Holds requests, not their ids: an id may belong to another request by the time the step is over."""
 
     step: int
     decodes: list[Request] = field(default_factory=list)
     chunks: list[_Chunk] = field(default_factory=list)
 
+    def samples_for(self, request: Request) -> bool:
+        """Whether the step samples for what the request runs now."""
+        return request in self.decodes or any(
+            chunk.request is request and chunk.samples and chunk.num_preemptions == request.num_preemptions
+            for chunk in self.chunks
+        )
+
+    def drop(self, request: Request) -> None:
+        """Ignore what the step returns for the request."""
+        self.decodes = [decode for decode in self.decodes if decode is not request]
+        self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
+
 
 class Scheduler:
     """Requests in, steps out: `add_request`, then `schedule` → (the model runner) → `update`, in turn.
 
-    num_blocks: blocks of the KV cache. max_model_len: tokens that prompt and output of one request may have together;
-    where the whole cache holds fewer, that is the limit.
+    num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one
+    request together, in tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of
+    `cache.block_size`. num_draft_tokens: of each decode.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig, *, num_blocks: int, max_model_len: int) -> None:
-        if config.max_num_seqs < 1 or config.token_budget < 1:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        groups: Sequence[PagedGroup] | None = None,
+        num_draft_tokens: int = 0,
+    ) -> None:
+        if config.max_num_seqs < 1 or config.token_budget < 1 + num_draft_tokens:
             raise ValueError(
-                "max_num_seqs and max_num_batched_tokens must be at least 1, "
+                f"max_num_seqs must be at least 1 and max_num_batched_tokens at least {1 + num_draft_tokens}, "
                 f"got {config.max_num_seqs} and {config.token_budget}."
             )
         self.config = config
-        self.manager = KVCacheManager(num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching)
+        self.num_draft_tokens = num_draft_tokens
+        self.groups = list(groups or [PagedGroup(block_size=cache.block_size)])
+        self.manager = KVCacheManager(
+            num_blocks,
+            self.groups,
+            max_step_tokens=config.token_budget,
+            enable_prefix_caching=cache.enable_prefix_caching,
+        )
         self.max_model_len = max_model_len
-        self.max_len = min(max_model_len, self.manager.max_tokens)
+        self.max_len = self.manager.max_tokens(max_model_len)
         if self.max_len < max_model_len:
             logger.warning(
                 "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end at %d tokens.",
                 self.max_len, max_model_len, self.max_len,
             )  # fmt: skip
-        self.max_num_seqs = config.max_running
+        self.max_num_seqs = min(config.max_num_seqs, config.token_budget // (1 + num_draft_tokens))
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # heap
         self._in_flight: deque[_StepInFlight] = deque()
         self._forget_ids: list[str] = []  # for the next step's finished_request_ids
-        self._blocked: tuple[Request, int] | None = None  # who did not fit, and the spare blocks there were
+        # The first waiting request, if it did not fit; how many blocks were spare; what else would let it fit.
+        self._blocked: tuple[Request, int, bytes | None] | None = None
         self._num_added = 0
         self._next_step = 0
         self._rows_left = 0  # of PROMPT_LOGPROB_ROWS, in the step that is being scheduled
         self._num_preemptions = 0
-        self._was_full = False  # with requests waiting, when there was last a budget for them
-        self._steps_waited = 0  # that seats which have become free since were left so
+        self._was_full = False  # whether slots were short when there was last a budget for waiting requests
+        self._steps_held = 0  # steps for which slots that have become free were held back
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -151,13 +189,12 @@ class Scheduler:
         key: tuple[float, ...] = (order,)
         if self.config.policy == "priority":
             key = (float(request.priority), request.arrival_time or now, order)
-        new = Request(request, key=key, max_len=self.max_len, now=now)
-        self.manager.hash_prompt(new, request.cache_salt)
+        new = Request(request, Prompt(request), key=key, max_len=self.max_len, now=now)
         self._requests[new.request_id] = new
         heapq.heappush(self._waiting, (key, new))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests in whatever state they are, without an output. Unknown ids (finished just now, say) are ignored."""
+        """End requests in whatever state they are, without an output. Unknown ids (just finished, say) are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -173,18 +210,19 @@ class Scheduler:
             self._finish(request, "error")
         self._drop_finished()
         self._in_flight.clear()
+        self.manager.reset_prefix_cache()  # the steps in flight may not have computed what is cached
         return outputs
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished. (A step in flight of finished requests is no work, but must still be updated.)"""
+        """Whether a request is unfinished. A step in flight of finished requests is no work, but must still be updated."""
         return bool(self._requests)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing done, while a request holds blocks."""
+        """Forget cached prefixes. Returns False, and does nothing, while a request holds blocks."""
         return self.manager.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """What the scheduler knows of EngineStats; the model runner's fields and the step's are left at their defaults."""
+        """The scheduler's part of EngineStats. The fields of the model runner and of the step keep their defaults."""
         manager = self.manager
         return EngineStats(
             num_running=len(self._running),
@@ -198,12 +236,14 @@ class Scheduler:
         )
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None when nothing can run (no request; or each waits for a step in flight to be updated)."""
+        """The next step, or None when nothing can run: no request, or each waits for a step in flight to be updated."""
         step = _StepInFlight(self._next_step)
         decodes = step.decodes
-        block_size = self.manager.block_size
+        num_drafts = self.num_draft_tokens
+        count = 1 + num_drafts
         grown: list[CachedRequestData] = []
         prefilling: list[Request] = []
+        shorter: dict[str, int] = {}  # decodes with fewer tokens
 
         # Preemption takes from the end of this list: nothing that this loop has passed is taken back.
         for request in self._running:
@@ -214,20 +254,33 @@ class Scheduler:
                     continue
                 if num_computed >= request.decode_end:
                     continue
-                if num_computed == len(request.block_ids) * block_size and not self._append_block(request, grown):
+                end = min(num_computed + count, request.decode_end)
+                if end > request.num_held_tokens and not self._grow(request, end, grown):
                     break
-                request.fast_until = min(request.decode_end, len(request.block_ids) * block_size)
-            request.num_computed_tokens = num_computed + 1
+                request.fast_until = min(request.decode_end, request.num_held_tokens) - num_drafts
+                if end < num_computed + count:
+                    shorter[request.request_id] = end - num_computed
+                    num_computed = end - count
+            request.num_computed_tokens = num_computed + count
             decodes.append(request)
 
-        scheduled = dict.fromkeys([request.request_id for request in decodes], 1)
-        budget = self.config.token_budget - len(decodes)
+        scheduled = dict.fromkeys([request.request_id for request in decodes], count)
+        budget = self.config.token_budget - count * len(decodes)
+        if shorter:
+            budget += count * len(shorter) - sum(shorter.values())
+            scheduled |= shorter
         self._rows_left = PROMPT_LOGPROB_ROWS
         for request in prefilling:
             if budget > 0 and self._has_rows(request):
-                budget -= self._schedule_chunk(request, budget, step, scheduled)
+                new_ids = self._schedule_chunk(request, budget, step, scheduled)
+                budget -= scheduled[request.request_id]
+                if new_ids is not None:
+                    grown.append(CachedRequestData(request_id=request.request_id, new_block_ids=new_ids))
         new_requests: list[NewRequestData] = []
-        budget = self._admit(budget, step, scheduled, new_requests)
+        if not self._waiting:
+            self._was_full = False
+        elif budget > 0 and not self._holds_slots(budget, step):
+            budget = self._admit(budget, step, scheduled, new_requests)
         if not scheduled:
             return None
 
@@ -253,42 +306,63 @@ class Scheduler:
             self._fail(step, result.errors, outputs)
         for chunk in step.chunks:
             self._update_chunk(chunk, result, outputs)
+        if self.num_draft_tokens:
+            self._take_back_rejected(step, scheduled, result)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         for request in step.decodes:
             status = request.status
             if status is finished:
                 continue
+            # `append_tokens`, without its calls for most requests.
             request_id = request.request_id
-            output = RequestOutput(request_id=request_id)
-            is_last = request.append_token(sampled[request_id], output)
+            new_ids = sampled[request_id]
+            output = RequestOutput(request_id=request_id, new_token_ids=new_ids)
+            token_ids = request.token_ids
+            token_ids += new_ids
+            num_tokens = len(token_ids)
+            may_end = num_tokens >= request.max_total_tokens or not request.stop_ids.isdisjoint(new_ids)
+            is_last = may_end and request.end(output)
             if logprobs and request_id in logprobs:
-                output.new_logprobs = [logprobs[request_id]]
-            if status is running:
-                num_computed = len(request.token_ids) - 1
-                if num_computed >= request.next_cache_len:
-                    self.manager.cache_computed(request, num_computed)
-            else:
-                request.num_pending_tokens -= 1
+                output.new_logprobs = logprobs[request_id][: len(output.new_token_ids)]
+            if status is not running:
+                request.num_pending_steps -= 1
+            elif num_tokens > request.next_cache_len:
+                self.manager.cache_blocks(request, len(token_ids) - 1)
             if is_last:
                 self._finish(request, output.finish_reason)
             outputs.append(output)
         self._drop_finished()
         return outputs
 
-    def _append_block(self, request: Request, grown: list[CachedRequestData]) -> bool:
-        """Give a decode the block that it needs, taken from the last running if need be; False if that is itself."""
-        while (block_id := self.manager.append_block(request)) is None:
+    def _take_back_rejected(self, step: _StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for request in step.decodes:
+            if request.status is RequestStatus.RUNNING:
+                request_id = request.request_id
+                num_rejected = scheduled.num_scheduled_tokens[request_id] - len(result.sampled_token_ids[request_id])
+                request.num_computed_tokens -= num_rejected
+
+    def _grow(self, request: Request, num_tokens: int, grown: list[CachedRequestData]) -> bool:
+        """Give a decode the blocks of its first `num_tokens` tokens. They are taken from the last of the running
+        requests where none are free. False if it cannot run in this step.
+        """
+        # With drafts in flight, the tokens that it has computed may be fewer than num_computed_tokens.
+        first_read = len(request.token_ids) - 1 if self.num_draft_tokens else request.num_computed_tokens
+        while (new_ids := self.manager.grow(request, num_tokens, first_read)) is None:
+            if len(self._running) == 1:
+                # `max_len` sees to it that a request alone has room for all its tokens, once it is known which were rejected.
+                assert self.num_draft_tokens, request.request_id
+                assert self._in_flight, request.request_id
+                return False
             victim = self._running.pop()
             self._preempt(victim)
             if victim is request:
                 return False
-        grown.append(CachedRequestData(request_id=request.request_id, new_block_ids=[block_id]))
+        grown.append(CachedRequestData(request_id=request.request_id, new_block_ids=new_ids))
         return True
 
     def _preempt(self, request: Request) -> None:
-        assert self._running, "a request alone has room for all its tokens: max_len sees to it"
-        if request.num_computed_tokens >= request.prefill_end:
-            request.num_pending_tokens = request.num_computed_tokens + 1 - len(request.token_ids)
+        """Take the blocks of a request, which has left `_running`, and let it wait."""
+        request.num_pending_steps = sum(step.samples_for(request) for step in self._in_flight)
         self.manager.free(request)
         request.fast_until = 0
         request.num_preemptions += 1
@@ -301,72 +375,123 @@ class Scheduler:
         self, budget: int, step: _StepInFlight, scheduled: dict[str, int], new_requests: list[NewRequestData]
     ) -> int:
         """Start waiting requests, in order, until the first that does not fit; the budget that is left."""
-        if budget <= 0 or self._waits_for_seats(budget, step):
-            return budget
-        while self._waiting and budget > 0 and len(self._running) < self.max_num_seqs:
+        manager, running = self.manager, self._running
+        manager.hash_budget = HASHED_TOKENS if scheduled else sys.maxsize
+        deferred: list[tuple[tuple[float, ...], Request]] = []
+        num_admitted_tokens = 0
+        # A block for each running sequence is kept back: its next decodes should not undo what is admitted now.
+        reserve = len(running)
+        while self._waiting and budget > 0 and len(running) + len(deferred) < self.max_num_seqs:
             request = self._waiting[0][1]
-            if request.num_pending_tokens > 0 or not self._has_rows(request):
+            num_tokens = len(request.token_ids)
+            if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
                 break
-            # A block for each running sequence is kept back: their next decodes should not undo what is admitted now.
-            reserve = len(self._running)
-            num_spare = self.manager.pool.num_free - reserve
-            if self._blocked and self._blocked[0] is request and num_spare <= self._blocked[1]:
-                break  # nothing has become free since: spare the look into the prefix cache
-            if not self.manager.try_admit(request, reserve=reserve):
-                self._blocked = (request, num_spare)
+            num_spare = manager.num_spare - reserve
+            if self._is_blocked(request, num_spare):
                 break
-            self._blocked = None
+            prefix = manager.find_prefix(request, step.step)
+            if prefix is None:
+                break
+            num_new = manager.num_new_blocks(request, prefix)
+            if num_new > num_spare:
+                self._blocked = (request, num_spare, prefix.missing_key)
+                break
+            num_gained = prefix.num_tokens - prefix.num_ready_tokens
+            if num_gained >= MIN_GAINED_TOKENS or not self._has_rows(request):
+                deferred.append(heapq.heappop(self._waiting))
+                reserve += num_new + 1
+                continue
+            if num_gained > 0:
+                prefix = manager.find_prefix(request, step.step, only_ready=True)
+                assert prefix is not None
+                if manager.num_new_blocks(request, prefix) > num_spare:
+                    break
             heapq.heappop(self._waiting)
-            request.status = RequestStatus.RUNNING
-            request.prefill_end = len(request.token_ids)
-            request.first_scheduled_time = request.first_scheduled_time or time.time()
-            insort(self._running, request, key=_key)
-            new_requests.append(
-                NewRequestData(
-                    request_id=request.request_id,
-                    token_ids=request.token_ids.copy(),  # ours grows, also while this message is being read
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    sampling_params=request.sampling_params,
-                    stop_token_ids=sorted(request.stop_ids),
-                    block_ids=request.block_ids.copy(),
-                    num_computed_tokens=request.num_computed_tokens,
-                )
-            )
-            budget -= self._schedule_chunk(request, budget, step, scheduled)
-        self._was_full = bool(self._waiting) and len(self._running) == self.max_num_seqs
+            manager.admit(request, prefix)
+            new_requests.append(self._start(request, budget, step, scheduled))
+            reserve += 1
+            budget -= scheduled[request.request_id]
+            num_admitted_tokens += num_tokens
+        for entry in deferred:
+            heapq.heappush(self._waiting, entry)
+        self._was_full = bool(self._waiting) and len(running) == self.max_num_seqs
         return budget
 
-    def _waits_for_seats(self, budget: int, step: _StepInFlight) -> bool:
-        """Whether seats that have become free in a full batch stay so for this step of decodes, to be taken by several requests in a later
-        one.
+    def _is_blocked(self, request: Request, num_spare: int) -> bool:
+        """Whether nothing has changed since the request did not fit: neither are more blocks spare, nor has its prefix become
+        longer. Saves the look for its prefix.
         """
-        if not self._waiting:
-            self._was_full = False
-        num_free = self.max_num_seqs - len(self._running)
-        is_due = not 0 < num_free < self.max_num_seqs // SEATS_PART or self._steps_waited == SEATS_STEPS
-        if self.config.admit_in_groups and self._was_full and step.decodes and not step.chunks and not is_due:
-            next_ones = self._waiting[:num_free]  # about those: it is a heap
-            if sum(len(request.token_ids) for _, request in next_ones) < min(SEATS_TOKENS, budget):
-                self._steps_waited += 1
+        if self._blocked is None:
+            return False
+        blocked, num_spare_before, missing_key = self._blocked
+        if blocked is request and num_spare <= num_spare_before and missing_key not in self.manager.pool.cached:
+            return True
+        self._blocked = None
+        return False
+
+    def _start(self, request: Request, budget: int, step: _StepInFlight, scheduled: dict[str, int]) -> NewRequestData:
+        """Run an admitted request."""
+        request.status = RequestStatus.RUNNING
+        request.prefill_end = len(request.token_ids)
+        request.prefill_step = step.step
+        request.first_scheduled_time = request.first_scheduled_time or time.time()
+        insort(self._running, request, key=_key)
+        # The list goes into the message, which may be read after we have appended to our copy.
+        token_ids = request.token_ids
+        request.token_ids = token_ids.copy()
+        num_computed = request.num_computed_tokens
+        self._schedule_chunk(request, budget, step, scheduled)
+        return NewRequestData(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            stop_token_ids=sorted(request.stop_ids),
+            block_ids=[block_ids.copy() for block_ids in request.block_ids],
+            num_computed_tokens=num_computed,
+        )
+
+    def _holds_slots(self, budget: int, step: _StepInFlight) -> bool:
+        """Whether slots that became free in a full batch stay free in this step of decodes, to be given to several requests
+        together in a later one.
+        """
+        num_waiting, num_free = len(self._waiting), self.max_num_seqs - len(self._running)
+        is_due = not 0 < num_free < self.max_num_seqs // GROUP_FRACTION or self._steps_held == GROUP_STEPS
+        if (
+            self.config.admit_in_groups
+            and self._was_full
+            and num_waiting > num_free
+            and step.decodes
+            and not step.chunks
+            and not is_due
+        ):
+            next_ones = self._waiting[:num_free]  # of a heap: about those
+            if sum(len(request.token_ids) for _, request in next_ones) < min(GROUP_TOKENS, budget):
+                self._steps_held += 1
                 return True
-        self._steps_waited = 0
+        self._steps_held = 0
         return False
 
     def _has_rows(self, request: Request) -> bool:
         return self._rows_left > 0 or not request.wants_prompt_logprobs
 
-    def _schedule_chunk(self, request: Request, budget: int, step: _StepInFlight, scheduled: dict[str, int]) -> int:
-        """Put the next tokens of a prefill into the step; how many."""
+    def _schedule_chunk(
+        self, request: Request, budget: int, step: _StepInFlight, scheduled: dict[str, int]
+    ) -> list[list[int]] | None:
+        """Put the next tokens of a prefill into the step; the blocks that it got for them."""
         start = request.num_computed_tokens
         num_tokens = min(request.prefill_end - start, budget)
         if request.wants_prompt_logprobs:
             num_tokens = min(num_tokens, self._rows_left)
             self._rows_left -= num_tokens
-        request.num_computed_tokens = start + num_tokens
-        samples = request.num_computed_tokens == request.prefill_end
-        step.chunks.append(_Chunk(request, start, num_tokens, samples, request.num_preemptions))
+        end = request.num_computed_tokens = start + num_tokens
+        new_ids = self.manager.grow_for_chunk(request, start, end)
+        if end >= request.next_cache_len:
+            self.manager.cache_blocks(request, end, step.step)
+        samples = end == request.prefill_end
+        step.chunks.append(_Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step))
         scheduled[request.request_id] = num_tokens
-        return num_tokens
+        return new_ids
 
     def _update_chunk(self, chunk: _Chunk, result: ModelRunnerOutput, outputs: list[RequestOutput]) -> None:
         request = chunk.request
@@ -375,12 +500,10 @@ class Scheduler:
         request_id = request.request_id
         if request.wants_prompt_logprobs:
             request.add_prompt_logprobs(chunk.start, result.prompt_logprobs.get(request_id, []))
-        if chunk.num_preemptions == request.num_preemptions:
-            self.manager.cache_computed(request, chunk.start + chunk.num_tokens)
-        elif chunk.samples:
-            request.num_pending_tokens -= 1
         if not chunk.samples:
             return
+        if chunk.num_preemptions != request.num_preemptions:
+            request.num_pending_steps -= 1
 
         output = RequestOutput(request_id=request_id)
         if len(request.token_ids) == request.num_prompt_tokens:
@@ -391,19 +514,23 @@ class Scheduler:
             assert len(request.prompt_logprobs) == request.num_prompt_tokens, (request_id, len(request.prompt_logprobs))
             output.prompt_logprobs = request.prompt_logprobs
             request.wants_prompt_logprobs = False
-            # The runner is not to make them again, without a limit of rows, when the request resumes after a preemption.
+            # The runner must not compute them again, without a limit of rows, when the request resumes after a preemption.
             request.sampling_params = msgspec.structs.replace(request.sampling_params, prompt_logprobs=None)
         if request.max_total_tokens == request.num_prompt_tokens:
             output.finish_reason = "length"  # max_tokens=0: only the prompt was of interest
         else:
-            request.append_token(result.sampled_token_ids[request_id], output)
+            request.append_tokens(result.sampled_token_ids[request_id], output)
             if request_id in result.logprobs:
-                output.new_logprobs = [result.logprobs[request_id]]
+                output.new_logprobs = result.logprobs[request_id]
         if output.finish_reason is not None:
             self._finish(request, output.finish_reason)
         outputs.append(output)
 
     def _fail(self, step: _StepInFlight, errors: dict[str, str], outputs: list[RequestOutput]) -> None:
+        """End the requests that failed. What their prefills computed cannot be trusted, unless NOTHING_LEFT is the error."""
+        for chunk in step.chunks:
+            if errors.get(chunk.request.request_id, NOTHING_LEFT) != NOTHING_LEFT:
+                self._uncache_failed(chunk, step)
         for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
             if request.request_id in errors and request.status is not RequestStatus.FINISHED:
                 self._finish(request, "error")
@@ -412,6 +539,18 @@ class Scheduler:
                 outputs.append(
                     RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind)
                 )
+
+    def _uncache_failed(self, chunk: _Chunk, step: _StepInFlight) -> None:
+        """Forget the content that a failed prefill computed, and preempt the requests that share it. What this step and the steps
+        in flight return for these is dropped.
+        """
+        block_ids = self.manager.uncache(chunk.request, chunk.end, chunk.prefill_step)
+        for request in self._running.copy():
+            if request is not chunk.request and not all(map(block_ids.isdisjoint, request.block_ids)):
+                for other in (step, *self._in_flight):
+                    other.drop(request)
+                self._running.remove(request)
+                self._preempt(request)
 
     def _finish(self, request: Request, reason: FinishReason | None) -> None:
         """Give back what the request holds. The queues still have it until `_drop_finished`."""

@@ -1,16 +1,22 @@
-"""What the scheduler tells the model runner for one step, what comes back, and what a worker says of itself: plain data that
-can cross processes.
+"""What the scheduler and the model runner tell each other: a step, its result, and facts about a worker. Plain data that can
+cross processes.
 
-The runner keeps, for each request that it holds, the token ids, the block ids and `num_computed_tokens`. It advances
-these by itself, so that a step of unchanged decodes says almost nothing:
-- `num_computed_tokens` grows by `num_scheduled_tokens[id]` with every step that has the request (also when its tokens
-  are unknown yet).
-- A request samples in a step when its computed tokens then reach all tokens that it has: `num_computed_tokens +
-  num_scheduled_tokens[id] == len(token_ids)`, `token_ids` growing by the one sampled. An earlier step of a prefill
-  samples nothing.
-- Steps run on the device in the order of `step`. With async scheduling, step k+1 arrives before step k's tokens were
-  read back: its decodes take as input the token that step k left on the device. A freed block may be written by the
-  step that comes next, never earlier.
+The runner keeps each request's token ids, block ids and number of computed tokens, and advances them by itself, so that
+a step in which the same sequences decode says almost nothing:
+- A request starts with its prefill: each step computes the next `num_scheduled_tokens[id]` tokens of
+  `NewRequestData.token_ids`. The step that computes the last of them samples one token; the steps before it sample none.
+- Every later step of the request is a decode. It computes 1 + d tokens: the last sampled token and d draft tokens. It
+  accepts 0 to d of the drafts and samples one more token, so it returns 1 to 1 + d tokens, and the number of computed
+  tokens grows by as many. d is `WorkerInfo.num_draft_tokens`, or fewer close to the length limit.
+- The scheduler may schedule a step before it knows how many tokens the steps before it returned. It then counts all
+  1 + d of each, and gives blocks for that upper bound. Only the runner knows the true positions.
+- Steps run on the device in the order of `step`. With async scheduling, step k+1 arrives before the tokens of step k
+  were read back: its decodes take their input from the device, where step k left it. A freed block may be written by
+  the next step that is scheduled, never by an earlier one.
+
+Layers whose caches are alike form a group. Each group has block lists of its own; all groups take their blocks from one
+pool. In a group with a window, the blocks of tokens that no later token reads are freed, and their entries are never
+used again: the scheduler writes 0 there, without telling the runner.
 """
 
 from __future__ import annotations
@@ -25,12 +31,23 @@ NOTHING_LEFT = (
 )
 
 
-class NewRequestData(msgspec.Struct, kw_only=True):
-    """A request that the runner does not hold yet (first scheduled, or resumed after a preemption).
+class PagedGroup(msgspec.Struct, frozen=True):
+    """A group of layers with a paged cache. block_size: tokens per block. window: a token reads itself and the
+    `window` - 1 tokens before it; None: all tokens before it.
+    """
 
-    token_ids: prompt and, after a preemption, what was generated before it; num_prompt_tokens says where that ends.
-    stop_token_ids: every id that ends the request, the model's end ids among them (what min_tokens must mask).
-    block_ids: blocks for all of token_ids, the first `num_computed_tokens` of which are in the cache already.
+    block_size: int
+    window: int | None = None
+
+
+class NewRequestData(msgspec.Struct, kw_only=True):
+    """A request that the runner does not hold: it runs for the first time, or resumes after a preemption.
+
+    token_ids: the prompt and, after a preemption, the tokens generated before it; num_prompt_tokens is the prompt's
+        length.
+    stop_token_ids: every id that ends the request, the model's end ids among them (min_tokens masks them).
+    block_ids: for each group, blocks for all of token_ids (a group with a window: up to the end of this step's chunk).
+        The first `num_computed_tokens` tokens are in the cache already.
     """
 
     request_id: str
@@ -38,23 +55,23 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int
     sampling_params: SamplingParams
     stop_token_ids: list[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     num_computed_tokens: int
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
-    """Blocks to append to those of a request that the runner holds already."""
+    """Blocks to append, for each group, to those of a request that the runner holds."""
 
     request_id: str
-    new_block_ids: list[int]
+    new_block_ids: list[list[int]]
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True):
     """One step. `num_scheduled_tokens` has every request of the step, in batch order: decodes, then prefill chunks.
 
-    cached_requests: only the requests that got new blocks; the others go on as they are.
-    finished_request_ids: ended or preempted since the last step. The runner forgets them before it takes in
-        `new_requests`: one id may be in both.
+    cached_requests: only requests that got new blocks.
+    finished_request_ids: requests that ended or were preempted since the last step. The runner forgets them before it
+        takes in `new_requests`: an id may be in both.
     """
 
     step: int
@@ -66,24 +83,31 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
-    """What a step sampled. A request whose prefill is not complete has no entry in sampled_token_ids.
+    """The result of a step.
 
-    prompt_logprobs: for a request that asks for them and whose step computed positions a … b-1 of a prompt of P
-        tokens: the entries of the prompt tokens a+1 … min(b, P-1), in order (a position's logits speak of the token
+    sampled_token_ids: 1 to `num_scheduled_tokens[id]` tokens of each request. One whose prefill is not complete has no
+        entry.
+    logprobs: one entry for each sampled token.
+    prompt_logprobs: where a request asks for them and the step computed positions a … b-1 of its prompt of P tokens:
+        the entries of the prompt tokens a+1 … min(b, P-1), in order (the logits at a position are those of the token
         after it). May be left out when empty.
-    errors: request → sentence; that request ends with finish_reason "error" and needs no other entry. NOTHING_LEFT is the
-        user's mistake, everything else ours.
+    errors: request → sentence. The request ends with finish_reason "error" and needs no other entry. NOTHING_LEFT is
+        the user's mistake, everything else ours.
     """
 
     step: int
-    sampled_token_ids: dict[str, int]
-    logprobs: dict[str, TokenLogprobs]
+    sampled_token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     errors: dict[str, str]
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
-    """What a rank knows once its weights are loaded. num_blocks: KV blocks that it has room for."""
+    """What a rank knows once its weights are loaded.
+
+    num_blocks: KV blocks that it has room for, over all groups. prefix_caching_unsupported: why this model's cache
+    cannot be reused by other requests, as a sentence. num_draft_tokens: draft tokens that a decode checks.
+    """
 
     num_blocks: int
     device_type: str
@@ -91,12 +115,15 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     dtype: str
     max_model_len: int
     vocab_size: int
+    groups: list[PagedGroup]
+    prefix_caching_unsupported: str | None = None
+    num_draft_tokens: int = 0
     compile_report: dict[str, int | float | str]
 
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Counters since the start. decode_misses: steps of decodes for which a CUDA graph would have been of use. steps_on_device: those
-    that found their inputs on the device.
+    """Counters since the start. decode_misses: steps of decodes without a CUDA graph that a captured graph would have
+    served. steps_on_device: steps that found their inputs on the device.
     """
 
     padded_tokens: int = 0

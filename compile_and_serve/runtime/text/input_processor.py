@@ -27,7 +27,7 @@ class InputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, info: EngineInfo) -> None:
         self.tokenizer = tokenizer
         self.info = info
-        self.limit = min(info.max_model_len, info.num_kv_blocks * info.block_size)
+        self.limit = min(info.max_model_len, info.max_sequence_len or info.num_kv_blocks * info.block_size)
         for token_id in [] if tokenizer is None else tokenizer.eos_token_ids:
             if not 0 <= token_id < info.vocab_size:
                 raise ValueError(

@@ -42,7 +42,7 @@ def start(model_dir: Path, **options: object) -> DistributedExecutor:
     return DistributedExecutor(config, RayRanks(config), lambda *stage: None)
 
 
-def run(executor: DistributedExecutor, number: int) -> dict[str, int]:
+def run(executor: DistributedExecutor, number: int) -> dict[str, list[int]]:
     step = SchedulerOutput(
         step=number, new_requests=[], cached_requests=[], num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1,
         finished_request_ids=[],
@@ -54,7 +54,7 @@ def test_every_rank_gets_every_step(model_dir: Path, tmp_path: Path) -> None:
     give_orders(model_dir, record=str(tmp_path))
     executor = start(model_dir)
     assert executor.info.num_blocks == 90
-    assert [run(executor, number) for number in range(6)] == [{"a": number} for number in range(6)]
+    assert [run(executor, number) for number in range(6)] == [{"a": [number]} for number in range(6)]
     executor.shutdown()
     executor.shutdown()
     lines = [(tmp_path / str(rank)).read_text() for rank in range(2)]

@@ -235,14 +235,14 @@ def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
     new = [new_request(name, prompt, [i]) for i, (name, prompt) in enumerate(prompts.items())]
     results = [runner.launch(step(0, {"a": 3, "b": 2}, new_requests=new)).result()]
     for number in range(1, 7):
-        more = [CachedRequestData(request_id=name, new_block_ids=[10 + i, 20 + i]) for i, name in enumerate(prompts)]
+        more = [CachedRequestData(request_id=name, new_block_ids=[[10 + i, 20 + i]]) for i, name in enumerate(prompts)]
         given = {"cached_requests": more} if number == 1 else {}
         results.append(runner.launch(step(number, {"a": 1, "b": 1}, **given)).result())
         if number == 3:
             assert graphs.capture_next()
     assert runner.steps_on_device == 4  # not the first, and not the one after the capture
     for name, prompt in prompts.items():
-        assert [result.sampled_token_ids[name] for result in results] == expected_tokens(prompt, 7)
+        assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, 7)
 
 
 def drawn_tokens(runner: ModelRunner) -> dict[str, list[int]]:
@@ -256,7 +256,8 @@ def drawn_tokens(runner: ModelRunner) -> dict[str, list[int]]:
     results += [runner.launch(step(number, {"plain": 1, "penalty": 1})).result() for number in range(1, 6)]
     late = [new_request("late", [6], [6])]
     results.append(runner.launch(step(6, {"plain": 1, "penalty": 1, "late": 1}, new_requests=late)).result())
-    return {name: [result.sampled_token_ids[name] for result in results] for name in ("plain", "penalty")}
+    names = ("plain", "penalty")
+    return {name: [token for result in results for token in result.sampled_token_ids[name]] for name in names}
 
 
 def test_draws_outside_of_the_graph_are_those_without_one() -> None:
@@ -274,7 +275,7 @@ def test_draws_outside_of_the_graph_are_those_without_one() -> None:
 def new_request(request_id: str, tokens: list[int], blocks: list[int], **params: object) -> NewRequestData:
     given = {"temperature": 0.0} | params
     return NewRequestData(
-        request_id=request_id, token_ids=tokens, num_prompt_tokens=len(tokens), stop_token_ids=[], block_ids=blocks,
+        request_id=request_id, token_ids=tokens, num_prompt_tokens=len(tokens), stop_token_ids=[], block_ids=[blocks],
         sampling_params=SamplingParams(**given), num_computed_tokens=0,
     )  # fmt: skip
 
@@ -295,10 +296,10 @@ def test_a_request_with_bad_logits_ends_with_a_sentence_and_the_others_go_on() -
     ]
     result = runner.launch(step(0, {"good": 2, "nan": 2, "none": 1}, new_requests=new)).result()
     assert result.errors == {"nan": NOT_FINITE, "none": NOTHING_LEFT}
-    assert result.sampled_token_ids == {"good": next_token([1, 2])}
+    assert result.sampled_token_ids == {"good": [next_token([1, 2])]}
     assert not result.logprobs
     result = runner.launch(step(1, {"good": 1}, finished_request_ids=["nan", "none"])).result()
-    assert result.sampled_token_ids == {"good": next_token([1, 2, next_token([1, 2])])}
+    assert result.sampled_token_ids == {"good": [next_token([1, 2, next_token([1, 2])])]}
 
 
 def test_a_request_that_cannot_be_taken_in_ends_with_a_sentence_and_the_others_go_on(
@@ -316,11 +317,11 @@ def test_a_request_that_cannot_be_taken_in_ends_with_a_sentence_and_the_others_g
     assert first.result().errors == {"big": NOT_TAKEN_IN}
     good = next_token([1, 2])
     result = second.result()
-    assert result.sampled_token_ids["good"] == next_token([1, 2, good])
+    assert result.sampled_token_ids["good"] == [next_token([1, 2, good])]
     monkeypatch.undo()
     again = new_request("big", [5], [1], presence_penalty=1.0)
     result = runner.launch(step(2, {"big": 1}, finished_request_ids=["big", "good"], new_requests=[again])).result()
-    assert (result.sampled_token_ids, result.errors) == ({"big": next_token([5])}, {})
+    assert (result.sampled_token_ids, result.errors) == ({"big": [next_token([5])]}, {})
 
 
 def test_a_chunk_that_does_not_finish_its_prompt_samples_nothing() -> None:
@@ -330,7 +331,7 @@ def test_a_chunk_that_does_not_finish_its_prompt_samples_nothing() -> None:
     first = runner.launch(step(0, {"a": 6}, new_requests=[new_request("a", prompt, [4, 2, 7])])).result()
     assert (first.sampled_token_ids, first.errors) == ({}, {})
     second = runner.launch(step(1, {"a": 4})).result()
-    assert second.sampled_token_ids == {"a": next_token(prompt)}
+    assert second.sampled_token_ids == {"a": [next_token(prompt)]}
 
 
 def test_prompt_logprobs_cover_each_prompt_token_once_over_chunks_and_decodes() -> None:
@@ -356,7 +357,7 @@ def test_prompt_logprobs_cover_each_prompt_token_once_over_chunks_and_decodes() 
         expected = (5.0 if likeliest == prompt[i + 1] else 0.0) - log_total
         assert entry.logprobs[:2] == pytest.approx([expected, 5.0 - log_total], abs=1e-5)
     assert "asks" not in results[0].logprobs
-    assert results[1].logprobs["asks"].rank == 1
+    assert [entry.rank for entry in results[1].logprobs["asks"]] == [1]
     assert list(results[1].sampled_token_ids) == ["plain", "asks"]
 
 
@@ -365,7 +366,7 @@ def test_rows_follow_the_requests_when_the_scheduler_mixes_prefills_among_decode
     runner.launch(step(0, {"a": 3}, new_requests=[new_request("a", [1, 2, 3], [0])])).result()
     both = runner.launch(step(1, {"b": 2, "a": 1}, new_requests=[new_request("b", [8, 9], [3])])).result()
     a1 = next_token([1, 2, 3])
-    assert both.sampled_token_ids == {"a": next_token([1, 2, 3, a1]), "b": next_token([8, 9])}
+    assert both.sampled_token_ids == {"a": [next_token([1, 2, 3, a1])], "b": [next_token([8, 9])]}
 
 
 def test_the_longest_decodes_are_the_first_rows_and_prompts_stay_in_order_behind_them() -> None:
@@ -387,7 +388,7 @@ def test_the_longest_decodes_are_the_first_rows_and_prompts_stay_in_order_behind
     )
     assert runner.batch.layout.request_ids == ["long", "middle", "short", "late", "later"]
     for name, prompt in prompts.items():
-        assert [result.sampled_token_ids[name] for result in results] == expected_tokens(prompt, 5)
+        assert [token for result in results for token in result.sampled_token_ids[name]] == expected_tokens(prompt, 5)
 
 
 def test_decodes_go_on_in_blocks_that_come_later() -> None:
@@ -398,10 +399,10 @@ def test_decodes_go_on_in_blocks_that_come_later() -> None:
     for number in range(1, 12):
         fields = {}
         if (len(sequence) - 1) % BLOCK == 0:
-            fields["cached_requests"] = [CachedRequestData(request_id="a", new_block_ids=[40 - number])]
+            fields["cached_requests"] = [CachedRequestData(request_id="a", new_block_ids=[[40 - number]])]
         result = runner.launch(step(number, {"a": 1}, **fields)).result()
         sequence.append(next_token(sequence))
-        assert result.sampled_token_ids == {"a": sequence[-1]}
+        assert result.sampled_token_ids == {"a": sequence[-1:]}
 
 
 def test_the_same_id_in_finished_and_new_is_a_new_request() -> None:
@@ -409,7 +410,7 @@ def test_the_same_id_in_finished_and_new_is_a_new_request() -> None:
     runner.launch(step(0, {"a": 2}, new_requests=[new_request("a", [1, 2], [0])])).result()
     again = new_request("a", [4, 5, 6], [1])
     result = runner.launch(step(1, {"a": 3}, finished_request_ids=["a"], new_requests=[again])).result()
-    assert result.sampled_token_ids == {"a": next_token([4, 5, 6])}
+    assert result.sampled_token_ids == {"a": [next_token([4, 5, 6])]}
     assert len(runner.batch) == 1
 
 
@@ -426,10 +427,11 @@ def test_min_tokens_ends_in_the_middle_of_unchanged_decodes() -> None:
     runner.compiled = Constant()
     data = new_request("a", [1], [0], min_tokens=3)
     data.stop_token_ids = [9]
-    drawn = [runner.launch(step(0, {"a": 1}, new_requests=[data])).result().sampled_token_ids["a"]]
-    drawn += [runner.launch(step(i, {"a": 1})).result().sampled_token_ids["a"] for i in range(1, 3)]
+    drawn = runner.launch(step(0, {"a": 1}, new_requests=[data])).result().sampled_token_ids["a"]
+    drawn += [*runner.launch(step(1, {"a": 1})).result().sampled_token_ids["a"]]
+    drawn += [*runner.launch(step(2, {"a": 1})).result().sampled_token_ids["a"]]
     assert drawn == [8, 8, 8]
-    assert runner.launch(step(3, {"a": 1})).result().sampled_token_ids["a"] == 9
+    assert runner.launch(step(3, {"a": 1})).result().sampled_token_ids["a"] == [9]
 
 
 def test_outputs_are_plain_messages() -> None:

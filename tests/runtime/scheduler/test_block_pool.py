@@ -26,7 +26,7 @@ def test_queue_keeps_order_under_random_operations() -> None:
                 block_id = rng.choice(mirror)
                 queue.remove(blocks[block_id])
                 mirror.remove(block_id)
-        assert len(queue) == len(mirror)
+        assert queue.length == len(mirror)
         assert queue.block_ids() == mirror
 
 
@@ -58,32 +58,32 @@ def test_least_recently_freed_content_is_evicted_first_and_empty_blocks_before_i
     a = pool.allocate(2)
     b = pool.allocate(2)
     for block_id in a + b:
-        pool.cache(block_id, b"hash %d" % block_id)
+        pool.cache(block_id, b"key %d" % block_id)
     c = pool.allocate(2)  # never cached
     pool.free(reversed(b))
     pool.free(reversed(a))
     pool.free(reversed(c))
     assert pool.free_queue.block_ids() == [4, 5, 3, 2, 1, 0]
     assert pool.allocate(3) == [4, 5, 3]
-    assert pool.find(b"hash 3") is None
-    assert [pool.find(b"hash %d" % block_id) for block_id in (2, 1, 0)] == [2, 1, 0]
-    assert pool.num_cached == 3
+    assert b"key 3" not in pool.cached
+    assert [pool.cached[b"key %d" % block_id].block_id for block_id in (2, 1, 0)] == [2, 1, 0]
+    assert len(pool.cached) == 3
 
 
-def test_a_hit_takes_the_block_out_of_the_line_to_eviction() -> None:
+def test_a_hit_keeps_the_block_from_eviction() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(3)
     for block_id in blocks:
         pool.cache(block_id, b"%d" % block_id)
     pool.free(blocks)
-    pool.share([0])
-    pool.share([0])
+    pool.share([pool.blocks[0]])
+    pool.share([pool.blocks[0]])
     assert pool.blocks[0].ref_count == 2
     assert pool.allocate(2) == [1, 2]
     pool.free([0])
-    assert not pool.is_free(0)
+    assert pool.blocks[0].ref_count == 1
     pool.free([0])
-    assert pool.find(b"0") == 0
+    assert pool.cached[b"0"].block_id == 0
     assert pool.free_queue.block_ids() == [0]
 
 
@@ -92,21 +92,21 @@ def test_equal_content_is_named_once() -> None:
     first, second = pool.allocate(2)
     pool.cache(first, b"same")
     pool.cache(second, b"same")
-    assert pool.find(b"same") == first
-    assert pool.blocks[second].block_hash is None
+    assert pool.cached[b"same"].block_id == first
+    assert pool.blocks[second].key is None
     pool.free([first, second])
     assert pool.allocate(1) == [second]
-    assert pool.find(b"same") == first
+    assert pool.cached[b"same"].block_id == first
 
 
-def test_forgetting_needs_every_block_free() -> None:
+def test_all_content_is_forgotten_only_while_every_block_is_free() -> None:
     pool = BlockPool(2)
     [block_id] = pool.allocate(1)
     pool.cache(block_id, b"x")
-    assert not pool.forget_cached()
-    assert pool.find(b"x") == block_id
+    assert not pool.uncache_all()
+    assert pool.cached[b"x"].block_id == block_id
     pool.free([block_id])
-    assert pool.forget_cached()
-    assert pool.find(b"x") is None
-    assert pool.num_cached == 0
+    assert pool.uncache_all()
+    assert b"x" not in pool.cached
+    assert len(pool.cached) == 0
     assert pool.allocate(2)

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import compile_and_serve.runtime.scheduler.scheduler
 from compile_and_serve.runtime.config import SchedulerConfig
+from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
-from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT
+from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, PagedGroup
 from tests.support.scheduler_harness import (
     BLOCK,
     END_ID,
@@ -24,25 +25,34 @@ from tests.support.scheduler_harness import (
     next_token,
 )
 
+GROUPS = st.lists(st.builds(PagedGroup, st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 5, 9])), max_size=3)
+# Small enough that all of them matter in small tests.
+SMALL_LIMITS = {"GROUP_FRACTION": 1, "PROMPT_LOGPROB_ROWS": 12, "HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
 
-@settings(max_examples=150, deadline=None)
+
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_requests=st.integers(1, 16),
     num_blocks=st.integers(6, 24),
+    groups=GROUPS,
+    num_draft_tokens=st.integers(0, 3),
     max_num_seqs=st.integers(1, 8),
-    budget=st.integers(1, 24),
-    depth=st.integers(0, 2),
+    budget=st.integers(4, 24),
+    depth=st.integers(0, 3),
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
     num_aborts=st.integers(0, 3),
     admit_in_groups=st.booleans(),
+    min_gained_tokens=st.sampled_from([1, 5, 100]),
 )
 def test_random_workloads(
-    seed: int, num_requests: int, num_blocks: int, max_num_seqs: int, budget: int, depth: int, caching: bool, policy: str,
-    num_aborts: int, admit_in_groups: bool,
+    seed: int, num_requests: int, num_blocks: int, groups: list[PagedGroup], num_draft_tokens: int, max_num_seqs: int,
+    budget: int, depth: int, caching: bool, policy: str, num_aborts: int, admit_in_groups: bool, min_gained_tokens: int,
 ) -> None:  # fmt: skip
-    """Whatever the limits, arrivals, preemptions and aborts: every other request gets its tokens, and every block comes back."""
+    """Whatever the limits, arrivals, preemptions, failures and aborts: every other request gets its tokens, and every block comes
+    back.
+    """
     rng = random.Random(seed)
     scheduler = make_scheduler(
         num_blocks=num_blocks,
@@ -52,10 +62,28 @@ def test_random_workloads(
         caching=caching,
         policy=policy,
         admit_in_groups=admit_in_groups,
+        groups=groups,
+        num_draft_tokens=num_draft_tokens,
     )
-    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(14))] for _ in range(2)]
+    requests = random_requests(rng, num_requests, scheduler.max_len)
+    with patch.multiple(scheduler_module, MIN_GAINED_TOKENS=min_gained_tokens, **SMALL_LIMITS):
+        driver, lost = run_random_workload(rng, Driver(scheduler, depth, seed), requests, num_aborts)
+
+    for request in requests:
+        if request.request_id not in lost:
+            assert_as_alone(driver.answers[request.request_id], request, scheduler.max_len)
+    if policy == "fcfs" and not caching and all(r.sampling_params.prompt_logprobs is None for r in requests):
+        first_scheduled = list(dict.fromkeys(new.request_id for step in driver.steps for new in step.new_requests))
+        assert first_scheduled == sorted(first_scheduled, key=lambda request_id: int(request_id[1:]))
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    assert stats.prefix_cache_hits <= stats.prefix_cache_queries
+
+
+def random_requests(rng: random.Random, count: int, max_len: int) -> list[EngineRequest]:
+    prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(24))] for _ in range(2)]
     requests = []
-    for index in range(num_requests):
+    for index in range(count):
         prompt = rng.choice(prefixes) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
         max_tokens = rng.choice([None, None, 0, 1, rng.randint(2, 40), rng.randint(2, 40)])
         request = make_request(
@@ -64,9 +92,16 @@ def test_random_workloads(
             min_tokens=0 if max_tokens in (0, 1) else rng.choice([0, 2]), ignore_eos=False,
             prompt_logprobs=rng.choice([None, None, 0]), logprobs=rng.choice([None, 0]),
         )  # fmt: skip
-        requests.append(request)
-    driver = Driver(scheduler, depth)
-    aborted: set[str] = set()
+        if len(prompt) < max_len:
+            requests.append(request)
+    return requests
+
+
+def run_random_workload(
+    rng: random.Random, driver: Driver, requests: list[EngineRequest], num_aborts: int
+) -> tuple[Driver, set[str]]:
+    """Returns the ids of the requests that were aborted or failed, too."""
+    lost: set[str] = set()
     to_add = requests.copy()
     while to_add:
         for _ in range(rng.randint(0, 4)):
@@ -74,25 +109,19 @@ def test_random_workloads(
                 driver.add(to_add.pop(0))
         for _ in range(rng.randint(0, 5)):
             driver.step()
-        if num_aborts > len(aborted) and rng.random() < 0.5:
-            request_id = f"r{rng.randrange(num_requests)}"
+        if num_aborts > len(lost) and rng.random() < 0.5:
+            request_id = rng.choice(requests).request_id
             if request_id in driver.answers and driver.answers[request_id].finish_reason is None:
-                aborted.add(request_id)
+                lost.add(request_id)
+                if rng.random() < 0.5:
+                    driver.runner.fail_on[request_id] = "Its logits are not finite."
+                    driver.runner.poison.add(request_id)
+                    continue
             if request_id in driver.answers:
-                scheduler.abort([request_id, "unknown"])
+                driver.scheduler.abort([request_id, "unknown"])
                 driver.check(None)
-    with patch.object(compile_and_serve.runtime.scheduler.scheduler, "SEATS_PART", 1):  # so that few seats wait, too
-        answers = driver.run()
-
-    for request in requests:
-        if request.request_id not in aborted:
-            assert_as_alone(answers[request.request_id], request, scheduler.max_len)
-    if policy == "fcfs":
-        first_scheduled = list(dict.fromkeys(new.request_id for step in driver.steps for new in step.new_requests))
-        assert first_scheduled == sorted(first_scheduled, key=lambda request_id: int(request_id[1:]))
-    stats = scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
-    assert stats.prefix_cache_hits <= stats.prefix_cache_queries
+    driver.run()
+    return driver, lost
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -184,10 +213,10 @@ def test_long_prefill_is_chunked_and_delays_no_decode() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_logits_of_prompts_take_so_many_rows_of_a_step(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts whose logprobs are wanted share the rows; who came before or while they run does not wait for their end."""
-    monkeypatch.setattr("compile_and_serve.runtime.scheduler.scheduler.PROMPT_LOGPROB_ROWS", 7)
+    monkeypatch.setattr(scheduler_module, "PROMPT_LOGPROB_ROWS", 7)
     driver = Driver(make_scheduler(budget=40, num_blocks=64), depth)
     asking = [make_request(f"asks{i}", range(1, 21), prompt_logprobs=0, max_tokens=3) for i in range(2)]
-    plain = make_request("plain", range(1, 31), max_tokens=3)
+    plain = make_request("plain", range(31, 1, -1), max_tokens=3)
     driver.add(asking[0], plain, asking[1])
     answers = driver.run()
     rows = [
@@ -204,7 +233,7 @@ def test_logits_of_prompts_take_so_many_rows_of_a_step(depth: int, monkeypatch: 
 def test_a_request_that_resumes_asks_no_second_time_for_what_its_prompt_brought(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compile_and_serve.runtime.scheduler.scheduler.PROMPT_LOGPROB_ROWS", 7)
+    monkeypatch.setattr(scheduler_module, "PROMPT_LOGPROB_ROWS", 7)
     driver = Driver(make_scheduler(num_blocks=9, budget=40), depth)
     requests = [
         make_request("first", [3], max_tokens=30),
@@ -283,7 +312,7 @@ def test_never_scheduled_beyond_the_length_limit(depth: int) -> None:
 
 def test_async_gives_a_step_before_the_last_one_is_known() -> None:
     scheduler = make_scheduler()
-    runner = FakeRunner()
+    runner = FakeRunner(scheduler)
     scheduler.add_request(make_request("r", [1, 2], max_tokens=3))
     steps = [scheduler.schedule() for _ in range(4)]
     assert [None if step is None else dict(step.num_scheduled_tokens) for step in steps] == [
@@ -447,8 +476,7 @@ def test_reset_prefix_cache_only_when_idle() -> None:
     assert driver.run()["b"].outputs[0].num_cached_tokens == 0
 
 
-def test_a_chunk_known_only_after_its_request_was_preempted_and_resumed_names_no_block() -> None:
-    """Two steps in flight. The chunk of step 7 filled a block that was lost in step 8; the request has other blocks by then."""
+def test_a_request_that_resumes_shares_what_its_steps_in_flight_compute() -> None:
     driver = Driver(make_scheduler(num_blocks=5, budget=2), depth=2)
     driver.add(make_request("first", [9], max_tokens=16), make_request("long", range(12), max_tokens=2))
     for _ in range(9):
@@ -456,16 +484,14 @@ def test_a_chunk_known_only_after_its_request_was_preempted_and_resumed_names_no
     assert "long" in driver.steps[8].finished_request_ids
     driver.scheduler.abort(["first"])
     driver.step()
-    assert [(new.request_id, new.num_computed_tokens) for new in driver.steps[9].new_requests] == [("long", 4)]
+    assert [(new.request_id, new.num_computed_tokens) for new in driver.steps[9].new_requests] == [("long", 8)]
     assert [step.step for step, _ in driver.in_flight] == [8, 9]
-    driver.scheduler.abort(["long"])
-    driver.add(make_request("same", range(12), max_tokens=2))
-    assert driver.run()["same"].outputs[0].num_cached_tokens == 4
+    driver.run()
 
 
 def _full_batch(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """32 seats, all taken by requests of which one ends with each step, and 9 more that wait, each with 8 tokens."""
-    monkeypatch.setattr(compile_and_serve.runtime.scheduler.scheduler, "SEATS_PART", 4)
+    monkeypatch.setattr(scheduler_module, "GROUP_FRACTION", 4)
     driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=32, budget=512, admit_in_groups=True))
     driver.add(*(make_request(f"r{i}", [1] * 8, max_tokens=3 + i) for i in range(32)))
     driver.add(*(make_request(f"w{i}", [1] * 8, max_tokens=30) for i in range(9)))
@@ -481,10 +507,10 @@ def test_seats_of_a_full_batch_are_filled_several_at_once(monkeypatch: pytest.Mo
     # The first ends with its third step; a quarter of the seats is free eight steps later, in the eleventh.
     assert _admitted(_full_batch(monkeypatch), 11) == [32, *[0] * 9, 8]
 
-    monkeypatch.setattr(compile_and_serve.runtime.scheduler.scheduler, "SEATS_TOKENS", 24)
+    monkeypatch.setattr(scheduler_module, "GROUP_TOKENS", 24)
     assert _admitted(_full_batch(monkeypatch), 9) == [32, 0, 0, 0, 0, 3, 0, 0, 3]
 
-    monkeypatch.setattr(compile_and_serve.runtime.scheduler.scheduler, "SEATS_STEPS", 1)
+    monkeypatch.setattr(scheduler_module, "GROUP_STEPS", 1)
     assert _admitted(_full_batch(monkeypatch), 7) == [32, 0, 0, 0, 2, 0, 2]
 
 
