@@ -1,1 +1,1 @@
-"""Text to token ids and back."""
+"""Text to token ids and back: tokenizers, chat templates, requests and their outputs."""

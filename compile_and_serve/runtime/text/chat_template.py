@@ -1,4 +1,4 @@
-"""Chat templates: a conversation → the prompt's text, in the sandbox and with the helpers that templates are written for."""
+"""Chat templates: render a conversation into the prompt's text, in a sandbox, with the helpers that templates expect."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplateError(ValueError):
-    """The messages cannot be rendered; one sentence for the user."""
+    """The messages cannot be rendered. The message is one sentence for the user."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; its body is kept and the mark ignored."""
+    """`{% generation %}` marks an assistant's text for training. The body is rendered and the mark ignored."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
@@ -55,7 +55,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML characters, which a prompt must not.
+    # Jinja's own filter escapes HTML characters, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -70,12 +70,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache(maxsize=32)
 def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """The template, and whether it walks through a message's content parts by itself."""
+    """The template, and whether it iterates over a message's content parts itself."""
     environment = _environment()
     try:
         return environment.from_string(source), _iterates_content(environment.parse(source))
     except jinja2.TemplateError as error:
-        raise ChatTemplateError(f"The chat template is not valid jinja: {error}") from error
+        raise ChatTemplateError(f"The chat template is not valid Jinja: {error}") from error
 
 
 def _iterates_content(tree: jinja2.nodes.Template) -> bool:
@@ -94,7 +94,7 @@ def _iterates_content(tree: jinja2.nodes.Template) -> bool:
 
 
 def check_template(source: str) -> None:
-    """Raise `ChatTemplateError` for a template that no messages can be rendered with."""
+    """Raise `ChatTemplateError` if the template is not valid Jinja."""
     _compile(source)
 
 
@@ -111,19 +111,24 @@ def render_chat(
 ) -> str:
     """The prompt's text for a conversation.
 
-    template: jinja source; None: the tokenizer's ("tool_use" when there are tools and it has one, else "default").
-    continue_final_message: leave the last message open, so that the model goes on with it.
-    template_kwargs: further variables of the template. Raises `ChatTemplateError` for messages or variables that do not fit.
+    messages: {"role": …, "content": …, …}; content is a string or a list of text parts.
+    template: Jinja source; None is the tokenizer's own: "tool_use" if there are tools and it has one, else "default".
+    add_generation_prompt: end with the beginning of an assistant's message.
+    continue_final_message: leave the last message open, so that the model continues it.
+    tools, documents: passed to the template. template_kwargs: further variables of the template.
+    Raises `ChatTemplateError` for messages or variables that the template cannot render.
     """
     if add_generation_prompt and continue_final_message:
-        raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other: set one of them.")
+        raise ChatTemplateError("continue_final_message and add_generation_prompt cannot both be set: set one of them.")
     further = dict(template_kwargs or {})
     taken = _RESERVED.intersection(further)
     if taken:
-        raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}.")
+        raise ChatTemplateError(
+            f"chat_template_kwargs must not set {', '.join(sorted(taken))}, which the conversation defines."
+        )
     source = template if template is not None else _choose(tokenizer, has_tools=bool(tools))
-    compiled, walks_parts = _compile(source)
-    conversation = [_normalize(message, index, walks_parts, source) for index, message in enumerate(messages)]
+    compiled, iterates_parts = _compile(source)
+    conversation = [_normalize(message, index, iterates_parts, source) for index, message in enumerate(messages)]
     if not conversation:
         raise ChatTemplateError("messages must hold at least one message.")
     if continue_final_message:
@@ -140,7 +145,7 @@ def render_chat(
         text = compiled.render(variables)
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"The chat template refused the messages: {error!s:.200}") from error
-    except Exception as error:  # a template is a program of someone else's: anything may come out of it
+    except Exception as error:  # a template is a foreign program and may raise anything
         logger.debug("chat template failed", exc_info=True)
         raise ChatTemplateError(
             f"The chat template failed on these messages ({type(error).__name__}: {error!s:.200})."
@@ -158,8 +163,8 @@ def _choose(tokenizer: Tokenizer, *, has_tools: bool) -> str:
     return templates[name]
 
 
-def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool, source: str) -> dict[str, Any]:
-    """A copy of one message, its content in the form that the template expects and tool arguments as objects."""
+def _normalize(message: Mapping[str, Any], index: int, iterates_parts: bool, source: str) -> dict[str, Any]:
+    """A copy of a message, with its content in the form that the template expects and tool arguments as objects."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise ChatTemplateError(f"{where} must be an object with role and content, got a {type(message).__name__}.")
@@ -172,7 +177,7 @@ def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool, source
         result["content"] = ""
     elif isinstance(content, list):
         texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        result["content"] = [{"type": "text", "text": text} for text in texts] if walks_parts else "\n".join(texts)
+        result["content"] = [{"type": "text", "text": text} for text in texts] if iterates_parts else "\n".join(texts)
     elif not isinstance(content, str):
         raise ChatTemplateError(f"{where}.content must be a string or a list of parts, got a {type(content).__name__}.")
     calls = result.get("tool_calls") or []
@@ -185,7 +190,7 @@ def _normalize(message: Mapping[str, Any], index: int, walks_parts: bool, source
 
 def _known_role(role: str, where: str, source: str) -> str:
     if role in _ROLES or role in source:
-        # OpenAI's newer name for the system's role; templates that do not know it mean the same by the older one.
+        # "developer" is OpenAI's newer name of "system". Templates that do not know it use the older one.
         return "system" if role == "developer" and role not in source else role
     raise ChatTemplateError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.200}.")
 
@@ -201,20 +206,20 @@ def _part_text(part: Any, where: str) -> str:
         if not isinstance(text, str):
             raise ChatTemplateError(f"{where}.text must be a string, got a {type(text).__name__}.")
         return text
-    raise ChatTemplateError(f"{where} has the type {kind!r:.200}, but this model reads text only.")
+    raise ChatTemplateError(f"{where} has type {kind!r:.200}, but this model only reads text.")
 
 
 def _parse_arguments(call: Any, where: str) -> None:
-    # OpenAI's clients send the arguments as a string of JSON; templates print an object.
+    # OpenAI's clients send the arguments as a JSON string, but templates expect an object.
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise ChatTemplateError(f"{where}.tool_calls must hold objects with a function.")
+        raise ChatTemplateError(f"{where}.tool_calls must be objects with the key function.")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             function["arguments"] = json.loads(arguments or "{}")
         except ValueError as error:
-            raise ChatTemplateError(f"{where}.tool_calls holds arguments that are not valid JSON ({error}).") from error
+            raise ChatTemplateError(f"{where}.tool_calls has arguments that are not valid JSON ({error}).") from error
 
 
 def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +235,9 @@ def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
 def _cut_at_mark(text: str) -> str:
     at = text.rfind(_CONTINUE_MARK.strip())
     if at < 0:
-        raise ChatTemplateError("continue_final_message is set, but the chat template leaves the final message out.")
+        raise ChatTemplateError(
+            "continue_final_message is set, but the chat template does not render the final message."
+        )
     whole = text.startswith(_CONTINUE_MARK, at)
-    # A template that trims the message took the mark's own space away: then it would have trimmed the message's, too.
+    # If the mark's space is gone, the template trims messages, and would have trimmed this one without the mark too.
     return text[:at] if whole else text[:at].rstrip()

@@ -1,7 +1,7 @@
-"""Token ids → text, one token at a time: every delta is whole characters, and stop strings never show.
+"""Token ids → text, one token at a time. Every delta is whole characters, and stop strings are never shown.
 
-`Detokenizer` turns tokens into characters, `TextStream` adds stop strings on top. Cost of a token does not depend on how long the
-text is already. The concatenated deltas are the text: streamed or not, users see the same.
+A `Detokenizer` turns tokens into characters; `TextStream` adds stop strings. The cost of a token does not depend on the
+length of the text. The concatenated deltas are the text, so streamed and whole responses are the same.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Protocol
 
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
-# Tokens that may wait for each other: the 4 bytes of a character, and as many without text of their own.
+# Limit of tokens without complete text: the 4 bytes of a character, and as many tokens without text of their own.
 _MAX_PENDING = 8
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """One sequence's state between tokens."""
+    """The state of one sequence between tokens."""
 
     def push(self, token_id: int) -> str:
-        """The characters which this token completes; may be empty."""
+        """The characters that this token completes; may be empty."""
         ...
 
     def flush(self) -> str:
-        """At the end of the sequence: what never became a character, as U+FFFD."""
+        """The rest at the end of the sequence. Bytes of incomplete characters become U+FFFD."""
         ...
 
 
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
 ) -> Detokenizer:
-    """The detokenizer for what follows `prompt_token_ids`."""
+    """A detokenizer for the tokens that follow `prompt_token_ids`."""
     if tokenizer.is_byte_level:
         return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
 
 class ByteDetokenizer:
-    """For tokenizers whose tokens are bytes (GPT-2 family): an incremental UTF-8 decoder is exact."""
+    """For tokenizers whose tokens are bytes (GPT-2 family), where an incremental UTF-8 decoder is exact."""
 
     __slots__ = ("_decode", "_skip", "_token_bytes")
 
@@ -56,10 +56,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other tokenizer: decode a short window of tokens twice, the new text is what the second has more.
+    """For other tokenizers: decodes a short window without and with the pending tokens; the new text is the difference.
 
-    The window keeps the last whole token as context, because decoders treat the first token in their own way (SentencePiece
-    drops its leading space).
+    The window keeps the last complete tokens as context, because decoders treat the first token specially. For example,
+    SentencePiece drops its leading space.
     """
 
     __slots__ = ("_context", "_pending", "_skip", "_tokenizer")
@@ -75,8 +75,8 @@ class WindowDetokenizer:
             return ""
         self._pending.append(token_id)
         before, text = self._texts()
-        waits = text.endswith(_REPLACEMENT) or len(text) <= len(before)
-        if waits and len(self._pending) < _MAX_PENDING:
+        is_incomplete = text.endswith(_REPLACEMENT) or len(text) <= len(before)
+        if is_incomplete and len(self._pending) < _MAX_PENDING:
             return ""
         return self._emit(before, text)
 
@@ -86,11 +86,11 @@ class WindowDetokenizer:
         return self._emit(*self._texts())
 
     def _texts(self) -> tuple[str, str]:
-        """What the window was before, as far as it still is that, and what it is with the pending tokens."""
+        """The text of the context, as far as it does not change, and the text of context and pending tokens."""
         before = self._decode(self._context)
         text = self._decode(self._context + self._pending)
         while before.endswith(_REPLACEMENT) and not text.startswith(before):
-            before = before[:-1]  # half a character (of the prompt, say) that is being completed
+            before = before[:-1]  # an incomplete character, e.g. of the prompt, that is being completed
         return before, text
 
     def _emit(self, before: str, text: str) -> str:
@@ -102,11 +102,11 @@ class WindowDetokenizer:
 
 
 class TextStream:
-    """Text of one sequence with its stop strings applied.
+    """The text of one sequence with its stop strings applied.
 
-    `push` returns what may be shown. Text that could be the beginning of a stop string is held back until it is decided; the
-    stop string that is complete first (by its last character) ends the text. No stop string is looked for in the first
-    `min_tokens` tokens.
+    `push` returns text that may be shown. Text that may be the beginning of a stop string is held back until that is
+    decided. The stop string whose last character comes first ends the text. The first `min_tokens` tokens are not searched.
+    include_stop: show the stop string too. stopped_by: the stop string that ended the text, else None.
     """
 
     __slots__ = (
@@ -133,12 +133,12 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Text that this token makes ready to show. After it, `stopped_by` is set if a stop string is complete: push no more."""
+        """The text that may be shown after this token. If `stopped_by` is set then, push no more tokens."""
         self._num_tokens += 1
         return self._take(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
-        """The rest, when the sequence ends by itself: half characters as U+FFFD and what was held back."""
+        """The rest of a sequence that no stop string has ended, including text that was held back."""
         text = self._take(self._detokenizer.flush())
         held, self._held = self._held, ""
         return text if self.stopped_by is not None else text + held
@@ -151,7 +151,7 @@ class TextStream:
         text = self._held + delta
         if self._num_tokens <= self._min_tokens:
             return text
-        # Every match still possible begins inside the held text, so nothing before it needs another look.
+        # Every possible match begins inside the held text, so earlier text need not be searched again.
         match = self._first_match(text)
         if match is not None:
             start, stop = match

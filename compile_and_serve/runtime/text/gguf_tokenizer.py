@@ -1,7 +1,7 @@
-"""A `Tokenizer` from the metadata of a GGUF file (keys `tokenizer.ggml.*`).
+"""Build a `Tokenizer` from the metadata of a GGUF file (keys `tokenizer.ggml.*`).
 
-What GGUF leaves out (the pre-tokenizer's regular expressions) is known by the name in `tokenizer.ggml.pre`; the patterns
-are those which the models publish in their tokenizer.json.
+GGUF does not store the pre-tokenizer's regular expressions, only a name in `tokenizer.ggml.pre`. The patterns here are
+those that the models publish in their tokenizer.json.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez")
 
 
 def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "") -> Tokenizer:
-    """Build the tokenizer. `metadata`: GGUF key → value. Raises `TokenizerError` naming what is supported for another kind."""
+    """Build the tokenizer.
+
+    metadata: GGUF key → value. source: the file, for messages. Raises `TokenizerError` for an unsupported type of
+    tokenizer, and names the supported ones.
+    """
     kind = metadata.get(PREFIX + "model")
     if kind is None:
         raise TokenizerError(
-            f"The GGUF file holds no tokenizer ({PREFIX}model is missing): give another one with --tokenizer."
+            f"The GGUF file holds no tokenizer ({PREFIX}model is missing): name another one with --tokenizer."
         )
     tokens = [str(token) for token in metadata[PREFIX + "tokens"]]
     types = [int(value) for value in metadata.get(PREFIX + "token_type", [1] * len(tokens))]
@@ -55,7 +59,7 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "
         backend, adds_bos = _sentencepiece_bpe(metadata, tokens), True
     else:
         raise TokenizerError(
-            f"The GGUF tokenizer type '{kind}' is not supported; 'gpt2' and 'llama' are. Use --tokenizer."
+            f"The GGUF tokenizer type '{kind}' is not supported, only 'gpt2' and 'llama' are: use --tokenizer."
         )
     backend.add_special_tokens(
         _added(tokens, types, {CONTROL, UNKNOWN} if kind == "llama" else {CONTROL}, special=True)
@@ -98,7 +102,7 @@ def _added(tokens: Sequence[str], types: Sequence[int], wanted: set[int], *, spe
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Backend, bool]:
-    """GPT-2's kind; also whether a beginning token is put first when the file does not say."""
+    """A byte-level BPE (GPT-2 family), and whether a beginning-of-sequence token comes first by default."""
     pre = str(metadata.get(PREFIX + "pre", "default"))
     merges = [tuple(merge.split(" ", 1)) for merge in metadata[PREFIX + "merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -115,7 +119,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple
         backend.pre_tokenizer = _split(_LETTERS_QWEN2)
     else:
         known = ", ".join([*_GPT2, *_DIGITS, *_LLAMA3, *_QWEN2])
-        raise TokenizerError(f"The GGUF pre-tokenizer '{pre}' is not supported (supported: {known}). Use --tokenizer.")
+        raise TokenizerError(f"The GGUF pre-tokenizer '{pre}' is not supported, only {known} are: use --tokenizer.")
     backend.decoder = decoders.ByteLevel()
     return backend, pre in _LLAMA3
 
@@ -127,7 +131,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Backend:
-    """SentencePiece's BPE: merges follow from the scores, bytes stand in for characters outside the vocabulary."""
+    """SentencePiece's BPE. Merges follow from the scores; characters outside the vocabulary become bytes."""
     scores = [float(score) for score in metadata[PREFIX + "scores"]]
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = int(metadata.get(PREFIX + "unknown_token_id", 0))
@@ -149,7 +153,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Ba
 
 
 def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose union scores highest; as ranked merges: by the union's score, then by the parts' ids."""
+    """Ranked merges. SentencePiece merges the pair with the highest score of the merged token; ties go by the parts' ids."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, token_id in vocab.items():
         for cut in range(1, len(token)):

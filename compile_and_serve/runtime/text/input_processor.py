@@ -1,4 +1,4 @@
-"""What a user asks for → what the engine takes: token ids, checked sampling parameters, stop ids, lengths within the limit."""
+"""Turns user requests into engine requests: token ids, checked sampling parameters, stop ids and lengths."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 
 class PromptTooLongError(ValueError):
-    """Prompt and requested completion do not fit into the model's limit."""
+    """The prompt and the requested completion exceed the model's limit."""
 
     param = "prompt"
 
 
 class InputProcessor:
-    """Checks and completes requests. Stateless after construction, which raises `ValueError` for a tokenizer that is not the
-    model's; methods raise the `ValueError` family with one sentence.
+    """Checks and completes requests. It keeps no state between them.
+
+    tokenizer: None if requests contain only token ids. limit: tokens that prompt and completion may have together.
+    Construction raises `ValueError` for a tokenizer of another model. Methods raise `ValueError` or a subclass with one
+    sentence.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, info: EngineInfo) -> None:
@@ -31,7 +34,7 @@ class InputProcessor:
         for token_id in [] if tokenizer is None else tokenizer.eos_token_ids:
             if not 0 <= token_id < info.vocab_size:
                 raise ValueError(
-                    f"The end-of-sequence id {token_id} is no token of the model, whose ids are 0 to {info.vocab_size - 1}: "
+                    f"The end-of-sequence id {token_id} is not an id of the model, whose ids are 0 to {info.vocab_size - 1}: "
                     "correct eos_token_id in generation_config.json, or the tokenizer."
                 )
 
@@ -43,7 +46,11 @@ class InputProcessor:
         truncate: int | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a prompt. Unless it will be truncated, a text that cannot fit is refused before it is tokenized."""
+        """Token ids of a prompt.
+
+        truncate: the request's truncate_prompt_tokens. Without it, a text that cannot fit raises `PromptTooLongError` before
+        it is tokenized. max_tokens: the requested completion, for that message. Raises `TokenizerError` for invalid text.
+        """
         tokenizer = self.require_tokenizer("a text prompt")
         at_least = len(text) // tokenizer.max_token_chars
         if truncate is None and at_least > self.limit:
@@ -51,9 +58,10 @@ class InputProcessor:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def prepare(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
-        """The prompt as the engine gets it (truncated if asked for) and a completed copy of `params`.
+        """The prompt for the engine, truncated if the request says so, and a completed copy of `params`.
 
-        max_tokens None becomes what the model's limit leaves; bad words become token ids.
+        max_tokens None becomes the room that the prompt leaves. Bad words become token ids. Raises `SamplingParamsError` or
+        `PromptTooLongError`.
         """
         params.verify()
         self._check_ids(params)
@@ -66,16 +74,18 @@ class InputProcessor:
         if params.stop or params.bad_words:
             self.require_tokenizer("stop strings and bad words")
         if params.stop and not params.detokenize:
-            raise SamplingParamsError("stop", "stop strings need detokenize=True: they are looked for in the text.")
+            raise SamplingParamsError("stop", "Stop strings need detokenize=True, since they are searched in the text.")
         max_tokens = room if params.max_tokens is None else params.max_tokens
         changes: dict[str, object] = {"max_tokens": max_tokens}
         if params.min_tokens > room:
             raise SamplingParamsError(
-                "min_tokens", f"min_tokens is {params.min_tokens}, but the prompt leaves room for {room} tokens only."
+                "min_tokens", f"min_tokens is {params.min_tokens}, but the prompt leaves room for only {room} tokens."
             )
         if params.bad_words:
             words = self._bad_words(params.bad_words)
-            changes["bad_words_token_ids"] = [word for word in words if len(word) <= max_tokens]  # others never come up
+            changes["bad_words_token_ids"] = [
+                word for word in words if len(word) <= max_tokens
+            ]  # longer ones cannot occur
         return prompt, msgspec.structs.replace(params, **changes)
 
     def engine_request(
@@ -87,7 +97,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> EngineRequest:
-        """The engine's request for what `prepare` returned."""
+        """The engine request for a prompt and parameters that `prepare` has returned."""
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else []
         stops = list(dict.fromkeys([*params.stop_token_ids, *([] if params.ignore_eos else eos)]))
         return EngineRequest(
@@ -102,9 +112,11 @@ class InputProcessor:
         )
 
     def require_tokenizer(self, what: str) -> Tokenizer:
-        """The tokenizer, or a `ValueError` that names what needs it."""
+        """The tokenizer. Raises `ValueError`, which names what needs it, if there is none."""
         if self.tokenizer is None:
-            raise ValueError(f"The engine runs without a tokenizer (skip_tokenizer_init), and {what} would need one.")
+            raise ValueError(
+                f"The engine runs without a tokenizer, which is needed for {what}: start it without skip_tokenizer_init."
+            )
         return self.tokenizer
 
     def _too_long(self, prompt_tokens: str, max_tokens: int | None) -> str:
@@ -125,11 +137,13 @@ class InputProcessor:
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
-            raise SamplingParamsError("prompt", "The prompt is empty: it must have at least one token.")
+            raise SamplingParamsError("prompt", "The prompt is empty, but it must have at least one token.")
         vocab = self.info.vocab_size
         if min(prompt) < 0 or max(prompt) >= vocab:
             wrong = next(token_id for token_id in prompt if not 0 <= token_id < vocab)
-            raise SamplingParamsError("prompt", f"The prompt holds the token id {wrong}, ids are 0 to {vocab - 1}.")
+            raise SamplingParamsError(
+                "prompt", f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab - 1}."
+            )
 
     def _truncate(self, prompt: list[int], params: SamplingParams) -> list[int]:
         keep = params.truncate_prompt_tokens
@@ -140,20 +154,22 @@ class InputProcessor:
             keep = max(limit - max(params.max_tokens or 0, 1), 1)
         elif keep > limit:
             raise SamplingParamsError(
-                "truncate_prompt_tokens", f"truncate_prompt_tokens is {keep}, the model's limit is {limit} tokens."
+                "truncate_prompt_tokens", f"truncate_prompt_tokens is {keep}, but the model's limit is {limit} tokens."
             )
         return prompt[-keep:]
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Token sequences of each word at the start of a text and after a space."""
+        """The token sequences of each word, at the start of a text and after a space."""
         tokenizer = self.require_tokenizer("bad words")
-        verify_bad_words(len(word) // tokenizer.max_token_chars for word in words)  # at least; before they take time
+        verify_bad_words(
+            len(word) // tokenizer.max_token_chars for word in words
+        )  # lower bounds, before tokenizing takes time
         sequences: list[list[int]] = []
         for word in words:
             plain = tokenizer.encode(word, add_special_tokens=False)
             spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
             sequences.append(plain)
-            # A variant of another length is not the word but the word behind a token of its own for the space.
+            # A variant of another length is the same word after a separate token for the space.
             if spaced != plain and len(spaced) == len(plain):
                 sequences.append(spaced)
         verify_bad_words(map(len, sequences))

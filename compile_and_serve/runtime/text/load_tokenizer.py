@@ -24,12 +24,14 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder or a .gguf file. Raises `TokenizerError` with one sentence when there is none."""
+    """Load the tokenizer of a model folder or a .gguf file. Raises `TokenizerError` if there is none or it is damaged."""
     path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
         return _load_gguf(path)
     if not path.is_dir():
-        raise TokenizerError(f"The tokenizer '{path}' is neither a folder nor a .gguf file: give one of these.")
+        raise TokenizerError(
+            f"The tokenizer '{path}' is neither a folder nor a .gguf file: give the path of one of these."
+        )
     if (path / "tokenizer.json").is_file():
         return _load_folder(path, _read_backend(path / "tokenizer.json"))
     ggufs = sorted(path.glob("*.gguf"))
@@ -39,7 +41,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def load_generation_defaults(path: str | Path) -> dict[str, float | int]:
-    """The sampling fields of the model's generation_config.json, under the names of `SamplingParams`."""
+    """Sampling defaults from the model's generation_config.json, by field name of `SamplingParams`.
+
+    Empty if there is no such file, or if it sets do_sample to false. Raises `TokenizerError` if it is not a JSON object.
+    """
     path = Path(path)
     config = _read_json(path / "generation_config.json") if path.is_dir() else {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -57,28 +62,31 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
-        raise TokenizerError(f"{file.name} cannot be read as a tokenizer ({error}): is the file complete?") from error
+        raise TokenizerError(
+            f"{file} cannot be read as a tokenizer ({error}): check that the file is complete."
+        ) from error
 
 
 def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
-    wanted = "a tokenizer.json"
     if importlib.util.find_spec("transformers") is None:
         raise TokenizerError(
-            f"No {wanted[2:]} in '{path}': add one, or install transformers, which can convert other kinds."
+            f"'{path}' has no tokenizer.json: add one, or install transformers, which can convert other formats."
         )
     from transformers import AutoTokenizer
 
-    logger.info("No tokenizer.json in %s: transformers converts what is there.", path)
+    logger.info("%s has no tokenizer.json; transformers converts the tokenizer that it finds.", path)
     try:
         converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # any of a dozen types, depending on which file is missing
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(
-            f"No tokenizer in '{path}' ({wanted} is expected); transformers says: {first_line}"
+            f"'{path}' has no tokenizer that can be loaded: add a tokenizer.json (transformers: {first_line})."
         ) from error
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
-        raise TokenizerError(f"The tokenizer in '{path}' has no fast form ({type(converted).__name__}): add {wanted}.")
+        raise TokenizerError(
+            f"The tokenizer in '{path}' has no fast version ({type(converted).__name__}): add a tokenizer.json."
+        )
     return backend
 
 
@@ -97,7 +105,7 @@ def _load_folder(path: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    # Some folders list tokens in tokenizer_config.json alone; transformers adds them in the order of their ids.
+    # Some folders list added tokens only in tokenizer_config.json. transformers adds them in the order of their ids.
     listed = config.get("added_tokens_decoder") or {}
     for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
@@ -145,7 +153,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TokenizerError(f"{file.name} is not valid JSON ({error}): is the file complete?") from error
+        raise TokenizerError(f"{file} is not valid JSON ({error}): check that the file is complete.") from error
     if not isinstance(value, dict):
-        raise TokenizerError(f"{file.name} must hold a JSON object, it holds a {type(value).__name__}.")
+        raise TokenizerError(f"{file} must hold a JSON object, got a {type(value).__name__}.")
     return value

@@ -1,8 +1,8 @@
-"""Engine outputs → what users see: fan-out of `n`, text, stop strings, finish reasons. Shared by the server and `LLM`.
+"""Turns engine outputs into completions: `n` per request, text, stop strings, finish reasons. For the server and `LLM`.
 
-One user request becomes `n` engine requests with ids and seeds of their own. Each step's outputs come in through
-`OutputProcessor.process`, leave as `CompletionDelta`s through the request's sink, and a stop string that was found comes back
-as an id to abort in the engine.
+A user request becomes `n` engine requests, each with its own id and seed. `OutputProcessor.process` takes each step's
+outputs, passes `CompletionDelta`s to the request's sink, and returns the ids that a stop string has ended, which the caller
+aborts in the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class CompletionDelta:
-    """What one step brought for one completion. `index`: which of the request's completions."""
+    """What one step adds to one completion. index: of the completion within its request."""
 
     index: int
     text: str
@@ -37,12 +37,12 @@ class CompletionDelta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
-    error_kind: ErrorKind = "internal"  # with `error`: whose fault it is
+    error_kind: ErrorKind = "internal"  # meaningful only with `error`
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
 
     def extend(self, later: CompletionDelta) -> None:
-        """Take in the next delta of the same completion, as if one step had brought both."""
+        """Append the next delta of the same completion, as if one step had produced both."""
         self.text += later.text
         self.token_ids += later.token_ids
         if later.logprobs is not None:
@@ -59,7 +59,7 @@ Sink = Callable[[CompletionDelta], None]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion, complete or so far. logprobs: one entry a token of token_ids."""
+    """One completion, finished or not. logprobs: one entry for each token."""
 
     index: int
     text: str = ""
@@ -72,7 +72,7 @@ class CompletionOutput:
     error: str | None = None
 
     def add(self, delta: CompletionDelta) -> None:
-        """Append one delta of the same completion."""
+        """Append the completion's next delta."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
@@ -88,7 +88,7 @@ class CompletionOutput:
 
 
 class _Sequence:
-    """One engine request in flight."""
+    """An engine request in flight."""
 
     __slots__ = ("include_stop", "index", "sink", "stream")
 
@@ -100,7 +100,7 @@ class _Sequence:
 
 
 class OutputProcessor:
-    """State of every sequence in flight. Not thread-safe: one owner feeds it."""
+    """The state of all sequences in flight. Not thread-safe."""
 
     def __init__(self, inputs: InputProcessor) -> None:
         self._inputs = inputs
@@ -108,7 +108,7 @@ class OutputProcessor:
         self._serial = itertools.count()
 
     def __len__(self) -> int:
-        """Sequences in flight."""
+        """Number of sequences in flight."""
         return len(self._sequences)
 
     def add(
@@ -122,10 +122,10 @@ class OutputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[EngineRequest]:
-        """Register a prepared request (see `InputProcessor.prepare`); the result goes to the engine.
+        """Register a request that `InputProcessor.prepare` has prepared. Returns the requests to send to the engine.
 
-        Its completions get the indices first_index … first_index + n - 1. With a seed, completion i draws from seed + i.
-        Engine ids are unique even where `request_id` is not.
+        sink: receives the deltas. The completions have the indices first_index … first_index + n - 1. With a seed, completion
+        i draws from seed + i. Engine ids are unique even if `request_id` is not.
         """
         requests = []
         for i in range(params.n):
@@ -142,7 +142,7 @@ class OutputProcessor:
         return requests
 
     def process(self, outputs: Iterable[EngineOutput]) -> list[str]:
-        """Hand every output of a step to its sink; returns the engine ids that a stop string ended, to be aborted."""
+        """Pass each output of a step to its sink. Returns the engine ids that a stop string has ended, for the caller to abort."""
         to_abort = []
         for output in outputs:
             sequence = self._sequences.get(output.request_id)
@@ -150,14 +150,14 @@ class OutputProcessor:
                 continue  # aborted while the step ran
             try:
                 delta = _delta(sequence, output)
-            except Exception:  # one request's text must not take the others down
-                logger.exception("Making text of request %s failed.", output.request_id)
+            except Exception:  # an error in one request must not end the others
+                logger.exception("Detokenizing request %s failed.", output.request_id)
                 delta = CompletionDelta(
                     index=sequence.index,
                     text="",
                     token_ids=[],
                     finish_reason="error",
-                    error="The generated tokens could not be turned into text; the log has the details.",
+                    error="The generated tokens could not be turned into text; see the log for details.",
                 )
             if delta.finish_reason is not None:
                 del self._sequences[output.request_id]
@@ -167,11 +167,11 @@ class OutputProcessor:
         return to_abort
 
     def forget(self, engine_ids: Iterable[str]) -> list[str]:
-        """Drop sequences that nobody waits for; returns those which were still in flight, to be aborted in the engine."""
+        """Drop sequences. Returns the ids of those in flight, for the caller to abort in the engine."""
         return [engine_id for engine_id in engine_ids if self._sequences.pop(engine_id, None) is not None]
 
     def end_all(self, finish_reason: FinishReason, error: str | None = None) -> list[str]:
-        """End every sequence (engine death, shutdown); returns their engine ids."""
+        """End all sequences, when the engine dies or shuts down. Returns their engine ids."""
         ended, self._sequences = self._sequences, {}
         for sequence in ended.values():
             sequence.sink(
@@ -197,7 +197,7 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
     finish_reason, stop_reason = output.finish_reason, output.stop_reason
     text = ""
     if sequence.stream is not None:
-        # The stop token ends the text and is no part of it, unless asked for.
+        # A stop token is not part of the text unless include_stop_str_in_output is set.
         hidden = 1 if finish_reason == "stop" and token_ids and not sequence.include_stop else 0
         text, used = _push(sequence.stream, token_ids, len(token_ids) - hidden, ended=finish_reason is not None)
         if sequence.stream.stopped_by is not None:
@@ -221,7 +221,7 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
 
 
 def _push(stream: TextStream, token_ids: Sequence[int], visible: int, *, ended: bool) -> tuple[str, int]:
-    """Text of the first `visible` tokens, up to a stop string; and how many tokens that took."""
+    """The text of the first `visible` tokens up to a stop string, and the number of tokens used."""
     parts = []
     for used, token_id in enumerate(token_ids[:visible], start=1):
         parts.append(stream.push(token_id))

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: text ↔ token ids, end-of-sequence ids, the exact bytes of one token, the model's chat templates.
+"""`Tokenizer`: text ↔ token ids, end-of-sequence ids, the exact bytes of a token, and the model's chat templates.
 
 Backed by the `tokenizers` package. `load_tokenizer.py` loads one from a model's files.
 """
@@ -11,20 +11,21 @@ from functools import cached_property
 
 import tokenizers
 
-# The package releases the GIL only in its calls for batches, which cost more to begin: a text of so many characters, or ids,
-# takes a millisecond of it at most.
+# Up to this many characters or ids, a call takes at most a millisecond and may hold the GIL. For longer ones, the batch
+# calls are used: they cost more to start but release the GIL.
 _SHORT = 4096
 
 
 class TokenizerError(ValueError):
-    """The tokenizer cannot be loaded, or cannot encode this text; the message is one sentence for the user."""
+    """The tokenizer cannot be loaded or cannot encode a text. The message is one sentence for the user."""
 
 
 class Tokenizer:
-    """Text ↔ ids over one `tokenizers.Tokenizer`.
+    """Converts between text and token ids with a `tokenizers.Tokenizer`, whose truncation and padding are turned off.
 
-    special_tokens: name ("bos_token" …) → text. eos_token_ids: every id that ends a generation, the tokenizer's own first.
-    chat_templates: name → jinja source; "default" is the usual one. source: what it was loaded from, for messages.
+    special_tokens: name, e.g. "bos_token" → text. eos_token_ids: further ids that end a generation; the attribute of that
+    name lists the tokenizer's own first. chat_templates: name → Jinja source; "default" is the usual one. source: what it
+    was loaded from, for messages.
     """
 
     def __init__(
@@ -55,33 +56,39 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether a text's bytes are exactly its tokens' bytes in a row (GPT-2 family)."""
+        """Whether a text's bytes are the concatenated bytes of its tokens (GPT-2 family)."""
         return self._byte_rule == "byte_level"
 
     @cached_property
     def max_token_chars(self) -> int:
-        """Characters of the longest token: a text of n characters has at least n / max_token_chars tokens."""
+        """Length of the longest token in characters: a text of n characters has at least n / max_token_chars tokens."""
         return max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their ids. Lets other threads run meanwhile."""
+        """Token ids of `text`. Special tokens that it contains as text become their ids.
+
+        add_special_tokens: add what the model expects around a text, e.g. the beginning-of-sequence token. Releases the GIL
+        for long texts. Raises `TokenizerError` for a text with a lone surrogate.
+        """
         backend = self.backend
         try:
             if len(text) <= _SHORT:
                 return backend.encode(text, add_special_tokens=add_special_tokens).ids
             return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise TokenizerError("The text holds a lone surrogate, which is no valid Unicode character.") from error
+            raise TokenizerError(
+                "The text contains a lone surrogate, which is not a valid Unicode character."
+            ) from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids without a token are left out, bytes that are no UTF-8 become U+FFFD."""
+        """Text of `token_ids`. Ids without a token are dropped, and bytes that are not UTF-8 become U+FFFD."""
         ids = list(token_ids)
         if len(ids) <= _SHORT:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes which one token adds to a text; empty for an id without a token."""
+        """The bytes that a token adds to a text; empty for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self.backend.id_to_token(token_id)
@@ -89,7 +96,7 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """One token alone as text, special ones written out; half a character is U+FFFD."""
+        """A single token as text, including special tokens. An incomplete character is U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _token_to_bytes(self, token: str, token_id: int) -> bytes:
@@ -105,7 +112,7 @@ class Tokenizer:
 
 
 def _byte_rule(backend: tokenizers.Tokenizer) -> str:
-    """How one token turns into bytes: "byte_level", "byte_fallback" or "other" (only whole decoding tells)."""
+    """How a token becomes bytes: "byte_level", "byte_fallback", or "other" if only the decoder can tell."""
     if backend.decoder is None:
         return "other"
     state = json.loads(backend.decoder.__getstate__())
@@ -117,7 +124,7 @@ def _byte_rule(backend: tokenizers.Tokenizer) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the rest for U+0100 onwards, in order."""
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other bytes for U+0100 onwards, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

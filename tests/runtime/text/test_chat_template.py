@@ -1,4 +1,4 @@
-"""Chat templates against transformers, and the sentences for what does not fit."""
+"""Chat templates against transformers, and the error messages."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_further_variables_reach_the_template(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("template,expected", [(PARTS, "[text:a][text:b]"), (ASSIGNED, "[a][b]")])
-def test_parts_are_kept_where_the_template_walks_them(tokenizer: Tokenizer, template: str, expected: str) -> None:
+def test_parts_are_kept_if_the_template_iterates_over_them(tokenizer: Tokenizer, template: str, expected: str) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert render_chat(tokenizer, [message], template=template) == expected
     assert "a\nb" in render_chat(tokenizer, [message], template=CHATML)
@@ -77,16 +77,16 @@ def test_arguments_of_tool_calls_are_objects_in_the_template(tokenizer: Tokenize
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.x + 1 }}{{ m.content }}{% endfor %}"
     assert render_chat(tokenizer, messages, template=template) == "2"
-    assert call["function"]["arguments"] == '{"x": 1}'  # the caller's own object is left alone
+    assert call["function"]["arguments"] == '{"x": 1}'  # the caller's object is not changed
 
 
-def test_developer_is_the_system_unless_the_template_knows_it(tokenizer: Tokenizer) -> None:
+def test_developer_becomes_system_unless_the_template_knows_it(tokenizer: Tokenizer) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert render_chat(tokenizer, messages, template="{{ messages[0].role }}") == "system"
     assert render_chat(tokenizer, messages, template="{# developer #}{{ messages[0].role }}") == "developer"
 
 
-def test_tool_template_is_taken_for_tools(tokenizer: Tokenizer) -> None:
+def test_the_tool_template_is_used_with_tools(tokenizer: Tokenizer) -> None:
     both = Tokenizer(tokenizer.backend, special_tokens={}, chat_templates={"default": "D", "tool_use": "T"})
     assert render_chat(both, TALK) == "D"
     assert render_chat(both, TALK, tools=TOOLS) == "T"
@@ -95,17 +95,17 @@ def test_tool_template_is_taken_for_tools(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("template,messages,says", [
     ("{{ raise_exception('system first') }}", TALK, "system first"),
     ("{{ messages[0].content + 5 }}", TALK, "TypeError"),
-    ("{% for %}", TALK, "not valid jinja"),
+    ("{% for %}", TALK, "not valid Jinja"),
     ("{{ messages.append(1) }}", TALK, "refused|unsafe|not safe"),
     ("{{ ''.__class__.__mro__ }}", TALK, "refused|unsafe|not safe"),
     (CHATML, [], "at least one message"),
     (CHATML, [{"role": "user", "content": 5}], r"messages\[0\].content"),
-    (CHATML, [{"role": "user", "content": [{"type": "audio"}]}], "text only"),
+    (CHATML, [{"role": "user", "content": [{"type": "audio"}]}], "only reads text"),
     (CHATML, [{"role": "assistant", "content": "", "tool_calls": 5}], "must be a list"),
     (CHATML, [{"role": "wizard", "content": "x"}], "must be one of system"),
     (CHATML, [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "{"}}]}], "not valid JSON"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_a_sentence(tokenizer: Tokenizer, template: str, messages: list[Any], says: str) -> None:
+def test_errors_are_one_sentence(tokenizer: Tokenizer, template: str, messages: list[Any], says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
         render_chat(tokenizer, messages, template=template)
 

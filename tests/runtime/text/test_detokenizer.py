@@ -60,7 +60,7 @@ def test_space_at_the_beginning_of_a_continuation_is_kept() -> None:
 
 
 @pytest.mark.parametrize("num_of_prompt", [0, 1, 2, 3, 4])
-def test_a_character_that_begins_in_the_prompt_costs_none_of_the_text(num_of_prompt: int) -> None:
+def test_a_character_that_begins_in_the_prompt_loses_no_text(num_of_prompt: int) -> None:
     tokenizer = sentencepiece_tokenizer(["one", "two"])
     ids = tokenizer.encode("one🙂 two three", add_special_tokens=False)
     first = ids.index(tokenizer.backend.token_to_id("<0xF0>"))
@@ -80,7 +80,7 @@ def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
     assert "".join(deltas_of(tokenizer, ids, skip=False)).endswith("<|end|>")
 
 
-def test_random_tokens_decode_as_a_whole_does() -> None:
+def test_random_tokens_decode_as_in_one_call() -> None:
     tokenizer = byte_level_tokenizer(TEXTS)
     generator = random.Random(1234)
     for _ in range(200):
@@ -89,7 +89,7 @@ def test_random_tokens_decode_as_a_whole_does() -> None:
             assert "".join(deltas_of(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-def test_random_sentencepiece_text_decodes_as_a_whole_does() -> None:
+def test_random_sentencepiece_text_decodes_as_in_one_call() -> None:
     tokenizer = sentencepiece_tokenizer(TEXTS)
     generator = random.Random(99)
     alphabet = "abc é語🙂 \n▁x"
@@ -99,7 +99,7 @@ def test_random_sentencepiece_text_decodes_as_a_whole_does() -> None:
         assert "".join(deltas_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_endless_bytes_without_a_character_do_not_pile_up() -> None:
+def test_bytes_that_form_no_character_are_held_back_only_briefly() -> None:
     tokenizer = sentencepiece_tokenizer(["x"])
     lead = tokenizer.backend.token_to_id("<0xE4>")
     detokenizer = make_detokenizer(tokenizer, [], skip_special_tokens=True)
@@ -131,7 +131,7 @@ def reference_stop(text: str, stop: list[str], include: bool) -> tuple[str, str 
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_cut_where_a_search_character_by_character_does(include: bool) -> None:
+def test_stop_strings_cut_where_a_plain_search_does(include: bool) -> None:
     tokenizer = byte_level_tokenizer(["abab ba é語"])
     generator = random.Random(7)
     stopped = 0

@@ -1,4 +1,4 @@
-"""From prepared requests to what users see: fan-out, text, stop strings, aborts; and the checks before."""
+"""Requests and completions: checks, `n`, text, stop strings and aborts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inputs(tokenizer: Tokenizer) -> InputProcessor:
 
 
 class Run:
-    """One request in a processor, fed by hand."""
+    """A processor with one request."""
 
     def __init__(self, inputs: InputProcessor, params: SamplingParams) -> None:
         self.inputs = inputs
@@ -51,7 +51,7 @@ class Run:
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
 def test_deltas_extended_are_the_same_completion(inputs: InputProcessor, with_logprobs: bool) -> None:
-    """One delta in place of three: what is made of it is what is made of the three."""
+    """Three deltas merged into one make the same completion."""
     run = Run(inputs, SamplingParams(stop=["END"]))
     for text, fields in (
         ("a🙂", {"num_cached_tokens": 1, "prompt_logprobs": [None, TokenLogprobs([6], [-2.0], 3)]}),
@@ -71,7 +71,7 @@ def test_deltas_extended_are_the_same_completion(inputs: InputProcessor, with_lo
     assert run.completion() == expected
 
 
-def test_children_have_ids_seeds_and_indices_of_their_own(inputs: InputProcessor) -> None:
+def test_each_completion_has_its_own_id_seed_and_index(inputs: InputProcessor) -> None:
     run = Run(inputs, SamplingParams(n=3, seed=10))
     assert len({request.request_id for request in run.requests}) == 3
     assert [request.sampling_params.seed for request in run.requests] == [10, 11, 12]
@@ -81,7 +81,7 @@ def test_children_have_ids_seeds_and_indices_of_their_own(inputs: InputProcessor
     assert len(run.processor) == 2
 
 
-def test_one_public_id_twice_makes_two_engine_ids(inputs: InputProcessor) -> None:
+def test_engine_ids_differ_for_equal_request_ids(inputs: InputProcessor) -> None:
     run = Run(inputs, SamplingParams())
     again = run.processor.add("r", [5], SamplingParams(), run.deltas.append)
     assert again[0].request_id != run.requests[0].request_id
@@ -94,7 +94,7 @@ def test_stop_string_is_cut_and_reported_for_abort(inputs: InputProcessor) -> No
     assert run.feed("ND and more") == [run.requests[0].request_id]
     whole = run.completion()
     assert (whole.text, whole.finish_reason, whole.stop_reason) == ("some ", "stop", "END")
-    assert len(whole.token_ids) == len("some END")  # nothing behind the stop string
+    assert len(whole.token_ids) == len("some END")  # none after the stop string
     assert len(run.processor) == 0
 
 
@@ -114,7 +114,7 @@ def test_stop_token_is_in_the_ids_but_not_in_the_text(inputs: InputProcessor) ->
     assert kept.completion().text == "ab!"
 
 
-def test_held_text_comes_with_the_end(inputs: InputProcessor) -> None:
+def test_held_text_is_released_at_the_end(inputs: InputProcessor) -> None:
     run = Run(inputs, SamplingParams(stop=["END"]))
     run.feed("so EN", finish_reason="length")
     assert run.completion().text == "so EN"
@@ -138,7 +138,7 @@ def test_outputs_of_forgotten_requests_are_dropped(inputs: InputProcessor) -> No
     assert [delta.index for delta in run.deltas] == [1]
 
 
-def test_text_is_left_out_without_detokenization(inputs: InputProcessor) -> None:
+def test_there_is_no_text_without_detokenization(inputs: InputProcessor) -> None:
     run = Run(inputs, SamplingParams(detokenize=False))
     run.feed("abc", finish_reason="length")
     assert (run.completion().text, len(run.completion().token_ids)) == ("", 3)
@@ -159,7 +159,7 @@ def test_engine_request_carries_stop_and_end_ids(inputs: InputProcessor, tokeniz
     assert ignoring.stop_token_ids == [9]
 
 
-def test_open_max_tokens_becomes_what_is_left(inputs: InputProcessor) -> None:
+def test_max_tokens_defaults_to_the_remaining_room(inputs: InputProcessor) -> None:
     _, params = inputs.prepare([5] * 60, SamplingParams(max_tokens=None))
     assert params.max_tokens == 4
     _, params = inputs.prepare([5] * 64, SamplingParams(max_tokens=0))
@@ -167,7 +167,9 @@ def test_open_max_tokens_becomes_what_is_left(inputs: InputProcessor) -> None:
 
 
 @pytest.mark.parametrize("length,max_tokens", [(64, None), (65, 0), (60, 5), (64, 1)])
-def test_too_long_is_a_sentence_with_all_lengths(inputs: InputProcessor, length: int, max_tokens: int | None) -> None:
+def test_the_error_of_a_long_prompt_names_all_lengths(
+    inputs: InputProcessor, length: int, max_tokens: int | None
+) -> None:
     with pytest.raises(PromptTooLongError, match=f"64 tokens.*{length} tokens"):
         inputs.prepare([5] * length, SamplingParams(max_tokens=max_tokens))
 
@@ -182,9 +184,9 @@ def test_kv_cache_smaller_than_the_model_is_the_limit(tokenizer: Tokenizer) -> N
     ([], {}, "empty"), ([258], {}, "0 to 257"), ([-1], {}, "0 to 257"), ([5], {"stop_token_ids": [300]}, "300"),
     ([5], {"logit_bias": {3: float("nan")}}, "logit_bias"), ([5], {"temperature": 3.0}, "temperature"),
     ([5], {"stop": ["x"], "detokenize": False}, "detokenize"), ([5], {"truncate_prompt_tokens": 65}, "limit"),
-    ([5], {"max_tokens": None, "min_tokens": 64}, "room for 63"),
+    ([5], {"max_tokens": None, "min_tokens": 64}, "room for only 63"),
 ])  # fmt: skip
-def test_wrong_requests_are_sentences(
+def test_wrong_requests_are_refused(
     inputs: InputProcessor, prompt: list[int], params: dict[str, object], says: str
 ) -> None:
     with pytest.raises(SamplingParamsError, match=says):

@@ -1,4 +1,4 @@
-"""The tokenizer on folders and GGUF metadata, against transformers where that is the reference."""
+"""Tokenizers from folders and GGUF metadata, against transformers as the reference."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_smollm2_folder_and_gguf_agree_with_transformers(smollm2_dir: Path, smol
         assert tokenizer.vocab_size == len(reference)
 
 
-def test_end_ids_are_the_tokenizers_and_those_of_the_generation_config(tmp_path: Path) -> None:
+def test_end_ids_are_those_of_the_tokenizer_and_the_generation_config(tmp_path: Path) -> None:
     folder = save(byte_level_tokenizer([]), tmp_path)
     own = byte_level_tokenizer([]).eos_token_ids[0]
     assert load_tokenizer(folder).eos_token_ids == [own]
@@ -66,7 +66,7 @@ def test_end_ids_are_the_tokenizers_and_those_of_the_generation_config(tmp_path:
     assert load_generation_defaults(folder) == {"temperature": 0.6, "top_k": 20}
 
 
-def test_templates_come_from_every_place(tmp_path: Path) -> None:
+def test_templates_are_found_in_all_files(tmp_path: Path) -> None:
     folder = save(
         byte_level_tokenizer([]),
         tmp_path,
@@ -77,7 +77,7 @@ def test_templates_come_from_every_place(tmp_path: Path) -> None:
     assert load_tokenizer(folder).chat_templates["default"] == "B"
 
 
-def test_tokens_of_the_config_alone_are_added(tmp_path: Path) -> None:
+def test_tokens_that_only_the_config_lists_are_added(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer([])
     extra = {str(tokenizer.vocab_size): {"content": "<|tool|>", "special": True, "normalized": False}}
     loaded = load_tokenizer(save(tokenizer, tmp_path, added_tokens_decoder=extra))
@@ -85,7 +85,7 @@ def test_tokens_of_the_config_alone_are_added(tmp_path: Path) -> None:
     assert tokenizer.vocab_size in loaded.special_ids
 
 
-def test_truncation_stored_in_the_file_is_off(tmp_path: Path) -> None:
+def test_truncation_stored_in_the_file_is_turned_off(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer([])
     tokenizer.backend.enable_truncation(3)
     tokenizer.backend.enable_padding(length=64)
@@ -96,21 +96,23 @@ def test_truncation_stored_in_the_file_is_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name,content", [("tokenizer.json", "{"), ("tokenizer.json", '{"version": 1}'), ("tokenizer_config.json", "[]")]
 )
-def test_damaged_files_are_a_sentence(tmp_path: Path, name: str, content: str) -> None:
+def test_the_error_names_a_damaged_file(tmp_path: Path, name: str, content: str) -> None:
     folder = save(byte_level_tokenizer([]), tmp_path)
     (folder / name).write_text(content)
     with pytest.raises(TokenizerError, match=name):
         load_tokenizer(folder)
 
 
-def test_missing_tokenizer_is_a_sentence(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="neither a folder"):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(TokenizerError, match="tokenizer"):
         load_tokenizer(tmp_path)
 
 
-def test_folder_of_another_kind_is_converted_by_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_tokenizer_format_is_converted_by_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     original = byte_level_tokenizer(TEXTS)
     original.backend.model.save(str(tmp_path))  # vocab.json and merges.txt
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "eos_token": "<|end|>"}
@@ -118,17 +120,17 @@ def test_folder_of_another_kind_is_converted_by_transformers(tmp_path: Path, cap
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with caplog.at_level("INFO", logger="compile_and_serve.runtime.text.load_tokenizer"):
         loaded = load_tokenizer(tmp_path)
-    assert "transformers converts" in caplog.text
+    assert "transformers converts the tokenizer" in caplog.text
     assert loaded.encode(TEXTS[0]) == original.encode(TEXTS[0])
     assert loaded.eos_token_ids == original.eos_token_ids
 
 
-def test_lone_surrogate_is_a_sentence() -> None:
+def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(TokenizerError, match="surrogate"):
         byte_level_tokenizer([]).encode("\ud800")
 
 
-def test_loading_a_folder_leaves_transformers_alone(tmp_path: Path) -> None:
+def test_loading_a_folder_does_not_import_transformers_or_torch(tmp_path: Path) -> None:
     folder = save(byte_level_tokenizer([]), tmp_path)
     code = (
         "import sys; from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer; "
@@ -158,7 +160,7 @@ def gguf_metadata(tokenizer: Tokenizer, *, kind: str, **more: Any) -> dict[str, 
     return {**metadata, **more}
 
 
-def test_gguf_byte_level_equals_the_tokenizer_it_came_from() -> None:
+def test_gguf_byte_level_equals_the_original_tokenizer() -> None:
     original = byte_level_tokenizer(TEXTS)
     loaded = tokenizer_from_gguf_metadata(gguf_metadata(original, kind="gpt2"))
     for text in TEXTS:
@@ -168,7 +170,7 @@ def test_gguf_byte_level_equals_the_tokenizer_it_came_from() -> None:
     assert loaded.special_ids == original.special_ids
 
 
-def test_gguf_sentencepiece_equals_the_tokenizer_it_came_from() -> None:
+def test_gguf_sentencepiece_equals_the_original_tokenizer() -> None:
     original = sentencepiece_tokenizer(["the quick brown fox", "the other fox", "é 語"])
     metadata = gguf_metadata(original, kind="llama")
     loaded = tokenizer_from_gguf_metadata(metadata)
@@ -212,7 +214,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
     other = threading.Thread(target=run)
     other.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # from now on a thread runs only where this one gives the GIL away
+    sys.setswitchinterval(1000)  # now another thread runs only when this one releases the GIL
     try:
         encoding.set()
         for _ in range(100):
@@ -227,7 +229,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_long_texts_and_ids_are_treated_as_short_ones() -> None:
+def test_long_texts_and_ids_give_the_same_as_short_ones() -> None:
     for tokenizer in (byte_level_tokenizer(TEXTS), sentencepiece_tokenizer(TEXTS)):
         for text in TEXTS:
             long = "<|end|>" + text * 1000
