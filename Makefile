@@ -54,9 +54,10 @@ test-gpu:
 clean:
 	rm -rf .venv .venv-torch211 build dist *.egg-info
 
-# torch goes first and alone, so that the index's build for this device is taken: for a CPU the exact version matches a
-# CPU build where the index has one; for a GPU that build is excluded. All other packages must accept this torch.
-# A stamp is newer than what it was made from: the next `make` starts at once. The stamp .for-DEVICE reinstalls torch when
+# torch goes first and alone, so that the index's build for this device is taken. For a CPU the exact version matches a CPU
+# build where the index has one; for a GPU that build is excluded. Later steps name the same build again: otherwise pip may
+# replace it by the other one to satisfy a package.
+# A stamp is newer than what it was made from, so the next `make` starts at once. The stamp .for-DEVICE installs again when
 # the device changes.
 TORCH      := $(shell grep '^torch==' constraints.txt)
 TORCH_cpu  := $(TORCH)
@@ -76,11 +77,11 @@ $(VENV)/.torch: constraints.txt $(VENV)/.for-$(DEVICE)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.$(EXTRA_$(DEVICE))'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.$(EXTRA_$(DEVICE))' '$(TORCH_$(DEVICE))'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' '$(TORCH_$(DEVICE))'
 	@touch $@
 
 .venv-torch211/.installed-dev: pyproject.toml constraints.txt

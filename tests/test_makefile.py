@@ -80,11 +80,14 @@ def torch_version() -> str:
     return line.removeprefix("torch==")
 
 
+CPU_TORCH = f"torch=={torch_version()}"
+CUDA_TORCH = f"{CPU_TORCH},!={torch_version()}+cpu"
+
+
 @needs_make
 def test_with_a_gpu_the_cuda_extra_and_no_cpu_build_of_torch(run_make: RunMake) -> None:
     printed, calls = run_make("serve", nvidia_smi=NVIDIA_SMI)
-    version = torch_version()
-    assert pip_installs(calls) == [f"torch=={version},!={version}+cpu", "-c constraints.txt -e .[cuda]"]
+    assert pip_installs(calls) == [CUDA_TORCH, f"-c constraints.txt -e .[cuda] {CUDA_TORCH}"]
     assert "Installing for CUDA: an NVIDIA GPU was found" in printed
     assert calls[-1].startswith("serve smollm2-135m ")
 
@@ -94,14 +97,16 @@ def test_with_a_gpu_the_cuda_extra_and_no_cpu_build_of_torch(run_make: RunMake) 
 @pytest.mark.parametrize("nvidia_smi", [None, NVIDIA_SMI_WITHOUT_DRIVER], ids=["no nvidia-smi", "no driver"])
 def test_without_a_gpu_the_cpu_build(run_make: RunMake, nvidia_smi: str | None) -> None:
     printed, calls = run_make("serve", nvidia_smi=nvidia_smi)
-    assert pip_installs(calls) == [f"torch=={torch_version()}", "-c constraints.txt -e ."]
+    assert pip_installs(calls) == [CPU_TORCH, f"-c constraints.txt -e . {CPU_TORCH}"]
     assert "Installing for the CPU: no NVIDIA GPU was found" in printed
 
 
 @needs_make
 def test_the_tests_need_the_same_packages(run_make: RunMake) -> None:
     _, calls = run_make("test", nvidia_smi=NVIDIA_SMI)
-    assert pip_installs(calls)[1:] == ["-c constraints.txt -e .[cuda]", "-c constraints.txt -e .[dev]"]
+    of_serve, of_tests = pip_installs(calls)[1:]
+    assert of_serve == f"-c constraints.txt -e .[cuda] {CUDA_TORCH}"
+    assert of_tests == f"-c constraints.txt -e .[dev] {CUDA_TORCH}"
 
 
 @needs_make
@@ -116,6 +121,6 @@ def test_the_second_start_installs_nothing(run_make: RunMake) -> None:
 def test_another_device_installs_again(run_make: RunMake) -> None:
     run_make("serve", "DEVICE=cpu")
     _, calls = run_make("serve", "DEVICE=cuda")
-    assert pip_installs(calls)[1] == "-c constraints.txt -e .[cuda]"
+    assert pip_installs(calls) == [CUDA_TORCH, f"-c constraints.txt -e .[cuda] {CUDA_TORCH}"]
     _, calls = run_make("serve", "DEVICE=cpu")
-    assert pip_installs(calls)[1] == "-c constraints.txt -e ."
+    assert pip_installs(calls) == [CPU_TORCH, f"-c constraints.txt -e . {CPU_TORCH}"]
