@@ -27,7 +27,7 @@ from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
-from compile_and_serve.custom_ops.quantized.quantization import Activations, quantize_weight, row_scales
+from compile_and_serve.custom_ops.quantization import Activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight, quantized_linear
 
 CPU = torch.device("cpu")

@@ -16,14 +16,14 @@ import torch
 
 from benchmarks.gpu_timing import emit, relative_error, time_ms
 from benchmarks.ops_gpu import DTYPE, Shape
-from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
-from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
-from compile_and_serve.custom_ops.quantized.quantization import (
+from compile_and_serve.custom_ops.quantization import (
     Activations,
     block_scales,
     quantize_weight,
     row_scales,
 )
+from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
+from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
 from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
 from compile_and_serve.custom_ops.quantized.triton_matmul import matmul
 from compile_and_serve.custom_ops.tuning.tuner import fastest

@@ -39,7 +39,9 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     TWO_SHOT_STORES,
     AllreduceChoice,
     choose_allreduce,
+    fused_allreduce,
     graph_seconds,
+    use_symmetric_memory,
 )
 from compile_and_serve.custom_ops.collectives.allreduce_norm import (
     allreduce_add_rms_norm,
@@ -49,10 +51,8 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     all_reduce,
     join_tensor_parallel_group,
     leave_tensor_parallel_group,
-    tensor_parallel_group,
-    use_peer_memory,
 )
-from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
+from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.runtime.distributed.rank_process import rank_environment
 
 EPS = 1e-6
@@ -96,7 +96,7 @@ class Operands:
     def in_steps(self, quantize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if self.x.is_cuda:
             from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
-            from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
+            from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 
             normed, total = add_rms_norm(all_reduce(self.x), self.residual, self.weight, EPS)
             if quantize:
@@ -122,7 +122,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         start = time.perf_counter()
         how = choose_allreduce(num_features=args.hidden, dtype=torch.bfloat16, max_rows=max(args.tokens), device=device,
                                file=Path(folder) / "choices.json", ways=ALL_WAYS)  # fmt: skip
-        chosen = tensor_parallel_group().choice
+        chosen = None if (fused := fused_allreduce()) is None else fused.choice
         if rank == 0:
             seconds = round(time.perf_counter() - start, 2)
             print(json.dumps({"choice": how, "seconds": seconds} | environment()), flush=True)
@@ -146,9 +146,10 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def _over_peers(tokens: int, chosen: AllreduceChoice | None) -> dict[str, AllreduceChoice]:
-    peers = tensor_parallel_group().peers
-    if peers is None or chosen is None:
+    fused = fused_allreduce()
+    if fused is None or chosen is None:
         return {}
+    peers = fused.memory
     ways = [PUSHED] if tokens <= peers.layout.max_pushed_rows else []
     if tokens <= peers.layout.max_rows:
         ways += [ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES]
@@ -171,9 +172,9 @@ def make_operands(rank: int, tokens: int, hidden: int, device: torch.device) -> 
 def measure(operands: Operands, variant: str, choice: AllreduceChoice | None) -> tuple[list[float], float]:
     """Microseconds of one call in each round, and the error of its norm; every rank calls it."""
     work = partial(operands.in_steps if variant.startswith("steps") else operands.fused, variant.endswith("_quantize"))
-    group = tensor_parallel_group()
-    if choice is not None and group.peers is not None:
-        use_peer_memory(group.peers, choice)
+    fused = fused_allreduce()
+    if choice is not None and fused is not None:
+        use_symmetric_memory(fused.memory, choice)
     if operands.x.is_cuda:
         seconds, [(_, normed)] = graph_seconds(variant, [work], repeats=REPEATS, rounds=ROUNDS)
     else:

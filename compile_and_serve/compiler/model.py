@@ -18,7 +18,7 @@ from compile_and_serve.compiler.pieces.stitch import Stitched, stitch
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTransform
-from compile_and_serve.custom_ops.quantized.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.quantization import QuantizedWeight
 
 
 class WeightMismatchError(ValueError):

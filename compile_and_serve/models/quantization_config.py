@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantized.quantization import BLOCK, Activations, QuantizedWeight
+from compile_and_serve.custom_ops.quantization import BLOCK, Activations, QuantizedWeight
 from compile_and_serve.models.config import ModelConfigError
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantized.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.quantization import QuantizedWeight
 
 # How a module's weight [out, in] is cut over tensor-parallel ranks: by its outputs; by its inputs; by the tokens of an embedding
 # or of an output head.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.quantized.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.quantization import QuantizedWeight
 from compile_and_serve.models.config import ModelConfigError
 from tests.support.quantized_checkpoints import compressed_tensors_config
 from tests.support.tiny_models import tiny_spec

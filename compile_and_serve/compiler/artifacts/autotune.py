@@ -16,7 +16,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,43 +27,16 @@ from compile_and_serve.compiler.artifacts.cache_key import kernel_sources, toolc
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.compiler.compat import FakeTensorMode
 from compile_and_serve.compiler.inductor import PieceCallable, compile_piece
+from compile_and_serve.compiler.rewrite.fusion_choice import TOKENS, FusionChoice, mean_ratio
 
 log = logging.getLogger(__name__)
 
 KIND, FILE = "choice", "choice.json"  # in the artifact store
-TOKENS = (1, 16, 256)
 MARGIN = 0.02  # a fusion has to be faster by this much to be worth its op
 ROUNDS, SAMPLE_SECONDS = 15, 2e-4  # timings of each, alternating; a shorter call is repeated up to this time
 GRAPH_CALLS = 20  # calls in one CUDA graph: the kernels' time counts, not the launches'
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """ours, inductor: seconds of one call at each of `TOKENS`; none where nothing was measured (forced, or no tuner).
-
-    failure: why it could not be measured.
-    """
-
-    use_ours: bool
-    ours: tuple[float, ...] = ()
-    inductor: tuple[float, ...] = ()
-    failure: str = ""
-
-    def sentence(self) -> str:
-        """Why, for a report."""
-        if self.failure:
-            return f"it could not be measured ({self.failure}): left to Inductor"
-        if not self.ours:
-            return "fused without measuring"
-        ratio = _mean_ratio(self.ours, self.inductor)
-        times = " and ".join("/".join(f"{1e6 * s:.1f}" for s in seconds) for seconds in (self.ours, self.inductor))
-        measured = f"{times} µs at {'/'.join(map(str, TOKENS))} tokens"
-        if self.use_ours:
-            return f"measured {1 / ratio - 1:.0%} faster than Inductor's code ({measured})"
-        how = f"{ratio - 1:.0%} slower" if ratio > 1 else f"only {1 / ratio - 1:.0%} faster"
-        return f"measured {how} than Inductor's code ({measured}): left to Inductor"
 
 
 class Autotuner:
@@ -75,17 +48,17 @@ class Autotuner:
     ) -> None:  # fmt: skip
         self._device, self._stores, self._forced = device, stores, forced
         self._before_measuring = before_measuring
-        self._known: dict[str, Choice] = {}
+        self._known: dict[str, FusionChoice] = {}
 
     def choose(
         self, pass_name: str, ours: Function, plain: Function, tensors: Sequence[torch.Tensor], *constants: float
-    ) -> Choice:
+    ) -> FusionChoice:
         """Which of two functions of (*tensors, *constants) is faster. Both return a tuple of tensors.
 
         tensors: fakes; a symbolic first dimension is T, all else is fixed.
         """
         if pass_name in self._forced:
-            return Choice(use_ours=True)
+            return FusionChoice(use_ours=True)
         shapes = [
             f"{str(t.dtype).removeprefix('torch.')}{['T' if isinstance(size, torch.SymInt) else size for size in t.shape]}"
             for t in tensors
@@ -99,21 +72,23 @@ class Autotuner:
             except Exception as error:  # of torch, Triton or the C++ compiler: a measurement is no reason not to serve
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 log.warning("%s could not be measured: %s", pass_name, reason, exc_info=log.isEnabledFor(logging.DEBUG))
-                self._known[key] = Choice(use_ours=False, failure=reason)
+                self._known[key] = FusionChoice(use_ours=False, failure=reason)
             log.info("%s of %s: %s", pass_name, ", ".join(shapes), self._known[key].sentence())
         return self._known[key]
 
-    def _stored(self, fields: dict[str, Any]) -> Choice | None:
+    def _stored(self, fields: dict[str, Any]) -> FusionChoice | None:
         for store in self._stores:
             if entry := store.get(KIND, fields):
                 found = json.loads((entry.path / FILE).read_text())
-                return Choice(use_ours=found["use_ours"], ours=tuple(found["ours"]), inductor=tuple(found["inductor"]))
+                return FusionChoice(
+                    use_ours=found["use_ours"], ours=tuple(found["ours"]), inductor=tuple(found["inductor"])
+                )
         return None
 
     def _measured(
         self, fields: dict[str, Any], ours: Function, plain: Function, tensors: Sequence[torch.Tensor],
         constants: Sequence[float],
-    ) -> Choice:  # fmt: skip
+    ) -> FusionChoice:  # fmt: skip
         self._before_measuring()
         with tempfile.TemporaryDirectory(prefix="compile-and-serve-choice-", ignore_cleanup_errors=True) as folder:
             runs = [
@@ -122,7 +97,7 @@ class Autotuner:
             ]
             times = [self._times(runs, tensors, count) for count in TOKENS]
         seconds, inductor = tuple(t[0] for t in times), tuple(t[1] for t in times)
-        choice = Choice(use_ours=_mean_ratio(seconds, inductor) < 1 - MARGIN, ours=seconds, inductor=inductor)
+        choice = FusionChoice(use_ours=mean_ratio(seconds, inductor) < 1 - MARGIN, ours=seconds, inductor=inductor)
         if self._stores:
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / FILE).write_text(json.dumps(asdict(choice)))
@@ -205,8 +180,3 @@ def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
             call()
     graph.replay()
     return graph
-
-
-def _mean_ratio(left: Sequence[float], right: Sequence[float]) -> float:
-    """Geometric mean of left / right."""
-    return math.exp(sum(math.log(a / b) for a, b in zip(left, right, strict=True)) / len(left))

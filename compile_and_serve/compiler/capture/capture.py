@@ -26,7 +26,7 @@ from compile_and_serve.compiler.compat import (
 )
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable
-from compile_and_serve.custom_ops.quantized.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.quantization import QuantizedWeight
 
 log = logging.getLogger(__name__)
 

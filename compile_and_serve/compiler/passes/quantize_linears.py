@@ -36,7 +36,7 @@ from compile_and_serve.compiler.weights.quantized_expressions import (
     parameter_of,
     quantized_expression,
 )
-from compile_and_serve.custom_ops.quantized.quantization import (
+from compile_and_serve.custom_ops.quantization import (
     Activations,
     QuantizedWeight,
     block_scales,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
+from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
 from compile_and_serve.compiler.weights.transforms import (
     Expression,
     TensorSpec,
@@ -19,10 +20,7 @@ from compile_and_serve.compiler.weights.transforms import (
     evaluate_spec,
     expression_spec,
 )
-from compile_and_serve.custom_ops.quantized.quantization import QuantizedWeight
-
-if TYPE_CHECKING:
-    from compile_and_serve.compiler.artifacts.autotune import Autotuner, Choice
+from compile_and_serve.custom_ops.quantization import QuantizedWeight
 
 
 class PassError(ValueError):
@@ -83,7 +81,7 @@ class PassContext:
     weights: WeightTable
     fake_mode: FakeTensorMode
     kernels: frozenset[str] = frozenset()
-    tuner: Autotuner | None = None
+    tuner: FusionTuner | None = None
     tensor_parallel_size: int = 1
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
@@ -124,12 +122,10 @@ class PassContext:
         plain: Callable[..., Any],
         tensors: Sequence[torch.Tensor],
         *constants: float,
-    ) -> Choice:
-        """Whether an op of ours is to take the place of plain ones on tensors of these shapes (`Autotuner.choose`)."""
-        from compile_and_serve.compiler.artifacts.autotune import Choice
-
+    ) -> FusionChoice:
+        """Whether our op replaces plain ones on tensors of these shapes (`FusionTuner.choose`)."""
         if self.tuner is None:
-            return Choice(use_ours=True)
+            return FusionChoice(use_ours=True)
         return self.tuner.choose(pass_name, ours, plain, tensors, *constants)
 
     def derived_weight(self, gm: GraphModule, target: str, function: str, weight: Node, *others: Node | int) -> Node:

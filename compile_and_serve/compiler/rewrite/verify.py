@@ -33,7 +33,7 @@ from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, 
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.collectives.collectives import REFERENCES
 from compile_and_serve.custom_ops.library import OPS, OpKind
-from compile_and_serve.custom_ops.quantized.quantization import LARGEST
+from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.quantized.quantized_linear import exact_quantized_linear
 
 log = logging.getLogger(__name__)

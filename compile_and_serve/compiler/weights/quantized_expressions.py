@@ -30,7 +30,7 @@ from compile_and_serve.compiler.weights.transforms import (
     selected_dimension,
     weight_function,
 )
-from compile_and_serve.custom_ops.quantized.quantization import (
+from compile_and_serve.custom_ops.quantization import (
     BLOCK,
     LARGEST,
     Activations,

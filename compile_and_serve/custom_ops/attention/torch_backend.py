@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
-from compile_and_serve.custom_ops.quantized.quantization import LARGEST
+from compile_and_serve.custom_ops.quantization import LARGEST
 
 
 def write_kv_cache(

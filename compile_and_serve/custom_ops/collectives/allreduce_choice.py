@@ -25,7 +25,6 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     TensorParallelGroup,
     all_reduce,
     tensor_parallel_group,
-    use_peer_memory,
 )
 from compile_and_serve.custom_ops.collectives.symmetric_memory import PeerMemory, layout_for, map_peer_memory
 from compile_and_serve.custom_ops.tuning.measurement_store import keep, read_kept
@@ -85,6 +84,29 @@ class AllreduceChoice:
         return ", ".join([*parts, "then over NCCL" if parts else "over NCCL"])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedAllreduce:
+    """How the all-reduces before a norm run in a group: over the ranks' symmetric memory, each kernel up to its number of rows."""
+
+    group: TensorParallelGroup
+    memory: PeerMemory
+    choice: AllreduceChoice
+
+
+_fused: FusedAllreduce | None = None
+
+
+def use_symmetric_memory(memory: PeerMemory, choice: AllreduceChoice) -> None:
+    """From now on, all-reduces before a norm run as `choice` says. Every rank calls it with the same choice."""
+    global _fused
+    _fused = FusedAllreduce(group=tensor_parallel_group(), memory=memory, choice=choice)
+
+
+def fused_allreduce() -> FusedAllreduce | None:
+    """What `use_symmetric_memory` chose for the group that this process is in; None: NCCL."""
+    return _fused if _fused is not None and _fused.group is tensor_parallel_group() else None
+
+
 def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) -> AllreduceChoice:
     """The bounds with which all sizes together take the least time, each size counted equally (by the product of its times).
 
@@ -138,7 +160,7 @@ def choose_allreduce(
         if group.rank == 0:
             keep(file, {problem: asdict(choice)})
     if choice != AllreduceChoice():  # else the memory is given back
-        use_peer_memory(peers, choice)
+        use_symmetric_memory(peers, choice)
     sentence = choice.sentence() + (", as measured at an earlier start" if kept[0] is not None else "")
     if group.rank == 0:
         log.info("All-reduces before a norm go %s.", sentence)

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.collectives.allreduce_choice import ONE_SHOT, PUSHED, TWO_SHOT, TWO_SHOT_STORES
+from compile_and_serve.custom_ops.collectives.allreduce_choice import (
+    ONE_SHOT,
+    PUSHED,
+    TWO_SHOT,
+    TWO_SHOT_STORES,
+    fused_allreduce,
+)
 from compile_and_serve.custom_ops.collectives.collectives import (
     REFERENCES,
     all_reduce,
@@ -20,7 +26,7 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     tensor_parallel_group,
 )
 from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.quantized.quantization import Rounded, quantize_activations
+from compile_and_serve.custom_ops.quantization import Rounded, quantize_activations
 
 FLOAT8 = torch.float8_e4m3fn
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -52,11 +58,11 @@ def _allreduce_add_rms_norm_cuda(
     from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
     from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
 
-    group = tensor_parallel_group()
-    if group.peers is not None and group.choice is not None and triton_allreduce.takes(x_TD, group.peers):
-        way = group.choice.way(x_TD.shape[0])
-        args = (x_TD, residual_TD, norm_weight_D, eps, group.peers, quantized)
-        if way == PUSHED and triton_allreduce.takes_pushed(x_TD, group.peers):
+    fused = fused_allreduce()
+    if fused is not None and triton_allreduce.takes(x_TD, fused.memory):
+        way = fused.choice.way(x_TD.shape[0])
+        args = (x_TD, residual_TD, norm_weight_D, eps, fused.memory, quantized)
+        if way == PUSHED and triton_allreduce.takes_pushed(x_TD, fused.memory):
             return triton_allreduce.pushed_allreduce_add_rms_norm(*args)
         if way == ONE_SHOT:
             return triton_allreduce.one_shot_allreduce_add_rms_norm(*args)

@@ -9,32 +9,23 @@ Shape legend: T rows, D features, N ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from compile_and_serve.custom_ops.library import OpKind, define
 
-if TYPE_CHECKING:
-    from compile_and_serve.custom_ops.collectives.allreduce_choice import AllreduceChoice
-    from compile_and_serve.custom_ops.collectives.symmetric_memory import PeerMemory
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallelGroup:
-    """This process's place among the ranks that share a model's tensors.
-
-    peers, choice: memory of all ranks, and how large a message goes which way (`allreduce_choice.py`); None: all go over NCCL.
-    """
+    """This process's place among the ranks that share a model's tensors."""
 
     rank: int
     size: int
     process_group: dist.ProcessGroup
-    peers: PeerMemory | None = None
-    choice: AllreduceChoice | None = None
 
 
 _group: TensorParallelGroup | None = None
@@ -69,12 +60,6 @@ def join_tensor_parallel_group(
     assert everyone is not None
     _group = TensorParallelGroup(rank=rank, size=size, process_group=everyone)
     return _group
-
-
-def use_peer_memory(peers: PeerMemory, choice: AllreduceChoice) -> None:
-    """All-reduces before a norm go as `choice` says from now on; every rank calls it, with the same choice."""
-    global _group
-    _group = replace(tensor_parallel_group(), peers=peers, choice=choice)
 
 
 def leave_tensor_parallel_group() -> None:

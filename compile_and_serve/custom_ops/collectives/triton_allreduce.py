@@ -31,8 +31,7 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.collectives.symmetric_memory import EMPTY, PROGRAMS_PER_SM, PeerMemory
-from compile_and_serve.custom_ops.quantized.quantization import Rounded
-from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_constants, store_quantized
+from compile_and_serve.custom_ops.quantization import Rounded
 from compile_and_serve.custom_ops.triton_common import (
     launch_options,
     let_next_start,
@@ -40,6 +39,7 @@ from compile_and_serve.custom_ops.triton_common import (
     supports_pdl,
     wait_for_previous,
 )
+from compile_and_serve.custom_ops.triton_quantize import quantize_constants, store_quantized
 
 
 @triton.jit

@@ -44,7 +44,7 @@ from compile_and_serve.custom_ops.collectives.triton_allreduce import (
     tell_others,
     wait_for,
 )
-from compile_and_serve.custom_ops.quantized.quantization import Rounded
+from compile_and_serve.custom_ops.quantization import Rounded
 from compile_and_serve.custom_ops.triton_common import let_next_start, wait_for_previous
 
 # That the rows of a program are cut into. Each costs a flag, behind which all stores before it must have arrived.

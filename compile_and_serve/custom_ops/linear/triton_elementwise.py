@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.quantized.quantization import Rounded
-from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_constants, store_quantized
+from compile_and_serve.custom_ops.quantization import Rounded
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,
@@ -20,6 +19,7 @@ from compile_and_serve.custom_ops.triton_common import (
     supports_pdl,
     wait_for_previous,
 )
+from compile_and_serve.custom_ops.triton_quantize import quantize_constants, store_quantized
 
 
 @triton.jit

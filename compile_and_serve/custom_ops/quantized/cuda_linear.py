@@ -20,13 +20,13 @@ import torch
 
 from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
+from compile_and_serve.custom_ops.quantization import Activations, Rounded
+from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of, reads_rounded
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import load_gemms
-from compile_and_serve.custom_ops.quantized.quantization import Activations, Rounded
-from compile_and_serve.custom_ops.quantized.quantized_linear import check_arguments, pair_of, reads_rounded
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
 from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
 from compile_and_serve.custom_ops.quantized.triton_matmul import matmul
-from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
+from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 from compile_and_serve.custom_ops.tuning.tuner import fastest
 
 GEMV, TILE = "gemv", "tile"

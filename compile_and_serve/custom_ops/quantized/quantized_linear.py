@@ -16,25 +16,23 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.linear.fused_linear import finish_linear
-from compile_and_serve.custom_ops.quantized.cpu_layout import cpu_unsupported_reason, pack_weight_cpu, unpack_weight_cpu
-from compile_and_serve.custom_ops.quantized.quantization import (
-    LARGEST,
+from compile_and_serve.custom_ops.quantization import (
     Activations,
     Rounded,
     expand_scale,
     quantize_activations,
 )
+from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of, reads_rounded
+from compile_and_serve.custom_ops.quantized.cpu_layout import cpu_unsupported_reason, pack_weight_cpu, unpack_weight_cpu
 
 log = logging.getLogger(__name__)
-
-KINDS = get_args(Activations)
 
 
 def quantized_linear_unsupported_reason(
@@ -59,14 +57,6 @@ def cuda_unsupported_reason(device: torch.device, weight_dtype: torch.dtype) -> 
     if weight_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
         return f"float8 needs compute capability 8.9 or newer, {torch.cuda.get_device_name(device)} is older"
     return None
-
-
-def reads_rounded(num_tokens: int, device: torch.device, *, per_block: bool) -> bool:
-    """Whether `quantized_linear` reads activations that come rounded to it: on CUDA the kernels of one token round by themselves.
-
-    per_block: whether the weight's scale is per block, for which they have no kernel.
-    """
-    return device.type != "cuda" or num_tokens > 1 or per_block
 
 
 def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -139,29 +129,6 @@ def exact_quantized_linear(
     norm_weight, eps, bias, silu_mul, residual, *_ = args
     plain_OI = unpack_quantized_weight(packed, out_features, x_TI.shape[1])
     return _quantized_linear(x_TI, plain_OI, scale, out_features, norm_weight, eps, bias, silu_mul, residual)
-
-
-def pair_of(rounded_TI: torch.Tensor | None, rounded_scale: torch.Tensor | None) -> Rounded | None:
-    """Activations that come rounded, with their scales, of an op's two arguments."""
-    if (rounded_TI is None) != (rounded_scale is None):
-        raise ValueError("Activations that come rounded need their scales, and scales those activations.")
-    return None if rounded_TI is None or rounded_scale is None else (rounded_TI, rounded_scale)
-
-
-def check_arguments(
-    packed: torch.Tensor, scale: torch.Tensor, activations: str, input_scale: torch.Tensor | None,
-    rounded: Rounded | None = None,
-) -> None:  # fmt: skip
-    if packed.dtype not in LARGEST:
-        raise ValueError(f"quantized_linear takes float8_e4m3fn and int8 weights, not {packed.dtype}.")
-    if activations not in KINDS:
-        raise ValueError(f"quantized_linear's activations must be one of {', '.join(KINDS)}, not {activations!r}.")
-    if (activations == "static") != (input_scale is not None):
-        raise ValueError("quantized_linear needs an input_scale with static activations, and only then.")
-    if activations == "static" and scale.dim() == 2:
-        raise ValueError("quantized_linear has no static activations where the weight's scales are per block.")
-    if rounded is not None and (activations == "none" or rounded[0].dtype != packed.dtype):
-        raise ValueError("quantized_linear takes rounded activations in the weight's dtype, where it would round them.")
 
 
 def _quantized_linear_fake(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.compat import int8_matmul, scaled_matmul
+from compile_and_serve.custom_ops.quantization import dequantize_weight
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import (
     BLOCKS,
     ROWS,
@@ -17,8 +18,7 @@ from compile_and_serve.custom_ops.quantized.cutlass_gemm import (
     takes_residual,
     unsupported_reason,
 )
-from compile_and_serve.custom_ops.quantized.quantization import dequantize_weight
-from compile_and_serve.custom_ops.quantized.triton_quantize import scale_sums
+from compile_and_serve.custom_ops.triton_quantize import scale_sums
 
 TORCH = "torch"  # torch's own: `scaled_matmul`, `int8_matmul`
 EXPANDED = "expanded"  # a product with the weight in the activations' dtype, made for the call

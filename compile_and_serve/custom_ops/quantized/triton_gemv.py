@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.quantized.quantization import LARGEST
-from compile_and_serve.custom_ops.quantized.triton_quantize import round_to
+from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.triton_common import (
     TRITON_TYPES,
     add_pairs,
@@ -29,6 +28,7 @@ from compile_and_serve.custom_ops.triton_common import (
     wait_for_previous,
     weight_tile,
 )
+from compile_and_serve.custom_ops.triton_quantize import round_to
 
 _THREAD_BYTES = 16  # of a row that a thread loads at once
 HALVES_SCALE = tl.constexpr(64.0)  # its inverse in float16 is 0x2400

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.quantized.quantization import BLOCK
+from compile_and_serve.custom_ops.quantization import BLOCK
 from compile_and_serve.custom_ops.triton_common import (
     TRITON_TYPES,
     cdiv,

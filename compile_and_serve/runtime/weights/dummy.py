@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from compile_and_serve.compiler.weights.transforms import TensorSpec
-from compile_and_serve.custom_ops.quantized.quantization import LARGEST, QuantizedWeight
+from compile_and_serve.custom_ops.quantization import LARGEST, QuantizedWeight
 
 
 def dummy_tensors(

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, select, source_of
-from compile_and_serve.custom_ops.quantized.quantization import LARGEST
+from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights.checkpoint import open_checkpoint
 from compile_and_serve.runtime.weights.dummy import dummy_tensors

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from compile_and_serve.compiler.artifacts import autotune
-from compile_and_serve.compiler.artifacts.autotune import TOKENS, Autotuner, Choice
+from compile_and_serve.compiler.artifacts.autotune import Autotuner
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.compiler.compat import fake_mode_with_symbols
 from compile_and_serve.compiler.passes.fuse_silu_mul import _ours, _plain
+from compile_and_serve.compiler.rewrite.fusion_choice import TOKENS, FusionChoice
 
 CPU = torch.device("cpu")
 
@@ -76,7 +77,7 @@ def test_the_faster_one_is_chosen_and_kept(tmp_path: Path, monkeypatch: pytest.M
 def test_a_forced_pass_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "compile_piece", None)
     choice = Autotuner(CPU, [], frozenset({"worse"})).choose("worse", slow, quick, [activations()], 2.0)
-    assert choice == Choice(use_ours=True)
+    assert choice == FusionChoice(use_ours=True)
     assert choice.sentence() == "fused without measuring"
 
 

@@ -21,7 +21,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_norm import (
     allreduce_add_rms_norm,
     allreduce_add_rms_norm_quantize,
 )
-from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
+from compile_and_serve.custom_ops.quantization import quantize_activations
 from tests.compiler.passes.test_fuse_allreduce_add_rms_norm import operands
 from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, rewrite
 from tests.compiler.passes.test_tensor_parallel_ranks import PROMPT

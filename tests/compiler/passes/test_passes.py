@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.compiler.artifacts.autotune import Choice
 from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
+from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from tests.support.tiny_models import tiny_spec
@@ -149,8 +149,8 @@ def test_row_wise_ops_are_fused_where_no_linear_takes_them(architecture: str) ->
 
 
 class LosesAlways:
-    def choose(self, *_: object) -> Choice:
-        return Choice(use_ours=False, ours=(2e-6,), inductor=(1e-6,))
+    def choose(self, *_: object) -> FusionChoice:
+        return FusionChoice(use_ours=False, ours=(2e-6,), inductor=(1e-6,))
 
 
 def test_what_was_measured_slower_is_left_with_its_reason() -> None:

@@ -14,7 +14,7 @@ from compile_and_serve.compiler.weights.quantized_expressions import (
     quantized_expression,
 )
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, weight_function
-from compile_and_serve.custom_ops.quantized.quantization import (
+from compile_and_serve.custom_ops.quantization import (
     QuantizedWeight,
     block_scales,
     dequantize_weight,

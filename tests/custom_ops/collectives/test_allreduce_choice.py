@@ -20,6 +20,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     AllreduceChoice,
     best_choice,
     choose_allreduce,
+    fused_allreduce,
 )
 from compile_and_serve.custom_ops.collectives.collectives import tensor_parallel_group
 from compile_and_serve.custom_ops.collectives.symmetric_memory import (
@@ -142,7 +143,8 @@ def choose(rank: int, folder: Path) -> tuple[list[str], AllreduceChoice | None, 
             )
             for features in (64, 64, 128)
         ]  # fmt: skip
-    return said, tensor_parallel_group().choice, asked
+    fused = fused_allreduce()
+    return said, fused.choice if fused else None, asked
 
 
 def test_what_rank_0_kept_holds_for_all(tmp_path: Path) -> None:

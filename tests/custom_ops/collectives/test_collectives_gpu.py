@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.collectives.allreduce_choice import AllreduceChoice, choose_allreduce
+from compile_and_serve.custom_ops.collectives.allreduce_choice import (
+    AllreduceChoice,
+    choose_allreduce,
+    fused_allreduce,
+    use_symmetric_memory,
+)
 from compile_and_serve.custom_ops.collectives.allreduce_norm import (
     allreduce_add_rms_norm,
     allreduce_add_rms_norm_quantize,
@@ -16,10 +21,9 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     all_gather,
     all_reduce,
     tensor_parallel_group,
-    use_peer_memory,
 )
 from compile_and_serve.custom_ops.collectives.symmetric_memory import PeerMemory, layout_for, map_peer_memory
-from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
+from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.triton_common import num_sms
 from tests.support.ranks import run_ranks
 
@@ -51,7 +55,7 @@ def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
         layout = layout_for(size, FEATURES, torch.bfloat16, ROWS[-1], num_sms(device))
         peers = map_peer_memory(rank, layout, group.process_group, device)
         assert isinstance(peers, PeerMemory), peers
-        use_peer_memory(peers, CHOICES[way])
+        use_symmetric_memory(peers, CHOICES[way])
     for rows in ROWS:
         x, residual, weight = (tensor.to(device) for tensor in operands(rank, rows))
 
@@ -148,7 +152,8 @@ def choose(rank: int, file: Path) -> tuple[list[str], AllreduceChoice | None]:
         choose_allreduce(num_features=1024, dtype=torch.bfloat16, max_rows=300, device=device, file=file)
         for _ in range(2)
     ]
-    return said, tensor_parallel_group().choice
+    fused = fused_allreduce()
+    return said, fused.choice if fused else None
 
 
 def test_ranks_measure_together_and_keep_one_choice(tmp_path: Path) -> None:

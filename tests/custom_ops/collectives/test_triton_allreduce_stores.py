@@ -33,7 +33,7 @@ from compile_and_serve.custom_ops.collectives.triton_allreduce import (
     two_shot_allreduce_add_rms_norm,
 )
 from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
-from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
+from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 from tests.support.peer_ranks import run_peers
 
 KERNELS = {

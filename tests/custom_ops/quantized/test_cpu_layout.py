@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
+from compile_and_serve.custom_ops.quantization import quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
-from compile_and_serve.custom_ops.quantized.quantization import quantize_activations, quantize_weight, row_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import (
     pack_quantized_weight,
     quantized_linear,

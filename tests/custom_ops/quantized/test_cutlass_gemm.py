@@ -12,15 +12,15 @@ import torch
 from compile_and_serve.custom_ops.build import cuda as build_cuda
 from compile_and_serve.custom_ops.build.cpp import BuildError
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, find_nvcc
-from compile_and_serve.custom_ops.quantized import cutlass_gemm
-from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, gemm_library, scaled_gemm_reference
-from compile_and_serve.custom_ops.quantized.quantization import (
+from compile_and_serve.custom_ops.quantization import (
     block_scales,
     expand_scale,
     quantize_activations,
     quantize_weight,
     row_scales,
 )
+from compile_and_serve.custom_ops.quantized import cutlass_gemm
+from compile_and_serve.custom_ops.quantized.cutlass_gemm import BLOCKS, ROWS, gemm_library, scaled_gemm_reference
 
 FP8 = torch.float8_e4m3fn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.quantized.quantization import (
+from compile_and_serve.custom_ops.quantization import (
     block_scales,
     dequantize_weight,
     quantize_activations,

@@ -12,14 +12,14 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
-from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
-from compile_and_serve.custom_ops.quantized.quantization import (
+from compile_and_serve.custom_ops.quantization import (
     block_scales,
     quantize_activations,
     quantize_weight,
     row_scales,
 )
+from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
+from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear
 
 CUDA = torch.device("cuda")

@@ -12,6 +12,12 @@ if torch.cuda.is_available():
 
 from compile_and_serve.custom_ops.linear import token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
+from compile_and_serve.custom_ops.quantization import (
+    block_scales,
+    dequantize_weight,
+    quantize_weight,
+    row_scales,
+)
 from compile_and_serve.custom_ops.quantized import cuda_linear as quantized_linear_cuda
 from compile_and_serve.custom_ops.quantized import triton_matmul as triton_quantized_matmul
 from compile_and_serve.custom_ops.quantized.cuda_linear import (
@@ -20,14 +26,8 @@ from compile_and_serve.custom_ops.quantized.cuda_linear import (
     QuantizedLinear,
     quantized_linear,
 )
-from compile_and_serve.custom_ops.quantized.quantization import (
-    block_scales,
-    dequantize_weight,
-    quantize_weight,
-    row_scales,
-)
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, TORCH, gemm_names
-from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
+from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3}
 KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),

@@ -17,7 +17,7 @@ SCRIPT = """
 import json
 import triton.language as tl
 from triton import next_power_of_2
-from compile_and_serve.custom_ops.quantized.triton_quantize import _quantize_kernel
+from compile_and_serve.custom_ops.triton_quantize import _quantize_kernel
 from compile_and_serve.custom_ops.quantized.triton_gemv import _gemv_kernel, gemv_config
 from compile_and_serve.custom_ops.quantized.triton_matmul import _matmul_kernel, matmul_config
 from tests.support.hopper import compiled

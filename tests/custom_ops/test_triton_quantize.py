@@ -11,8 +11,8 @@ if torch.cuda.is_available():
     pytest.skip("where there is a GPU the kernels run on it (tests/gpu)", allow_module_level=True)
 
 from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
-from compile_and_serve.custom_ops.quantized.quantization import quantize_activations
-from compile_and_serve.custom_ops.quantized.triton_quantize import quantize_rows
+from compile_and_serve.custom_ops.quantization import quantize_activations
+from compile_and_serve.custom_ops.triton_quantize import quantize_rows
 
 
 def rounded_up_to_a_power_of_two(expected: torch.Tensor) -> torch.Tensor:

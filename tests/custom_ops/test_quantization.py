@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.quantized.quantization import (
+from compile_and_serve.custom_ops.quantization import (
     LARGEST,
     block_scales,
     dequantize_weight,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.quantized.quantization import BLOCK, LARGEST, Rounded
+from compile_and_serve.custom_ops.quantization import BLOCK, LARGEST, Rounded
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,
