@@ -63,6 +63,7 @@ template void cas::multiply<{type}, cas::{rows}, {blocks}, cas::kPlain>(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="looks at code for x86-64")
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4"])
 @pytest.mark.parametrize("type", ["float", "cas::bf16"])

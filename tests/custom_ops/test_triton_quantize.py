@@ -20,6 +20,7 @@ def rounded_up_to_a_power_of_two(expected: torch.Tensor) -> torch.Tensor:
     return expected.float().abs().frexp().mantissa == 0.5
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["token", "group", "static"])

@@ -51,6 +51,7 @@ def test_distinct_pieces_do_not_grow_with_depth(architecture: str, kernels: froz
     assert len(distinct[2]) <= 4
 
 
+@pytest.mark.slow
 def test_smollm2_has_as_many_distinct_pieces_at_30_layers_as_at_2(smollm2_gguf: Path) -> None:
     config = read_config(smollm2_gguf)
     assert config["num_hidden_layers"] == 30

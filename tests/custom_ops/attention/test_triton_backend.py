@@ -76,6 +76,7 @@ BATCHES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("head_dim", "heads", "kv_heads", "has_norm"), [(32, 4, 2, True), (24, 6, 2, False), (16, 3, 1, True)]
 )

@@ -58,6 +58,7 @@ def reference(a: dict[str, object]) -> torch.Tensor:
     return y if residual is None else y + residual
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_one_token(out: int, inner: int, silu_mul: bool, extras: bool, dtype: to
     assert relative_error(fused_linear(**a), reference(a)) < LIMITS[dtype]  # type: ignore[arg-type]
 
 
+@pytest.mark.pairwise
 # bfloat16 products of matrices are not what the interpreter computes: it multiplies the bits.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("num_tokens", [2, 7, 16])

@@ -75,6 +75,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return ((out.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("activations", "scales"), KINDS)
 @pytest.mark.parametrize(("num_tokens", "out", "inner", "silu_mul", "extras"), [
@@ -93,6 +94,7 @@ def test_like_float64(num_tokens, out, inner, silu_mul, extras, scales, activati
         assert relative_error(result, reference(a)) < LIMITS[dtype]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
 @pytest.mark.parametrize("norm", [False, True])
