@@ -130,16 +130,16 @@ def _checked_stream(
     missing = sorted(specs.keys() - wanted.values(), key=list(specs).index)
     if missing:
         raise WeightError(
-            f"{path} lacks {_some(missing)}, which the model's config requires: use complete weights of the same model."
+            f"{path} lacks {_abbreviate(missing)}, which the model's config requires: use complete weights of the same model."
         )
     cache_scales = [name for name in unexpected if name.rpartition(".")[2] in _CACHE_SCALES]
     if cache_scales:
         logger.warning(
             "%s has scales of an fp8 KV cache, which are ignored: an fp8 KV cache has no scales here (%s).",
-            path, _some(cache_scales),
+            path, _abbreviate(cache_scales),
         )  # fmt: skip
     if others := [name for name in unexpected if name not in cache_scales]:
-        logger.warning("%s has tensors that the model does not use: %s.", path, _some(others))
+        logger.warning("%s has tensors that the model does not use: %s.", path, _abbreviate(others))
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint.stream(set(wanted)):
@@ -158,7 +158,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _some(names: Sequence[str]) -> str:
+def _abbreviate(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMES_IN_A_MESSAGE])
     more = len(names) - _NAMES_IN_A_MESSAGE
     return shown if more <= 0 else f"{shown} and {more} more"
