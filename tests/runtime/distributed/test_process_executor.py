@@ -147,6 +147,23 @@ def test_a_rank_that_does_not_even_begin_is_named(model_dir: Path, monkeypatch: 
         start(model_dir, Ranks())
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "0 1"), ("1", "1 1")])
+def test_ranks_run_without_multicast_unless_the_user_says_otherwise(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    file = tmp_path / "environment"
+    code = f"""import os, sys
+open({str(file)!r}, "w").write(" ".join(os.environ[n] for n in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")))
+sys.exit(7)"""
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", code)
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", given)
+    with pytest.raises(RankFailedError, match="ended with status 7"):
+        start(model_dir, Ranks(), 1)
+    assert file.read_text() == expected
+
+
 def fail_in_the_fourth_step(model_dir: Path, message: str, stuck_seconds: float = 120.0) -> float:
     """Seconds until the executor raised `message`. All ranks must be gone soon after."""
     ranks = Ranks()
