@@ -58,7 +58,7 @@ def create_app(
         root_path=settings.root_path,
         swagger_ui_parameters={"tryItOutEnabled": True, "persistAuthorization": True},
     )
-    app.router.strict_content_type = False  # accept requests without the header, such as curl's
+    app.router.strict_content_type = False  # `JsonRoute` checks the header
     app.state.context = ServerContext(settings=settings, engine=engine, inputs=inputs, metrics=metrics)
     for router in ROUTERS:
         app.include_router(router)
@@ -69,14 +69,16 @@ def create_app(
     # The last middleware added is the outermost: a 401 needs CORS headers too.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=settings.api_keys)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=list(settings.allowed_origins),
-        allow_methods=list(settings.allowed_methods),
-        allow_headers=list(settings.allowed_headers),
-        allow_credentials=settings.allow_credentials,
-    )
+        public = ("/metrics",) if settings.is_local else ()
+        app.add_middleware(ApiKeyMiddleware, api_keys=settings.api_keys, public=public)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=list(settings.allowed_methods),
+            allow_headers=list(settings.allowed_headers),
+            allow_credentials=settings.allow_credentials,
+        )
     return app
 
 

@@ -18,12 +18,15 @@ from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.engine import AsyncEngine
 from compile_and_serve.serve.errors import ApiError, user_errors
 from compile_and_serve.serve.metrics import Metrics
+from compile_and_serve.serve.middleware import tenant_of
+from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.settings import ServerSettings
 
 T = TypeVar("T")
 
 # Smaller bodies are prepared on the event loop: rendering and tokenizing them takes about a millisecond.
 _INLINE_BYTES = 4096
+_MAX_LARGE_BODIES = 4  # prepared at the same time; each may take up to about 100 MB
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +38,7 @@ class ServerContext:
     inputs: InputProcessor
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
+    large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_LARGE_BODIES))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -62,6 +66,17 @@ class ServerContext:
                 "priority",
             )
 
+    def cache_salt(self, given: str | None, request: Request) -> str | None:
+        """The salt of a request's prefix cache: the client's, and with several API keys also the key's digest."""
+        tenant = tenant_of(request)
+        if tenant is None or len(self.settings.api_keys) < 2:
+            return given
+        return f"{tenant}:{given or ''}"
+
+    def usage(self, prompt_tokens: int) -> Usage:
+        """The token counts of a request that begins."""
+        return Usage(prompt_tokens=prompt_tokens, with_details=self.settings.prompt_tokens_details)
+
     def request_id(self, prefix: str, wanted: str | None, request: Request) -> str:
         """A request's public id: from the body, else from the X-Request-Id header, else new."""
         given = wanted or request.headers.get("x-request-id", "")[:256]
@@ -88,7 +103,8 @@ class ServerContext:
         if len(await request.body()) <= _INLINE_BYTES:
             return work()
         self.engine.check_accepts(())
-        return await asyncio.to_thread(work)
+        async with self.large_bodies:
+            return await asyncio.to_thread(work)
 
 
 def get_context(request: Request) -> ServerContext:

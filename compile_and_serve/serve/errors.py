@@ -6,7 +6,7 @@ Every failed request gets such a body, also where FastAPI's own validation rejec
 from __future__ import annotations
 
 import logging
-import sys
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +35,10 @@ _TYPES = {
     501: "not_implemented_error",
     503: "service_unavailable_error",
 }
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = MAX_ECHO
 
 
 class ApiError(Exception):
@@ -110,13 +114,11 @@ def install_error_handlers(app: FastAPI) -> None:
             message = f"This server has no route {request.method} {request.url.path[:MAX_ECHO]}."
         elif error.status_code == 405:
             message = f"{request.url.path[:MAX_ECHO]} does not support {request.method}."
-        elif isinstance(error.__cause__, (RecursionError, ValueError)):  # raised by the JSON parser
-            message = _parsing_problem(error.__cause__)
         return error_response(error.status_code, message, headers=error.headers)
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        message, param = describe_validation(error.errors(), error.body)
+        message, param = describe_validation(error.errors())
         return error_response(400, message, param)
 
     app.add_exception_handler(HTTPException, on_http)
@@ -125,30 +127,17 @@ def install_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, on_error)
 
 
-def describe_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
+def describe_validation(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """One sentence about pydantic's first error, and the field that it is about."""
     first = errors[0]
-    if first["type"] == "json_invalid":
-        return f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}.", None
-    if isinstance(body, bytes):
-        return "The body must be a JSON object, sent with the header 'Content-Type: application/json'.", None
     place = [str(part) for part in first["loc"] if part != "body"]
     if not place:
         return f"The body must be a JSON object: {first['msg']}.", None
     param = ".".join(place)
     if first["type"] == "missing":
         return f"The field {param} is missing.", param
-    return f"{param}: {first['msg'].rstrip('.')}, got {first.get('input')!r:.{MAX_ECHO}}.", param
-
-
-def _parsing_problem(error: RecursionError | ValueError) -> str:
-    if isinstance(error, RecursionError):
-        return "The body's JSON is nested too deeply."
-    if isinstance(error, UnicodeDecodeError):
-        return f"The body is not valid UTF-8 (byte {error.start})."
-    if "integer string conversion" in str(error):
-        return f"The body contains a number with more than {sys.get_int_max_str_digits()} digits."
-    return f"The body could not be parsed: {error}."
+    # reprlib, because the plain repr of a large value takes long.
+    return f"{param}: {first['msg'].rstrip('.')}, got {_REPR.repr(first.get('input')):.{MAX_ECHO}}.", param
 
 
 def _encodable(message: str) -> str:

@@ -7,55 +7,79 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compile_and_serve.serve.errors import error_response
 
-# Probes, documentation and metrics need no key.
-_PUBLIC = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})
+# Probes and documentation need no key.
+_PUBLIC = frozenset({"/", "/health", "/ready", "/ping", "/version", "/docs", "/redoc", "/openapi.json"})
 _PUBLIC_PREFIXES = ("/docs/", "/static-offline-docs/")
 
 
 # Browsers can ask the user for a password but cannot send a bearer token, so pages also accept basic authentication.
 _PAGES = frozenset({"/graphs"})
 _BASIC_CHALLENGE = 'Basic realm="compile-and-serve: any user name, the API key as the password", charset="UTF-8"'
+_TENANT = "tenant"  # key of the request's state
 
 
 class ApiKeyMiddleware:
     """Answers 401 unless the request carries one of the keys as `Authorization: Bearer KEY`.
 
-    Pages also accept the key as the password of basic authentication.
+    Pages also accept the key as the password of basic authentication. public: paths that need no key, besides the probes
+    and the documentation.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], public: Sequence[str] = ()) -> None:
         self.app = app
-        self._digests = [_digest(key) for key in api_keys]
+        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._public = _PUBLIC.union(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or _is_public(scope) or self._allowed(scope):
+        if scope["type"] != "http" or scope["method"] == "OPTIONS" or self._is_public(scope):
+            await self.app(scope, receive, send)
+            return
+        if (digest := self._matching_digest(scope)) is not None:
+            scope.setdefault("state", {})[_TENANT] = digest.hex()
             await self.app(scope, receive, send)
             return
         headers = {"WWW-Authenticate": _BASIC_CHALLENGE} if _path(scope) in _PAGES else None
         message = "This server requires an API key: send it as 'Authorization: Bearer KEY'."
         await error_response(401, message, headers=headers)(scope, receive, send)
 
-    def _allowed(self, scope: Scope) -> bool:
+    def _is_public(self, scope: Scope) -> bool:
+        path = _path(scope)
+        return path in self._public or path.startswith(_PUBLIC_PREFIXES)
+
+    def _matching_digest(self, scope: Scope) -> bytes | None:
+        """The digest of the request's key, or None if it has no valid key."""
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         key = key.strip()
         if kind.lower() == "basic" and _path(scope) in _PAGES:
-            key = _password(key)
-        elif kind.lower() != "bearer":
-            return False
-        given = _digest(key)
+            given = [_password(key).encode()]
+        elif kind.lower() == "bearer":
+            # `Headers` decodes as Latin-1. Clients send a key as UTF-8 or as Latin-1.
+            given = [key.encode("latin-1"), key.encode()]
+        else:
+            return None
         # Digests have equal lengths and there is no early exit, so the time taken reveals nothing about the keys.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return any(matches)
+        digests = [_digest(one) for one in given]
+        matches = [known for known in self._digests for one in digests if hmac.compare_digest(known, one)]
+        return matches[0] if matches else None
+
+
+def tenant_of(request: Request) -> str | None:
+    """A digest of the API key that the request was authenticated with; None for a server without keys."""
+    tenant: str | None = request.scope.get("state", {}).get(_TENANT)
+    return tenant
+
+
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 class BodyLimitMiddleware:
-    """Answers 400 to a body of more than `max_bytes`, as soon as that is known."""
+    """Answers 413 to a body of more than `max_bytes`, as soon as that is known."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
         self.app = app
@@ -68,7 +92,7 @@ class BodyLimitMiddleware:
         message = f"The body is larger than this server's limit of {self._max_bytes} bytes."
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > self._max_bytes:
-            await error_response(400, message, headers={"Connection": "close"})(scope, receive, send)
+            await error_response(413, message, headers=_CLOSE)(scope, receive, send)
             return
         received = 0
 
@@ -77,15 +101,10 @@ class BodyLimitMiddleware:
             part = await receive()
             received += len(part.get("body", b""))
             if received > self._max_bytes:
-                raise HTTPException(400, message)
+                raise HTTPException(413, message, headers=_CLOSE)
             return part
 
         await self.app(scope, counted_receive, send)
-
-
-def _is_public(scope: Scope) -> bool:
-    path = _path(scope)
-    return path in _PUBLIC or path.startswith(_PUBLIC_PREFIXES)
 
 
 def _path(scope: Scope) -> str:
@@ -101,5 +120,5 @@ def _password(credentials: str) -> str:
         return ""
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

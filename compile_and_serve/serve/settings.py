@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ class ServerSettings:
     """Options of the API server.
 
     served_model_names: values that clients may give in `model`. Answers and metrics carry the first.
-    api_keys: each is accepted as `Authorization: Bearer`. Empty: no key is needed.
+    api_keys: each is accepted as `Authorization: Bearer`. Empty: no key is needed. With several keys, requests share cached
+        prefixes only with requests of the same key.
+    allowed_origins: origins whose web pages may call the server from a browser; "*" allows all. Empty: none.
     chat_template: source or file of a template that replaces the model's own.
     default_sampling: values for sampling fields that a request leaves out, from the model's generation_config.json.
     priorities: whether requests may have a priority (scheduling policy "priority").
@@ -21,13 +24,15 @@ class ServerSettings:
     shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM.
     health_timeout: seconds in which the engine must answer /health.
     graphs_dir: the dump of the model's compilation, shown at /graphs. None: no such page.
+    prompt_tokens_details: whether usage includes the number of cached prompt tokens, which reveals whether another request
+        had the same prefix.
     """
 
     served_model_names: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
@@ -37,12 +42,23 @@ class ServerSettings:
     return_tokens_as_token_ids: bool = False
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
     priorities: bool = False
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 8 * 1024 * 1024
     shutdown_timeout: float = 30.0
     health_timeout: float = 10.0
     log_level: str = "info"
     access_log: bool = True
     graphs_dir: Path | None = None
+    prompt_tokens_details: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs on this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):

@@ -29,7 +29,7 @@ async def test_answer_has_openai_shape(server: Server) -> None:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": num_prompt // 2},
+        "prompt_tokens_details": None,
     }
 
 
@@ -81,7 +81,38 @@ async def test_n_completions_have_distinct_indices_and_seeds(server: Server) -> 
     assert all(r.sampling_params.n == 1 for r in server.engine.requests)
 
 
-async def test_cached_tokens_of_the_shared_prompt_count_once(server: Server) -> None:
+@pytest.mark.parametrize("path", ["chat", "complete"])
+async def test_cached_tokens_are_hidden_by_default(server: Server, path: str) -> None:
+    """They tell whether somebody else sent the same prefix."""
+    send = getattr(server, path)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, _ = read_events((await send(stream=True, stream_options=options)).text)
+    answers = [(await send(n=2)).json(), *chunks]
+    assert [answer["usage"]["prompt_tokens_details"] for answer in answers] == [None] * len(answers)
+    assert "cached_tokens" not in str(answers)
+
+
+@pytest.mark.parametrize("path", ["chat", "complete"])
+async def test_several_api_keys_do_not_share_cached_prefixes(start_server: StartServer, path: str) -> None:
+    server = await start_server(api_keys=("one", "two"))
+    salts = []
+    for key, salt in (("one", None), ("one", None), ("two", None), ("one", "s"), ("two", "s")):
+        server.http.headers["Authorization"] = f"Bearer {key}"
+        assert (await getattr(server, path)(cache_salt=salt)).status_code == 200
+        salts.append(server.engine.requests[-1].cache_salt)
+    assert salts[0] == salts[1]
+    assert len(set(salts)) == 4
+    assert None not in salts
+    assert "one" not in str(salts)
+    single = await start_server(api_keys=("one",))
+    single.http.headers["Authorization"] = "Bearer one"
+    await getattr(single, path)(cache_salt="s")
+    await getattr(single, path)()
+    assert [request.cache_salt for request in single.engine.requests] == ["s", None]
+
+
+async def test_cached_tokens_of_the_shared_prompt_count_once(start_server: StartServer) -> None:
+    server = await start_server(prompt_tokens_details=True)
     usage = (await server.chat(n=3)).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] // 2}
     *_, last, _ = read_events((await server.chat(n=3, stream=True, stream_options={"include_usage": True})).text)

@@ -20,6 +20,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, read_api_keys
 from compile_and_serve.serve.cli.flags import parse_counts, parse_size
 from compile_and_serve.serve.cli.main import app
 from compile_and_serve.serve.cli.output import (
@@ -45,9 +46,9 @@ ENGINE_FLAGS = {
 # Removing or renaming a flag breaks users' scripts: change this list only on purpose.
 FLAGS = {
     "serve": ENGINE_FLAGS | {
-        "model", "--host", "--port", "--served-model-name", "--api-key", "--allowed-origins", "--root-path",
+        "model", "--host", "--port", "--served-model-name", "--api-key", "--api-key-file", "--allowed-origins", "--root-path",
         "--chat-template", "--response-role", "--return-tokens-as-token-ids", "--shutdown-timeout", "--access-log",
-        "--no-access-log", "--enable-graphs",
+        "--no-access-log", "--enable-graphs", "--max-body-size", "--enable-prompt-tokens-details",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},
     "generate": ENGINE_FLAGS | {
@@ -278,6 +279,33 @@ def test_a_damaged_model_is_one_sentence_and_status_2(
     assert (code, out, len(errors)) == (USER_ERROR, "", 1), err
     assert message in errors[0]
     assert err.splitlines()[-1] == errors[0]
+
+
+def test_api_keys_come_from_flags_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\n  zwölf \none\n")
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    assert read_api_keys(None, None) == ()
+    assert read_api_keys(["flag"], file) == ("flag", "one", "zwölf")
+    monkeypatch.setenv(API_KEY_VARIABLE, "from the environment")
+    assert read_api_keys(None, None) == ("from the environment",)
+    assert read_api_keys(["flag"], None) == ("flag",)
+    assert read_api_keys(None, file) == ("one", "zwölf")
+    file.write_text("\n")
+    for path, message in ((file, "contains no key"), (tmp_path / "missing", "cannot be read")):
+        with pytest.raises(ValueError, match=message):
+            read_api_keys(None, path)
+
+
+def test_help_says_where_a_pass_imports_from() -> None:
+    out = " ".join(run("serve", "--help")[1].replace("│", " ").split())
+    assert "compile_and_serve.compiler" in out
+
+
+def test_log_lines_contain_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    record = logging.LogRecord("serve", logging.WARNING, "", 0, "a client sent %s", ("\x1b[2J\r\x9b1m\u00e9",), None)
+    _ConsoleHandler().handle(record)
+    assert capsys.readouterr().err == "Warning: a client sent \\x1b[2J\\x0d\\x9b1mé\n"
 
 
 def test_stages_are_lines_with_times(capsys: pytest.CaptureFixture[str]) -> None:

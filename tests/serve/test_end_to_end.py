@@ -27,7 +27,8 @@ LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True,
 
 @pytest.fixture(scope="module")
 def server(tiny_llama_dir: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(str(tiny_llama_dir), "--served-model-name", "tiny", *OPTIONS, *SIZES)
+    names = ("--served-model-name", "tiny", "--enable-prompt-tokens-details")
+    server = ServerProcess(str(tiny_llama_dir), *names, *OPTIONS, *SIZES)
     yield server
     assert server.stop() == 0, server.output
 

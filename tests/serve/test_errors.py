@@ -82,7 +82,7 @@ async def test_error_names_the_field_that_the_request_used(server: Server) -> No
 async def test_nan_is_a_400(server: Server) -> None:
     body = '{"messages": [{"role": "user", "content": "Hi"}], "temperature": NaN}'
     response = await server.http.post("/v1/chat/completions", content=body)
-    assert_error(response, 400, param="temperature")
+    assert_error(response, 400, says="not valid JSON")
 
 
 REFUSED = {
@@ -138,6 +138,12 @@ async def test_unknown_field_is_logged_once(server: Server, caplog: pytest.LogCa
     ) == 1
 
 
+async def test_unknown_field_cannot_forge_a_log_line(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    assert (await server.chat(**{"x\nError: forged \x1b[31m\u2028": 1})).status_code == 200
+    [message] = [r.message for r in caplog.records if "forged" in r.message]
+    assert message.isprintable()
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null", b"a=b"])
 async def test_malformed_body_is_a_400(server: Server, path: str, content: bytes) -> None:
@@ -150,35 +156,53 @@ async def test_malformed_body_is_a_400(server: Server, path: str, content: bytes
 @pytest.mark.parametrize(
     "content,says",
     [
-        (b"[" * 100_000, "The body's JSON is nested too deeply."),
-        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "The body contains a number with more than 4300 digits."),
-        (b'{"prompt": "\xff"}', "The body is not valid UTF-8 (byte 12)."),
+        (b'{"prompt": ' + b"[" * 100_000, "The body's JSON is nested too deeply."),
+        (b'{"prompt": ' + b"[" * 10_000, "The body's JSON is nested too deeply."),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "The body is not accepted: Integer value out of range - at `$[...]`."),
+        (b'{"prompt": "\xff"}', "The body is not valid UTF-8."),
+        (b'{"prompt": "\\ud800"}', "The body contains a lone surrogate, which is not a valid Unicode character."),
+        (b"[" + b" " * 100_000 + b"]", "The body is not accepted: Expected `object`, got `array`."),
     ],
-    ids=["nested", "digits", "utf-8"],
+    ids=["nested", "nested, small", "digits", "utf-8", "surrogate", "large array"],
 )
 async def test_parser_errors_are_sentences(server: Server, content: bytes, says: str) -> None:
     assert assert_error(await server.http.post("/v1/completions", content=content), 400) == says
 
 
-async def test_form_content_type_is_a_400_that_names_the_header(server: Server) -> None:
-    response = await server.http.post("/v1/completions", data={"prompt": "x"})
-    assert_error(response, 400, says="Content-Type: application/json")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "content_type",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json", "x"],
+)
+async def test_other_content_types_are_a_415(server: Server, path: str, content_type: str) -> None:
+    """A web page of another origin may send these without a CORS preflight."""
+    body = b'{"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "tokens": [5]}'
+    response = await server.http.post(path, content=body, headers={"Content-Type": content_type})
+    assert_error(response, 415, says="must be 'application/json'")
+    assert server.engine.requests == []
 
 
-async def test_json_without_a_content_type_is_read(server: Server) -> None:
-    response = await server.http.post("/v1/completions", content=b'{"prompt": "Hi"}')
-    assert response.status_code == 200
+async def test_missing_content_type_is_accepted_except_from_browsers(server: Server) -> None:
+    body = b'{"prompt": "Hi"}'
+    assert (await server.http.post("/v1/completions", content=body)).status_code == 200
+    response = await server.http.post("/v1/completions", content=body, headers={"Origin": "https://evil.example"})
+    assert_error(response, 415, says="got none")
+    for content_type in ("application/json", "Application/JSON; charset=utf-8"):
+        headers = {"Content-Type": content_type, "Origin": "https://page.example"}
+        assert (await server.http.post("/v1/completions", content=body, headers=headers)).status_code == 200
 
 
 async def test_body_size_is_bounded(start_server: StartServer) -> None:
     server = await start_server(max_body_bytes=1000)
-    assert_error(await server.complete(prompt="x" * 2000), 400, says="1000 bytes")
+    assert_error(await server.complete(prompt="x" * 2000), 413, says="1000 bytes")
 
     async def chunks() -> Any:
         for _ in range(20):
             yield b" " * 100
 
-    assert_error(await server.http.post("/v1/completions", content=chunks()), 400, says="1000 bytes")
+    response = await server.http.post("/v1/completions", content=chunks())
+    assert_error(response, 413, says="1000 bytes")
+    assert response.headers["connection"] == "close"
     assert (await server.complete()).status_code == 200
 
 

@@ -204,6 +204,40 @@ async def test_api_key_is_required_except_for_probes_and_documentation(start_ser
         assert (await server.http.get(path)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "host,status", [("127.0.0.1", 200), ("::1", 200), ("localhost", 200), ("0.0.0.0", 401), ("::", 401), ("gpu-7", 401)]
+)
+async def test_metrics_need_the_key_beyond_localhost(start_server: StartServer, host: str, status: int) -> None:
+    server = await start_server(api_keys=("secret",), host=host)
+    assert (await server.http.get("/metrics")).status_code == status
+    assert (await server.http.get("/metrics", headers={"Authorization": "Bearer secret"})).status_code == 200
+
+
+async def test_api_key_of_any_characters(start_server: StartServer) -> None:
+    key = "zwölf-🙂"
+    server = await start_server(api_keys=(key, "café"))
+    for sent in (key.encode(), "café".encode(), "café".encode("latin-1")):
+        response = await server.http.get("/v1/models", headers={"Authorization": b"Bearer " + sent})  # type: ignore[arg-type]
+        assert response.status_code == 200, sent
+    for sent in ("zwölf-".encode(), b"caf?", "cafÃ©".encode()):
+        response = await server.http.get("/v1/models", headers={"Authorization": b"Bearer " + sent})  # type: ignore[arg-type]
+        assert response.status_code == 401, sent
+
+
+async def test_metrics_are_documented_as_text(server: Server) -> None:
+    paths = (await server.http.get("/openapi.json")).json()["paths"]
+    assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+
+
+async def test_no_cors_headers_by_default(server: Server) -> None:
+    origin = {"Origin": "https://app.example"}
+    response = await server.http.get("/v1/models", headers=origin)
+    assert response.status_code == 200
+    assert not [name for name in response.headers if name.startswith("access-control")]
+    preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    assert (await server.http.options("/v1/completions", headers=preflight)).status_code == 405
+
+
 async def test_cors_headers_are_on_answers_and_on_a_401(start_server: StartServer) -> None:
     server = await start_server(api_keys=("secret",), allowed_origins=("https://app.example",))
     origin = {"Origin": "https://app.example"}

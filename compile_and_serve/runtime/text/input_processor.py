@@ -12,6 +12,9 @@ from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_t
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
+_LONG_TEXT = 1 << 16  # characters; shorter texts are tokenized at once
+_CUT_TOKENS = 64  # tokens near a cut in a text that may differ from those of the whole text
+
 
 class PromptTooLongError(ValueError):
     """The prompt and the requested completion exceed the model's limit."""
@@ -55,6 +58,17 @@ class InputProcessor:
         at_least = len(text) // tokenizer.max_token_chars
         if truncate is None and at_least > self.limit:
             raise PromptTooLongError(self._too_long(f"at least {at_least}", max_tokens))
+        # Tokenizing takes about 100 bytes per character, so only as much of a long text is tokenized as can be needed.
+        needed = self.limit if truncate is None or truncate < 0 else min(truncate, self.limit)
+        size = max(_LONG_TEXT, 4 * needed)
+        while size < len(text):
+            part = text[:size] if truncate is None else text[-size:]
+            ids = tokenizer.encode(part, add_special_tokens=False)
+            if len(ids) > needed + _CUT_TOKENS:
+                if truncate is not None:
+                    return ids
+                raise PromptTooLongError(self._too_long(f"at least {len(ids) - _CUT_TOKENS}", max_tokens))
+            size *= 2
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def prepare(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:

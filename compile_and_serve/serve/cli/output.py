@@ -16,6 +16,8 @@ from rich.markup import escape
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 _OUR_LOGGERS = ("benchmarks", "compile_and_serve")
+# A record may quote a client's text, in which control characters would change what the terminal shows.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class _Console(Console):
@@ -39,7 +41,7 @@ class _ConsoleHandler(logging.Handler):
     """Prints log records as lines: warnings and errors with their level, others dimmed."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = escape(self.format(record))
+        text = escape(self.format(record).translate(_CONTROL))
         if record.levelno >= logging.ERROR:
             text = f"[red]{record.levelname.capitalize()}:[/red] {text}"
         elif record.levelno >= logging.WARNING:

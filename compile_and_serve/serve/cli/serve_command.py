@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compile_and_serve.serve.cli.flags import COMPILER_PANEL, ModelArgument
+from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, read_api_keys
+from compile_and_serve.serve.cli.flags import COMPILER_PANEL, ModelArgument, parse_size
 from compile_and_serve.serve.cli.output import StageDisplay, error_console
 
 if TYPE_CHECKING:
@@ -35,17 +36,37 @@ def serve_command(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Require this bearer token (repeatable). /graphs also accepts it as a password.",
+            help="Require this bearer token (repeatable). /graphs also accepts it as a password. Other users can see "
+            f"command lines: prefer --api-key-file or the environment variable {API_KEY_VARIABLE}. With several keys, "
+            "requests share cached prefixes only with requests of the same key.",
             rich_help_panel=SERVER_PANEL,
         ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with API keys, one per line.", rich_help_panel=SERVER_PANEL),
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origin whose pages may call the server from a browser (repeatable). By default all.",
+            help="Origin whose web pages may call the server from a browser, or '*' for all (repeatable). By default none.",
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,
+    max_body_size: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Largest request body; larger ones get HTTP 413.", rich_help_panel=SERVER_PANEL
+        ),
+    ] = "8MiB",
+    enable_prompt_tokens_details: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prompt-tokens-details",
+            help="Report the number of cached prompt tokens in usage. It reveals whether others sent the same prefix.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = False,
     root_path: Annotated[
         str, typer.Option(help="Path prefix under which a proxy exposes the server.", rich_help_panel=SERVER_PANEL)
     ] = "",
@@ -100,8 +121,10 @@ def serve_command(
         served_model_names=names,
         host=host,
         port=port,
-        api_keys=tuple(api_key or ()),
-        allowed_origins=tuple(allowed_origins or ("*",)),
+        api_keys=read_api_keys(api_key, api_key_file),
+        allowed_origins=tuple(allowed_origins or ()),
+        max_body_bytes=parse_size(max_body_size),
+        prompt_tokens_details=enable_prompt_tokens_details,
         root_path=root_path,
         chat_template=chat_template,
         response_role=response_role,

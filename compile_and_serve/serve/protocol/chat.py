@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from compile_and_serve.serve.errors import ApiError
-from compile_and_serve.serve.protocol.fields import GenerationFields, RequestModel
+from compile_and_serve.serve.protocol.fields import GenerationFields, Objects, RequestModel
 
 EXAMPLE: dict[str, Any] = {
     "messages": [
@@ -22,13 +22,13 @@ EXAMPLE: dict[str, Any] = {
 class ChatFields(RequestModel):
     """Fields that decide how a conversation becomes a prompt."""
 
-    messages: list[dict[str, Any]] = Field(
+    messages: Objects = Field(
         description='Objects with "role" and "content" (a text or a list of text parts).',
         examples=[EXAMPLE["messages"]],
     )
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
     add_generation_prompt: bool | None = Field(
         default=None,
         description="End the prompt with the start of the assistant's turn; true unless continue_final_message is set.",

@@ -13,9 +13,13 @@ _encode = msgspec.json.encode
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one HTTP request. cached_tokens: prompt tokens that were found in the prefix cache."""
+    """Token counts of one HTTP request. cached_tokens: prompt tokens that were found in the prefix cache.
+
+    with_details: whether clients see cached_tokens.
+    """
 
     prompt_tokens: int
+    with_details: bool
     completion_tokens: int = 0
     cached_tokens: int = 0
 
@@ -25,7 +29,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens} if self.with_details else None,
         }
 
 

@@ -20,6 +20,7 @@ _PROMPT_SCHEMA: dict[str, Any] = {
     "examples": [EXAMPLE["prompt"]],
 }
 MAX_SEQUENCES = 4096  # completions per request
+MAX_PROMPT_TOKENS = 1 << 20  # tokens of all prompts of a request
 
 
 class CompletionRequest(GenerationFields):

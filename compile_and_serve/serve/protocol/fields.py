@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, user_errors
@@ -19,12 +20,40 @@ _MAX_ID = 256  # characters of a client's request id or cache salt
 _warned: set[str] = set()
 
 
+def _check_bias(value: Any) -> Any:
+    for token_id, bias in value.items() if isinstance(value, dict) else ():
+        if not str(token_id).isdecimal() or not isinstance(bias, (int, float)):
+            raise ValueError(f"token ids must map to numbers, got {token_id!r:.50}: {bias!r:.50}")
+    return value
+
+
+class _FailFast:
+    """Stops the validation of a list at its first wrong element.
+
+    pydantic builds an error for every wrong element otherwise. Its own `FailFast` cannot be part of a union.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}
+
+
+Integers = Annotated[list[int], _FailFast()]
+Strings = Annotated[list[str], _FailFast()]
+Objects = Annotated[list[dict[str, Any]], _FailFast()]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_check_bias)]
+
+
 class RequestModel(BaseModel):
     """A body that accepts unknown fields. They have no effect, and each name is logged once."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str | None = Field(default=None, description="One of the names listed by /v1/models; optional.")
+
+    @classmethod
+    def known_fields(cls) -> set[str]:
+        """Names of the model's fields and of the other fields that `check_fields` knows."""
+        return {*cls.model_fields, *_REFUSED, *_HARMLESS}
 
 
 class StreamOptions(BaseModel):
@@ -49,8 +78,8 @@ class GenerationFields(RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Integers | None = None
     min_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -62,9 +91,9 @@ class GenerationFields(RequestModel):
         default=None, description="Keep only this many tokens from the prompt's end; -1: as many as fit."
     )
     prompt_logprobs: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Integers | None = None
+    bad_words: Strings | None = None
+    logit_bias: LogitBias | None = None
 
     request_id: str | None = Field(default=None, max_length=_MAX_ID)
     priority: int | None = Field(
@@ -138,7 +167,7 @@ def check_fields(body: RequestModel) -> None:
                 raise ApiError(400, sentence, name)
         elif name not in _HARMLESS and name not in _warned and len(_warned) < 1000:
             _warned.add(name)
-            logger.warning("Requests contain the unknown field '%s', which has no effect.", name[:MAX_ECHO])
+            logger.warning("Requests contain the unknown field %r, which has no effect.", name[:MAX_ECHO])
 
 
 def sampling_params(
@@ -163,13 +192,8 @@ def sampling_params(
     given = {name: value for name in fields if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
-        if not all(_is_unicode(text) for text in given["stop"]):
-            raise ApiError(400, "stop contains a lone surrogate, which is not a valid Unicode character.", "stop")
+
     with user_errors(names):
         params = SamplingParams(**{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs)
         params.verify()
     return params
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import ConfigDict, Field
 
 from compile_and_serve.serve.protocol.chat import ChatFields
-from compile_and_serve.serve.protocol.fields import RequestModel
+from compile_and_serve.serve.protocol.fields import Integers, Objects, RequestModel
+
+MAX_DETOKENIZED = 1 << 17  # token ids per request; a token may have more than 100 characters
 
 
 class TokenizeRequest(ChatFields):
@@ -16,7 +16,7 @@ class TokenizeRequest(ChatFields):
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Hello world"}]})
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None  # type: ignore[assignment]
+    messages: Objects | None = None  # type: ignore[assignment]
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
@@ -26,5 +26,5 @@ class DetokenizeRequest(RequestModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [19556, 905]}]})
 
-    tokens: list[int] = Field(max_length=1_000_000)
+    tokens: Integers = Field(max_length=MAX_DETOKENIZED)
     skip_special_tokens: bool | None = False

@@ -15,14 +15,15 @@ from compile_and_serve.runtime.text.output_processor import CompletionOutput
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.engine import Generation
 from compile_and_serve.serve.errors import user_errors
+from compile_and_serve.serve.json_body import JsonRoute
 from compile_and_serve.serve.protocol.chat import RESPONSE_EXAMPLE, ChatCompletionRequest
-from compile_and_serve.serve.protocol.chunks import ChunkWriter, Usage
+from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 from compile_and_serve.serve.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, collect, failure_event, usage_options
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
 @router.post(
@@ -49,13 +50,15 @@ class _Answer:
         prompt: list[int],
         params: SamplingParams,
         head: dict[str, Any],
+        cache_salt: str | None,
     ) -> None:
         self.body = body
         self.context = context
         self.prompt = prompt
         self.params = params
         self.head = head
-        self.usage = Usage(prompt_tokens=len(prompt))
+        self.cache_salt = cache_salt
+        self.usage = context.usage(len(prompt))
         as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
         self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
         self.role = context.settings.response_role if not body.continue_final_message else body.messages[-1]["role"]
@@ -93,7 +96,7 @@ class _Answer:
             "model": model,
             "system_fingerprint": context.fingerprint,
         }
-        return cls(body, context, prompt, params, head)
+        return cls(body, context, prompt, params, head, context.cache_salt(body.cache_salt, request))
 
     async def submit(self) -> Generation:
         """Send the request to the engine."""
@@ -102,7 +105,7 @@ class _Answer:
             [self.prompt],
             [self.params],
             priority=self.body.priority or 0,
-            cache_salt=self.body.cache_salt,
+            cache_salt=self.cache_salt,
         )
 
     def complete(self, completions: list[CompletionOutput]) -> Response:

@@ -15,14 +15,20 @@ from compile_and_serve.runtime.text.output_processor import CompletionDelta, Com
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.engine import Generation
 from compile_and_serve.serve.errors import ApiError, user_errors
-from compile_and_serve.serve.protocol.chunks import ChunkWriter, Usage
-from compile_and_serve.serve.protocol.completions import MAX_SEQUENCES, RESPONSE_EXAMPLE, CompletionRequest
+from compile_and_serve.serve.json_body import JsonRoute
+from compile_and_serve.serve.protocol.chunks import ChunkWriter
+from compile_and_serve.serve.protocol.completions import (
+    MAX_PROMPT_TOKENS,
+    MAX_SEQUENCES,
+    RESPONSE_EXAMPLE,
+    CompletionRequest,
+)
 from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 from compile_and_serve.serve.responses import DONE, EventStream, json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES, collect, failure_event, usage_options
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
 @router.post(
@@ -49,13 +55,15 @@ class _Answer:
         prompts: list[list[int]],
         params: list[SamplingParams],
         head: dict[str, Any],
+        cache_salt: str | None,
     ) -> None:
         self.body = body
         self.context = context
         self.prompts = prompts
         self.params = params
         self.head = head
-        self.usage = Usage(prompt_tokens=sum(len(prompt) for prompt in prompts))
+        self.cache_salt = cache_salt
+        self.usage = context.usage(sum(len(prompt) for prompt in prompts))
         as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
         self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
         self.n = params[0].n
@@ -84,7 +92,7 @@ class _Answer:
                 "send fewer per request."
             )
             raise ApiError(400, sentence, "prompt")
-        prompts, params = [], []
+        prompts, params, num_tokens = [], [], 0
         for ids in given:
             if isinstance(ids, str):
                 ids = context.encode(ids, requested, add_special_tokens=body.add_special_tokens is not False)
@@ -92,6 +100,10 @@ class _Answer:
                 prompt, prompt_params = context.inputs.prepare(ids, requested)
             prompts.append(prompt)
             params.append(prompt_params)
+            num_tokens += len(prompt)
+            if num_tokens > MAX_PROMPT_TOKENS:
+                sentence = f"The prompts have more than {MAX_PROMPT_TOKENS} tokens together: send fewer per request."
+                raise ApiError(413, sentence, "prompt")
         head = {
             "id": context.request_id("cmpl", body.request_id, request),
             "object": "text_completion",
@@ -99,7 +111,7 @@ class _Answer:
             "model": model,
             "system_fingerprint": context.fingerprint,
         }
-        return cls(body, context, prompts, params, head)
+        return cls(body, context, prompts, params, head, context.cache_salt(body.cache_salt, request))
 
     async def submit(self) -> Generation:
         """Send all prompts to the engine."""
@@ -108,7 +120,7 @@ class _Answer:
             self.prompts,
             self.params,
             priority=self.body.priority or 0,
-            cache_salt=self.body.cache_salt,
+            cache_salt=self.cache_salt,
         )
 
     def complete(self, completions: list[CompletionOutput]) -> Response:

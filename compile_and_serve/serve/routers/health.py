@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from compile_and_serve import __version__
@@ -54,7 +55,7 @@ async def load(context: Context) -> Response:
     return json_response({"server_load": context.engine.num_in_flight})
 
 
-@router.get("/metrics", summary="Prometheus metrics")
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(context: Context) -> Response:
     """Counters, gauges and histograms in Prometheus' text format."""
     return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)

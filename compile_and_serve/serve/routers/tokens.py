@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.chat_template import render_chat
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.errors import ApiError, user_errors
+from compile_and_serve.serve.json_body import JsonRoute
 from compile_and_serve.serve.protocol.fields import check_fields
 from compile_and_serve.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from compile_and_serve.serve.responses import json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
-router = APIRouter(tags=["Utility"])
-# Lifts the length limit of a prompt: /tokenize returns all tokens of a text of any length.
-_ANY_LENGTH = SamplingParams(truncate_prompt_tokens=-1)
+router = APIRouter(tags=["Utility"], route_class=JsonRoute)
+MAX_CHARACTERS = 1 << 19  # of a text; tokenizing takes about 100 bytes per character
 
 
 @router.post("/tokenize", summary="Text to token ids", responses=ERROR_RESPONSES)
@@ -38,7 +37,11 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
             options = body.template_options()
             text = render_chat(tokenizer, body.messages or [], template=template, tools=body.tools, **options)
             add = bool(body.add_special_tokens)
-    ids = context.encode(text, _ANY_LENGTH, add_special_tokens=add)
+    if len(text) > MAX_CHARACTERS:
+        sentence = f"The text has {len(text)} characters, but /tokenize accepts at most {MAX_CHARACTERS}."
+        raise ApiError(413, sentence, "messages" if body.prompt is None else "prompt")
+    with user_errors():
+        ids = tokenizer.encode(text, add_special_tokens=add)
     answer = {"count": len(ids), "max_model_len": context.inputs.info.max_model_len, "tokens": ids}
     answer["token_strs"] = [tokenizer.backend.id_to_token(i) for i in ids] if body.return_token_strs else None
     return json_response(answer)

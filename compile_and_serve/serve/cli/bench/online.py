@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE
 from compile_and_serve.serve.cli.bench.metrics import RequestTrace, report, summarize
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Target:
     base_url: str
     path: str
     model: str
-    headers: dict[str, str]
+    headers: dict[bytes, bytes]
     chat: bool
     extra: dict[str, Any]
 
@@ -52,7 +54,9 @@ def serve_bench_command(
     ignore_eos: Annotated[
         bool, typer.Option(help="Send ignore_eos to get the full length. Some servers reject the field.")
     ] = True,
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help=f"Sent as a bearer token. By default {API_KEY_VARIABLE} from the environment.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds without data after which a request has failed.")] = 600.0,
     output_json: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
@@ -67,7 +71,8 @@ def serve_bench_command(
             raise ValueError(f"--{name} must be at least 1, got {value}.")
     if max_concurrency is not None and max_concurrency < 1:
         raise ValueError(f"--max-concurrency must be at least 1, got {max_concurrency}.")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
+    api_key = api_key or os.environ.get(API_KEY_VARIABLE)
+    headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
     target = Target(
         base_url=base_url.rstrip("/").removesuffix("/v1"),
         path="/v1/chat/completions" if endpoint == "chat" else "/v1/completions",
@@ -181,7 +186,7 @@ def _has_text(choice: dict[str, Any], *, chat: bool) -> bool:
     return bool(choice.get("text"))
 
 
-def _first_model(base_url: str, headers: dict[str, str]) -> str:
+def _first_model(base_url: str, headers: dict[bytes, bytes]) -> str:
     import httpx
 
     try:
