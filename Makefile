@@ -21,7 +21,7 @@ DEVICE ?= $(if $(GPUS),cuda,cpu)
 WORKERS ?= $(if $(GPUS),0,auto)
 PYTEST  := -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: serve test test-slow check format test-torch211 test-gpu clean
+.PHONY: serve test test-slow check format test-torch211 test-torch215 test-gpu clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -43,16 +43,18 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The oldest torch that is supported, in an environment of its own.
-test-torch211: .venv-torch211/.installed-dev
-	.venv-torch211/bin/python $(PYTEST) -m "not slow" $(TESTS) $(ARGS)
+# The tests of everything that depends on torch's internals, with the oldest and the newest torch that is supported.
+RANGE_TESTS := tests/compiler tests/models tests/runtime/runner
+
+test-torch211 test-torch215: test-torch%: .venv-torch%/.installed-dev
+	.venv-torch$*/bin/python $(PYTEST) -m "not slow" $(or $(TESTS),$(RANGE_TESTS)) $(ARGS)
 
 # Tests that need a CUDA device, with the Python of that host (torch and the [cuda] packages already there).
 test-gpu:
 	$(PYTHON) -m pytest -m "gpu or multigpu" $(TESTS) $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch211 build dist *.egg-info
+	rm -rf .venv .venv-torch211 .venv-torch215 build dist *.egg-info
 
 # torch goes first and alone, so that the index's build for this device is taken. For a CPU the exact version matches a CPU
 # build where the index has one; for a GPU that build is excluded. Later steps name the same build again: otherwise pip may
@@ -84,10 +86,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' '$(TORCH_$(DEVICE))'
 	@touch $@
 
-.venv-torch211/.installed-dev: pyproject.toml constraints.txt
-	test -x .venv-torch211/bin/python || $(PYTHON) -m venv .venv-torch211
-	# Triton 3.6, which torch 2.11 brings, cannot interpret kernels with NumPy 2.4.
-	{ grep -v -e '^torch==' -e '^numpy==' constraints.txt; echo 'numpy<2.4'; } > .venv-torch211/constraints.txt
-	.venv-torch211/bin/python -m pip install --quiet torch==2.11.0
-	.venv-torch211/bin/python -m pip install --quiet -c .venv-torch211/constraints.txt -e '.[dev]' torch==2.11.0
+# torch 2.11 comes with Triton 3.6, which cannot interpret kernels with NumPy 2.4.
+RANGE_211 := torch==2.11.0 numpy<2.4
+RANGE_215 := torch==2.15.0
+
+.venv-torch%/.installed-dev: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	printf '%s\n' $(foreach package,$(RANGE_$*),'$(package)') | cat - constraints.txt | awk -F '[=<>]+' '!seen[$$1]++' > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet '$(firstword $(RANGE_$*))'
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]'
 	@touch $@

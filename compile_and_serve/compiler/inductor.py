@@ -98,6 +98,7 @@ def start_piece(gm: GraphModule, device: torch.device, work_dir: Path) -> Pendin
     ):  # fmt: skip
         with mode:
             aten = make_fx(gm, decomposition_table=select_decomp_table())(*arguments)
+            _read_lengths(aten, arguments)
         compiled = compile_fx_inner(aten, arguments, is_inference=True)
     if getattr(compiled, "constants", None):
         raise PieceCompileError(
@@ -190,6 +191,24 @@ def fake_arguments(gm: GraphModule, device: torch.device) -> tuple[Any, list[Any
 
     with mode:
         return mode, [fake(value) for value in values]
+
+
+def _read_lengths(aten: GraphModule, arguments: Sequence[Any]) -> None:
+    """Read each symbolic length from an input, at the start of the graph.
+
+    From torch 2.15, generated code defines only the lengths that the graph reads. The check keeps a read from being removed as
+    unused; Inductor generates no code for it.
+    """
+    placeholders = aten.graph.find_nodes(op="placeholder")
+    known = {str(value) for value in arguments if isinstance(value, torch.SymInt)}
+    with aten.graph.inserting_before(next(node for node in aten.graph.nodes if node.op != "placeholder")):
+        for placeholder, value in zip(placeholders, arguments, strict=True):
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and str(size) not in known:
+                    known.add(str(size))
+                    length = aten.graph.call_function(torch.ops.aten.sym_size.int, (placeholder, dim))
+                    length.meta["val"] = size
+                    aten.graph.call_function(torch.ops.aten.sym_constrain_range.default, (length,), {"min": 1})
 
 
 @contextmanager
