@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import commit
+from compile_and_serve.custom_ops.tuning.timer import capture, event_seconds
 
 
 @functools.cache
@@ -28,39 +29,16 @@ def emit(**row: Any) -> None:
     print(json.dumps({**row, **environment()}), flush=True)
 
 
-def capture(fn: Callable[[], Any], warmup: int = 2) -> torch.cuda.CUDAGraph:
-    """Run fn `warmup` times on a side stream, then capture it as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warmup):
-            fn()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        fn()
-    return graph
-
-
 def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5) -> float:
     """Milliseconds of one replay, between device events: the median over groups of replays."""
     graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    repeats = max(1, min(200, int(budget_ms / groups / max(start.elapsed_time(end), 1e-3))))
-    times = []
-    for _ in range(groups):
-        start.record()
+    repeats = max(1, min(200, int(budget_ms / groups / max(event_seconds(graph.replay) * 1e3, 1e-3))))
+
+    def group() -> None:
         for _ in range(repeats):
             graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / repeats)
-    return sorted(times)[groups // 2]
+
+    return sorted(event_seconds(group) * 1e3 / repeats for _ in range(groups))[groups // 2]
 
 
 def in_turns_ms(
@@ -150,21 +128,13 @@ class StepTimes:
 
 def time_ms(fn: Callable[[], Any], budget_ms: float = 60.0) -> float:
     """Milliseconds of fn's work on the device, replayed as a graph."""
-    return replay_ms(capture(fn), budget_ms)
+    return replay_ms(capture(fn, warm_up=2), budget_ms)
 
 
 def event_ms(fn: Callable[[], Any], repeats: int = 10) -> float:
     """Median milliseconds between events around fn, for work that cannot be captured in a graph."""
     fn()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[repeats // 2]
+    return sorted(event_seconds(fn) * 1e3 for _ in range(repeats))[repeats // 2]
 
 
 def kernels_of(fn: Callable[[], Any], repeats: int = 1, top: int = 14) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from compile_and_serve.custom_ops.quantized.cuda_linear import QuantizedLinear
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import gemm_library
 from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
 from compile_and_serve.custom_ops.quantized.triton_matmul import matmul
-from compile_and_serve.custom_ops.tuning.tuner import fastest
+from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 16384)
 SCHEMES: dict[
@@ -106,7 +106,7 @@ def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | No
             emit(work="quantized_linear", **row, kernel=kernel, failed=repr(error)[:200])
     runs = {kernel: lambda weight, kernel=kernel: linear.run(kernel, weight) for kernel in linear.kernels()}
     started = time.perf_counter()
-    chosen = fastest(linear.family(), num_tokens, runs, linear.weight_OI)
+    chosen = fastest_kernel(linear.problem(), runs, linear.weight_OI)
     emit(
         work="quantized_linear_choice", **row, chosen=chosen, us=us.get(chosen), fastest=min(us, key=us.__getitem__, default=None),
         choosing_ms=round((time.perf_counter() - started) * 1e3, 1),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_timing import capture, emit, in_turns_ms, time_ms
+from benchmarks.gpu_timing import emit, in_turns_ms, time_ms
 from benchmarks.ops_gpu import (
     ARGS,
     DTYPE,
@@ -42,6 +42,7 @@ from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, sil
 from compile_and_serve.custom_ops.linear.triton_linear import _gemv, _small_batch, fused_linear
 from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
 from compile_and_serve.custom_ops.triton_common import num_sms
+from compile_and_serve.custom_ops.tuning.timer import capture
 
 DECODE_CONFIGS = [
     (128, 2, 1, 4, 128),
@@ -276,7 +277,7 @@ def section_chunks(shape: Shape, sweep: bool) -> None:
         for what, run in of_layer.items():
             for chunk in (num_tokens, *(size for size in (4096, 2048, 1024, 512) if size < num_tokens)):
                 at = [slice(start, min(start + chunk, num_tokens)) for start in range(0, num_tokens, chunk)]
-                graphs[f"{what} {chunk}"] = capture(functools.partial(over_layers, run, at))
+                graphs[f"{what} {chunk}"] = capture(functools.partial(over_layers, run, at), warm_up=2)
         microseconds = {name: round(ms * 1e3 / len(weights), 1) for name, ms in in_turns_ms(graphs).items()}
         for what in of_layer:
             emit(work="chunks", model=shape.name, what=what, tokens=num_tokens,

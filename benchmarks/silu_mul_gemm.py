@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_timing import capture, emit, in_turns_ms
+from benchmarks.gpu_timing import emit, in_turns_ms
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     KERNELS,
     load_silu_mul_gemms,
@@ -24,6 +24,7 @@ from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     silu_mul_library,
 )
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
+from compile_and_serve.custom_ops.tuning.timer import capture
 
 
 def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
@@ -45,7 +46,7 @@ def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
     errors, graphs = {}, {}
     for name, way in ways.items():
         errors[name] = ((way()[rows].double() - expected).norm() / expected.norm()).item()
-        graphs[name] = capture(way, warmup=1)
+        graphs[name] = capture(way)
     for name, ms in in_turns_ms(graphs).items():
         emit(work="silu_mul_gemm", model=model, tokens=num_tokens, hidden=hidden, inputs=inputs, way=name, ms=round(ms, 4),
              tflops=round(4e-9 * num_tokens * hidden * inputs / ms, 1), error=float(f"{errors[name]:.2e}"))  # fmt: skip

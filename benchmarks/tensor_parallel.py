@@ -6,7 +6,7 @@ where figures say little about a GPU. Every rank does the same work; rank 0 prin
 
 variants: "steps" all_reduce, then addition and norm in one kernel (CUDA) or as torch has them (CPU); "fused" the op as the compiler
 places it, all-reduced over NCCL or gloo; on CUDA also "pushed", "one_shot", "two_shot" and "two_shot_stores", the op over peer memory,
-and "chosen", the op as it goes by the choice that the engine makes at its start, here measured anew ("way" names it). With "_quantize"
+and "chosen", the op as it goes by the choice that the engine makes at its start, here measured anew ("kernel" names it). With "_quantize"
 behind it the norm comes rounded to float8, too: in a kernel or in torch after the steps, or by the op that does all of it.
 """
 
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import environment
 from compile_and_serve.custom_ops.collectives.allreduce_choice import (
-    ALL_WAYS,
+    ALL_KERNELS,
     NCCL,
     ONE_SHOT,
     PUSHED,
@@ -40,7 +40,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     AllreduceChoice,
     choose_allreduce,
     fused_allreduce,
-    graph_seconds,
+    rank_seconds,
     use_symmetric_memory,
 )
 from compile_and_serve.custom_ops.collectives.allreduce_norm import (
@@ -53,6 +53,7 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     leave_tensor_parallel_group,
 )
 from compile_and_serve.custom_ops.quantization import quantize_activations
+from compile_and_serve.custom_ops.tuning.tuner import Tuner, device_name
 from compile_and_serve.runtime.distributed.rank_process import rank_environment
 
 EPS = 1e-6
@@ -121,14 +122,14 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     if has_devices:
         start = time.perf_counter()
         how = choose_allreduce(num_features=args.hidden, dtype=torch.bfloat16, max_rows=max(args.tokens), device=device,
-                               file=Path(folder) / "choices.json", ways=ALL_WAYS)  # fmt: skip
+                               tuner=Tuner(device_name(device), [Path(folder)]), kernels=ALL_KERNELS)  # fmt: skip
         chosen = None if (fused := fused_allreduce()) is None else fused.choice
         if rank == 0:
             seconds = round(time.perf_counter() - start, 2)
             print(json.dumps({"choice": how, "seconds": seconds} | environment()), flush=True)
     for tokens in args.tokens:
         operands = make_operands(rank, tokens, args.hidden, device)
-        way = NCCL if chosen is None else chosen.way(tokens)
+        kernel = NCCL if chosen is None else chosen.kernel(tokens)
         variants = {"steps": None, "fused": FORCED[NCCL]} | _over_peers(tokens, chosen)
         variants |= {f"{name}_quantize": choice for name, choice in variants.items()}
         for variant, choice in variants.items():
@@ -139,7 +140,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
                 "relative_error": error, "device": torch.cuda.get_device_name(device) if has_devices else "cpu",
             }  # fmt: skip
             if variant.startswith("chosen"):
-                row["way"] = way
+                row["kernel"] = kernel
             if rank == 0:
                 print(json.dumps(row | environment()), flush=True)
     leave_tensor_parallel_group()
@@ -149,11 +150,11 @@ def _over_peers(tokens: int, chosen: AllreduceChoice | None) -> dict[str, Allred
     fused = fused_allreduce()
     if fused is None or chosen is None:
         return {}
-    peers = fused.memory
-    ways = [PUSHED] if tokens <= peers.layout.max_pushed_rows else []
-    if tokens <= peers.layout.max_rows:
-        ways += [ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES]
-    return {way: FORCED[way] for way in ways} | {"chosen": chosen}
+    memory = fused.memory
+    kernels = [PUSHED] if tokens <= memory.layout.max_pushed_rows else []
+    if tokens <= memory.layout.max_rows:
+        kernels += [ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES]
+    return {kernel: FORCED[kernel] for kernel in kernels} | {"chosen": chosen}
 
 
 def make_operands(rank: int, tokens: int, hidden: int, device: torch.device) -> Operands:
@@ -176,7 +177,7 @@ def measure(operands: Operands, variant: str, choice: AllreduceChoice | None) ->
     if choice is not None and fused is not None:
         use_symmetric_memory(fused.memory, choice)
     if operands.x.is_cuda:
-        seconds, [(_, normed)] = graph_seconds(variant, [work], repeats=REPEATS, rounds=ROUNDS)
+        seconds, [(_, normed)] = rank_seconds(variant, [work], repeats=REPEATS, rounds=ROUNDS)
     else:
         seconds, normed = _host_seconds(work), work()[1]
     error = ((normed.double() - operands.expected).norm() / operands.expected.norm()).item()

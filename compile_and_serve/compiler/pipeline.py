@@ -53,6 +53,7 @@ from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_pass
 from compile_and_serve.compiler.rewrite.user_passes import with_user_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.tuning.store import tuning_folder
 
 log = logging.getLogger(__name__)
 
@@ -344,9 +345,10 @@ class _Compilation:
         if self.dump is not None:
             self.dump.captured(captured.gm, captured.bytecode)
         start = time.perf_counter()
+        tuner = Autotuner(self.device, _tuning_folders(self.config), self.config.forced_passes, before_measuring)
         ctx = PassContext(
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-            kernels=self.kernels, tuner=Autotuner(self.device, self.stores, self.config.forced_passes, before_measuring),
+            kernels=self.kernels, tuner=tuner,
             quantized_weights=self.spec.quantized_weights,
             tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
         )  # fmt: skip
@@ -433,6 +435,14 @@ def _stores(config: CompileConfig) -> list[ArtifactStore]:
         return []
     stores = [ArtifactStore(config.artifact_dir)] if config.artifact_dir else []
     return [*stores, ArtifactStore(config.cache_dir or default_root())]
+
+
+def _tuning_folders(config: CompileConfig) -> list[Path]:
+    """Where measurements of fused ops are looked for, in order; new ones are kept in the last."""
+    if not config.use_cache:
+        return []
+    folders = [tuning_folder(config.artifact_dir)] if config.artifact_dir else []
+    return [*folders, tuning_folder(config.cache_dir)]
 
 
 def _load_entries(entries: Mapping[str, Entry], device: torch.device, work_dir: Path) -> dict[str, CompiledPiece]:

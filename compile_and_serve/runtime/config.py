@@ -19,7 +19,6 @@ class ModelConfig:
 
     model: what the user wrote (folder, .gguf file, known name or Hub id). path: the local folder or file it resolved to.
     tokenizer: folder or .gguf file of another tokenizer; None is the model's own.
-    served_model_name: the model's name in the API; None is `model`.
     dtype: "auto" is bfloat16 if the device computes in it, else float32.
     max_model_len: limit of prompt and completion together, in tokens; None is the model's own limit.
     model_impl: "auto" runs transformers' class if this project has no file for the architecture; "transformers" always.

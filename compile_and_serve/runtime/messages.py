@@ -34,7 +34,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     arrival_time: float = 0.0  # time.time() of the API process
     priority: int = 0  # lower runs first (policy "priority")
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
-    prefix_key: str | None = None  # what else the keys and values depend on (an adapter, say)
+    prefix_key: str | None = None  # names whatever else the keys and values depend on, e.g. an adapter
 
 
 class AddRequest(msgspec.Struct, tag="add"):
@@ -137,7 +137,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     dtype: str
     device: str
     max_running: int = 1  # limit of sequences that run at once
-    max_sequence_len: int | None = None  # limit of prompt and output together; None: num_kv_blocks * block_size
+    max_sequence_len: int | None = None  # limit of prompt and output together; None is num_kv_blocks * block_size
     prefix_caching: bool = True  # whether prefixes are cached
     max_in_flight: int | None = None  # limit of sequences that run or wait; more are refused. None: no limit
     compile_report: dict[str, int | float | str] = {}

@@ -1,4 +1,4 @@
-"""`compile-and-serve cache`: listing, verification and removal of artifacts."""
+"""`compile-and-serve cache`: listing, verification and removal of artifacts and measurements."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
+from compile_and_serve.custom_ops.tuning import store as tuning
 from compile_and_serve.serve.cli.cache_command import cache_app
 
 
@@ -50,3 +51,33 @@ def test_prune_keeps_usable_artifacts(store: ArtifactStore) -> None:
     assert not store.leftovers()
     assert "removed 1 artifacts" in run("prune", "--all", store=store)[1]
     assert store.entries() == []
+
+
+@pytest.fixture
+def measurements(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two problems that were measured with the kernels as they are, one that was measured with others."""
+    folder = tuning.tuning_folder(store.root)
+    for problem in ("x", "y"):
+        tuning.MeasurementStore(folder, "quantized_linear", "NVIDIA H200").put(problem, {"gemv": [1e-6]})
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "kernel_digest", lambda: "edited")
+        tuning.MeasurementStore(folder, "allreduce", "NVIDIA H200").put("x", {"nccl": [1e-6]})
+    return folder
+
+
+@pytest.mark.usefixtures("measurements")
+def test_ls_names_what_was_measured(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, output = run("ls", store=store)
+    assert code == 0
+    rows = {cells[0]: cells for line in output.splitlines() if len(cells := line.strip("│ ").split(" │ ")) == 5}
+    rows = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
+    assert rows["quantized_linear"] == ["quantized_linear", "NVIDIA H200", "2", torch.__version__, "current"]
+    assert rows["allreduce"] == ["allreduce", "NVIDIA H200", "1", torch.__version__, "stale: not read"]
+
+
+def test_prune_keeps_current_measurements(store: ArtifactStore, measurements: Path) -> None:
+    assert "removed 1 measurements" in run("prune", store=store)[1]
+    assert [file.kind for file in tuning.stored_files(measurements)] == ["quantized_linear"]
+    assert "removed 2 measurements" in run("prune", "--all", store=store)[1]
+    assert list(measurements.iterdir()) == []

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.collectives.symmetric_memory import FLAG_KINDS, PeerLayout, clear, peer_memory
+from compile_and_serve.custom_ops.collectives.symmetric_memory import FLAG_KINDS, BufferLayout, clear, symmetric_memory
 from tests.support.forkserver import forkserver
 
 
 def run_peers(
-    layout: PeerLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 300.0
+    layout: BufferLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 300.0
 ) -> list[Any]:
-    """`work(peers, *args)` in a process a rank, as if every program had launched and stepped first_count times. → results by rank
+    """`work(memory, *args)` in a process a rank, as if every program had launched and stepped first_count times. → results by rank
 
     work: a function of a module. Raises with a rank's traceback if one fails, and where one takes longer than `seconds`.
     """
@@ -53,16 +53,16 @@ def run_peers(
 
 
 def _run(
-    rank: int, layout: PeerLayout, names: list[str], first_count: int, work: Callable[..., Any], args: tuple[Any, ...], results: Any
+    rank: int, layout: BufferLayout, names: list[str], first_count: int, work: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:  # fmt: skip
     try:
         torch.set_num_threads(1)
         shared = [SharedMemory(name) for name in names]
         addresses = [np.frombuffer(memory.buf, dtype=np.uint8).ctypes.data for memory in shared]
-        peers = peer_memory(rank, layout, addresses, torch.device("cpu"), owned=None)
-        peers.launches.fill_(first_count)
-        peers.steps.fill_(first_count)
-        results.put((rank, work(peers, *args), None))
+        memory = symmetric_memory(rank, layout, addresses, torch.device("cpu"), owned=None)
+        memory.launches.fill_(first_count)
+        memory.steps.fill_(first_count)
+        results.put((rank, work(memory, *args), None))
         for memory in shared:
             memory.close()
     except Exception:

@@ -1,9 +1,9 @@
-"""Measured choice: an op of ours against what Inductor makes of the same ops, on this device, once for each shape.
+"""Measures a fused op of ours against Inductor's code for the same ops, on this device, once for each shape.
 
-Inductor is hard to beat at plain row-wise work, and which of the two is faster differs from device to device. So a pass that would
-take such work from it asks here: both are compiled as a piece of their own, with a symbolic number of tokens, and timed at `TOKENS`.
-Around the site stand calls that Inductor does not look into (linears, attention), so that it has nothing else to fuse with. The
-outcome is kept in the artifact store under the device, the versions and the shapes.
+Inductor is hard to beat at plain row-wise work, and which of the two is faster differs between devices. A pass that would replace such
+work asks here: each is compiled as a piece of its own, with a symbolic number of tokens, and timed at `TOKENS`. In a model, the ops
+around the site are linears and attention, which Inductor cannot fuse with, so that it loses nothing in a piece of its own. The outcome
+is kept in the tuner's store, under the toolchain, our sources and the shapes.
 
 Shape legend: T tokens.
 """
@@ -12,110 +12,107 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 
-from compile_and_serve.compiler.artifacts.cache_key import kernel_sources, toolchain_fields
-from compile_and_serve.compiler.artifacts.store import ArtifactStore
+from compile_and_serve.compiler.artifacts.cache_key import compiler_sources, toolchain_fields
 from compile_and_serve.compiler.compat import FakeTensorMode
 from compile_and_serve.compiler.inductor import PieceCallable, compile_piece
 from compile_and_serve.compiler.rewrite.fusion_choice import TOKENS, FusionChoice, mean_ratio
+from compile_and_serve.custom_ops.build.sources import digest
+from compile_and_serve.custom_ops.tuning.timer import cpu_seconds, cuda_seconds
+from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tuner, device_name
 
 log = logging.getLogger(__name__)
 
-KIND, FILE = "choice", "choice.json"  # in the artifact store
-MARGIN = 0.02  # a fusion has to be faster by this much to be worth its op
-ROUNDS, SAMPLE_SECONDS = 15, 2e-4  # timings of each, alternating; a shorter call is repeated up to this time
-GRAPH_CALLS = 20  # calls in one CUDA graph: the kernels' time counts, not the launches'
+OURS, INDUCTOR = "ours", "inductor"
+MARGIN = 0.02  # a fused op has to be faster by this much
+ROUNDS = 15
+GRAPH_CALLS = 20  # calls in one CUDA graph
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class Autotuner:
-    """Chooses for one compilation; `forced` passes are used without measuring."""
+    """The `FusionTuner` of one compilation. folders: of the tuner's store. forced: passes that fuse without a measurement."""
 
     def __init__(
-        self, device: torch.device, stores: Sequence[ArtifactStore], forced: frozenset[str] = frozenset(),
+        self, device: torch.device, folders: Sequence[Path], forced: frozenset[str] = frozenset(),
         before_measuring: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._device, self._stores, self._forced = device, stores, forced
+        self._device, self._forced = device, forced
+        self._tuner = Tuner(device_name(device), folders)
         self._before_measuring = before_measuring
-        self._known: dict[str, FusionChoice] = {}
+        self._chosen: dict[str, FusionChoice] = {}
 
     def choose(
         self, pass_name: str, ours: Function, plain: Function, tensors: Sequence[torch.Tensor], *constants: float
     ) -> FusionChoice:
-        """Which of two functions of (*tensors, *constants) is faster. Both return a tuple of tensors.
-
-        tensors: fakes; a symbolic first dimension is T, all else is fixed.
-        """
+        """As `FusionTuner.choose`."""
         if pass_name in self._forced:
             return FusionChoice(use_ours=True)
         shapes = [
             f"{str(t.dtype).removeprefix('torch.')}{['T' if isinstance(size, torch.SymInt) else size for size in t.shape]}"
             for t in tensors
         ]
-        fields = {**toolchain_fields(self._device), "pass": pass_name, "arguments": [*shapes, *constants], "tokens": TOKENS,
-                  "sources": kernel_sources()}  # fmt: skip
-        key = json.dumps(fields["arguments"]) + pass_name
-        if key not in self._known:
-            try:
-                self._known[key] = self._stored(fields) or self._measured(fields, ours, plain, tensors, constants)
-            except Exception as error:  # of torch, Triton or the C++ compiler: a measurement is no reason not to serve
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                log.warning("%s could not be measured: %s", pass_name, reason, exc_info=log.isEnabledFor(logging.DEBUG))
-                self._known[key] = FusionChoice(use_ours=False, failure=reason)
-            log.info("%s of %s: %s", pass_name, ", ".join(shapes), self._known[key].sentence())
-        return self._known[key]
+        toolchain = digest(json.dumps(toolchain_fields(self._device), sort_keys=True), compiler_sources())
+        name = f"{pass_name} {', '.join(map(str, (*shapes, *constants)))} at {TOKENS} tokens, toolchain {toolchain}"
+        if name in self._chosen:
+            return self._chosen[name]
+        functions = {INDUCTOR: plain, OURS: ours}
 
-    def _stored(self, fields: dict[str, Any]) -> FusionChoice | None:
-        for store in self._stores:
-            if entry := store.get(KIND, fields):
-                found = json.loads((entry.path / FILE).read_text())
-                return FusionChoice(
-                    use_ours=found["use_ours"], ours=tuple(found["ours"]), inductor=tuple(found["inductor"])
-                )
-        return None
+        def time() -> Measurement:
+            return self._measure(functions.values(), tensors, constants)
 
-    def _measured(
-        self, fields: dict[str, Any], ours: Function, plain: Function, tensors: Sequence[torch.Tensor],
-        constants: Sequence[float],
-    ) -> FusionChoice:  # fmt: skip
+        try:
+            measured = self._tuner.measure(Problem(kind="fused_op", name=name), functions.keys(), time)
+            assert measured is not None
+            ours_seconds, inductor = (tuple(measured.seconds[candidate]) for candidate in (OURS, INDUCTOR))
+            is_faster = mean_ratio(ours_seconds, inductor) < 1 - MARGIN
+            choice = FusionChoice(use_ours=is_faster, ours=ours_seconds, inductor=inductor)
+        except Exception as error:  # of torch, Triton or the C++ compiler: a measurement is no reason not to serve
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("%s could not be measured: %s", pass_name, reason, exc_info=log.isEnabledFor(logging.DEBUG))
+            choice = FusionChoice(use_ours=False, failure=reason)
+        self._chosen[name] = choice
+        log.info("%s of %s: %s", pass_name, ", ".join(shapes), choice.sentence())
+        return choice
+
+    def _measure(
+        self, functions: Iterable[Function], tensors: Sequence[torch.Tensor], constants: Sequence[float]
+    ) -> Measurement:
         self._before_measuring()
         with tempfile.TemporaryDirectory(prefix="compile-and-serve-choice-", ignore_cleanup_errors=True) as folder:
             runs = [
-                compile_piece(_graph_of(function, tensors, constants), self._device, Path(folder) / name).run
-                for name, function in (("ours", ours), ("plain", plain))
+                compile_piece(_graph_of(function, tensors, constants), self._device, Path(folder) / str(number)).run
+                for number, function in enumerate(functions)
             ]
-            times = [self._times(runs, tensors, count) for count in TOKENS]
-        seconds, inductor = tuple(t[0] for t in times), tuple(t[1] for t in times)
-        choice = FusionChoice(use_ours=mean_ratio(seconds, inductor) < 1 - MARGIN, ours=seconds, inductor=inductor)
-        if self._stores:
-            with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / FILE).write_text(json.dumps(asdict(choice)))
-                self._stores[-1].put(KIND, fields, Path(folder))
-        return choice
+            by_size = [self._seconds(runs, tensors, num_tokens) for num_tokens in TOKENS]
+        inductor, ours = zip(*by_size, strict=True)
+        return Measurement(seconds={INDUCTOR: inductor, OURS: ours})
 
-    def _times(self, runs: Sequence[PieceCallable], tensors: Sequence[torch.Tensor], count: int) -> list[float]:
-        """Seconds of one call of each at T = count: the least of several, taken in turns."""
-        draws = torch.Generator(self._device).manual_seed(0)  # nobody else's draws are to depend on what is measured
+    def _seconds(self, runs: Sequence[PieceCallable], tensors: Sequence[torch.Tensor], num_tokens: int) -> list[float]:
+        """Seconds of one call of each with T = num_tokens: the least of the rounds."""
+        generator = torch.Generator(self._device).manual_seed(
+            0
+        )  # the global one's numbers must not depend on measurements
         values = [
             torch.randn(
-                [count if isinstance(s, torch.SymInt) else s for s in t.shape], device=self._device, generator=draws
+                [num_tokens if isinstance(s, torch.SymInt) else s for s in t.shape], device=self._device, generator=generator
             ).to(t.dtype)
             for t in tensors
-        ]
-        lengths = [count] if any(isinstance(t.shape[0], torch.SymInt) for t in tensors) else []
-        calls = [lambda run=run: run([*lengths, *values]) for run in runs]
-        return _cuda_times(calls) if self._device.type == "cuda" else _cpu_times(calls)
+        ]  # fmt: skip
+        lengths = [num_tokens] if any(isinstance(t.shape[0], torch.SymInt) for t in tensors) else []
+        calls = [lambda number, run=run: run([*lengths, *values]) for run in runs]
+        if self._device.type == "cuda":
+            rounds = cuda_seconds(calls, num_calls=GRAPH_CALLS, num_rounds=ROUNDS)
+        else:
+            rounds = cpu_seconds(calls, num_rounds=ROUNDS)
+        return [min(seconds) for seconds in rounds]
 
 
 def _graph_of(function: Function, tensors: Sequence[torch.Tensor], constants: Sequence[float]) -> GraphModule:
@@ -134,49 +131,3 @@ def _graph_of(function: Function, tensors: Sequence[torch.Tensor], constants: Se
         nodes.append(node)
     graph.output(graph.call_function(function, (*nodes, *constants)))
     return GraphModule({}, graph)
-
-
-def _cpu_times(calls: Sequence[Callable[[], object]]) -> list[float]:
-    repeats = []
-    for call in calls:
-        call()
-        start = time.perf_counter()
-        call()
-        repeats.append(max(1, math.ceil(SAMPLE_SECONDS / max(time.perf_counter() - start, 1e-7))))
-    best = [math.inf] * len(calls)
-    for _ in range(ROUNDS):
-        for i, call in enumerate(calls):
-            start = time.perf_counter()
-            for _ in range(repeats[i]):
-                call()
-            best[i] = min(best[i], (time.perf_counter() - start) / repeats[i])
-    return best
-
-
-def _cuda_times(calls: Sequence[Callable[[], object]]) -> list[float]:
-    graphs = [_captured(call) for call in calls]
-    best = [math.inf] * len(calls)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(ROUNDS):
-        for i, graph in enumerate(graphs):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best[i] = min(best[i], start.elapsed_time(end) / 1e3 / GRAPH_CALLS)
-    return best
-
-
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # kernels are built at the first call
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(GRAPH_CALLS):
-            call()
-    graph.replay()
-    return graph

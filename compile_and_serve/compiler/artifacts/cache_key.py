@@ -20,7 +20,7 @@ from compile_and_serve.compiler.model import ModelSource
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 from compile_and_serve.compiler.rewrite.user_passes import source_of
 from compile_and_serve.custom_ops.build.cpp import cpu_identity
-from compile_and_serve.custom_ops.build.sources import CUSTOM_OPS, PACKAGE, digest, kernel_digest, source_digest
+from compile_and_serve.custom_ops.build.sources import PACKAGE, digest, kernel_digest, source_digest
 from compile_and_serve.custom_ops.library import OPS
 
 _COMPILER = PACKAGE / "compiler"
@@ -67,7 +67,7 @@ def plan_fields(
         "passes": [_pass_key(p) for p in passes if p.name not in disabled],
         "kernels": sorted(kernels),
         "model_source": digest(*(text for text in _module_sources(spec.module))),
-        "compiler_source": _compiler_sources(),
+        "sources": compiler_sources(),
     }
 
 
@@ -85,7 +85,7 @@ def op_versions(gm: GraphModule) -> dict[str, int]:
 def _pass_key(graph_pass: GraphPass) -> str:
     """A pass's own key; for one that is not ours also its source, so that an edit needs no new version to take effect."""
     if type(graph_pass).__module__.startswith("compile_and_serve.compiler.passes."):
-        return graph_pass.cache_key()  # `compiler_source` has the rest
+        return graph_pass.cache_key()  # `sources` covers the rest
     source = source_of(graph_pass)
     made_by = f"source {digest(source)}" if source is not None else f"no source, this time only {uuid.uuid4().hex}"
     return f"{graph_pass.cache_key()} from {type(graph_pass).__module__}, {made_by}"
@@ -98,19 +98,15 @@ def _module_sources(module: torch.nn.Module) -> list[str]:
     return [inspect.getsource(sys.modules[name]) for name in sorted(names)]
 
 
-def _compiler_sources() -> str:
-    return source_digest(_COMPILER, CUSTOM_OPS)
+def compiler_sources() -> str:
+    """Changes with any source of the compiler, and with any kernel: what was compiled or measured does not outlive an edit."""
+    return digest(source_digest(_COMPILER), kernel_digest())
 
 
 @cache
 def _adaptor_sources() -> str:
     """What Inductor is asked for: its options, the range of lengths, the decompositions."""
     return digest(*((_COMPILER / name).read_text() for name in ("inductor.py", "compat.py")))
-
-
-def kernel_sources() -> str:
-    """Digest of everything that decides how fast our kernels are: a measured choice does not outlive it."""
-    return digest(_compiler_sources(), kernel_digest())
 
 
 def _installed_version(package: str) -> str:

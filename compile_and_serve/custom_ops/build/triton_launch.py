@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compile_and_serve.custom_ops.build.sources import CUSTOM_OPS, digest, source_digest
+from compile_and_serve.custom_ops.build.sources import digest, kernel_digest, source_digest
 
 if TYPE_CHECKING:  # which may be missing where there is no GPU
     import triton
@@ -119,8 +119,8 @@ def _marker(known_as: str, device: torch.device, sources: Path | None) -> Path:
     """Of what was compiled into Triton's cache, under our kernels as they are now; it lies there, to be gone with them."""
     import triton
 
-    folders = () if sources is None else (sources,)
-    name = digest(known_as, torch.cuda.get_device_name(device), triton.__version__, source_digest(CUSTOM_OPS, *folders))
+    caller = "" if sources is None else source_digest(sources)
+    name = digest(known_as, torch.cuda.get_device_name(device), triton.__version__, kernel_digest(), caller)
     return Path(triton.knobs.cache.dir) / f"compiled-ahead-{name}"
 
 

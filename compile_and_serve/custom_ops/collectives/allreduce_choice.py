@@ -1,7 +1,7 @@
-"""Which way a fused all-reduce takes, by the size of its message: measured once by all ranks together, and kept in a file.
+"""Which kernel of a fused all-reduce runs, by the number of rows. All ranks measure together once; the tuner's store keeps the times.
 
-Rank 0 says what is kept; where nothing is, every rank measures at the same time and a way is as slow as its slowest rank finds it. So all
-ranks always choose the same, as they must: they wait for each other in different ways.
+Rank 0's store decides what is known. Where nothing is, all ranks measure at the same time, and a kernel's time is that of its slowest
+rank. So all ranks choose the same kernels, as they must: each kernel waits for the other ranks in its own way.
 
 Shape legend: T rows, D features, N ranks.
 """
@@ -13,32 +13,50 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from compile_and_serve.custom_ops.build.cpp import cache_folder
-from compile_and_serve.custom_ops.build.sources import kernel_digest
 from compile_and_serve.custom_ops.collectives.collectives import (
     TensorParallelGroup,
     all_reduce,
     tensor_parallel_group,
 )
-from compile_and_serve.custom_ops.collectives.symmetric_memory import PeerMemory, layout_for, map_peer_memory
-from compile_and_serve.custom_ops.tuning.measurement_store import keep, read_kept
+from compile_and_serve.custom_ops.collectives.symmetric_memory import (
+    SymmetricMemory,
+    layout_for,
+    map_symmetric_memory,
+)
+from compile_and_serve.custom_ops.tuning.timer import cuda_seconds
+from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tuner, tuner_of
 
 log = logging.getLogger(__name__)
 
 NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES = "nccl", "pushed", "one_shot", "two_shot", "two_shot_stores"
-ALL_WAYS = (NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES)
-# Rows that are measured, as far as there is room for them.
-SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ALL_KERNELS = (NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES)
+SIZES = (
+    1,
+    16,
+    64,
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+    16384,
+)  # rows that are measured, as far as the memory holds them
 EPS = 1e-6
 REPEATS, ROUNDS = 21, 5
-MESSAGES = (1.0, -1.0, 0.5)  # times x, by turns: what lay in either of two places before makes a wrong sum
-FIRST_RUN_SECONDS = 60.0  # for a kernel that another rank may still have to compile
+MESSAGES = (
+    1.0,
+    -1.0,
+    0.5,
+)  # factors of x, in turn: a kernel that reads an earlier message from either slot gets a wrong sum
+MAX_SECONDS = 60.0  # of one call; another rank may still compile the kernel
 
 _IN_WORDS = {
     PUSHED: "pushed",
@@ -52,8 +70,8 @@ Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllreduceChoice:
-    """Messages of up to pushed_rows are pushed, then those of up to one_shot_rows go in one shot, of up to two_shot_rows in two, of up to
-    two_shot_stores_rows in two by stores, larger ones over NCCL.
+    """The kernel for each number of rows: PUSHED up to pushed_rows, then ONE_SHOT up to one_shot_rows, then TWO_SHOT up to
+    two_shot_rows, then TWO_SHOT_STORES up to two_shot_stores_rows, then NCCL.
     """
 
     pushed_rows: int = 0
@@ -61,8 +79,8 @@ class AllreduceChoice:
     two_shot_rows: int = 0
     two_shot_stores_rows: int = 0
 
-    def bounds(self) -> dict[str, int]:
-        """Rows of the largest message of each way, in the order in which they are asked; NCCL has none."""
+    def max_rows(self) -> dict[str, int]:
+        """The largest number of rows of each kernel, in the order in which they are asked; NCCL has none."""
         return {
             PUSHED: self.pushed_rows,
             ONE_SHOT: self.one_shot_rows,
@@ -70,33 +88,33 @@ class AllreduceChoice:
             TWO_SHOT_STORES: self.two_shot_stores_rows,
         }
 
-    def way(self, num_rows: int) -> str:
+    def kernel(self, num_rows: int) -> str:
         """NCCL, PUSHED, ONE_SHOT, TWO_SHOT or TWO_SHOT_STORES."""
-        return next((way for way, rows in self.bounds().items() if num_rows <= rows), NCCL)
+        return next((kernel for kernel, max_rows in self.max_rows().items() if num_rows <= max_rows), NCCL)
 
     def sentence(self) -> str:
-        """For people."""
+        """For the log and the report."""
         parts, largest = [], 0
-        for way, rows in self.bounds().items():
+        for kernel, rows in self.max_rows().items():
             if rows > largest:
-                parts.append(f"{_IN_WORDS[way]} up to {rows} rows")
+                parts.append(f"{_IN_WORDS[kernel]} up to {rows} rows")
                 largest = rows
         return ", ".join([*parts, "then over NCCL" if parts else "over NCCL"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedAllreduce:
-    """How the all-reduces before a norm run in a group: over the ranks' symmetric memory, each kernel up to its number of rows."""
+    """How all-reduces before a norm run in a group: over symmetric memory, each kernel up to its number of rows."""
 
     group: TensorParallelGroup
-    memory: PeerMemory
+    memory: SymmetricMemory
     choice: AllreduceChoice
 
 
 _fused: FusedAllreduce | None = None
 
 
-def use_symmetric_memory(memory: PeerMemory, choice: AllreduceChoice) -> None:
+def use_symmetric_memory(memory: SymmetricMemory, choice: AllreduceChoice) -> None:
     """From now on, all-reduces before a norm run as `choice` says. Every rank calls it with the same choice."""
     global _fused
     _fused = FusedAllreduce(group=tensor_parallel_group(), memory=memory, choice=choice)
@@ -108,16 +126,16 @@ def fused_allreduce() -> FusedAllreduce | None:
 
 
 def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) -> AllreduceChoice:
-    """The bounds with which all sizes together take the least time, each size counted equally (by the product of its times).
+    """The bounds with the least time over all sizes, each size counted equally (the least product of times).
 
-    seconds: by way, one a size, infinite where it cannot be taken; NCCL is always there.
+    seconds: by kernel, one value per size, infinite where it does not take the size. NCCL is always there.
     """
 
     def cost(choice: AllreduceChoice) -> float:
-        ways = [choice.way(size) for size in sizes]
-        if any(way not in seconds for way in ways):
+        kernels = [choice.kernel(size) for size in sizes]
+        if any(kernel not in seconds for kernel in kernels):
             return math.inf
-        return sum(math.log(seconds[way][i]) for i, way in enumerate(ways))
+        return sum(math.log(seconds[kernel][i]) for i, kernel in enumerate(kernels))
 
     bounds = (0, *sizes)
     choices = [
@@ -128,107 +146,107 @@ def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) ->
 
 
 def choose_allreduce(
-    *, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device, file: Path | None = None,
-    ways: Sequence[str] = ALL_WAYS,
+    *, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device, tuner: Tuner | None = None,
+    kernels: Sequence[str] = ALL_KERNELS,
 ) -> str:  # fmt: skip
-    """Have the group's all-reduces before a norm go the fastest way from now on. Every rank calls it, outside of a capture.
+    """Let the group's all-reduces before a norm use the fastest kernels from now on. Every rank calls it, outside of a capture.
 
-    num_features, dtype: D and the dtype of the messages. max_rows: of the largest one. file: where choices are kept; None: in the
-    user's cache. ways: to choose among, NCCL first. → a sentence that says how they go, and why where it is over NCCL alone. Raises
-    `RuntimeError` where a kernel never ends: the process has then to end too.
+    num_features, dtype: D and the dtype of the messages. max_rows: of the largest one. tuner: rank 0's is asked; None: the device's.
+    kernels: to choose among, NCCL first. → a sentence about the choice, with the reason where NCCL runs all. Raises `RuntimeError`
+    where a kernel never ends: the process has to end then.
     """
     from compile_and_serve.custom_ops.triton_common import num_sms
 
     group = tensor_parallel_group()
-    layout = layout_for(group.size, num_features, dtype, max_rows, num_sms(device), has_parts=TWO_SHOT_STORES in ways)
-    peers = map_peer_memory(group.rank, layout, group.process_group, device)
-    if isinstance(peers, str):
-        if group.rank == 0:
-            log.warning("All-reduces go over NCCL alone: %s.", peers)
-        return f"over NCCL: {peers}"
-    file = _default_file() if file is None else file
-    problem = (
-        f"{torch.cuda.get_device_name(device)}, {group.size} ranks, {num_features} x {dtype}, {layout.max_rows} rows, "
-        f"{', '.join(ways)}"
+    layout = layout_for(
+        group.size, num_features, dtype, max_rows, num_sms(device), has_parts=TWO_SHOT_STORES in kernels
     )
-    kept: list[dict[str, int] | None] = [read_kept(file).get(problem) if group.rank == 0 else None]
-    dist.broadcast_object_list(kept, src=0, group=group.process_group, device=device)
-    if kept[0] is not None:
-        choice = AllreduceChoice(**kept[0])
-    else:
-        choice = _measured(group, peers, num_features, dtype, device, ways)
+    memory = map_symmetric_memory(group.rank, layout, group.process_group, device)
+    if isinstance(memory, str):
         if group.rank == 0:
-            keep(file, {problem: asdict(choice)})
-    if choice != AllreduceChoice():  # else the memory is given back
-        use_symmetric_memory(peers, choice)
-    sentence = choice.sentence() + (", as measured at an earlier start" if kept[0] is not None else "")
+            log.warning("All-reduces go over NCCL alone: %s.", memory)
+        return f"over NCCL: {memory}"
+    tuner = tuner or tuner_of(device)
+    if group.rank != 0:
+        tuner = Tuner("")  # rank 0 keeps what all have measured
+    name = f"{group.size} ranks, {num_features} x {dtype}, {layout.max_rows} rows, {', '.join(kernels)}"
+    is_new = False
+
+    def measure() -> Measurement:
+        nonlocal is_new
+        is_new = True
+        return _measured(group, memory, num_features, dtype, device, kernels)
+
+    def of_rank_0(kept: Measurement | None) -> Measurement | None:
+        values = [kept]
+        dist.broadcast_object_list(values, src=0, group=group.process_group, device=device)
+        return values[0]
+
+    measured = tuner.measure(Problem(kind="allreduce", name=name), kernels, measure, of_rank_0)
+    assert measured is not None, "NCCL runs"
+    sizes = _sizes(memory)
+    choice = best_choice(measured.seconds, sizes)
+    if choice != AllreduceChoice():  # otherwise the memory is freed
+        use_symmetric_memory(memory, choice)
+    sentence = choice.sentence() + ("" if is_new else ", as measured at an earlier start")
     if group.rank == 0:
         log.info("All-reduces before a norm go %s.", sentence)
     return sentence
 
 
 def runs(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, peers: PeerMemory
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, memory: SymmetricMemory
 ) -> dict[str, Run]:
-    """One call of each way that takes the message, → (s, y)."""
-    from compile_and_serve.custom_ops.collectives import triton_allreduce as over_peers
+    """One call of each kernel that takes the message, → (s, y)."""
+    from compile_and_serve.custom_ops.collectives import triton_allreduce
     from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
     from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
 
-    args = (x_TD, residual_TD, weight_D, eps, peers)
+    args = (x_TD, residual_TD, weight_D, eps, memory)
 
     def over_nccl() -> tuple[torch.Tensor, torch.Tensor]:
         normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, weight_D, eps)
         return total_TD, normed_TD
 
     all_runs: dict[str, Run] = {NCCL: over_nccl}
-    if over_peers.takes_pushed(x_TD, peers):
-        all_runs[PUSHED] = lambda: over_peers.pushed_allreduce_add_rms_norm(*args)
-    if over_peers.takes(x_TD, peers):
-        all_runs[ONE_SHOT] = lambda: over_peers.one_shot_allreduce_add_rms_norm(*args)
-        all_runs[TWO_SHOT] = lambda: over_peers.two_shot_allreduce_add_rms_norm(*args)
-        if peers.layout.has_parts:
-            all_runs[TWO_SHOT_STORES] = lambda: two_shot_stores_allreduce_add_rms_norm(*args)
+    if triton_allreduce.takes_pushed(x_TD, memory):
+        all_runs[PUSHED] = partial(triton_allreduce.pushed_allreduce_add_rms_norm, *args)
+    if triton_allreduce.takes(x_TD, memory):
+        all_runs[ONE_SHOT] = partial(triton_allreduce.one_shot_allreduce_add_rms_norm, *args)
+        all_runs[TWO_SHOT] = partial(triton_allreduce.two_shot_allreduce_add_rms_norm, *args)
+        if memory.layout.has_parts:
+            all_runs[TWO_SHOT_STORES] = partial(two_shot_stores_allreduce_add_rms_norm, *args)
     return all_runs
 
 
-def graph_seconds(
-    way: str, calls: Sequence[Run], *, repeats: int, rounds: int
+def rank_seconds(
+    kernel: str, calls: Sequence[Run], *, repeats: int, rounds: int
 ) -> tuple[list[float], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Device time of one call in each round, as part of a CUDA graph of `repeats` calls, one after the other by turns, and what the last
-    of each gave. Every rank calls it. Raises `RuntimeError` where they never end.
+    """Device seconds of one call in each round, on this rank, and the last result of each call.
+
+    The calls take turns, `repeats` of them in one CUDA graph. Every rank calls it. Raises `RuntimeError` where they never end.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-        _wait(way)
-    graph = torch.cuda.CUDAGraph()
-    results: list[tuple[torch.Tensor, torch.Tensor]] = []
-    # NCCL's watchdog looks at events of other collectives meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for i in range(repeats):
-            results = [*results, calls[i % len(calls)]()][-len(calls) :]
-    seconds = []
-    for i in range(rounds + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.barrier()
-        start.record()
-        graph.replay()
-        end.record()
-        _wait(way)
-        if i:  # the first replay uploads the graph
-            seconds.append(start.elapsed_time(end) / 1e3 / repeats)
-    first = repeats % len(calls)  # the call that the oldest of the results is of
-    by_call = [results[(i - first) % len(calls)] for i in range(len(calls))]
-    return seconds, [(total.clone(), normed.clone()) for total, normed in by_call]
+    results: list[tuple[torch.Tensor, torch.Tensor]] = [(torch.empty(0), torch.empty(0))] * len(calls)
+
+    def call(number: int) -> None:
+        results[number % len(calls)] = calls[number % len(calls)]()
+
+    [seconds] = cuda_seconds(
+        [call], num_calls=repeats, num_rounds=rounds, before_round=dist.barrier, wait=partial(_wait, kernel)
+    )
+    return seconds, [(total.clone(), normed.clone()) for total, normed in results]
+
+
+def _sizes(memory: SymmetricMemory) -> list[int]:
+    return [size for size in SIZES if size <= memory.layout.max_rows]
 
 
 def _measured(
-    group: TensorParallelGroup, peers: PeerMemory, num_features: int, dtype: torch.dtype, device: torch.device,
-    among: Sequence[str],
-) -> AllreduceChoice:  # fmt: skip
-    sizes = [size for size in SIZES if size <= peers.layout.max_rows]
+    group: TensorParallelGroup, memory: SymmetricMemory, num_features: int, dtype: torch.dtype, device: torch.device,
+    kernels: Sequence[str],
+) -> Measurement:  # fmt: skip
+    """The times of the slowest rank, for each kernel and size. A kernel whose results differ from NCCL's is left out."""
+    sizes = _sizes(memory)
     shared = torch.Generator(device).manual_seed(0)
     own = torch.Generator(device).manual_seed(1 + group.rank)
     residual_TD = torch.randn(sizes[-1], num_features, generator=shared, device=device).to(dtype)
@@ -237,22 +255,18 @@ def _measured(
     messages = [x_TD * factor for factor in MESSAGES]
 
     def calls(size: int) -> dict[str, list[Run]]:
-        all_runs = [runs(x_TD[:size], residual_TD[:size], weight_D, EPS, peers) for x_TD in messages]
-        return {way: [by_way[way] for by_way in all_runs] for way in among if way in all_runs[0]}
+        all_runs = [runs(x_TD[:size], residual_TD[:size], weight_D, EPS, memory) for x_TD in messages]
+        return {kernel: [by_kernel[kernel] for by_kernel in all_runs] for kernel in kernels if kernel in all_runs[0]}
 
-    for size in (1, sizes[-1]):  # a kernel that waits for what never comes would wait for ever
-        for way, run in calls(size).items():
-            run[0]()
-            _wait(way)
-    seconds: dict[str, list[float]] = {way: [] for way in among}
+    seconds: dict[str, list[float]] = {kernel: [] for kernel in kernels}
     for size in sizes:
         expected = None
-        ways = calls(size)
-        for way in list(seconds):
-            if way not in ways:
-                seconds[way].append(math.inf)
+        by_kernel = calls(size)
+        for kernel in list(seconds):
+            if kernel not in by_kernel:
+                seconds[kernel].append(math.inf)
                 continue
-            times, results = graph_seconds(way, ways[way], repeats=REPEATS, rounds=ROUNDS)
+            times, results = rank_seconds(kernel, by_kernel[kernel], repeats=REPEATS, rounds=ROUNDS)
             expected = results if expected is None else expected  # NCCL's, which is the first
             error = max(
                 _relative_error(ours, theirs)
@@ -263,29 +277,29 @@ def _measured(
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group.process_group)
             *slowest, error = told.tolist()
             if not error < 4 * torch.finfo(dtype).eps:
-                log.warning("%s all-reduces are not used: at %d rows one is off by %.2g from NCCL's.", way, size, error)
-                del seconds[way]
+                log.warning(
+                    "%s all-reduces are not used: at %d rows one is off by %.2g from NCCL's.", kernel, size, error
+                )
+                del seconds[kernel]
             else:
-                seconds[way].append(min(slowest))
+                seconds[kernel].append(min(slowest))
     torch.cuda.empty_cache()
     if group.rank == 0:
         table = {
-            way: {n: round(s * 1e6, 1) for n, s in zip(sizes, of, strict=True) if math.isfinite(s)}
-            for way, of in seconds.items()
+            kernel: {n: round(s * 1e6, 1) for n, s in zip(sizes, times, strict=True) if math.isfinite(s)}
+            for kernel, times in seconds.items()
         }
         log.info("Microseconds of an all-reduce with addition and norm, by rows of %d: %s", num_features, table)
-    return best_choice(seconds, sizes)
+    return Measurement(seconds=seconds)
 
 
-def _wait(way: str) -> None:
-    """For all that this stream was given, unless it never ends."""
-    done = torch.cuda.Event()
-    done.record()
-    until = time.monotonic() + FIRST_RUN_SECONDS
-    while not done.query():
+def _wait(kernel: str, event: torch.cuda.Event) -> None:
+    """Wait for an event, but not for ever."""
+    until = time.monotonic() + MAX_SECONDS
+    while not event.query():
         if time.monotonic() > until:
             raise RuntimeError(
-                f"an all-reduce ({way}) did not end within {FIRST_RUN_SECONDS:g} seconds: do without, with "
+                f"an all-reduce ({kernel}) did not end within {MAX_SECONDS:g} seconds: turn these kernels off with "
                 "--disable-custom-all-reduce"
             )
         time.sleep(0.0005)
@@ -295,8 +309,3 @@ def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Infinite where ours is not a number."""
     error = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
     return error if math.isfinite(error) else math.inf
-
-
-def _default_file() -> Path:
-    """Named after the kernels' source, so that a choice does not outlive what was measured."""
-    return cache_folder() / f"allreduce-{kernel_digest()}-torch{torch.__version__}.json"

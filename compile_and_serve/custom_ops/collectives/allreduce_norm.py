@@ -60,15 +60,15 @@ def _allreduce_add_rms_norm_cuda(
 
     fused = fused_allreduce()
     if fused is not None and triton_allreduce.takes(x_TD, fused.memory):
-        way = fused.choice.way(x_TD.shape[0])
+        kernel = fused.choice.kernel(x_TD.shape[0])
         args = (x_TD, residual_TD, norm_weight_D, eps, fused.memory, quantized)
-        if way == PUSHED and triton_allreduce.takes_pushed(x_TD, fused.memory):
+        if kernel == PUSHED and triton_allreduce.takes_pushed(x_TD, fused.memory):
             return triton_allreduce.pushed_allreduce_add_rms_norm(*args)
-        if way == ONE_SHOT:
+        if kernel == ONE_SHOT:
             return triton_allreduce.one_shot_allreduce_add_rms_norm(*args)
-        if way == TWO_SHOT:
+        if kernel == TWO_SHOT:
             return triton_allreduce.two_shot_allreduce_add_rms_norm(*args)
-        if way == TWO_SHOT_STORES:
+        if kernel == TWO_SHOT_STORES:
             return two_shot_stores_allreduce_add_rms_norm(*args)
     normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, norm_weight_D, eps, quantized)
     return total_TD, normed_TD

@@ -30,7 +30,7 @@ _SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerLayout:
+class BufferLayout:
     """What lies in a rank's buffer: two places for each row of each program, used in turn, then the programs' flags, then three places
     for a few rows of each program from each rank, then one for every other rank's part of each row that this rank may have to sum.
 
@@ -92,16 +92,18 @@ class PeerLayout:
 
 def layout_for(
     size: int, num_features: int, dtype: torch.dtype, max_rows: int, num_sms: int, *, has_parts: bool = True
-) -> PeerLayout:
+) -> BufferLayout:
     """For messages of up to max_rows rows, or fewer where they would take more than MAX_BYTES. num_sms: of each device."""
     programs = PROGRAMS_PER_SM * num_sms
     row_bytes = -(-num_features * dtype.itemsize // 16) * 16
     rows = -(-min(max_rows, MAX_BYTES // (2 * row_bytes)) // programs)
-    return PeerLayout(size=size, row_bytes=row_bytes, rows_per_program=rows, num_programs=programs, has_parts=has_parts)
+    return BufferLayout(
+        size=size, row_bytes=row_bytes, rows_per_program=rows, num_programs=programs, has_parts=has_parts
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerMemory:
+class SymmetricMemory:
     """Buffers of all ranks as one of them sees them.
 
     addresses_N: int64 [N], of the buffers in the order of ranks, as `clear` leaves them; on this rank's device.
@@ -109,7 +111,7 @@ class PeerMemory:
     """
 
     rank: int
-    layout: PeerLayout
+    layout: BufferLayout
     addresses_N: torch.Tensor
     launches: torch.Tensor
     turns: torch.Tensor
@@ -117,11 +119,11 @@ class PeerMemory:
     owned: object
 
 
-def peer_memory(
-    rank: int, layout: PeerLayout, addresses: Sequence[int], device: torch.device, owned: object
-) -> PeerMemory:
+def symmetric_memory(
+    rank: int, layout: BufferLayout, addresses: Sequence[int], device: torch.device, owned: object
+) -> SymmetricMemory:
     """From the buffers' addresses in this process."""
-    return PeerMemory(
+    return SymmetricMemory(
         rank=rank,
         layout=layout,
         addresses_N=torch.tensor(addresses, dtype=torch.int64, device=device),
@@ -132,13 +134,15 @@ def peer_memory(
     )
 
 
-def clear(buffer: torch.Tensor, layout: PeerLayout) -> None:
+def clear(buffer: torch.Tensor, layout: BufferLayout) -> None:
     """uint8 [num_bytes], as it is before the first launch."""
     buffer.zero_()
     buffer[layout.pushed_offset : layout.parts_offset].view(torch.int16).fill_(EMPTY)
 
 
-def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory | str:
+def map_symmetric_memory(
+    rank: int, layout: BufferLayout, group: dist.ProcessGroup, device: torch.device
+) -> SymmetricMemory | str:
     """A buffer on every rank of a group, mapped by all; every rank calls it. → or a sentence why not, on all ranks if on one"""
     socket_folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
     everyone = gather_objects((socket.gethostname(), _boot_id(), layout, len(os.fsencode(socket_folder))), group)
@@ -156,13 +160,13 @@ def map_peer_memory(rank: int, layout: PeerLayout, group: dist.ProcessGroup, dev
     return next((f"rank {i}: {text}" for i, text in enumerate(gather_objects(why_not, group)) if text), mapped)  # type: ignore[return-value]
 
 
-def _map(rank: int, layout: PeerLayout, group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+def _map(rank: int, layout: BufferLayout, group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
     buffer = empty_symmetric(layout.num_bytes, device)
     clear(buffer, layout)
     torch.cuda.synchronize(device)  # nobody sees a buffer before: a flag may be set as soon as it is mapped
     addresses, handle = rendezvous(buffer, group)
     begin = buffer.data_ptr() - addresses[rank]  # 0, unless the tensor lies within a larger allocation
-    return peer_memory(rank, layout, [address + begin for address in addresses], device, (buffer, handle))
+    return symmetric_memory(rank, layout, [address + begin for address in addresses], device, (buffer, handle))
 
 
 def _boot_id() -> str:

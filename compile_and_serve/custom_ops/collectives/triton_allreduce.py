@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.collectives.symmetric_memory import EMPTY, PROGRAMS_PER_SM, PeerMemory
+from compile_and_serve.custom_ops.collectives.symmetric_memory import EMPTY, PROGRAMS_PER_SM, SymmetricMemory
 from compile_and_serve.custom_ops.quantization import Rounded
 from compile_and_serve.custom_ops.triton_common import (
     launch_options,
@@ -294,14 +294,14 @@ def _two_shot_kernel(
     tl.store(launches_ptr + program, launch)
 
 
-def takes(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
+def takes(x_TD: torch.Tensor, memory: SymmetricMemory) -> bool:
     """Whether there is room for a message."""
-    return x_TD.shape[0] <= peers.layout.max_rows and x_TD.shape[1] * x_TD.itemsize <= peers.layout.row_bytes
+    return x_TD.shape[0] <= memory.layout.max_rows and x_TD.shape[1] * x_TD.itemsize <= memory.layout.row_bytes
 
 
-def takes_pushed(x_TD: torch.Tensor, peers: PeerMemory) -> bool:
+def takes_pushed(x_TD: torch.Tensor, memory: SymmetricMemory) -> bool:
     """Whether a message can be pushed: a few rows a program, of values of 16 bits."""
-    return takes(x_TD, peers) and x_TD.shape[0] <= peers.layout.max_pushed_rows and x_TD.itemsize == 2
+    return takes(x_TD, memory) and x_TD.shape[0] <= memory.layout.max_pushed_rows and x_TD.itemsize == 2
 
 
 def _resident(block: int, device: torch.device) -> dict[str, int]:
@@ -312,7 +312,7 @@ def _resident(block: int, device: torch.device) -> dict[str, int]:
 
 
 def pushed_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
     quantized: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `cas::allreduce_add_rms_norm`, for a message that `takes_pushed` takes. → s, y, each [T, D]
@@ -320,8 +320,8 @@ def pushed_allreduce_add_rms_norm(
     quantized: where `quantize_rows` of y is written, too: of 8 bits [T, D], float32 [T, 1].
     """
     num_rows, num_features = x_TD.shape
-    layout = peers.layout
-    assert takes_pushed(x_TD, peers), f"{list(x_TD.shape)} of {x_TD.dtype} cannot be pushed in {layout}"
+    layout = memory.layout
+    assert takes_pushed(x_TD, memory), f"{list(x_TD.shape)} of {x_TD.dtype} cannot be pushed in {layout}"
     assert x_TD.stride(1) == 1 and residual_TD.stride(1) == 1, "features must be contiguous"  # noqa: PT018
     total_TD, out_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
     if not num_rows:
@@ -330,8 +330,8 @@ def pushed_allreduce_add_rms_norm(
     row_values = layout.row_bytes // 2
     launch(
         _pushed_kernel, (min(num_rows, layout.num_programs),),
-        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.turns, num_rows, num_features,
-        x_TD.stride(0), residual_TD.stride(0), eps, layout.pushed_offset, *(quantized or (None, None)), RANK=peers.rank, SIZE=layout.size,
+        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, memory.addresses_N, memory.turns, num_rows, num_features,
+        x_TD.stride(0), residual_TD.stride(0), eps, layout.pushed_offset, *(quantized or (None, None)), RANK=memory.rank, SIZE=layout.size,
         NUM_PROGRAMS=layout.num_programs, PUSHED_ROWS=layout.pushed_rows, BLOCK=block,
         ROW_BLOCK=next_power_of_2(row_values), ROW_VALUES=row_values, NOTHING=EMPTY, PDL=pdl,
         **quantize_constants(quantized), **launch_options(pdl), **_resident(block, x_TD.device),
@@ -340,29 +340,29 @@ def pushed_allreduce_add_rms_norm(
 
 
 def one_shot_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
     quantized: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same for a message that `takes` takes. → s, y, each [T, D]"""
-    return run_over_places(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized)
+    return run_over_places(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, memory, quantized)
 
 
 def two_shot_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
     quantized: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same, each row summed by one rank. → s, y, each [T, D], the same bits"""
-    return run_over_places(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized)
+    return run_over_places(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, memory, quantized)
 
 
 def run_over_places(
     kernel: triton.JITFunction, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    peers: PeerMemory, quantized: Rounded | None, *more: Any, **constants: Any,
+    memory: SymmetricMemory, quantized: Rounded | None, *more: Any, **constants: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Launch a kernel that has places for its rows. more, constants: what it takes beyond the kernels here. → s, y, each [T, D]"""
     num_rows, num_features = x_TD.shape
-    layout = peers.layout
-    assert takes(x_TD, peers), f"there is no room for {list(x_TD.shape)} in {layout}"
+    layout = memory.layout
+    assert takes(x_TD, memory), f"there is no room for {list(x_TD.shape)} in {layout}"
     assert x_TD.stride(1) == 1 and residual_TD.stride(1) == 1, "features must be contiguous"  # noqa: PT018
     total_TD, out_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
     if not num_rows:
@@ -370,10 +370,10 @@ def run_over_places(
     block, pdl = next_power_of_2(num_features), supports_pdl(x_TD.device)
     launch(
         kernel, (min(num_rows, layout.num_programs),),
-        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, peers.addresses_N, peers.launches, num_rows, num_features,
+        x_TD, residual_TD, norm_weight_D, total_TD, out_TD, memory.addresses_N, memory.launches, num_rows, num_features,
         x_TD.stride(0), residual_TD.stride(0), eps, layout.row_bytes, layout.rows_per_program * layout.row_bytes,
         layout.flags_offset, *(quantized or (None, None)), *more,
-        RANK=peers.rank, SIZE=layout.size, PADDED_SIZE=next_power_of_2(layout.size), NUM_PROGRAMS=layout.num_programs, BLOCK=block,
+        RANK=memory.rank, SIZE=layout.size, PADDED_SIZE=next_power_of_2(layout.size), NUM_PROGRAMS=layout.num_programs, BLOCK=block,
         PDL=pdl, **constants, **quantize_constants(quantized),
         **launch_options(pdl), **_resident(block, x_TD.device),
     )  # fmt: skip

@@ -36,7 +36,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compile_and_serve.custom_ops.collectives.symmetric_memory import PeerMemory
+from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory
 from compile_and_serve.custom_ops.collectives.triton_allreduce import (
     row_of,
     run_over_places,
@@ -192,7 +192,7 @@ def _two_shot_stores_kernel(
 
 
 def two_shot_stores_allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, peers: PeerMemory,
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
     quantized: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `cas::allreduce_add_rms_norm`, for a message that `triton_allreduce.takes` takes, in memory with room for parts. → s, y, each
@@ -200,10 +200,10 @@ def two_shot_stores_allreduce_add_rms_norm(
 
     quantized: where `quantize_rows` of y is written, too: of 8 bits [T, D], float32 [T, 1].
     """
-    layout = peers.layout
+    layout = memory.layout
     assert layout.has_parts, "the ranks' memory has no room for parts"
     return run_over_places(
-        _two_shot_stores_kernel, x_TD, residual_TD, norm_weight_D, eps, peers, quantized,
-        peers.steps, layout.parts_offset, layout.program_parts_bytes,
+        _two_shot_stores_kernel, x_TD, residual_TD, norm_weight_D, eps, memory, quantized,
+        memory.steps, layout.parts_offset, layout.program_parts_bytes,
         ROUNDS=2 if x_TD.shape[1] <= WIDEST_PAIR else 1, MAX_CHUNKS=MAX_CHUNKS,
     )  # fmt: skip

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
 from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
-from compile_and_serve.custom_ops.tuning.tuner import fastest
+from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
+from compile_and_serve.custom_ops.tuning.tuner import Problem
 
 # Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
 KERNELS = ("128x256", "128x128_pingpong")
@@ -96,20 +97,22 @@ def silu_mul_gemm_reference(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torc
     return (F.silu(gate_TH) * up_TH).to(torch.bfloat16)
 
 
-def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, first: int = 1) -> torch.Tensor:
+def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, min_tokens: int = 1) -> torch.Tensor:
     """silu(x Wgᵀ) · (x Wuᵀ) in `token_chunks`, by the fastest of the kernels here and a product with `silu_mul_rows` behind it. → [T, H]
 
-    x_TI: rows may be strided. weight_OI: [Wg; Wu]. The way is measured once a shape and range of T; it is the latter for what no kernel
-    here takes, and until they are built. first: the fewest tokens that a caller comes with.
+    x_TI: rows may be strided. weight_OI: [Wg; Wu]. min_tokens: the fewest tokens of any call. The fastest is measured once for each shape
+    and range of T. Operands that no kernel here takes, and calls before the kernels are built, use the latter.
     """
     out_TH = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0] // 2)
-    most = min(x_TI.shape[0], MAX_CHUNK_TOKENS)  # of a chunk of any prompt that is no longer
+    max_tokens = min(x_TI.shape[0], MAX_CHUNK_TOKENS)  # in a chunk of a prompt up to this length
     for at in token_chunks(x_TI.shape[0]):
-        _silu_mul_chunk(x_TI[at], weight_OI, out_TH[at], first, most)
+        _silu_mul_chunk(x_TI[at], weight_OI, out_TH[at], min_tokens, max_tokens)
     return out_TH
 
 
-def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, first: int, most: int) -> None:
+def _silu_mul_chunk(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor, min_tokens: int, max_tokens: int
+) -> None:
     def separate(weight_OI: torch.Tensor) -> torch.Tensor:
         return silu_mul_rows(F.linear(x_TI, weight_OI), out_TH)
 
@@ -120,5 +123,6 @@ def _silu_mul_chunk(x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.T
         return
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {SEPARATE: separate}
     runs |= {kernel: functools.partial(run_silu_mul_gemm, library, kernel, x_TI, out_TH=out_TH) for kernel in KERNELS}
-    family = f"silu_mul_gemm O={weight_OI.shape[0]} I={x_TI.shape[1]}"
-    runs[fastest(family, x_TI.shape[0], runs, weight_OI, first, most)](weight_OI)
+    name = f"O={weight_OI.shape[0]} I={x_TI.shape[1]}"
+    problem = Problem(kind="silu_mul_linear", name=name, num_tokens=x_TI.shape[0])
+    runs[fastest_kernel(problem, runs, weight_OI, min_tokens=min_tokens, max_tokens=max_tokens)](weight_OI)

@@ -260,7 +260,7 @@ def fused_linear(
         y_TO = F.linear(x_TI, weight_OI, bias_O)
         y_TO = silu_mul_rows(y_TO) if silu_mul else y_TO
     elif silu_mul:
-        y_TO = silu_mul_linear(x_TI, weight_OI, first=MAX_SMALL_TOKENS + 1)
+        y_TO = silu_mul_linear(x_TI, weight_OI, min_tokens=MAX_SMALL_TOKENS + 1)
     elif residual_TO is not None:
         return torch.addmm(residual_TO, x_TI, weight_OI.t())  # one rounding, after the addition
     else:

@@ -27,7 +27,8 @@ from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, gemm_na
 from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
 from compile_and_serve.custom_ops.quantized.triton_matmul import matmul
 from compile_and_serve.custom_ops.triton_quantize import quantize_rows
-from compile_and_serve.custom_ops.tuning.tuner import fastest
+from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
+from compile_and_serve.custom_ops.tuning.tuner import Problem
 
 GEMV, TILE = "gemv", "tile"
 MAX_TILE_TOKENS = 256
@@ -64,8 +65,8 @@ class QuantizedLinear:
         tile_first = num_tokens <= _MAX_UNMEASURED_TILE_TOKENS or gemms == (EXPANDED,)
         return (TILE, *gemms) if tile_first else (*gemms, TILE)
 
-    def family(self) -> str:
-        """Everything but the number of tokens that the fastest kernel depends on."""
+    def problem(self) -> Problem:
+        """What the fastest kernel depends on."""
         kept = ("norm_weight_I", "bias_O", "residual_TO")
         parts = (
             f"{_name(self.weight_OI.dtype)} {'x'.join(map(str, self.weight_OI.shape))}",
@@ -74,18 +75,18 @@ class QuantizedLinear:
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
             *(("comes_rounded",) if self.rounded is not None else ()),
-            *(("cutlass",) if self._has_cutlass() else ()),  # a new family once CUTLASS' products are built
+            *(("cutlass",) if self._has_cutlass() else ()),  # measured again once CUTLASS' products are built
         )
-        return " ".join(parts)
+        return Problem(kind="quantized_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
 
     def _has_cutlass(self) -> bool:
         is_float8 = self.weight_OI.is_cuda and self.weight_OI.dtype == torch.float8_e4m3fn
         return is_float8 and load_gemms(self.weight_OI.device) is not None
 
-    def fastest_kernel(self, most: int = 1) -> str:
-        """Name of the kernel to run. most: the largest number of tokens that may follow, whatever this call's is."""
+    def fastest(self, max_tokens: int = 1) -> str:
+        """Name of the kernel to run. max_tokens: as many tokens may come in other calls."""
         runs = {kernel: partial(self.run, kernel) for kernel in self.kernels()}
-        return fastest(self.family(), self.x_TI.shape[0], runs, self.weight_OI, most=most)
+        return fastest_kernel(self.problem(), runs, self.weight_OI, max_tokens=max_tokens)
 
     def run(
         self, kernel: str, weight_OI: torch.Tensor | None = None, out_TO: torch.Tensor | None = None
@@ -155,7 +156,7 @@ def quantized_linear(
     num_tokens, stored_features = x_TI.shape[0], out_features // 2 if silu_mul else out_features
     x_TI, residual_TO, rounded = _rows(x_TI), _rows(residual_TO), pair_of(rounded_TI, rounded_scale)
     chunks = token_chunks(num_tokens) if silu_mul else [slice(0, num_tokens)]
-    most = min(num_tokens, MAX_CHUNK_TOKENS) if silu_mul else num_tokens
+    max_tokens = min(num_tokens, MAX_CHUNK_TOKENS) if silu_mul else num_tokens
 
     def run(at: slice, out_TO: torch.Tensor | None = None) -> torch.Tensor:
         linear = QuantizedLinear(
@@ -163,7 +164,7 @@ def quantized_linear(
             residual_TO=None if residual_TO is None else residual_TO[at], activations=activations, input_scale=input_scale,
             rounded=None if rounded is None else (rounded[0][at], rounded[1][at]),
         )  # fmt: skip
-        return linear.run(linear.fastest_kernel(most), out_TO=out_TO)
+        return linear.run(linear.fastest(max_tokens), out_TO=out_TO)
 
     if num_tokens and len(chunks) == 1:
         return run(chunks[0])

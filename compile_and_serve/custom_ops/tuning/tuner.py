@@ -1,267 +1,224 @@
-"""Which of several ways to compute the same is the fastest on this device: measured once a problem, and kept in a file.
-
-A problem is a family (everything but the number of tokens) and a range of token counts.
-"""
+"""The tuner: which of several candidates is the fastest for a problem. Each problem is measured once; the store keeps the outcome."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from compile_and_serve.custom_ops.build.cpp import cache_folder
-from compile_and_serve.custom_ops.build.sources import kernel_digest
-from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead
-from compile_and_serve.custom_ops.tuning.measurement_store import keep, read_kept
+from compile_and_serve.custom_ops.build.cpp import cpu_identity
+from compile_and_serve.custom_ops.build.sources import digest
+from compile_and_serve.custom_ops.tuning.store import MeasurementStore, tuning_folder
+from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
 
 log = logging.getLogger(__name__)
 
-_WIDTHS = ((64, 1024), (128, 2048), (256, 4096), (2048, math.inf))  # of ranges up to so many tokens
-_SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: tiles have no fewer
-_MAX_COPIES = 16
-_MAX_COLD_TOKENS = 256  # beyond, a weight is read so often that where it lies at first does not matter
-_MIN_CALLS = 4
-_LONG_CALLS = 2
-_CAPTURED_SECONDS = 1e-3  # a call of fewer is timed as a graph replays it: launching it may take longer than it runs
+Candidate = TypeVar("Candidate")
 
 
-def token_range(num_tokens: int) -> int:
-    """The end of the range of token counts that one choice is for: 1, powers of two from 16 to 128, then multiples of `_WIDTHS`, about a
-    product's tiles of rows, whose number decides between algorithms. (One that was the best at 2048 tokens took 1.8 times the best one's
-    time at 1152.)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What a choice depends on, besides the device, the kernels' sources and torch.
+
+    kind: each kind has a file of its own in the store. name: shapes, dtypes and options, as text. num_tokens: of this call; the choice
+    holds for its `token_range`. None: for any number.
     """
-    if num_tokens <= 1:
-        return 1
-    if num_tokens <= 128:
-        return max(_SMALLEST_RANGE, 1 << (num_tokens - 1).bit_length())
-    width = next(width for width, most in _WIDTHS if num_tokens <= most)
-    return -(-num_tokens // width) * width
+
+    kind: str
+    name: str
+    num_tokens: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the store."""
+        return self.name if self.num_tokens is None else f"{self.name} T<={token_range(self.num_tokens)}"
 
 
-def token_ranges(most_tokens: int) -> list[int]:
-    """One token count of each range up to most_tokens: the ranges' ends, and most_tokens."""
-    counts = [1]
-    while counts[-1] < most_tokens:
-        counts.append(min(token_range(counts[-1] + 1), most_tokens))
-    return counts
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """Times of the candidates that ran, by name, in seconds of one call: a value for each size that was measured, infinite for a size
+    that a candidate does not take.
+
+    is_final: False where a later start may measure something else, because a candidate ran out of memory.
+    """
+
+    seconds: Mapping[str, Sequence[float]]
+    is_final: bool = True
+
+    @property
+    def fastest(self) -> str:
+        """The candidate with the least geometric mean over the sizes."""
+        return min(self.seconds, key=lambda name: math.prod(self.seconds[name]))
 
 
-class Choices:
-    """The choices made so far, kept in a file: the next start chooses the same without measuring."""
+class Tuner:
+    """Measures on one device. device: its name. folders: of the store; all are read, the last is written; none: nothing is kept."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._chosen: dict[str, str] = read_kept(file)
-        self._families: dict[str, tuple[int, int]] = {}  # the fewest and the most tokens that each is asked for with
-        self._given_up: set[str] = set()  # until the next start
+    def __init__(self, device: str, folders: Sequence[Path] = ()) -> None:
+        self._device, self._folders = device, tuple(folders)
+        self._stores: dict[str, list[MeasurementStore]] = {}  # by kind
+        self._measured: dict[tuple[str, str], Measurement] = {}  # by kind and key
+        self._fastest: dict[tuple[str, str], str] = {}  # likewise; spares steps the comparison
+        self._failed: set[tuple[str, str]] = set()  # not tried again in this process
+        self._asked: dict[tuple[str, str], tuple[int, int]] = {}  # kind and name → fewest and most tokens of any call
 
-    def get(
-        self, family: str, num_tokens: int, names: Sequence[str], seconds: Callable[[str], float] | None, first: int = 1,
-        most: int = 1,
-    ) -> str:  # fmt: skip
-        """The choice among names (the first: the one preferred without measuring), measured where none is known.
+    def kept(self, problem: Problem) -> Measurement | None:
+        """What was measured before, by this process or an earlier one."""
+        place = problem.kind, problem.key
+        if place not in self._measured:
+            for store in self._stores_of(problem.kind):
+                if (kept := store.get(problem.key)) is not None:
+                    seconds = {name: [math.inf if s is None else s for s in times] for name, times in kept.items()}
+                    self._measured[place] = Measurement(seconds=seconds)
+                    break
+        return self._measured.get(place)
 
-        seconds: how long a candidate takes; one that raises is left out. None: nothing may be measured now. first: the fewest tokens that
-            anyone asks for with. most: as many may come, whatever num_tokens is now.
+    def measure(
+        self,
+        problem: Problem,
+        candidates: Collection[str],
+        time: Callable[[], Measurement] | None,
+        agree: Callable[[Measurement | None], Measurement | None] = lambda kept: kept,
+    ) -> Measurement | None:
+        """What is kept, or else what `time` measures. None where time is None (nothing may be measured now) or no candidate ran.
+
+        candidates: names; a kept measurement whose fastest is not among them does not count. agree: gives every rank what rank 0 has kept,
+        where ranks have to choose alike.
         """
-        self._was_asked(family, max(num_tokens, most), first)
-        problem = _problem(family, token_range(num_tokens))
-        known = self._chosen.get(problem)
-        if known is not None and known in names:
+        place = problem.kind, problem.key
+        kept = agree(self.kept(problem))
+        if kept is not None and kept.fastest in candidates:
+            return kept
+        if time is None or place in self._failed:
+            return None
+        measurement = time()
+        if not measurement.seconds:
+            log.warning("No candidate for %s %s ran.", problem.kind, problem.key)
+            self._failed.add(place)
+            return None
+        self._measured[place] = measurement
+        if measurement.is_final and (stores := self._stores_of(problem.kind)):
+            finite = {
+                name: [s if math.isfinite(s) else None for s in times] for name, times in measurement.seconds.items()
+            }
+            stores[-1].put(problem.key, finite)
+        return measurement
+
+    def fastest(
+        self,
+        problem: Problem,
+        candidates: Mapping[str, Candidate],
+        time: Callable[[Candidate], float] | None,
+        *,
+        min_tokens: int = 1,
+        max_tokens: int = 1,
+    ) -> str:
+        """The name of the fastest candidate; of the first where nothing is kept and nothing may be measured.
+
+        time: seconds of one call. A candidate for which it raises is left out. None: nothing may be measured now.
+        min_tokens, max_tokens: the fewest tokens of any call, and how many may come besides this call's.
+        """
+        self._note(problem, min_tokens, max_tokens)
+        place = problem.kind, problem.key
+        known = self._fastest.get(place)
+        if known is not None and known in candidates:
             return known
-        if seconds is None or problem in self._given_up:
-            return names[0]
-        choice, is_final = (names[0], True) if len(names) == 1 else self._measured(problem, names, seconds)
-        if choice is None:
-            log.warning("%s could not be measured: %s is taken.", problem, names[0])
-            self._given_up.add(problem)
-            return names[0]
-        self._chosen[problem] = choice
-        if is_final:
-            keep(self._file, {problem: choice})
-        return choice
+        measured = self.measure(
+            problem, candidates.keys(), None if time is None else lambda: _time_each(problem, candidates, time)
+        )
+        if measured is None:
+            return next(iter(candidates))
+        self._fastest[place] = measured.fastest
+        return measured.fastest
 
-    def known(self, family: str, num_tokens: int, first: int = 1) -> str | None:
-        """The choice made before, whatever its name; None where there is none. first: as for `get`."""
-        self._was_asked(family, num_tokens, first)
-        return self._chosen.get(_problem(family, token_range(num_tokens)))
-
-    def _was_asked(self, family: str, num_tokens: int, first: int) -> None:
-        fewest, most = self._families.get(family, (first, num_tokens))
-        self._families[family] = min(first, fewest), max(num_tokens, most)
-
-    def unmeasured(self, max_tokens: int) -> tuple[int, ...]:
-        """Token counts up to max_tokens, one a range, for which a family has no choice yet, as far as it was asked for with so many."""
+    def unmeasured_token_counts(self, max_tokens: int) -> tuple[int, ...]:
+        """Token counts up to max_tokens, one for each range, for which some problem that was asked for has no choice yet."""
         return tuple(
             count
             for count in token_ranges(max_tokens)
             if any(
-                count >= first
+                fewest <= count
                 and token_range(count) <= token_range(most)
-                and _problem(family, token_range(count)) not in self._chosen
-                for family, (first, most) in self._families.items()
+                and self.kept(Problem(kind=kind, name=name, num_tokens=count)) is None
+                for (kind, name), (fewest, most) in self._asked.items()
             )
         )
 
-    def _measured(self, problem: str, names: Sequence[str], seconds: Callable[[str], float]) -> tuple[str | None, bool]:
-        """The fastest, None where none runs; and whether that will be so at the next start, too: one may have lacked memory."""
-        times, is_final = {}, True
-        for name in names:
-            try:
-                times[name] = seconds(name)
-            except Exception as error:  # of torch, Triton or CUTLASS: another candidate may do
-                is_final &= not isinstance(error, torch.OutOfMemoryError)
-                log.info("%s is no choice for %s: %s: %s", name, problem, type(error).__name__, error)
-        if not times:
-            return None, False
-        choice = min(times, key=times.__getitem__)
-        shown = ", ".join(f"{name} {s * 1e6:.1f} us" for name, s in sorted(times.items(), key=lambda item: item[1]))
-        log.info("%s, fastest first: %s", problem, shown)
-        return choice, is_final
+    def _note(self, problem: Problem, min_tokens: int, max_tokens: int) -> None:
+        if problem.num_tokens is not None:
+            most = max(problem.num_tokens, max_tokens)
+            noted_min, noted_max = self._asked.get((problem.kind, problem.name), (min_tokens, most))
+            self._asked[problem.kind, problem.name] = min(min_tokens, noted_min), max(most, noted_max)
+
+    def _stores_of(self, kind: str) -> list[MeasurementStore]:
+        if kind not in self._stores:
+            self._stores[kind] = [MeasurementStore(folder, kind, self._device) for folder in self._folders]
+        return self._stores[kind]
 
 
-def _problem(family: str, end: int) -> str:
-    return f"{family} T<={end}"
+def _time_each(
+    problem: Problem, candidates: Mapping[str, Candidate], time: Callable[[Candidate], float]
+) -> Measurement:
+    if len(candidates) == 1:  # there is nothing to choose
+        return Measurement(seconds={next(iter(candidates)): ()})
+    seconds, is_final = {}, True
+    for name, candidate in candidates.items():
+        try:
+            seconds[name] = (time(candidate),)
+        except Exception as error:  # of torch, Triton or CUTLASS: another candidate may run
+            is_final &= not isinstance(error, torch.OutOfMemoryError)
+            log.info("%s does not run for %s: %s: %s", name, problem.key, type(error).__name__, error)
+    by_time = sorted(seconds.items(), key=lambda item: item[1])
+    shown = ", ".join(f"{name} {s * 1e6:.1f} us" for name, (s,) in by_time)
+    log.info("%s %s, fastest first: %s", problem.kind, problem.key, shown)
+    return Measurement(seconds=seconds, is_final=is_final)
 
 
-def choices_of(device: torch.device) -> Choices:
-    """The choices for a CUDA device, under the kernels as they are now."""
-    return _choices_of(torch.cuda.current_device() if device.index is None else device.index)
+def device_name(device: torch.device) -> str:
+    """The device's name in the store. CPUs differ by model, instructions and number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = cpu_identity().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), device.type)
+    return f"{model}, {torch.get_num_threads()} threads, {digest(cpu_identity())}"
+
+
+def tuner_of(device: torch.device) -> Tuner:
+    """This process's tuner of a CUDA device, over the user's store."""
+    return _tuner_of(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
-def _choices_of(index: int) -> Choices:
-    device = torch.device("cuda", index)
-    name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return Choices(cache_folder() / f"choices-{kernel_digest()}-{name}-torch{torch.__version__}.json")
-
-
-_may_measure = True
-
-
-@contextmanager
-def no_measuring() -> Iterator[None]:
-    """Inside, what was not measured is not measured now: somebody waits."""
-    global _may_measure
-    before, _may_measure = _may_measure, False
-    try:
-        yield
-    finally:
-        _may_measure = before
-
-
-def fastest(
-    family: str, num_tokens: int, runs: Mapping[str, Callable[[torch.Tensor], object]], weight: torch.Tensor,
-    first: int = 1, most: int = 1,
-) -> str:  # fmt: skip
-    """The name of the fastest of several functions of a weight, measured once a family and range of token counts.
-
-    first, most: the fewest tokens that anyone asks for with; as many as may come, whatever num_tokens is now. Measuring waits for the
-    device, which nothing may do inside a graph's capture: there, under `no_measuring`, in `compile_ahead` and on other devices, what
-    was not measured is the first of them.
-    """
-    names = tuple(runs)
-    if weight.device.type != "cuda":
-        return names[0]
-    choices = choices_of(weight.device)
-    if is_compiling_ahead():
-        if _may_measure and choices.known(family, num_tokens, first) is None:
-            _compile_all(runs, weight)
-        return choices.get(family, num_tokens, names, None, first, most)
-    if not _may_measure or torch.cuda.is_current_stream_capturing():
-        return choices.get(family, num_tokens, names, None, first, most)
-    timer = _Timer(weight, is_cold=num_tokens <= _MAX_COLD_TOKENS)
-    choice = choices.get(family, num_tokens, names, lambda name: timer.seconds(runs[name]), first, most)
-    timer.clear()
-    return choice
-
-
-def _compile_all(runs: Mapping[str, Callable[[torch.Tensor], object]], weight: torch.Tensor) -> None:
-    """What will be measured is to be compiled."""
-    for run in runs.values():
-        with suppress(Exception):  # of torch, Triton or CUTLASS: `Choices` will say so
-            run(weight)
+def _tuner_of(index: int) -> Tuner:
+    return Tuner(device_name(torch.device("cuda", index)), [tuning_folder()])
 
 
 def unmeasured_token_counts(device: torch.device, max_tokens: int) -> tuple[int, ...]:
-    """`Choices.unmeasured` of the device: what a step before serving should be run with, so that no request waits for measuring."""
-    return choices_of(device).unmeasured(max_tokens) if device.type == "cuda" else ()
+    """`Tuner.unmeasured_token_counts` of the device: a step of each before serving, and no request waits for a measurement."""
+    return tuner_of(device).unmeasured_token_counts(max_tokens) if device.type == "cuda" else ()
 
 
-class _Timer:
-    """Times functions of a weight. is_cold: the weight comes from memory in each call, as in a step over many layers."""
-
-    def __init__(self, weight: torch.Tensor, *, is_cold: bool) -> None:
-        self._weight, self._is_cold = weight, is_cold
-        self._calls: list[torch.Tensor] = []
-
-    def seconds(self, run: Callable[[torch.Tensor], object]) -> float:
-        """Device time of one call, the best of three."""
-        if not self._calls:
-            copies = self._copies()
-            self._calls = [copies[i % len(copies)] for i in range(max(_MIN_CALLS, len(copies)))]
-
-        def work() -> None:
-            for weight in self._calls:
-                run(weight)
-
-        run(self._weight)  # kernels are built at the first call
-        torch.cuda.synchronize(self._weight.device)
-        if _elapsed(lambda: run(self._weight)) > _CAPTURED_SECONDS:
-            return min(_elapsed(lambda: run(self._weight)) for _ in range(_LONG_CALLS))
-        with torch.cuda.stream(_capture_stream(self._weight.device)):
-            run(self._weight)  # a library's buffers are made once a stream, and shall not belong to the graph
-            graph = _captured(work)
-            graph.replay()
-            return min(_elapsed(graph.replay) for _ in range(3)) / len(self._calls)
-
-    def clear(self) -> None:
-        """Give back the memory that measuring took, which the engine counts on."""
-        if self._calls:
-            self._calls = []
-            torch.cuda.empty_cache()
-
-    def _copies(self) -> list[torch.Tensor]:
-        if not self._is_cold:
-            return [self._weight]
-        l2_bytes = torch.cuda.get_device_properties(self._weight.device).L2_cache_size
-        others = -(-2 * l2_bytes // (self._weight.numel() * self._weight.element_size()))
-        return [self._weight, *(self._weight.clone() for _ in range(min(others, _MAX_COPIES - 1)))]
+_is_tuning_on = True
 
 
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def is_tuning_on() -> bool:
+    """Whether kernels may be measured now."""
+    return _is_tuning_on
 
 
-def _elapsed(work: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def _captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """work as a graph of the current stream, which nothing else uses."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    was_enabled = gc.isenabled()
-    gc.disable()  # what is collected during a capture may break it
+@contextmanager
+def tuning_off() -> Iterator[None]:
+    """Nothing is measured inside: requests wait."""
+    global _is_tuning_on
+    before, _is_tuning_on = _is_tuning_on, False
     try:
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on using the device
-        try:
-            work()
-        finally:
-            graph.capture_end()
+        yield
     finally:
-        if was_enabled:
-            gc.enable()
-    return graph
+        _is_tuning_on = before

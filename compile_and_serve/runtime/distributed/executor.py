@@ -1,7 +1,7 @@
 """`Executor`: the protocol between the engine core and the ranks that run its steps.
 
-A model is cut into pipeline stages. Each stage runs on one rank, or on several that share its tensors. Every rank gets
-every step's `SchedulerOutput`, in order. The first rank of the last stage answers with the sampled tokens.
+One rank holds the model, or several share its tensors. Every rank gets every step's `SchedulerOutput`, in order. Rank 0
+answers with the sampled tokens.
 
 A single rank lives in the engine's process. If there are several, each is a process of its own. The engine is then never
 inside a collective that waits for a dead rank, so it can always report a failure, and ranks on other hosts need no

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class InProcessExecutor:
-    """One rank and one stage: a worker in this process. Construction raises the errors of `Worker`."""
+    """One rank: a worker in this process. Construction raises the errors of `Worker`."""
 
     num_ranks = 1
 

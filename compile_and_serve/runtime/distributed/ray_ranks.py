@@ -82,9 +82,9 @@ class RayRanks:
         return 0
 
     def num_sharing(self, rank: int, config: EngineConfig) -> int:
-        """Ranks of this engine on the rank's host, or the mean of all replicas' ranks for each host if that is larger."""
+        """See `ranks_on_host`."""
         num_hosts = sum(node["Alive"] for node in self._ray.nodes())
-        return max(self._hosts.count(self._hosts[rank]), math.ceil(config.num_processes / num_hosts))
+        return ranks_on_host(self._hosts, rank, num_processes=config.num_processes, num_hosts=num_hosts)
 
     def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
         """Start the ranks."""
@@ -133,6 +133,15 @@ class RayRanks:
         except self._ray.exceptions.RayError as error:  # the actor's process or host is gone
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return f"was lost ({type(error).__name__}: {lines[-1][:200] if lines else 'no message'})"
+
+
+def ranks_on_host(hosts: Sequence[str], rank: int, *, num_processes: int, num_hosts: int) -> int:
+    """Estimate how many ranks, of all replicas, share the host of `rank`.
+
+    It is the number of this engine's ranks there, or the mean over all hosts if that is larger, since the hosts of other
+    replicas are unknown. hosts: host of each of this engine's ranks. num_processes: ranks of all replicas.
+    """
+    return max(hosts.count(hosts[rank]), math.ceil(num_processes / num_hosts))
 
 
 class _RankActor:

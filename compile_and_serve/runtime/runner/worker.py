@@ -29,7 +29,8 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     join_tensor_parallel_group,
     tensor_parallel_group,
 )
-from compile_and_serve.custom_ops.tuning.tuner import no_measuring, token_range, token_ranges, unmeasured_token_counts
+from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
+from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, Rank
@@ -180,7 +181,7 @@ class Worker:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Start a step. On the CPU it is over when this returns."""
-        with no_measuring():
+        with tuning_off():
             return self.runner.launch(scheduled)
 
     def idle(self) -> bool:
@@ -306,7 +307,7 @@ class Worker:
         probe = self._new_runner(1)
         tokens, seqs = self._largest_step(probe)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
-            with no_measuring(), getattr(self._backend, "without_modules", nullcontext)():
+            with tuning_off(), getattr(self._backend, "without_modules", nullcontext)():
                 probe.warm_up(tokens, seqs)
             largest_step = torch.cuda.max_memory_allocated(device) - weights
             largest_step += getattr(self._backend, "workspace_to_come", 0)
@@ -342,7 +343,7 @@ class Worker:
         many = min(tokens, 2 * token_range(seqs))  # more than decodes' kernels are for; libraries' products do run
 
         def steps() -> None:
-            with no_measuring():
+            with tuning_off():
                 runner.warm_up(many, seqs)
             runner.warm_up(min(8, tokens), 1)
             for count in token_ranges(seqs):

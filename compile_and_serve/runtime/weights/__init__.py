@@ -1,4 +1,4 @@
-"""Where weights come from: names and files, safetensors and GGUF, random ones; and how they reach a compiled model."""
+"""Find a model's files, read safetensors and GGUF, make random weights, and load them into a compiled model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: the process that finds the model's files need not be the one that reads them, and should not import torch.
+    # Lazy, because a process that only finds the model's files should not import torch.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

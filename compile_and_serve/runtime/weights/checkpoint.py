@@ -1,4 +1,4 @@
-"""`Checkpoint`: named tensors on disk under Hugging Face's names, whatever the file format, read one at a time."""
+"""`Checkpoint`: tensors on disk under Hugging Face's names, in any file format, read one at a time."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from compile_and_serve.runtime.weights.safetensors import SafetensorsCheckpoint
 
 
 class Checkpoint(Protocol):
+    """Named tensors on disk."""
+
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """By name; known before any data is read, so that a wrong checkpoint fails at once."""
+        """Name → shape, known before any data is read, so that a wrong checkpoint fails early."""
         ...
 
     def stream(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor on the CPU) of each of `names`, in the file's order; at most a few tensors are alive at once."""
+        """(name, CPU tensor) of each of `names`, in the file's order. Only a few tensors are in memory at once."""
         ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a .gguf file or a folder with safetensors. Raises `WeightError` for what is missing, truncated or malformed."""
+    """Open a .gguf file or a folder of safetensors. Raises `WeightError` if files are missing, truncated or malformed."""
     if path.suffix == ".gguf":
         return GgufCheckpoint(path)
     return SafetensorsCheckpoint(path)
 
 
 def iter_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (name, tensor) of a checkpoint; GGUF is dequantized to float32."""
+    """Every (name, CPU tensor) of a checkpoint. GGUF tensors are dequantized to float32."""
     checkpoint = open_checkpoint(path)
     yield from checkpoint.stream(set(checkpoint.shapes))
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The model's config in the form of Hugging Face's config.json, from a folder or from a GGUF file's metadata.
+    """The model's config in the format of Hugging Face's config.json, from a folder or a GGUF file's metadata.
 
-    Raises `WeightError` where there is none or it is not a JSON object.
+    Raises `WeightError` if there is none, or if it is not a JSON object.
     """
     if path.suffix == ".gguf":
         return read_gguf_config(path)
@@ -51,7 +53,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise WeightError(f"{path} has no config.json: expected a model folder in Hugging Face layout.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise WeightError(f"{file} is not valid JSON: {error}.") from None
+        raise WeightError(f"{file} is not valid JSON ({error}): check that the file is complete.") from None
     if not isinstance(config, dict):
         raise WeightError(f"{file} must hold a JSON object, got a {type(config).__name__}.")
     return config

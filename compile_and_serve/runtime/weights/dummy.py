@@ -1,4 +1,4 @@
-"""Random weights from a config alone (`--load-format dummy`)."""
+"""Random weights for a config without a checkpoint (`--load-format dummy`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def dummy_tensors(
     std: float,
     quantized: Mapping[str, QuantizedWeight] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every spec, made on `device`: N(0, std²); norm weights are 1 and biases 0.
+    """(name, tensor on `device`) of every spec: N(0, std²), except that norm weights are 1 and biases 0.
 
-    A tensor depends on its name, the seed and the device's kind, not on which others are made. quantized: how the checkpoint
-    would hold the weights that it holds quantized.
+    A tensor depends only on its name, its spec, the seed and the type of device. quantized: weight name → how a quantized
+    checkpoint would store it.
     """
     scales = {stored.scale: _spread(stored.dtype) for stored in (quantized or {}).values()}
     for name, spec in specs.items():
@@ -48,5 +48,5 @@ def _generator(name: str, seed: int, device: torch.device) -> torch.Generator:
 
 
 def _spread(dtype: torch.dtype) -> float:
-    """Standard deviation of quantized values: four of them reach to the largest."""
+    """Standard deviation of quantized values: a quarter of the largest value."""
     return LARGEST[dtype] / 4

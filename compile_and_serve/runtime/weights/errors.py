@@ -1,7 +1,7 @@
-"""The one exception of weight loading."""
+"""The exception of weight loading."""
 
 from __future__ import annotations
 
 
 class WeightError(ValueError):
-    """A model that cannot be found or read; the message is one sentence: what is wrong, what was expected, what to do."""
+    """A model cannot be found or read. The message is one sentence: what is wrong, what was expected, what to do."""

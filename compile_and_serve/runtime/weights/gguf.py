@@ -1,7 +1,7 @@
-"""GGUF files: metadata, the config and tensor names of Hugging Face's layout, weights dequantized on load.
+"""GGUF files: their metadata, and their weights, dequantized, under Hugging Face's config keys and tensor names.
 
-The header is parsed here (a vocabulary of 50 000 tokens in tens of milliseconds, and a truncated file is found before any
-tensor is touched); block formats are dequantized by the package `gguf`. The format: ggml's docs/gguf.md.
+This file parses the header. That takes tens of milliseconds for a vocabulary of 50 000 tokens, and finds a truncated file
+before any tensor is read. The package `gguf` dequantizes. ggml's docs/gguf.md specifies the format.
 
 Shape legend: O rows (out features), I columns (in features).
 """
@@ -30,7 +30,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _DEFAULT_ALIGNMENT = 32
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# llama.cpp stores llama's rotary pairs interleaved; the other families keep Hugging Face's two halves
+# llama.cpp interleaves the rotary pairs of these; other families keep Hugging Face's two halves
 _PERMUTED_ARCHITECTURES = ("llama",)
 
 _GLOBAL_NAMES = {
@@ -56,7 +56,11 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's divisors of the RoPE frequenci
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies. shape: rows first (GGUF writes columns first); kind: ggml's type number; offset: in the file."""
+    """Where a tensor lies in the file.
+
+    shape: rows first, although GGUF writes columns first. kind: ggml's number of the data type. offset: bytes from the
+    beginning of the file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +70,7 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads little-endian values one after another; past the end of the file is a truncated file."""
+    """Reads little-endian values in sequence. Raises `WeightError` at the end of a truncated file."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path, self.data, self.at = path, data, 0
@@ -115,7 +119,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
     cursor.at = 4
     version = cursor.scalar("I")
     if version not in (2, 3):
-        raise WeightError(f"{path} is GGUF version {version}: versions 2 and 3 are supported.")
+        raise WeightError(
+            f"{path} is GGUF version {version}, but only versions 2 and 3 are supported: convert it again."
+        )
     num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
     metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_values)}
     listed: list[tuple[str, tuple[int, ...], int, int]] = []
@@ -130,7 +136,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
         try:
             block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         except ValueError:
-            raise WeightError(f"{path} stores {name} in ggml type {kind}, which package gguf does not know.") from None
+            raise WeightError(
+                f"{path} stores {name} in ggml type {kind}, which the package gguf does not know: update it."
+            ) from None
         num_bytes = int(np.prod(shape, dtype=np.int64)) // block_elements * block_bytes
         info = TensorInfo(name=name, shape=shape, kind=kind, offset=data_start + offset, num_bytes=num_bytes)
         if info.offset + info.num_bytes > len(data):
@@ -140,18 +148,18 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Every key of a GGUF file's header, arrays as lists. Raises `WeightError` for a missing, truncated or foreign file."""
+    """Key → value of a GGUF file's header, with arrays as lists. Raises `WeightError` for a missing or damaged file."""
     return _read_header(path)[0]
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """Hugging Face's config.json as a GGUF file implies it. Raises `WeightError` for an unsupported architecture."""
+    """The config.json that corresponds to a GGUF file. Raises `WeightError` for an unsupported architecture."""
     metadata, tensors = _read_header(path)
     infos = {info.name: info for info in tensors}
     kind = metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise WeightError(f"{path} holds a model of GGUF architecture {kind!r}: supported are {supported}.")
+        raise WeightError(f"{path} holds a model of GGUF architecture {kind!r}, but only {supported} are supported.")
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{kind}.{key}", default)
@@ -187,12 +195,12 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def _float32(value: float) -> float:
-    """The decimal that a float32 stands for: 9.99999975e-06 was written as 1e-05."""
+    """The decimal number that was stored as float32: 1e-05 for 9.99999975e-06."""
     return float(f"{value:.7g}")
 
 
 class GgufCheckpoint:
-    """A GGUF file's tensors as float32 under Hugging Face's names, q and k rows in Hugging Face's order."""
+    """A GGUF file's tensors in float32, with Hugging Face's names and order of q and k rows."""
 
     def __init__(self, path: Path) -> None:
         metadata, infos = _read_header(path)
@@ -216,12 +224,15 @@ class GgufCheckpoint:
 
 
 def unpermute(w_OI: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head from interleaved pairs (0, 1), (2, 3) … to two halves (0, E/2), (1, E/2 + 1) …; biases likewise."""
+    """Reorder the rows of each head of E rows from interleaved rotary pairs (0, 1), (2, 3) … to halves (0, E/2), (1, E/2 + 1) …
+
+    w_OI: a weight, or a bias [O].
+    """
     return w_OI.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def _hugging_face_name(name: str) -> str:
-    """GGUF's tensor name in Hugging Face's words; a name that we do not know stays as it is."""
+    """Hugging Face's name for a GGUF tensor; an unknown name is unchanged."""
     stem, _, leaf = name.rpartition(".")
     if stem in _GLOBAL_NAMES:
         return f"{_GLOBAL_NAMES[stem]}.{leaf}"
@@ -240,14 +251,16 @@ def _dequantize(path: Path, info: TensorInfo) -> np.ndarray:
     try:
         values = dequantize(raw.reshape(*info.shape[:-1], -1) if raw.size else raw, kind)
     except NotImplementedError:
-        raise WeightError(f"{path} stores {info.name} as {kind.name}, which cannot be dequantized.") from None
+        raise WeightError(
+            f"{path} stores {info.name} as {kind.name}, which the package gguf cannot dequantize: use another format."
+        ) from None
     return values.astype(np.float32, copy=False).reshape(info.shape)
 
 
 def _run_ahead(
     jobs: Iterator[tuple[str, Callable[[], torch.Tensor]]], *, num_threads: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Results in order, computed by threads at most `num_threads` + 1 ahead, so that few tensors are alive at once."""
+    """Results in order, computed by threads at most `num_threads` + 1 ahead, so that few tensors are in memory."""
     pending: deque[tuple[str, Future[torch.Tensor]]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="dequantize") as pool:
         for name, job in jobs:

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into a compiled model, tensor by tensor, through the transforms that its passes recorded."""
+"""Load a checkpoint into a compiled model, tensor by tensor, through the transforms that its passes recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CACHE_SCALES = ("k_scale", "v_scale", "kv_scale")
 
 
 class WeightTarget(Protocol):
-    """What the loader needs of a compiled model (`compiler.CompiledModel` is one)."""
+    """What the loader needs of a compiled model; `compiler.CompiledModel` has it."""
 
     @property
     def source_specs(self) -> Mapping[str, TensorSpec]: ...
@@ -40,8 +40,10 @@ class WeightTarget(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """num_bytes: of what was taken of the tensors, in the checkpoint's dtype; unexpected: checkpoint tensors that the model has
-    no use for.
+    """What was loaded.
+
+    num_bytes: of the parts of tensors that this rank took, in the checkpoint's dtype. unexpected: names of checkpoint
+    tensors that the model does not use.
     """
 
     num_tensors: int
@@ -61,17 +63,18 @@ def load_weights(
     seed: int,
     rank: int = 0,
 ) -> LoadReport:
-    """Fill `compiled` from the folder or GGUF file at `path` ("dummy": with random values, nothing but the config is needed).
+    """Load the folder or GGUF file at `path` into `compiled`; the load format "dummy" makes random values instead.
 
-    Floating-point tensors are converted to `dtype` on `device` before a transform sees them, but for quantized values and their
-    scales, which stay as they are. A source is held only until the
-    last transform that needs it has run. rank: of this process among those that share a sharded model; of a tensor that is
-    sharded only the rank's part is read, converted and held. Raises `WeightError` (missing or truncated file, missing tensor,
-    wrong shape) before any data is read.
+    Floating-point tensors are converted to `dtype` on `device` before they are transformed, except quantized values and
+    their scales. A source is held only until its last transform has run. rank: of this process among those that share a
+    sharded model. Only the rank's part of a sharded tensor is read, converted and held.
+
+    Raises `WeightError` before any data is read if a file is missing or truncated, or a tensor is missing or has a wrong
+    shape.
     """
     started = time.perf_counter()
     unexpected: tuple[str, ...] = ()
-    # a buffer that the compiled model holds is a source like any other, but no checkpoint has it
+    # Buffers of the compiled model are sources like parameters, but no checkpoint contains them.
     buffers = [name for name in compiled.source_specs if name in spec.buffers]
     sources = {name: tensor for name, tensor in compiled.source_specs.items() if name not in spec.buffers}
     if load_format == "dummy":
@@ -95,7 +98,7 @@ def load_weights(
 
 
 def _quantized_names(spec: ModelSpec) -> set[str]:
-    """The tensors of a checkpoint that are quantized, and what belongs to them."""
+    """Names of the quantized weights and their scales."""
     stored = spec.quantized_weights
     return {n for name, weight in stored.items() for n in (name, weight.scale, weight.input_scale) if n is not None}
 
@@ -103,7 +106,9 @@ def _quantized_names(spec: ModelSpec) -> set[str]:
 def _checked_stream(
     specs: Mapping[str, TensorSpec], spec: ModelSpec, path: Path
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], tuple[str, ...]]:
-    """Compare the checkpoint's names and shapes with the model's, then stream under the model's names."""
+    """Check the checkpoint's names and shapes against the model's. Returns the stream under the model's names, and the names
+    of unexpected tensors.
+    """
     checkpoint, known_scales = open_checkpoint(path), _quantized_names(spec) - spec.quantized_weights.keys()
     wanted: dict[str, str] = {}  # checkpoint name → parameter name
     unexpected: list[str] = []
@@ -112,7 +117,7 @@ def _checked_stream(
         if parameter is None:
             continue
         if parameter not in specs:
-            if parameter not in known_scales:  # one that this compilation has no use for
+            if parameter not in known_scales:  # this compilation does not use the scale
                 unexpected.append(name)
             continue
         wanted[name] = parameter
@@ -125,16 +130,16 @@ def _checked_stream(
     missing = sorted(specs.keys() - wanted.values(), key=list(specs).index)
     if missing:
         raise WeightError(
-            f"{path} lacks {_some(missing)}, which the model's config asks for: use complete weights of the same model."
+            f"{path} lacks {_abbreviate(missing)}, which the model's config requires: use complete weights of the same model."
         )
     cache_scales = [name for name in unexpected if name.rpartition(".")[2] in _CACHE_SCALES]
     if cache_scales:
         logger.warning(
-            "%s holds scales of an fp8 KV cache, which are not used: no cache of ours has scales (%s).",
-            path, _some(cache_scales),
+            "%s has scales of an fp8 KV cache, which are ignored: an fp8 KV cache has no scales here (%s).",
+            path, _abbreviate(cache_scales),
         )  # fmt: skip
     if others := [name for name in unexpected if name not in cache_scales]:
-        logger.warning("%s holds tensors that the model does not use: %s.", path, _some(others))
+        logger.warning("%s has tensors that the model does not use: %s.", path, _abbreviate(others))
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint.stream(set(wanted)):
@@ -142,7 +147,7 @@ def _checked_stream(
             if tensor.dtype != expected.dtype and (tensor.dtype in LARGEST or expected.dtype in LARGEST):
                 raise WeightError(
                     f"{name} in {path} is stored as {tensor.dtype}, but the model's config makes it {expected.dtype}: use the "
-                    "config.json, with its quantization_config, that belongs to these weights."
+                    "config.json with the quantization_config that belongs to these weights."
                 )
             yield wanted[name], tensor.view(expected.shape)
 
@@ -153,16 +158,16 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _some(names: Sequence[str]) -> str:
+def _abbreviate(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMES_IN_A_MESSAGE])
     more = len(names) - _NAMES_IN_A_MESSAGE
     return shown if more <= 0 else f"{shown} and {more} more"
 
 
 class _Transforms:
-    """Runs each transform as soon as its last input has come, and forgets an input after its last use.
+    """Runs each transform when its last input arrives, and drops an input after its last use.
 
-    An input is a source, or what this rank takes of it: the rest of a sharded source is neither read nor converted.
+    An input is a source or this rank's part of one. The rest of a sharded source is neither read nor converted.
     """
 
     def __init__(
@@ -172,8 +177,8 @@ class _Transforms:
         self.num_bytes = 0
         self._compiled = compiled
         self._rank, self._device, self._dtype, self._dtypes = rank, device, dtype, dtypes
-        self._inputs_of: dict[str, list[Expression]] = {}  # source → what transforms take of it
-        self._users: dict[Expression, set[int]] = {}  # input → transforms that have not run
+        self._inputs_of: dict[str, list[Expression]] = {}  # source → the parts that transforms use
+        self._users: dict[Expression, set[int]] = {}  # input → transforms that have yet to run
         self._waiting_for = [set(transform.inputs) for transform in compiled.transforms]
         for index, transform in enumerate(compiled.transforms):
             for part in transform.inputs:
@@ -183,7 +188,7 @@ class _Transforms:
         self._held: dict[Expression, torch.Tensor] = {}
 
     def add(self, name: str, tensor: torch.Tensor, *, convert: bool = True) -> None:
-        """Take in a source. convert: floating-point values become the model's dtype."""
+        """Add a source and run the transforms that it completes. convert: floating-point values to the model's dtype."""
         dtype = self._dtypes.get(name, self._dtype) if convert else None
         if name not in self._inputs_of:
             self.num_bytes += tensor.nbytes
@@ -199,7 +204,7 @@ class _Transforms:
                 if not self._waiting_for[index]:
                     self._run(self._compiled.transforms[index], index)
             if part in self._held and isinstance(part, tuple):
-                self._held[part] = _without_the_rest(self._held[part])
+                self._held[part] = _compact(self._held[part])
 
     def _on_device(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         return tensor.to(device=self._device, dtype=dtype if tensor.is_floating_point() else None)
@@ -217,6 +222,6 @@ class _Transforms:
                 del self._held[part]
 
 
-def _without_the_rest(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that keeps no more memory alive than it needs: a view that has to wait must not hold the whole source."""
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy if the tensor is a view of a larger storage, which it would keep in memory while it waits; else the tensor."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

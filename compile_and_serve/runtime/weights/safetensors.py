@@ -1,4 +1,4 @@
-"""Safetensors folders: one `model.safetensors`, or shards named by `model.safetensors.index.json`."""
+"""Folders of safetensors: `model.safetensors`, or shards that `model.safetensors.index.json` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class SafetensorsCheckpoint:
-    """Tensors are views of the memory-mapped file: nothing is copied until somebody copies it."""
+    """A `Checkpoint` whose tensors are views of memory-mapped files."""
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -28,7 +28,7 @@ class SafetensorsCheckpoint:
                 lacking = sorted(set(names) - set(held)) if names is not None else []
                 if lacking:
                     raise WeightError(
-                        f"{file} lacks {lacking[0]}, which {INDEX_FILE} says it holds: download it again."
+                        f"{file} lacks {lacking[0]}, although {INDEX_FILE} lists it there: download it again."
                     )
                 self._files[file] = held if names is None else names
                 for name in self._files[file]:
@@ -43,14 +43,12 @@ class SafetensorsCheckpoint:
 
 
 def _shards(folder: Path) -> dict[Path, list[str] | None]:
-    """File → the tensors that the index puts there (None: all that it holds)."""
+    """File → names of its tensors according to the index; None without an index."""
     index_file = folder / INDEX_FILE
     if not index_file.exists():
         single = folder / SINGLE_FILE
         if not single.exists():
-            raise WeightError(
-                f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: expected the model's weights there."
-            )
+            raise WeightError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: add the model's weights.")
         return {single: None}
     try:
         weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
@@ -58,10 +56,12 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
         for name, file in weight_map.items():
             by_file.setdefault(file, []).append(name)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise WeightError(f'{index_file} must be a JSON object with a "weight_map" from tensor to file.') from None
+        raise WeightError(
+            f'{index_file} must be a JSON object with a "weight_map" from tensor name to file: download it again.'
+        ) from None
     absent = sorted(file for file in by_file if not (folder / file).exists())
     if absent:
-        raise WeightError(f"{INDEX_FILE} names {absent[0]}, which is not in {folder}: download the missing file(s).")
+        raise WeightError(f"{INDEX_FILE} names {absent[0]}, which is not in {folder}: download the missing files.")
     return {folder / file: names for file, names in sorted(by_file.items())}
 
 
@@ -69,6 +69,4 @@ def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
-        raise WeightError(
-            f"{file} is truncated or not a safetensors file ({error}): download it again or check that it is complete."
-        ) from None
+        raise WeightError(f"{file} is truncated or not a safetensors file ({error}): download it again.") from None

@@ -1,4 +1,4 @@
-"""`compile-and-serve cache ls | prune | verify`: list, remove and check the artifacts of compiled models."""
+"""`compile-and-serve cache ls | prune | verify`: the artifacts of compiled models, and what the tuner has measured."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ if TYPE_CHECKING:
     from compile_and_serve.compiler.artifacts.store import ArtifactStore
 
 cache_app = typer.Typer(
-    help="List, check and remove the artifacts of compiled models.",
+    help="List, check and remove the artifacts of compiled models and the measurements of kernels.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
-CacheDir = Annotated[Path | None, typer.Option(help="Folder of the artifacts; the user's cache by default.")]
+CacheDir = Annotated[
+    Path | None, typer.Option(help="Folder of the artifacts and measurements; the user's cache by default.")
+]
 SECONDS_PER_DAY = 86400.0
 
 
 @cache_app.command("ls")
 def list_artifacts(cache_dir: CacheDir = None) -> None:
-    """List the artifacts: content, toolchain, size and days since the last use."""
+    """List the artifacts (content, toolchain, size, days since the last use) and the measurements of kernels."""
     store = _store(cache_dir)
     table = Table(title=str(store.root), title_justify="left")
     for column in ("kind", "key", "content", "torch", "device", "KiB", "days unused"):
@@ -39,7 +41,7 @@ def list_artifacts(cache_dir: CacheDir = None) -> None:
         content = (
             f"{fields['architecture']} × {fields['layers']}"
             if "architecture" in fields
-            else fields.get("fingerprint", "")[:12] or fields.get("pass", "?")
+            else fields.get("fingerprint", "?")[:12]
         )
         days = (time.time() - entry.last_used()) / SECONDS_PER_DAY
         torch_version = str(fields.get("torch", "?")).split(" ")[0]
@@ -48,6 +50,20 @@ def list_artifacts(cache_dir: CacheDir = None) -> None:
             f"{entry.size() / 1024:.0f}", f"{days:.1f}",
         )  # fmt: skip
     Console().print(table)
+    Console().print(_measurements(cache_dir))
+
+
+def _measurements(cache_dir: Path | None) -> Table:
+    from compile_and_serve.custom_ops.tuning.store import stored_files, tuning_folder
+
+    folder = tuning_folder(cache_dir)
+    table = Table(title=str(folder), title_justify="left")
+    for column in ("kind", "device", "problems", "torch", "kernels"):
+        table.add_column(column, justify="right" if column == "problems" else "left")
+    for file in stored_files(folder):
+        state = "current" if file.is_current else "stale: not read"
+        table.add_row(file.kind, file.device, str(file.num_problems), file.torch, state)
+    return table
 
 
 @cache_app.command("verify")
@@ -74,12 +90,13 @@ def prune_artifacts(
     older_than: Annotated[
         float | None, typer.Option(help="Also remove artifacts that were not used for this many days.")
     ] = None,
-    all_artifacts: Annotated[bool, typer.Option("--all", help="Remove all artifacts.")] = False,
+    all_artifacts: Annotated[bool, typer.Option("--all", help="Remove all artifacts and measurements.")] = False,
 ) -> None:
-    """Remove artifacts that can no longer be used: damaged ones, those of another torch version, and unfinished ones."""
+    """Remove artifacts that can no longer be used (damaged, unfinished, of another torch version) and stale measurements."""
     import torch
 
     from compile_and_serve.compiler.artifacts.store import ArtifactError
+    from compile_and_serve.custom_ops.tuning.store import stored_files, tuning_folder
 
     store, removed, freed = _store(cache_dir), 0, 0
     for entry in store.entries():
@@ -96,6 +113,10 @@ def prune_artifacts(
     for folder in store.leftovers():
         shutil.rmtree(folder, ignore_errors=True)
     typer.echo(f"removed {removed} artifacts, {freed / 2**20:.1f} MiB, from {store.root}")
+    stale = [file for file in stored_files(tuning_folder(cache_dir)) if all_artifacts or not file.is_current]
+    for file in stale:
+        file.remove()
+    typer.echo(f"removed {sum(file.num_problems for file in stale)} measurements from {tuning_folder(cache_dir)}")
 
 
 def _store(cache_dir: Path | None) -> ArtifactStore:

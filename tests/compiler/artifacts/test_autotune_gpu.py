@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_and_serve.compiler.artifacts.autotune import TOKENS, Autotuner
+from compile_and_serve.compiler.artifacts.autotune import Autotuner
 from compile_and_serve.compiler.compat import fake_mode_with_symbols
 from compile_and_serve.compiler.passes.fuse_silu_mul import _ours, _plain
+from compile_and_serve.compiler.rewrite.fusion_choice import TOKENS
 
 pytestmark = pytest.mark.gpu
 

@@ -1,8 +1,8 @@
-"""Which way an all-reduce goes: the bounds follow what was measured, and what was kept is read again."""
+"""Which kernel an all-reduce uses: the bounds follow the measured times, and kept times are used again."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from pathlib import Path
 from unittest import mock
@@ -24,12 +24,14 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
 )
 from compile_and_serve.custom_ops.collectives.collectives import tensor_parallel_group
 from compile_and_serve.custom_ops.collectives.symmetric_memory import (
-    PeerLayout,
-    PeerMemory,
+    BufferLayout,
+    SymmetricMemory,
     layout_for,
-    map_peer_memory,
-    peer_memory,
+    map_symmetric_memory,
+    symmetric_memory,
 )
+from compile_and_serve.custom_ops.tuning.store import stored_files
+from compile_and_serve.custom_ops.tuning.tuner import Measurement, Tuner
 from tests.support.ranks import run_ranks
 
 SIZES = (1, 16, 64, 256)
@@ -53,21 +55,21 @@ def test_bounds_take_the_least_time_over_all_sizes(
     seconds = {NCCL: [5.0] * 4} | {w: s for w, s in ((ONE_SHOT, one_shot), (TWO_SHOT, two_shot)) if s is not None}
     choice = best_choice(seconds, SIZES)
     assert choice.pushed_rows == 0
-    assert [choice.way(n) for n in SIZES] == [
+    assert [choice.kernel(n) for n in SIZES] == [
         ONE_SHOT if n <= bounds[0] else TWO_SHOT if n <= bounds[1] else NCCL for n in SIZES
     ]
 
 
-def test_a_way_is_not_chosen_for_what_it_does_not_take() -> None:
+def test_a_kernel_is_not_chosen_for_a_size_that_it_does_not_take() -> None:
     inf = float("inf")
     seconds = {NCCL: [5.0] * 4, PUSHED: [1, 1, inf, inf], ONE_SHOT: [2, 2, 2, 9.0], TWO_SHOT: [3, 3, 3, 3.0]}
     choice = best_choice(seconds, SIZES)
-    assert [choice.way(n) for n in SIZES] == [PUSHED, PUSHED, ONE_SHOT, TWO_SHOT]
+    assert [choice.kernel(n) for n in SIZES] == [PUSHED, PUSHED, ONE_SHOT, TWO_SHOT]
     assert choice.sentence() == (
         "pushed up to 16 rows, in one shot up to 64 rows, in two shots up to 256 rows, then over NCCL"
     )
     del seconds[PUSHED]
-    assert [best_choice(seconds, SIZES).way(n) for n in SIZES] == [ONE_SHOT, ONE_SHOT, ONE_SHOT, TWO_SHOT]
+    assert [best_choice(seconds, SIZES).kernel(n) for n in SIZES] == [ONE_SHOT, ONE_SHOT, ONE_SHOT, TWO_SHOT]
 
 
 def test_two_shots_by_stores_go_where_they_are_faster_than_two_by_loads() -> None:
@@ -76,16 +78,16 @@ def test_two_shots_by_stores_go_where_they_are_faster_than_two_by_loads() -> Non
     seconds[TWO_SHOT_STORES] = [4, 4, 4, 4.0]
     choice = best_choice(seconds, SIZES)
     assert choice == AllreduceChoice(pushed_rows=1, one_shot_rows=16, two_shot_rows=64, two_shot_stores_rows=256)
-    assert [choice.way(n) for n in (*SIZES, 257)] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES, NCCL]
+    assert [choice.kernel(n) for n in (*SIZES, 257)] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES, NCCL]
     assert choice.sentence() == (
         "pushed up to 1 rows, in one shot up to 16 rows, in two shots up to 64 rows, in two shots by stores up to 256 rows, "
         "then over NCCL"
     )
     seconds[TWO_SHOT_STORES] = [1, 1, 1, 1.0]
     choice = best_choice(seconds, SIZES)
-    assert {choice.way(n) for n in SIZES[1:]} == {TWO_SHOT_STORES}
+    assert {choice.kernel(n) for n in SIZES[1:]} == {TWO_SHOT_STORES}
     del seconds[TWO_SHOT_STORES]  # which gave other sums than NCCL
-    assert [best_choice(seconds, SIZES).way(n) for n in SIZES] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT]
+    assert [best_choice(seconds, SIZES).kernel(n) for n in SIZES] == [PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT]
 
 
 def test_two_shots_by_stores_take_memory_only_where_they_may_be_chosen() -> None:
@@ -94,52 +96,35 @@ def test_two_shots_by_stores_take_memory_only_where_they_may_be_chosen() -> None
     assert layout_for(*options, has_parts=False).max_rows == layout_for(*options).max_rows
 
 
-def test_a_choice_that_was_kept_before_a_way_was_added_is_read() -> None:
-    choice = AllreduceChoice(**json.loads('{"pushed_rows": 16, "one_shot_rows": 64, "two_shot_rows": 256}'))
-    assert [choice.way(n) for n in (*SIZES, 257)] == [PUSHED, PUSHED, ONE_SHOT, TWO_SHOT, NCCL]
-
-
-def test_where_choices_are_kept_is_named_after_all_kernels_that_are_measured() -> None:
-    named = allreduce_choice._default_file()
-    original = Path.read_bytes
-    for kernels in Path(allreduce_choice.__file__).parent.glob("triton_allreduce*.py"):
-
-        def changed(file: Path, kernels: Path = kernels) -> bytes:
-            return original(file) + (b"#" if file == kernels else b"")
-
-        with mock.patch.object(Path, "read_bytes", changed):
-            assert allreduce_choice._default_file() != named, kernels.name
-
-
 def test_sizes_between_the_measured_ones_go_by_the_bounds() -> None:
     choice = AllreduceChoice(one_shot_rows=16, two_shot_rows=64)
-    assert [choice.way(n) for n in (1, 16, 17, 64, 65)] == [ONE_SHOT, ONE_SHOT, TWO_SHOT, TWO_SHOT, NCCL]
+    assert [choice.kernel(n) for n in (1, 16, 17, 64, 65)] == [ONE_SHOT, ONE_SHOT, TWO_SHOT, TWO_SHOT, NCCL]
     assert choice.sentence() == "in one shot up to 16 rows, in two shots up to 64 rows, then over NCCL"
     assert AllreduceChoice(one_shot_rows=0, two_shot_rows=8).sentence() == "in two shots up to 8 rows, then over NCCL"
     assert AllreduceChoice(one_shot_rows=0, two_shot_rows=0).sentence() == "over NCCL"
 
 
 def choose(rank: int, folder: Path) -> tuple[list[str], AllreduceChoice | None, int]:
-    """Starts of two ranks that measure different things, and whose files differ."""
+    """Starts of two ranks that measure the same, as they do after they have told each other; their stores differ."""
     asked = 0
 
-    def measured(group: object, peers: PeerMemory, *rest: object) -> AllreduceChoice:
+    def measured(group: object, memory: SymmetricMemory, *rest: object) -> Measurement:
         nonlocal asked
         asked += 1
-        return AllreduceChoice(one_shot_rows=peers.layout.max_rows, two_shot_rows=1 << 20)
+        sizes = [size for size in allreduce_choice.SIZES if size <= memory.layout.max_rows]
+        return Measurement(seconds={NCCL: [2.0] * len(sizes), ONE_SHOT: [1.0 if s <= 64 else math.inf for s in sizes]})
 
-    def mapped(rank: int, layout: PeerLayout, group: object, device: torch.device) -> PeerMemory:
-        return peer_memory(rank, layout, [0, 0], device, owned=None)
+    def mapped(rank: int, layout: BufferLayout, group: object, device: torch.device) -> SymmetricMemory:
+        return symmetric_memory(rank, layout, [0, 0], device, owned=None)
 
     with (
         mock.patch.object(allreduce_choice, "_measured", measured),
-        mock.patch.object(allreduce_choice, "map_peer_memory", mapped),
-        mock.patch.object(torch.cuda, "get_device_name", return_value="a device"),
+        mock.patch.object(allreduce_choice, "map_symmetric_memory", mapped),
     ):
         said = [
             choose_allreduce(
                 num_features=features, dtype=torch.bfloat16, max_rows=300, device=torch.device("cpu"),
-                file=folder / f"choices-of-rank-{rank}.json",
+                tuner=Tuner("a device", [folder / f"store-of-rank-{rank}"]),
             )
             for features in (64, 64, 128)
         ]  # fmt: skip
@@ -148,24 +133,22 @@ def choose(rank: int, folder: Path) -> tuple[list[str], AllreduceChoice | None, 
 
 
 def test_what_rank_0_kept_holds_for_all(tmp_path: Path) -> None:
-    (tmp_path / "choices-of-rank-0.json").write_text("{not json")
     by_rank = run_ranks(2, choose, tmp_path, folder=tmp_path)
     said, choice, asked = by_rank[0]
     assert by_rank[1] == by_rank[0]
-    assert said[0] == said[2] == "in one shot up to 300 rows, in two shots up to 1048576 rows, then over NCCL"
+    assert said[0] == said[2] == "in one shot up to 64 rows, then over NCCL"
     assert said[1] == f"{said[0]}, as measured at an earlier start"
     assert asked == 2
-    assert choice == AllreduceChoice(one_shot_rows=300, two_shot_rows=1 << 20)
-    kept = json.loads((tmp_path / "choices-of-rank-0.json").read_text())
-    bounds = {"pushed_rows": 0, "one_shot_rows": 300, "two_shot_rows": 1 << 20, "two_shot_stores_rows": 0}
-    assert list(kept.values()) == 2 * [bounds]
-    assert not (tmp_path / "choices-of-rank-1.json").exists()
+    assert choice == AllreduceChoice(one_shot_rows=64, two_shot_rows=64, two_shot_stores_rows=64)
+    [file] = stored_files(tmp_path / "store-of-rank-0")
+    assert (file.kind, file.device, file.num_problems, file.is_current) == ("allreduce", "a device", 2, True)
+    assert not (tmp_path / "store-of-rank-1").exists()
 
 
-def map_without_cuda(rank: int) -> PeerMemory | str:
+def map_without_cuda(rank: int) -> SymmetricMemory | str:
     """As on GPUs that have no access to each other: torch raises where a buffer is made."""
-    layout = PeerLayout(size=2, row_bytes=16, rows_per_program=1, num_programs=128)
-    return map_peer_memory(rank, layout, tensor_parallel_group().process_group, torch.device("cpu"))
+    layout = BufferLayout(size=2, row_bytes=16, rows_per_program=1, num_programs=128)
+    return map_symmetric_memory(rank, layout, tensor_parallel_group().process_group, torch.device("cpu"))
 
 
 def test_memory_that_cannot_be_mapped_is_a_sentence_on_all_ranks(tmp_path: Path) -> None:
@@ -175,7 +158,7 @@ def test_memory_that_cannot_be_mapped_is_a_sentence_on_all_ranks(tmp_path: Path)
     assert said[1] == said[0]
 
 
-def map_from_a_long_folder(rank: int) -> PeerMemory | str:
+def map_from_a_long_folder(rank: int) -> SymmetricMemory | str:
     os.environ["TMPDIR"] = "/tmp/" + "x" * (100 if rank == 1 else 1)
     return map_without_cuda(rank)
 

@@ -1,4 +1,4 @@
-"""Collectives over NCCL and over peer memory, as calls and as a CUDA graph that is replayed, against float64."""
+"""Collectives over NCCL and over symmetric memory, as calls and as a CUDA graph that is replayed, against float64."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     all_reduce,
     tensor_parallel_group,
 )
-from compile_and_serve.custom_ops.collectives.symmetric_memory import PeerMemory, layout_for, map_peer_memory
+from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory, layout_for, map_symmetric_memory
 from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.triton_common import num_sms
+from compile_and_serve.custom_ops.tuning.tuner import Tuner, device_name
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu]
@@ -47,15 +48,15 @@ def operands(rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return x.bfloat16(), residual.bfloat16(), weight.bfloat16()
 
 
-def run_rank(rank: int, size: int, way: str) -> list[dict[str, torch.Tensor]]:
+def run_rank(rank: int, size: int, kernel: str) -> list[dict[str, torch.Tensor]]:
     device = torch.device("cuda", torch.cuda.current_device())
     results = []
-    if way in CHOICES:
+    if kernel in CHOICES:
         group = tensor_parallel_group()
         layout = layout_for(size, FEATURES, torch.bfloat16, ROWS[-1], num_sms(device))
-        peers = map_peer_memory(rank, layout, group.process_group, device)
-        assert isinstance(peers, PeerMemory), peers
-        use_symmetric_memory(peers, CHOICES[way])
+        memory = map_symmetric_memory(rank, layout, group.process_group, device)
+        assert isinstance(memory, SymmetricMemory), memory
+        use_symmetric_memory(memory, CHOICES[kernel])
     for rows in ROWS:
         x, residual, weight = (tensor.to(device) for tensor in operands(rank, rows))
 
@@ -112,17 +113,17 @@ FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA de
 
 
 @pytest.mark.parametrize(
-    ("size", "way", "sees_all"),
+    ("size", "kernel", "sees_all"),
     [
-        *((2, way, True) for way in ["nccl", *CHOICES]),
+        *((2, kernel, True) for kernel in ["nccl", *CHOICES]),
         (2, "nccl", False),
         (2, "by turns", False),
-        *(pytest.param(4, way, False, marks=FOUR) for way in CHOICES),
+        *(pytest.param(4, kernel, False, marks=FOUR) for kernel in CHOICES),
     ],
 )
-def test_collectives_equal_their_definition(size: int, way: str, sees_all: bool, tmp_path: Path) -> None:
+def test_collectives_equal_their_definition(size: int, kernel: str, sees_all: bool, tmp_path: Path) -> None:
     """sees_all False: each rank sees its own device alone, as in the engine."""
-    by_rank = run_ranks(size, run_rank, size, way, folder=tmp_path, device="cuda", sees_all=sees_all)
+    by_rank = run_ranks(size, run_rank, size, kernel, folder=tmp_path, device="cuda", sees_all=sees_all)
     for i, rows in enumerate(ROWS):
         parts = [operands(rank, rows) for rank in range(size)]
         total = torch.stack([x.double() for x, _, _ in parts]).sum(0)
@@ -145,19 +146,22 @@ def test_collectives_equal_their_definition(size: int, way: str, sees_all: bool,
             assert torch.equal(results[i]["all"], torch.cat([x for x, _, _ in parts], 1)[:, : size * FEATURES - 3])
 
 
-def choose(rank: int, file: Path) -> tuple[list[str], AllreduceChoice | None]:
+def choose(rank: int, store: Path) -> tuple[list[str], AllreduceChoice | None]:
     """Measured, and then as kept."""
     device = torch.device("cuda", rank)
     said = [
-        choose_allreduce(num_features=1024, dtype=torch.bfloat16, max_rows=300, device=device, file=file)
+        choose_allreduce(
+            num_features=1024, dtype=torch.bfloat16, max_rows=300, device=device,
+            tuner=Tuner(device_name(device), [store]),
+        )
         for _ in range(2)
-    ]
+    ]  # fmt: skip
     fused = fused_allreduce()
     return said, fused.choice if fused else None
 
 
 def test_ranks_measure_together_and_keep_one_choice(tmp_path: Path) -> None:
-    by_rank = run_ranks(2, choose, tmp_path / "choices.json", folder=tmp_path, device="cuda")
+    by_rank = run_ranks(2, choose, tmp_path / "tuning", folder=tmp_path, device="cuda")
     (measured, kept), choice = by_rank[0]
     assert by_rank[1] == by_rank[0]
     assert isinstance(choice, AllreduceChoice)

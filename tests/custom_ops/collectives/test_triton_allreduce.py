@@ -15,10 +15,10 @@ if torch.cuda.is_available():
 from compile_and_serve.custom_ops.collectives.symmetric_memory import (
     MAX_BYTES,
     PROGRAMS_PER_SM,
-    PeerLayout,
-    PeerMemory,
+    BufferLayout,
+    SymmetricMemory,
     layout_for,
-    peer_memory,
+    symmetric_memory,
 )
 from compile_and_serve.custom_ops.collectives.triton_allreduce import (
     one_shot_allreduce_add_rms_norm,
@@ -72,30 +72,30 @@ def operands(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return x.to(dtype), residual.to(dtype), weight.to(dtype)
 
 
-def layout(size: int) -> PeerLayout:
-    return PeerLayout(size=size, row_bytes=33 * 4 + 12, rows_per_program=3, num_programs=5)
+def layout(size: int) -> BufferLayout:
+    return BufferLayout(size=size, row_bytes=33 * 4 + 12, rows_per_program=3, num_programs=5)
 
 
-def arrays_of(kernel: Any, rank: int, step: int, peers: Any, *, quantize: bool) -> list[Any]:
+def arrays_of(kernel: Any, rank: int, step: int, memory: Any, *, quantize: bool) -> list[Any]:
     """One launch: the sum, the norm, and with `quantize` what that is rounded to and its scales."""
     x, residual, weight = operands(rank, step)
     # Buffers that are not empty: every value has to be written.
     quantized = (torch.full(x.shape, 7.0).to(torch.float8_e4m3fn), torch.full((len(x), 1), 7.0)) if quantize else None
-    result = kernel(x, residual, weight, 1e-5, peers, quantized)
+    result = kernel(x, residual, weight, 1e-5, memory, quantized)
     return [part.float().numpy() for part in (*result, *(quantized or ()))]
 
 
-def outputs(peers: PeerMemory) -> list[Any]:
-    rank, by_step = peers.rank, []
+def outputs(memory: SymmetricMemory) -> list[Any]:
+    rank, by_step = memory.rank, []
     for step in range(len(ROWS)):
         outs = []
         for other in range(len(KERNELS)):  # the same work with the other kernels too: the same bits
             kernel = KERNELS[(kernel_of(step) + other) % len(KERNELS)]
-            outs.append(arrays_of(kernel, rank, step, peers, quantize=quantizes(len(outs))))
+            outs.append(arrays_of(kernel, rank, step, memory, quantize=quantizes(len(outs))))
         if step % 2:
-            assert takes_pushed(operands(rank, step)[0], peers)
+            assert takes_pushed(operands(rank, step)[0], memory)
             for _ in range(PUSHES):
-                outs.append(arrays_of(pushed_allreduce_add_rms_norm, rank, step, peers, quantize=quantizes(len(outs))))
+                outs.append(arrays_of(pushed_allreduce_add_rms_norm, rank, step, memory, quantize=quantizes(len(outs))))
         by_step.append(outs)
     return by_step
 
@@ -165,13 +165,13 @@ def test_the_order_of_addition_is_that_of_ranks(by_rank: list[list[Any]]) -> Non
 def test_only_what_there_is_room_for_is_taken() -> None:
     made = layout_for(2, 8192, torch.bfloat16, 300, num_sms=50)
     assert made.num_programs == 50 * PROGRAMS_PER_SM
-    peers = peer_memory(0, made, [0, 0], torch.device("cpu"), owned=None)
-    assert takes(torch.empty(made.max_rows, 8192, dtype=torch.bfloat16), peers)
-    assert not takes(torch.empty(made.max_rows + 1, 8192, dtype=torch.bfloat16), peers)
-    assert not takes(torch.empty(1, 8200, dtype=torch.bfloat16), peers)
-    assert takes_pushed(torch.empty(made.max_pushed_rows, 8192, dtype=torch.float16), peers)
-    assert not takes_pushed(torch.empty(made.max_pushed_rows + 1, 8192, dtype=torch.float16), peers)
-    assert not takes_pushed(torch.empty(1, 64), peers)
+    memory = symmetric_memory(0, made, [0, 0], torch.device("cpu"), owned=None)
+    assert takes(torch.empty(made.max_rows, 8192, dtype=torch.bfloat16), memory)
+    assert not takes(torch.empty(made.max_rows + 1, 8192, dtype=torch.bfloat16), memory)
+    assert not takes(torch.empty(1, 8200, dtype=torch.bfloat16), memory)
+    assert takes_pushed(torch.empty(made.max_pushed_rows, 8192, dtype=torch.float16), memory)
+    assert not takes_pushed(torch.empty(made.max_pushed_rows + 1, 8192, dtype=torch.float16), memory)
+    assert not takes_pushed(torch.empty(1, 64), memory)
 
 
 @pytest.mark.parametrize("features", [1, 33, 4096, 16384])

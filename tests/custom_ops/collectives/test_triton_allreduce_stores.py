@@ -21,8 +21,8 @@ from compile_and_serve.custom_ops.collectives import triton_allreduce_stores
 from compile_and_serve.custom_ops.collectives.symmetric_memory import (
     EMPTY,
     MAX_BYTES,
-    PeerLayout,
-    PeerMemory,
+    BufferLayout,
+    SymmetricMemory,
     clear,
     layout_for,
 )
@@ -62,8 +62,8 @@ class Problem:
     widest_pair: int
 
 
-def layout(size: int) -> PeerLayout:
-    return PeerLayout(size=size, row_bytes=40 * 4, rows_per_program=9, num_programs=2)
+def layout(size: int) -> BufferLayout:
+    return BufferLayout(size=size, row_bytes=40 * 4, rows_per_program=9, num_programs=2)
 
 
 def problems(size: int, seed: int) -> list[Problem]:
@@ -91,40 +91,40 @@ def operands(rank: int, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, t
     return x.to(problem.dtype), residual.to(problem.dtype), weight.to(problem.dtype)
 
 
-def outputs(peers: PeerMemory, seed: int) -> list[dict[str, list[Any]]]:
-    chance = random.Random(1000 * seed + peers.rank)
+def outputs(memory: SymmetricMemory, seed: int) -> list[dict[str, list[Any]]]:
+    chance = random.Random(1000 * seed + memory.rank)
     results = []
-    for problem in problems(peers.layout.size, seed):
-        x, residual, weight = operands(peers.rank, problem)
+    for problem in problems(memory.layout.size, seed):
+        x, residual, weight = operands(memory.rank, problem)
         results.append({})
         with (
             mock.patch.object(triton_allreduce_stores, "MAX_CHUNKS", problem.max_chunks),
             mock.patch.object(triton_allreduce_stores, "WIDEST_PAIR", problem.widest_pair),
         ):
             for name in problem.kernels:
-                if name == "pushed" and not takes_pushed(x, peers):
+                if name == "pushed" and not takes_pushed(x, memory):
                     continue
                 if chance.random() < 0.2:
                     time.sleep(chance.random() * LONGEST_DELAY)
                 rounded = None
                 if name == "by stores rounded":
                     rounded = (torch.full(x.shape, 7.0).to(torch.float8_e4m3fn), torch.full((len(x), 1), 7.0))
-                made = KERNELS[name](x, residual, weight, EPS, peers, rounded)
+                made = KERNELS[name](x, residual, weight, EPS, memory, rounded)
                 results[-1][name] = [tensor.float().numpy() for tensor in (*made, *(rounded or ()))]
     return results
 
 
-def launches_told(peers: PeerMemory) -> None:
+def launches_told(memory: SymmetricMemory) -> None:
     """By stores alone, as the others' launches must find it: all have told us of the launch that we have ended."""
-    layout = peers.layout
-    first = int(peers.addresses_N[peers.rank]) + layout.flags_offset
+    layout = memory.layout
+    first = int(memory.addresses_N[memory.rank]) + layout.flags_offset
     flags = np.ctypeslib.as_array(
         ctypes.cast(first, ctypes.POINTER(ctypes.c_int32)), (layout.num_programs, layout.size)
     )
-    others = [rank for rank in range(layout.size) if rank != peers.rank]
+    others = [rank for rank in range(layout.size) if rank != memory.rank]
     for problem in problems(layout.size, 0):
-        two_shot_stores_allreduce_add_rms_norm(*operands(peers.rank, problem), EPS, peers)
-        behind = flags[:, others] - peers.launches.numpy()[:, None]
+        two_shot_stores_allreduce_add_rms_norm(*operands(memory.rank, problem), EPS, memory)
+        behind = flags[:, others] - memory.launches.numpy()[:, None]
         assert ((behind == 0) | (behind == 1)).all()  # where a rank is at its next launch already
 
 

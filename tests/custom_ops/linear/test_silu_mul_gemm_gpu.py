@@ -25,8 +25,9 @@ from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     silu_mul_linear,
     unsupported_reason,
 )
-from compile_and_serve.custom_ops.tuning import tuner as choices_module
-from compile_and_serve.custom_ops.tuning.tuner import Choices
+from compile_and_serve.custom_ops.tuning import fastest_kernel
+from compile_and_serve.custom_ops.tuning.store import stored_files
+from compile_and_serve.custom_ops.tuning.tuner import Tuner
 
 CUDA = torch.device("cuda", 0)
 PADDING = 64  # elements of a known value after every result
@@ -120,20 +121,21 @@ def test_extreme_values(library: ctypes.CDLL, kernel: str) -> None:
 
 
 def test_the_choice(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Choices(tmp_path / "choices.json")
-    monkeypatch.setattr(choices_module, "choices_of", lambda device: kept)
+    tuner = Tuner("a device", [tmp_path])
+    monkeypatch.setattr(fastest_kernel, "tuner_of", lambda device: tuner)
     for num_tokens in (512, 460):  # one range
         x, weight = operands(num_tokens, 1024, 256)
         result = silu_mul_linear(x, weight)
         torch.testing.assert_close(result.double(), expected(x, weight), rtol=2**-6, atol=1e-2)
-    assert sum("silu_mul_gemm" in line for line in (tmp_path / "choices.json").read_text().splitlines()) == 1
+    [file] = stored_files(tmp_path)
+    assert (file.kind, file.num_problems) == ("silu_mul_linear", 1)
     not_taken = x[:, :252], weight[:, :252]
     torch.testing.assert_close(silu_mul_linear(*not_taken).double(), expected(*not_taken), rtol=2**-6, atol=1e-2)
 
 
-@pytest.mark.parametrize("way", [SEPARATE, *KERNELS])
-def test_chunks_of_a_long_prompt(library: ctypes.CDLL, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silu_mul_gemm, "fastest", lambda *_: way)
+@pytest.mark.parametrize("kernel", [SEPARATE, *KERNELS])
+def test_chunks_of_a_long_prompt(library: ctypes.CDLL, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silu_mul_gemm, "fastest_kernel", lambda *_, **__: kernel)
     x, weight = operands(2 * 2048 + 1000, 256, 128)
     result, reference = silu_mul_linear(x, weight), expected(x, weight)
     assert (result.double() - reference).norm() / reference.norm() < 5e-3

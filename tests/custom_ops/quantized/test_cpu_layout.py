@@ -210,8 +210,8 @@ def test_empty_input() -> None:
         ({"bias_O": torch.randn(31)}, "bias must be"),
         ({"residual_TO": torch.randn(3, 31)}, "residual must be"),
         ({"activations": "some"}, "none, dynamic or static"),
-        ({"activations": "static"}, "needs an input_scale"),
-        ({"input_scale": torch.ones(1)}, "needs an input_scale"),
+        ({"activations": "static"}, "takes an input_scale if and only if"),
+        ({"input_scale": torch.ones(1)}, "takes an input_scale if and only if"),
         ({"x_TI": torch.randn(64, 3).T}, "contiguous rows"),
     ],
 )

@@ -30,7 +30,7 @@ KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ops take the first way (choosing has tests of its own)."""
-    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, num_tokens, runs, *_, **__: next(iter(runs)))
+    monkeypatch.setattr(quantized_linear_cuda, "fastest_kernel", lambda problem, runs, *_, **__: next(iter(runs)))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 33, 64, 100, 300])

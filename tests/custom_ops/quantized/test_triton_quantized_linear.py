@@ -168,8 +168,8 @@ def test_x_that_comes_rounded_is_not_rounded_again(num_tokens: int, scales, monk
     assert rounded.kernels() == linear.kernels()
     for kernel, y in expected.items():
         assert torch.equal(rounded.run(kernel), y), kernel
-    assert rounded.family() == f"{linear.family()} comes_rounded"
-    monkeypatch.setattr(quantized_linear_cuda, "fastest", lambda family, *_, **__: next(iter(expected)))
+    assert rounded.problem().name == f"{linear.problem().name} comes_rounded"
+    monkeypatch.setattr(quantized_linear_cuda, "fastest_kernel", lambda *_, **__: next(iter(expected)))
     assert torch.equal(
         quantized_linear(**a, rounded_TI=rounded.rounded[0], rounded_scale=rounded.rounded[1]),  # type: ignore[index]
         next(iter(expected.values())),
@@ -202,14 +202,18 @@ def test_what_no_library_gemm_takes() -> None:
         assert gemm_names(num_tokens, a["weight_OI"], a["scale"], torch.float16, is_rounded=True) == ()  # type: ignore[arg-type]
 
 
-def test_a_family_is_all_but_the_number_of_tokens() -> None:
-    def family(num_tokens: int, extras: bool = True, silu_mul: bool = True, activations: str = "dynamic") -> str:
-        return linear_of(
-            arguments(num_tokens, 64, 96, silu_mul, extras, activations, row_scales, torch.int8, torch.float16)
-        ).family()
+def test_a_problem_is_all_that_the_fastest_kernel_depends_on() -> None:
+    def key(num_tokens: int, extras: bool = True, silu_mul: bool = True, activations: str = "dynamic") -> str:
+        return (
+            linear_of(
+                arguments(num_tokens, 64, 96, silu_mul, extras, activations, row_scales, torch.int8, torch.float16)
+            )
+            .problem()
+            .key
+        )
 
-    assert family(3) == family(4) == "int8 64x96 by_row float16 dynamic norm_weight bias residual silu_mul"
-    assert len({family(3), family(3, False), family(3, True, False), family(3, True, True, "none")}) == 4
+    assert key(3) == key(4) == "int8 64x96 by_row float16 dynamic norm_weight bias residual silu_mul T<=16"
+    assert len({key(3), key(17), key(3, False), key(3, True, False), key(3, True, True, "none")}) == 5
 
 
 @pytest.mark.parametrize("kernel", [TILE, TORCH])
@@ -219,7 +223,7 @@ def test_silu_mul_of_a_long_prompt_in_chunks(
     comes_rounded: bool, has_residual: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit what the whole prompt gives at once."""
-    monkeypatch.setattr(QuantizedLinear, "fastest_kernel", lambda *_: kernel)
+    monkeypatch.setattr(QuantizedLinear, "fastest", lambda *_: kernel)
     a = arguments(50, 64, 96, True, True, "dynamic", row_scales, torch.int8, torch.float16)
     if not has_residual:
         a["residual_TO"] = None

@@ -1,9 +1,8 @@
-"""The fastest way is measured once a problem and kept; where nothing may be measured, the first is taken."""
+"""The fastest candidate is measured once for each problem and kept; where nothing may be measured, the first is the choice."""
 
 from __future__ import annotations
 
-import json
-import types
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,85 +10,125 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile_and_serve.custom_ops.tuning.store import stored_files
+from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
 from compile_and_serve.custom_ops.tuning.tuner import (
-    Choices,
-    fastest,
-    no_measuring,
-    token_range,
-    token_ranges,
+    Measurement,
+    Problem,
+    Tuner,
+    device_name,
+    tuner_of,
     unmeasured_token_counts,
 )
 
 
-def times(asked: list[str], seconds: dict[str, float]) -> Callable[[str], float]:
-    def measure(name: str) -> float:
-        asked.append(name)
-        if seconds[name] < 0:
-            raise RuntimeError("not for this size")
-        return seconds[name]
+def problem(name: str, num_tokens: int | None) -> Problem:
+    return Problem(kind="linear", name=name, num_tokens=num_tokens)
 
-    return measure
+
+def times(asked: list[float]) -> Callable[[float], float]:
+    """Candidates are their own times; a negative one does not run."""
+
+    def time(candidate: float) -> float:
+        asked.append(candidate)
+        if candidate < 0:
+            raise RuntimeError("not for this size")
+        return candidate
+
+    return time
 
 
 def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path) -> None:
-    asked: list[str] = []
-    names, seconds = ("a", "b", "c"), times(asked, {"a": 3.0, "b": 2.0, "c": -1.0})
-    file = tmp_path / "cache" / "choices.json"
-    choices = Choices(file)
-    assert choices.get("x", 5, names, None) == "a"  # inside a capture nothing is measured
-    assert choices.get("x", 5, names, seconds) == "b"
-    assert choices.get("x", 16, names, seconds) == "b"
-    assert asked == ["a", "b", "c"]
-    assert choices.get("x", 17, names, seconds) == "b"
+    asked: list[float] = []
+    candidates, time = {"a": 3.0, "b": 2.0, "c": -1.0}, times(asked)
+    tuner = Tuner("a device", [tmp_path / "cache"])
+    assert tuner.fastest(problem("x", 5), candidates, None) == "a"  # nothing may be measured
+    assert tuner.fastest(problem("x", 5), candidates, time) == "b"
+    assert tuner.fastest(problem("x", 16), candidates, time) == "b"
+    assert asked == [3.0, 2.0, -1.0]
+    assert tuner.fastest(problem("x", 17), candidates, time) == "b"
     assert len(asked) == 6  # another range
-    assert Choices(file).get("x", 5, names, None) == "b"
-    assert Choices(file).get("x", 5, ("a", "c"), None) == "a"  # what was kept is not among them
-    assert choices.get("y", 5, ("c",), seconds) == "c"
+    later = Tuner("a device", [tmp_path / "cache"])
+    assert later.fastest(problem("x", 5), candidates, None) == "b"
+    assert later.fastest(problem("x", 5), {"a": 3.0, "c": -1.0}, None) == "a"  # the kept one is not among them
+    assert Tuner("another device", [tmp_path / "cache"]).fastest(problem("x", 5), candidates, None) == "a"
+    assert tuner.fastest(problem("y", 5), {"c": -1.0}, time) == "c"
     assert len(asked) == 6  # there is no other
-    assert choices.get("z", 5, ("c", "c"), seconds) == "c"  # all fail
-    count = len(asked)
-    assert choices.get("z", 6, ("c", "c"), seconds) == "c"
-    assert len(asked) == count  # once is enough
-    assert json.loads(file.read_text()) == {"x T<=16": "b", "x T<=32": "b", "y T<=16": "c"}
+    assert tuner.fastest(problem("z", 5), {"c": -1.0, "d": -2.0}, time) == "c"  # none runs
+    assert len(asked) == 8
+    assert tuner.fastest(problem("z", 6), {"c": -1.0, "d": -2.0}, time) == "c"
+    assert len(asked) == 8  # not tried again
+    [file] = stored_files(tmp_path / "cache")
+    assert (file.kind, file.device, file.num_problems, file.is_current) == ("linear", "a device", 3, True)
 
 
-def test_a_file_that_several_write_or_nobody_can(tmp_path: Path) -> None:
-    file = tmp_path / "choices.json"
-    one, another, seconds = Choices(file), Choices(file), times([], {"a": 1.0, "b": 2.0})
-    assert one.get("one", 1, ("a", "b"), seconds) == another.get("another", 1, ("b", "a"), seconds) == "a"
-    assert json.loads(file.read_text()) == {"one T<=1": "a", "another T<=1": "a"}
-    file.write_text("{ damaged")
-    assert Choices(file).get("one", 2, ("b", "a"), seconds) == "a"
-    assert json.loads(file.read_text()) == {"one T<=16": "a"}
-    (tmp_path / "file").write_text("")
-    assert (
-        Choices(tmp_path / "file" / "choices.json").get("one", 1, ("b", "a"), seconds) == "a"
-    )  # not kept, which is logged
+def test_a_candidate_without_memory_may_run_at_the_next_start(tmp_path: Path) -> None:
+    def time(candidate: float) -> float:
+        if candidate == 1.0:
+            raise torch.OutOfMemoryError("out of memory")
+        return candidate
+
+    tuner = Tuner("a device", [tmp_path])
+    assert tuner.fastest(problem("x", 5), {"a": 1.0, "b": 2.0}, time) == "b"
+    assert tuner.fastest(problem("x", 5), {"a": 1.0, "b": 2.0}, None) == "b"
+    assert Tuner("a device", [tmp_path]).kept(problem("x", 5)) is None
 
 
-def test_token_counts_to_measure_before_serving(tmp_path: Path) -> None:
-    choices, seconds = Choices(tmp_path / "choices.json"), times([], {"a": 1.0, "b": 2.0})
-    assert choices.unmeasured(100) == ()  # nobody asked for anything
-    choices.get("x", 1, ("a",), seconds)
-    choices.get("x", 40, ("a", "b"), seconds)
-    assert choices.unmeasured(100) == (16, 32)  # nobody asked for it with more
-    choices.get("x", 100, ("a", "b"), None)
-    assert choices.unmeasured(100) == (16, 32, 100)
-    assert choices.unmeasured(1) == ()
-    choices.get("y", 40, ("a", "b"), None)  # inside a capture
-    assert choices.unmeasured(64) == (1, 16, 32, 64)
+def test_all_folders_are_read_and_the_last_is_written(tmp_path: Path) -> None:
+    candidates, time = {"a": 2.0, "b": 1.0}, times([])
+    Tuner("a device", [tmp_path / "first"]).fastest(problem("x", 1), candidates, time)
+    both = Tuner("a device", [tmp_path / "first", tmp_path / "last"])
+    assert both.fastest(problem("x", 1), candidates, None) == "b"
+    assert both.fastest(problem("y", 1), candidates, time) == "b"
+    assert [file.num_problems for name in ("first", "last") for file in stored_files(tmp_path / name)] == [1, 1]
+    nothing_kept = Tuner("a device")
+    assert nothing_kept.fastest(problem("x", 1), candidates, time) == "b"
+    assert nothing_kept.fastest(problem("x", 1), candidates, None) == "b"
+
+
+def test_times_of_several_sizes_come_back_as_they_were_measured(tmp_path: Path) -> None:
+    measured = Measurement(seconds={"a": (1.0, 9.0), "b": (2.0, 2.0), "c": (0.1, math.inf)})
+    assert measured.fastest == "b"
+    tuner = Tuner("a device", [tmp_path])
+    assert tuner.measure(problem("x", None), ("a", "b", "c"), lambda: measured) == measured
+    kept = Tuner("a device", [tmp_path]).kept(problem("x", None))
+    assert kept is not None
+    assert {name: tuple(seconds) for name, seconds in kept.seconds.items()} == measured.seconds
+
+
+def test_ranks_agree_on_what_one_has_kept(tmp_path: Path) -> None:
+    of_rank_0 = Measurement(seconds={"a": (2.0,), "b": (1.0,)})
+    tuner = Tuner("a device", [tmp_path])
+    mine = tuner.measure(problem("x", None), ("a", "b"), lambda: Measurement(seconds={"a": (1.0,), "b": (2.0,)}))
+    assert mine is not None
+    assert mine.fastest == "a"
+    agreed = tuner.measure(problem("x", None), ("a", "b"), None, agree=lambda kept: of_rank_0)
+    assert agreed is of_rank_0
+
+
+def test_token_counts_to_measure_before_serving() -> None:
+    tuner, time, both = Tuner("a device"), times([]), {"a": 1.0, "b": 2.0}
+    assert tuner.unmeasured_token_counts(100) == ()  # nothing was asked for
+    tuner.fastest(problem("x", 1), {"a": 1.0}, time)
+    tuner.fastest(problem("x", 40), both, time)
+    assert tuner.unmeasured_token_counts(100) == (16, 32)  # it was not asked for with more
+    tuner.fastest(problem("x", 100), both, None)
+    assert tuner.unmeasured_token_counts(100) == (16, 32, 100)
+    assert tuner.unmeasured_token_counts(1) == ()
+    tuner.fastest(problem("y", 40), both, None)
+    assert tuner.unmeasured_token_counts(64) == (1, 16, 32, 64)
     for count in (1, 16, 32, 64):
-        for family in ("x", "y"):
-            choices.get(family, count, ("a", "b"), seconds)
-    assert choices.unmeasured(64) == ()
-    choices.get("x", 100, ("a", "b"), seconds)
-    choices.get("large", 300, ("a", "b"), None, first=65)
-    choices.get("large", 100, ("a", "b"), seconds, first=65)  # nobody asks for it with fewer
-    assert choices.known("large", 100, first=65) == "a"
-    assert choices.unmeasured(64) == ()
-    assert choices.unmeasured(300) == (192, 256, 300)
-    choices.get("in chunks", 1024, ("a", "b"), None, first=512, most=1100)  # a chunk; longer ones may come
-    assert choices.unmeasured(2048)[-3:] == (960, 1024, 1152)
+        for name in ("x", "y"):
+            tuner.fastest(problem(name, count), both, time)
+    assert tuner.unmeasured_token_counts(64) == ()
+    tuner.fastest(problem("x", 100), both, time)
+    tuner.fastest(problem("large", 300), both, None, min_tokens=65)
+    tuner.fastest(problem("large", 100), both, time, min_tokens=65)
+    assert tuner.unmeasured_token_counts(64) == ()
+    assert tuner.unmeasured_token_counts(300) == (192, 256, 300)
+    # A chunk; longer ones may come.
+    tuner.fastest(problem("in chunks", 1024), both, None, min_tokens=512, max_tokens=1100)
+    assert tuner.unmeasured_token_counts(2048)[-3:] == (960, 1024, 1152)
 
 
 def test_ranges_of_token_counts() -> None:
@@ -102,57 +141,17 @@ def test_ranges_of_token_counts() -> None:
     assert all(token_range(n) == next(end for end in ends if end >= n) for n in range(1, 16385, 7))
 
 
-def test_nobody_waits_for_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fake device: a request's step takes what is known, a step before serving measures."""
-    choices, asked = Choices(tmp_path / "choices.json"), list[str]()
-    monkeypatch.setattr("compile_and_serve.custom_ops.tuning.tuner.choices_of", lambda device: choices)
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-
-    class Timer:
-        def __init__(self, weight: object, *, is_cold: bool) -> None: ...
-
-        def seconds(self, run: Callable[[torch.Tensor], object]) -> float:
-            asked.append("measured")
-            return float(len(asked) == 1)
-
-        def clear(self) -> None: ...
-
-    monkeypatch.setattr("compile_and_serve.custom_ops.tuning.tuner._Timer", Timer)
-    weight = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
-    runs: dict[str, Callable[[torch.Tensor], object]] = {"a": lambda weight: weight, "b": lambda weight: weight}
-    with no_measuring():
-        assert fastest("x", 100, runs, weight) == "a"  # type: ignore[arg-type]
-    assert not asked
-    assert fastest("x", 100, runs, weight) == "b"  # type: ignore[arg-type]
-    with no_measuring():
-        assert fastest("x", 100, runs, weight) == "b"  # type: ignore[arg-type]
-    assert len(asked) == 2
-
-
-def test_ahead_all_that_will_be_measured_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fake device: what runs is compiled, and nothing is chosen by it."""
-    choices, ran = Choices(tmp_path / "choices.json"), list[str]()
-    monkeypatch.setattr("compile_and_serve.custom_ops.tuning.tuner.choices_of", lambda device: choices)
-    monkeypatch.setattr("compile_and_serve.custom_ops.tuning.tuner.is_compiling_ahead", lambda: True)
-
-    def fails(weight: object) -> None:
-        ran.append("b")
-        raise RuntimeError("too much shared memory")
-
-    weight = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
-    runs: dict[str, Callable[[torch.Tensor], object]] = {"a": lambda weight: ran.append("a"), "b": fails}
-    with no_measuring():
-        assert fastest("x", 100, runs, weight) == "a"  # type: ignore[arg-type]
-    assert not ran
-    assert fastest("x", 100, runs, weight) == "a"  # type: ignore[arg-type]
-    assert ran == ["a", "b"]
-    assert choices.known("x", 100) is None
-    choices.get("x", 100, ("a", "b"), lambda name: float(name == "a"))
-    assert fastest("x", 100, runs, weight) == "b"  # type: ignore[arg-type]
-    assert ran == ["a", "b"]
-
-
-def test_without_a_gpu_nothing_is_measured() -> None:
-    runs = {"a": lambda weight: weight, "b": lambda weight: weight}
-    assert fastest("x", 100, runs, torch.zeros(4)) == "a"
+def test_a_cpu_is_named_by_its_model_and_threads() -> None:
+    name = device_name(torch.device("cpu"))
+    assert f"{torch.get_num_threads()} threads" in name
     assert unmeasured_token_counts(torch.device("cpu"), 100) == ()
+
+
+def test_a_device_has_one_tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    device = torch.device("cuda", 63)
+    tuner = tuner_of(device)
+    assert tuner_of(device) is tuner
+    tuner.fastest(problem("x", 1), {"a": 2.0, "b": 1.0}, times([]))
+    assert [file.device for file in stored_files(tmp_path / "compile-and-serve" / "tuning")] == ["a device"]

@@ -104,7 +104,7 @@ def test_every_rank_gets_every_step_and_the_first_answers(
     assert [executor.idle() for _ in range(4)] == ([True, True, False, False] if device == "cuda" else [False] * 4)
     executor.shutdown()
     executor.shutdown()
-    assert [process.returncode for process in ranks._processes] == [0] * size
+    assert ranks.ended() == dict.fromkeys(range(size), "ended with status 0")
     lines = (record / "0").read_text()
     assert lines.count("\n") == 8
     assert all((record / str(rank)).read_text() == lines for rank in range(size))
@@ -145,6 +145,23 @@ def test_a_rank_that_does_not_even_begin_is_named(model_dir: Path, monkeypatch: 
     monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", "import sys; sys.exit(7)")
     with pytest.raises(RankFailedError, match=r"^Rank \d of 2 ended with status 7.$"):
         start(model_dir, Ranks())
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "0 1"), ("1", "1 1")])
+def test_ranks_run_without_multicast_unless_the_user_says_otherwise(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    file = tmp_path / "environment"
+    code = f"""import os, sys
+open({str(file)!r}, "w").write(" ".join(os.environ[n] for n in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")))
+sys.exit(7)"""
+    monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", code)
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", given)
+    with pytest.raises(RankFailedError, match="ended with status 7"):
+        start(model_dir, Ranks(), 1)
+    assert file.read_text() == expected
 
 
 def fail_in_the_fourth_step(model_dir: Path, message: str, stuck_seconds: float = 120.0) -> float:
@@ -247,7 +264,7 @@ def test_a_signal_that_is_meant_for_the_parent_ends_no_rank(model_dir: Path, mon
     assert executor.result(in_flight).sampled_token_ids == {"a": [0]}
     assert run(executor, range(1, 3)) == [{"a": [1]}, {"a": [2]}]
     executor.shutdown()
-    assert [process.returncode for process in ranks._processes] == [0, 0]
+    assert ranks.ended() == dict.fromkeys(range(2), "ended with status 0")
 
 
 @pytest.mark.parametrize("next_call", ["idle", "launch", "shutdown"])

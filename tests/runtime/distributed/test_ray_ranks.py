@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from compile_and_serve.runtime.distributed.executor import RankFailedError
 from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor
-from compile_and_serve.runtime.distributed.ray_ranks import RayRanks
+from compile_and_serve.runtime.distributed.ray_ranks import RayRanks, ranks_on_host
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.fake_worker import give_orders
@@ -76,7 +75,7 @@ def test_a_rank_that_dies_ends_all(model_dir: Path) -> None:
     executor.shutdown()
     give_orders(model_dir)
     again = start(model_dir)  # the resources are free again
-    assert run(again, 0) == {"a": 0}
+    assert run(again, 0) == {"a": [0]}
     again.shutdown()
 
 
@@ -98,13 +97,6 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.Monkey
         ("ab", 2, 3, [3, 3]),
     ],
 )
-def test_the_number_of_ranks_that_share_a_host(
-    tmp_path: Path, hosts: str, num_hosts: int, replicas: int, expected: list[int]
-) -> None:
-    config = tiny_config(
-        write_tiny_model(tmp_path / "tiny"), tensor_parallel_size=len(hosts), data_parallel_size=replicas
-    )
-    ranks = RayRanks.__new__(RayRanks)
-    ranks._hosts = list(hosts)
-    ranks._ray = SimpleNamespace(nodes=lambda: [{"Alive": True}] * num_hosts + [{"Alive": False}])
-    assert [ranks.num_sharing(rank, config) for rank in range(len(hosts))] == expected
+def test_the_number_of_ranks_that_share_a_host(hosts: str, num_hosts: int, replicas: int, expected: list[int]) -> None:
+    options = {"num_processes": len(hosts) * replicas, "num_hosts": num_hosts}
+    assert [ranks_on_host(hosts, rank, **options) for rank in range(len(hosts))] == expected

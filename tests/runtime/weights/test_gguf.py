@@ -1,4 +1,4 @@
-"""GGUF files: the same tensors and config as the Hugging Face folder that they were made from."""
+"""GGUF files give the same tensors and config as the Hugging Face folders that they were made from."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleave(w: np.ndarray, num_heads: int) -> np.ndarray:
-    """Row e of each head's first half beside row e of its second half: what llama.cpp's converter does."""
+    """Put row e of each head's first half next to row e of its second half, as llama.cpp's converter does."""
     heads = w.reshape(num_heads, 2, w.shape[0] // num_heads // 2, -1)
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(w.shape)
 
@@ -87,7 +87,7 @@ def llama_gguf(tiny_llama_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize(("checkpoint", "architecture"), [("tiny_llama_dir", "llama"), ("tiny_qwen3_dir", "qwen3")])
-def test_tensors_equal_the_folders(
+def test_tensors_equal_those_of_the_folder(
     checkpoint: str, architecture: str, kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     folder, ggml = request.getfixturevalue(checkpoint), GGMLQuantizationType[kind]
@@ -165,7 +165,7 @@ def test_foreign_files_are_one_sentence(tiny_llama_dir: Path, tmp_path: Path) ->
     with pytest.raises(WeightError, match="does not exist"):
         read_metadata(tmp_path / "absent.gguf")
     mamba = write_gguf(tiny_llama_dir, tmp_path / "m.gguf", architecture="mamba", kind=GGMLQuantizationType.F32)
-    with pytest.raises(WeightError, match="'mamba': supported are llama, qwen3"):
+    with pytest.raises(WeightError, match="'mamba', but only llama, qwen3 are supported"):
         read_config(mamba)
 
 

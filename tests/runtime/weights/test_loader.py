@@ -1,4 +1,4 @@
-"""Weights into a compiled model: through the transforms, from one file or from shards, and what is said when that fails."""
+"""Load weights into a compiled model: through its transforms, from one file or shards, and the error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compile_and_serve.runtime.weights import LoadReport, WeightError, load_weig
 
 
 class RecordingTarget:
-    """A compiled model that merges each layer's q, k and v rows and keeps what it is assigned."""
+    """A compiled model that merges each layer's q, k and v rows, and records what it is assigned."""
 
     def __init__(self, spec: ModelSpec, *, merge_qkv: bool = True) -> None:
         parameters = dict(spec.module.named_parameters())
@@ -72,7 +72,7 @@ def test_single_file_through_transforms(tiny_llama_dir: Path) -> None:
     assert report.unexpected == ()
 
 
-def test_shards_give_the_same_as_one_file(tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_shards_load_the_same_as_one_file(tiny_llama_dir: Path, tmp_path: Path) -> None:
     whole, _ = load(tiny_llama_dir)
     sharded, _ = load(shard(tiny_llama_dir, tmp_path, num_shards=3))
     assert whole.assigned.keys() == sharded.assigned.keys()
@@ -86,8 +86,8 @@ def test_tensors_are_converted_and_buffers_are_not(tiny_llama_dir: Path) -> None
     assert set(dtypes.values()) == {torch.bfloat16}
 
 
-def test_a_source_is_forgotten_after_its_last_transform(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of layers, only what one merge still waits for is alive."""
+def test_a_source_is_dropped_after_its_last_transform(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the inputs of one unfinished merge are in memory, whatever the number of layers."""
     alive: dict[str, weakref.ref[torch.Tensor]] = {}
     most_alive = 0
 
@@ -103,11 +103,11 @@ def test_a_source_is_forgotten_after_its_last_transform(tiny_llama_dir: Path, mo
     monkeypatch.setattr(loader, "dummy_tensors", lambda *args, **kwargs: watched(original, *args, **kwargs))
     load(tiny_llama_dir, load_format="dummy", config=read_config(tiny_llama_dir) | {"num_hidden_layers": 12})
     assert len(alive) > 100
-    assert most_alive <= 4  # q and k wait for v; one more is in the loop's hands
+    assert most_alive <= 4  # q and k wait for v, and the loop holds one more
 
 
 class ShardedTarget(RecordingTarget):
-    """As `RecordingTarget`, for one of two ranks: rows of every linear but the output projections, of which it takes columns."""
+    """A `RecordingTarget` for one of two ranks: columns of the output projections, and rows of the other linears."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -130,10 +130,10 @@ class ShardedTarget(RecordingTarget):
 
 
 @pytest.mark.parametrize("source", ["auto", "dummy"])
-def test_a_rank_takes_and_holds_its_shard_alone(
+def test_a_rank_reads_and_holds_only_its_shard(
     source: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both ranks together take each sharded byte once; what waits for a merge holds no more memory than its shard."""
+    """Both ranks together read each sharded byte once. A shard that waits for a merge holds only its own memory."""
     whole, report = load(tiny_llama_dir, load_format=source)
     most_held = 0
     original = loader._Transforms.add
@@ -154,10 +154,10 @@ def test_a_rank_takes_and_holds_its_shard_alone(
     norms = sum(t.nbytes for name, t in whole.assigned.items() if name.endswith("norm.weight"))
     assert num_bytes == [(report.num_bytes + norms) // 2] * 2
     q, k = 64 * 64 * 4, 32 * 64 * 4
-    assert most_held <= (q + k) // 2  # of the ranks, until v comes; of the whole model it would be q + k
+    assert most_held <= (q + k) // 2  # a rank's q and k wait for v; whole tensors would be q + k
     for name, tensor in whole.assigned.items():
         parts = [assigned[name] for assigned in ranks]
-        if "qkv_proj" in name:  # each rank's query heads lie before its key heads
+        if "qkv_proj" in name:  # each rank's rows are its query, key and value heads
             splits = [part.split((32, 16, 16)) for part in parts]
             joined = torch.cat([torch.cat(pair) for pair in zip(*splits, strict=True)])
         elif tensor.dim() == 1:
@@ -177,7 +177,7 @@ def test_unused_tensors_are_named_in_a_warning(
     assert "vision.patch.weight" in caplog.text
 
 
-def test_scales_of_an_fp8_cache_are_said_not_to_be_used(
+def test_ignored_scales_of_an_fp8_cache_are_reported(
     tiny_llama_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scales = {f"model.layers.{i}.self_attn.{name}_scale": torch.ones(1) for i in range(2) for name in "kv"}
@@ -185,7 +185,7 @@ def test_scales_of_an_fp8_cache_are_said_not_to_be_used(
         _, report = load(rewrite(tiny_llama_dir, tmp_path, lambda tensors: tensors | scales))
     assert set(report.unexpected) == set(scales)
     [record] = caplog.records
-    assert "scales of an fp8 KV cache, which are not used" in record.message
+    assert "scales of an fp8 KV cache, which are ignored" in record.message
 
 
 def test_a_tied_head_in_the_checkpoint_is_not_unexpected(tiny_qwen3_dir: Path, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_tied_head_in_the_checkpoint_is_not_unexpected(tiny_qwen3_dir: Path, t
     assert "lm_head.weight" not in target.assigned
 
 
-def test_dummy_weights_depend_on_name_and_seed_alone(tiny_llama_dir: Path) -> None:
+def test_dummy_weights_depend_only_on_name_and_seed(tiny_llama_dir: Path) -> None:
     config = read_config(tiny_llama_dir)
     first, report = load(tiny_llama_dir, load_format="dummy")
     again, _ = load(tiny_llama_dir, load_format="dummy", config=config | {"num_hidden_layers": 1})
@@ -313,16 +313,19 @@ def config_without_architecture(folder: Path) -> None:
         (empty_file, "model.safetensors is truncated or not a safetensors file"),
         (no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
         (index_names_absent_shard, "names model-00002-of-00002.safetensors, which is not in"),
-        (index_names_absent_tensor, "lacks model.elsewhere.weight, which model.safetensors.index.json says it holds"),
+        (
+            index_names_absent_tensor,
+            "lacks model.elsewhere.weight, although model.safetensors.index.json lists it there",
+        ),
         (index_is_not_json, 'must be a JSON object with a "weight_map"'),
-        (quantized, "quantized with 'awq', which is not supported: use one in the compressed-tensors"),
+        (quantized, "quantized with 'awq', which is not supported: use a checkpoint in the compressed-tensors"),
         (no_config, "has no config.json"),
         (config_is_not_json, "config.json is not valid JSON"),
         (config_is_a_list, "must hold a JSON object, got a list"),
         (config_without_architecture, "names no architecture"),
     ],
 )
-def test_damage_is_one_sentence(
+def test_the_error_of_a_damaged_model_is_one_sentence(
     damage: Callable[[Path], None], message: str, tiny_llama_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"

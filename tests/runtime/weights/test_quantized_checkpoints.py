@@ -1,4 +1,4 @@
-"""Quantized checkpoints end to end: the file's values and scales reach the op, and the model computes what they stand for."""
+"""Quantized checkpoints end to end: values and scales reach the op, and the logits match the dequantized model."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     "hf-blocks": FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.norm"]},
     "hf-static": {"quant_method": "fp8", "activation_scheme": "static"},
 }
-ALIKE = ("fp8-tensor-static", "fp8-block")  # what another format compiles to, once the file is read
+SAME_AS_OTHERS = ("fp8-tensor-static", "fp8-block")  # once loaded, they compile like another format
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose parts are whole blocks of 128, in bfloat16."""
+    """A Llama in bfloat16 whose sizes are multiples of the block size 128."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     eager = CompileConfig(mode="eager")
     reference = logits(load(dequantized, eager))
     assert torch.equal(logits(load(quantized, eager)), reference)
-    if name in ALIKE:
+    if name in SAME_AS_OTHERS:
         return
 
     model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"))
@@ -76,7 +76,7 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
     error = ((logits(model) - reference).norm() / reference.norm()).item()
     assert error < (1e-5 if name == "int8-weights" else 0.05 if "int8" in name else 0.15)
-    assert error > 1e-3 or name == "int8-weights"  # the activations are rounded, or the comparison says nothing
+    assert error > 1e-3 or name == "int8-weights"  # quantized activations must have an effect
 
     held = load_file(quantized / "model.safetensors")
     prefix = "model.layers.1.self_attn"
@@ -86,8 +86,8 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     assert torch.equal(values.float(), merged)
 
 
-def test_a_linear_that_cannot_follow_computes_with_what_the_checkpoint_stands_for(plain: Path, tmp_path: Path) -> None:
-    """One projection of a merged three is not quantized in the file: all three run dequantized, and the report says so."""
+def test_a_linear_that_cannot_be_quantized_computes_with_dequantized_weights(plain: Path, tmp_path: Path) -> None:
+    """If one of three merged projections is not quantized, all three run dequantized, and the report says so."""
     config = compressed_tensors_config("int", "channel", None)
     config["ignore"].append("model.layers.1.self_attn.k_proj")
     quantized, dequantized = write_quantized(plain, tmp_path, config)
@@ -128,7 +128,7 @@ def test_a_wrong_config_is_one_sentence(plain: Path, tmp_path: Path) -> None:
             load(quantized, CompileConfig(mode="eager"), torch.bfloat16)
 
 
-def test_what_contradicts_itself_is_one_sentence(plain: Path, tmp_path: Path) -> None:
+def test_contradicting_options_are_one_sentence(plain: Path, tmp_path: Path) -> None:
     quantized, _ = write_quantized(plain, tmp_path, FORMATS["int8-channel"])
     with pytest.raises(
         PassError, match="is quantized already and cannot be quantized to fp8: leave out --quantization"

