@@ -28,7 +28,7 @@ from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.options import make_engine_config
-from compile_and_serve.runtime.runner.attention_backends import backend_of_model
+from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.weights import read_config, resolve_model
 
 WITHOUT_LINEARS = frozenset({"fuse_linears"})
@@ -68,7 +68,7 @@ def profile(
     dtype = torch.bfloat16
     spec = build_model(config, dtype=dtype, model_impl=setting.model_impl)
     options = make_engine_config(str(arguments.model), load_format="dummy")
-    backend = backend_of_model(spec, options, device, dtype)
+    backends = backends_of_model(spec, options, device, dtype)
     model = compile_model(
         spec,
         CompileConfig(
@@ -80,8 +80,8 @@ def profile(
         ),
         device=device,
         dtype=dtype,
-        kernels=available_kernels(device=device, dtype=dtype, attention_backend=backend),
-        attention_backend=backend,
+        kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
+        attention_backends=backends,
     )
     return model.report
 

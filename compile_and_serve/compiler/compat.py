@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -30,7 +30,7 @@ __all__ = [
     "declared_writes",
     "fake_mode_with_symbols",
     "is_nested_op",
-    "mark_token_dimension",
+    "mark_symbolic",
     "no_garbage_collection",
     "node_source_line",
     "regions_are_reused",
@@ -45,14 +45,14 @@ _NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", f"{os.sep}custom_ops{os.sep}")  # f
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def mark_token_dimension(tensor: torch.Tensor, group: str) -> None:
-    """Make dimension 0 of a capture input symbolic; tensors of one group have the same length.
+def mark_symbolic(tensor: torch.Tensor, dim: int, length: str) -> None:
+    """Make a dimension of a capture input symbolic. Dimensions of one length are equal.
 
     Unbacked, not `mark_dynamic`: that one specializes 0 and 1, so that the first batch of one token captures everything again.
     """
     from torch._dynamo.decorators import mark_unbacked
 
-    mark_unbacked(tensor, 0, shape_id=group)
+    mark_unbacked(tensor, dim, shape_id=length)
 
 
 def regions_are_reused() -> bool:
@@ -72,9 +72,9 @@ class _CaptureComplete(BaseException):
 
 
 def capture_full_graph(
-    module: torch.nn.Module, backend: Backend, args: Sequence[Any], *, with_bytecode: bool
+    module: torch.nn.Module, backend: Backend, arguments: Mapping[str, Any], *, with_bytecode: bool
 ) -> list[CodeType]:
-    """Trace `module(*args)` into one graph and pass it to `backend`. Raises `GraphBreakError` where that is not possible.
+    """Trace `module(**arguments)` into one graph and pass it to `backend`. Raises `GraphBreakError` where that is not possible.
 
     → the bytecode that Dynamo generates for `forward`, for dumps; empty without `with_bytecode`. It is never run.
     """
@@ -92,7 +92,7 @@ def capture_full_graph(
     handle = register_bytecode_hook(lambda original, transformed: made.append(transformed))
     try:
         with torch.no_grad():
-            torch.compile(module, backend=take, fullgraph=True)(*args)
+            torch.compile(module, backend=take, fullgraph=True)(**arguments)
     except _CaptureComplete:
         pass
     except TorchDynamoException as error:

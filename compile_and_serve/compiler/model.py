@@ -13,36 +13,28 @@ import torch
 from torch import nn
 
 from compile_and_serve.compiler.inductor import PieceCallable
+from compile_and_serve.compiler.pieces.executor import Executor, make_executor, step_calls
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan
-from compile_and_serve.compiler.pieces.stitch import Stitched, stitch
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTransform
 from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, StepOutput, running
 
 
 class WeightMismatchError(ValueError):
     """A weight that the model cannot take."""
 
 
+Outputs = dict[str, torch.Tensor]
 JoinPieces = Callable[[], Mapping[str, PieceCallable]]
-
-
-class KVCacheShape(Protocol):
-    """What one attention layer keeps a token."""
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
 
 
 class ModelSource(Protocol):
     """What the compiler reads of a model's spec.
 
     module: on the meta device. config: plain data that, with the module's source, says what the module computes.
-    kv_cache_specs: one a layer. buffers: values of the buffers that no checkpoint holds.
+    inputs, state, outputs: what a step takes, keeps and gives. buffers: values of the buffers that no checkpoint holds.
     tp_plan: glob over module names → how its weight is sharded over tensor-parallel ranks.
     quantized_weights: how the checkpoint holds the parameters that it holds quantized.
     """
@@ -54,7 +46,13 @@ class ModelSource(Protocol):
     def config(self) -> Mapping[str, Any]: ...
 
     @property
-    def kv_cache_specs(self) -> Sequence[KVCacheShape]: ...
+    def inputs(self) -> Sequence[StepInput]: ...
+
+    @property
+    def state(self) -> Sequence[StateGroup]: ...
+
+    @property
+    def outputs(self) -> Sequence[StepOutput]: ...
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]: ...
@@ -67,7 +65,7 @@ class ModelSource(Protocol):
 
 
 class Model(Protocol):
-    """`model(input_ids [T], positions [T], kv_caches, logits_indices [S])` → logits [S, V].
+    """`model(step)` → the step's outputs by name.
 
     source_specs: what a checkpoint must hold, by parameter name (with the scales of those that it holds quantized).
     transforms: how the weights are made of it.
@@ -86,18 +84,12 @@ class Model(Protocol):
 
     def finish_loading(self) -> None: ...
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor: ...
+    def __call__(self, step: Step) -> Outputs: ...
 
 
 @dataclass(kw_only=True)
 class CompiledModel:
-    """A model as its compiled pieces, stitched together.
+    """A model as its plan and its compiled pieces.
 
     join_pieces: returns the distinct pieces by fingerprint once they are loaded (they may load while weights are read).
     """
@@ -109,7 +101,7 @@ class CompiledModel:
     report: dict[str, Any]
     work_dir: tempfile.TemporaryDirectory[str]  # Inductor's files; removed with the model
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    _forward: Stitched | None = None
+    _forward: Executor | None = None
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
@@ -144,17 +136,12 @@ class CompiledModel:
                 if transform.sources == (name,):
                     self.assign(transform.target, transform.fn(value.to(self.device)))
         _require(self._weights, [t.target for t in self.plan.transforms])
-        self._forward = stitch(self.plan, self.pieces, self._weights)
+        self._forward = make_executor(self.plan, step_calls(self.plan, self.pieces), self._weights)
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, step: Step) -> Outputs:
         assert self._forward is not None, "the model's weights are not loaded"
-        return self._forward(input_ids, positions, kv_caches, logits_indices)
+        with running(step.metadata):
+            return dict(zip(self.plan.outputs, self._forward(step.values), strict=True))
 
 
 @dataclass(kw_only=True)
@@ -190,15 +177,12 @@ class EagerModel:
         for name, value in self.spec.buffers.items():
             self.module.get_buffer(name).copy_(value)
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        with torch.no_grad():
-            return self.module(input_ids, positions, list(kv_caches), logits_indices)
+    def __call__(self, step: Step) -> Outputs:
+        state = {group.name: group.argument(step.state) for group in self.spec.state}
+        with torch.no_grad(), running(step.metadata):
+            results = self.module(**step.inputs, **state)
+        names = [output.name for output in self.spec.outputs]
+        return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
 
 
 StageCallback = Callable[[str, float, str], None]

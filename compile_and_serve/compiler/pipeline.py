@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 from compile_and_serve.compiler.artifacts.autotune import Autotuner
 from compile_and_serve.compiler.artifacts.cache_key import op_versions, piece_fields, plan_fields, toolchain_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore, Entry, default_root, key_of
-from compile_and_serve.compiler.capture.capture import capture, example_inputs
+from compile_and_serve.compiler.capture.capture import capture
 from compile_and_serve.compiler.compat import no_garbage_collection
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.inductor import (
@@ -42,10 +42,10 @@ from compile_and_serve.compiler.inductor import (
 from compile_and_serve.compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.quantize_linears import slow_reason
+from compile_and_serve.compiler.pieces.executor import executor_source
 from compile_and_serve.compiler.pieces.fingerprint import normalized_text
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, PieceStep, make_plan
 from compile_and_serve.compiler.pieces.splitter import split
-from compile_and_serve.compiler.pieces.stitch import stitched_source
 from compile_and_serve.compiler.reports.dump import Dump
 from compile_and_serve.compiler.reports.profile import profile_model
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, SkipReason
@@ -60,7 +60,6 @@ log = logging.getLogger(__name__)
 PLAN, FORWARD = "plan.json", "forward.py"  # files of a plan's artifact
 SOURCE, GRAPH, KERNELS = "piece.py", "graph.txt", "kernels"  # files of a piece's
 TRIALS = "trials"  # in the work folder: what Inductor tried the C++ compiler with
-CAPTURE_BLOCKS, CAPTURE_BLOCK_SIZE = 8, 16  # of the caches that the graph is captured with; no piece sees them
 
 
 def _ignore_stage(stage: str, seconds: float, detail: str) -> None: ...
@@ -74,7 +73,7 @@ def compile_model(
     dtype: torch.dtype,
     kernels: frozenset[str] = frozenset(),
     passes: Sequence[GraphPass] | None = None,
-    attention_backend: AttentionBackend | None = None,
+    attention_backends: Mapping[str, AttentionBackend] | None = None,
     kv_cache_dtype: torch.dtype | None = None,
     on_stage: StageCallback = _ignore_stage,
 ) -> Model:
@@ -83,8 +82,8 @@ def compile_model(
     kernels: names of the fused `cas` ops that have a kernel here, from `available_kernels` (passes that need another are
         left out).
     passes: instead of `default_passes()`; `config.user_passes` come in addition.
-    attention_backend, kv_cache_dtype: what split ops are measured with (for `profile_tokens`; None: `dtype`); no piece sees the
-        cache, so that nothing else depends on them.
+    attention_backends (by state group), kv_cache_dtype: what split ops are measured with (for `profile_tokens`; None: `dtype`).
+        No piece sees the cache, so nothing else depends on them.
     on_stage: called with (stage, seconds, detail) when a stage ends.
     Raises `CaptureError`, `SplitError`, `PassError` or `PieceCompileError`.
     """
@@ -116,7 +115,7 @@ def compile_model(
         if unknown := wanted - set(names):
             raise PassError(f"Cannot {verb} unknown pass {sorted(unknown)[0]!r}: the passes are {', '.join(names)}.")
     job = _Compilation(spec, config, device, dtype, kernels, all_passes, on_stage,
-                       attention_backend=attention_backend, kv_cache_dtype=kv_cache_dtype or dtype)  # fmt: skip
+                       attention_backends=attention_backends, kv_cache_dtype=kv_cache_dtype or dtype)  # fmt: skip
     return job.run()
 
 
@@ -144,7 +143,7 @@ class _Compilation:
     report: dict[str, Any] = field(default_factory=lambda: {"mode": "compile", "stages": {}})
     stores: list[ArtifactStore] = field(default_factory=list)
     dump: Dump | None = None
-    attention_backend: AttentionBackend | None = None
+    attention_backends: Mapping[str, AttentionBackend] | None = None
     useless: set[Path] = field(default_factory=set)  # artifacts that are whole and, one of them at least, do not load
 
     def run(self) -> CompiledModel:
@@ -252,7 +251,7 @@ class _Compilation:
         self.report |= {"passes": passes, "artifact": "made", "artifact_key": key_of(fields)}
         content = {
             PLAN: json.dumps({"plan": plan.to_json(), "ops": ops, "passes": passes}),
-            FORWARD: stitched_source(plan),
+            FORWARD: executor_source(plan),
         }
         if self.dump is None or self._get("plan", fields) is None:
             self._put("plan", fields, content, work_dir / "plan")
@@ -333,12 +332,13 @@ class _Compilation:
     ) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord]]:
         """→ the plan, a graph for each distinct piece, what the passes said."""
         start = time.perf_counter()
-        shapes = [
-            (CAPTURE_BLOCKS, 2, kv.num_kv_heads, CAPTURE_BLOCK_SIZE, kv.head_dim) for kv in self.spec.kv_cache_specs
-        ]
-        inputs = example_inputs(shapes, self.dtype)
         captured = capture(
-            self.spec.module, inputs, quantized=self.spec.quantized_weights, with_bytecode=self.dump is not None
+            self.spec.module,
+            self.spec.inputs,
+            self.spec.state,
+            self.dtype,
+            quantized=self.spec.quantized_weights,
+            with_bytecode=self.dump is not None,
         )
         repeated = f", {captured.regions} repeated blocks" if captured.regions else ""
         self._stage("capture", time.perf_counter() - start, f"{len(captured.gm.graph.nodes)} nodes{repeated}")
@@ -360,7 +360,7 @@ class _Compilation:
         )
         start = time.perf_counter()
         stages = split(captured.gm)
-        plan, graphs = make_plan(captured.gm, stages, captured.weights)
+        plan, graphs = make_plan(captured.gm, stages, captured.weights, [output.name for output in self.spec.outputs])
         self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
         if self.dump is not None:
             self.dump.split(plan, graphs)
@@ -369,14 +369,14 @@ class _Compilation:
     def _profile(
         self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule], pieces: Mapping[str, PieceCallable]
     ) -> None:
-        if self.attention_backend is None:
-            raise ValueError("Measuring pieces needs the attention backend: give compile_model its attention_backend.")
+        if self.attention_backends is None:
+            raise ValueError("Measuring pieces needs attention backends: give compile_model its attention_backends.")
         start = time.perf_counter()
         try:
             self.report["profile"] = profile_model(
-                plan, graphs, pieces, [(kv.num_kv_heads, kv.head_dim) for kv in self.spec.kv_cache_specs],
+                plan, graphs, pieces, self.spec,
                 device=self.device, dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype,
-                backend=self.attention_backend, tokens=self.config.profile_tokens,
+                backends=self.attention_backends, tokens=self.config.profile_tokens,
             )  # fmt: skip
         except RuntimeError as error:  # of torch, out of memory among them: a measurement is no reason not to serve
             log.warning("The pieces could not be measured: %s", f"{type(error).__name__}: {error}".splitlines()[0])
@@ -391,7 +391,7 @@ class _Compilation:
                 "architecture": type(self.spec.module).__name__,
                 "config": dict(self.spec.config),
                 "dtype": str(self.dtype).removeprefix("torch."),
-                "layers": len(self.spec.kv_cache_specs),
+                "layers": sum(len(group.layers) for group in self.spec.state),
             },
             "environment": toolchain,
             "key": {name: value for name, value in fields.items() if name not in toolchain},

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from compile_and_serve.custom_ops.step import KVCacheSpec
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
 from compile_and_serve.models.llama import LlamaForCausalLM
 from compile_and_serve.models.quantization_config import quantized_weights
 from compile_and_serve.models.qwen3 import Qwen3ForCausalLM
-from compile_and_serve.models.spec import KVCacheSpec, ModelSpec, ShardStyle
+from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,10 @@ def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dty
     return ModelSpec(
         module=module,
         config=config,
-        kv_cache_specs=tuple(
-            KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim) for _ in layers
+        state=(
+            full_attention(
+                KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim) for _ in layers
+            ),
         ),
         vocab_size=decoder.vocab_size,
         max_model_len=max_positions(decoder),

@@ -21,8 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.custom_ops.step import KVCacheSpec
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.spec import KVCacheSpec, ModelSpec, ShardStyle
+from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
 
 ATTENTION = "compile_and_serve"  # our name in transformers' AttentionInterface
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the others' frequencies depend on the sequence length
@@ -75,7 +76,7 @@ def build_transformers_model(config: Mapping[str, Any], *, dtype: torch.dtype) -
         module=module,
         # The computation also depends on the package's version, so the version is part of the artifacts' key.
         config={**config, "model_impl": f"transformers {transformers.__version__}"},
-        kv_cache_specs=_attention_layers(name, module, model.config),
+        state=(full_attention(_attention_layers(name, module, model.config)),),
         vocab_size=model.get_output_embeddings().weight.shape[0],
         max_model_len=int(model.config.max_position_embeddings),
         weight_map=unused,

@@ -62,7 +62,7 @@ def run_step(
 
 
 def empty_caches(spec: ModelSpec, num_blocks: int) -> list[torch.Tensor]:
-    return [torch.zeros(num_blocks, 2, c.num_kv_heads, BLOCK_SIZE, c.head_dim) for c in spec.kv_cache_specs]
+    return [torch.zeros(num_blocks, 2, c.num_kv_heads, BLOCK_SIZE, c.head_dim) for c in spec.state[0].layers]
 
 
 def reference_logits(folder: Path, tokens: list[int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compile_and_serve import LLM, SamplingParams
-from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
@@ -18,6 +18,7 @@ from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
+from tests.support.tiny_models import capture_spec
 from tests.support.transformers_models import SIZES, config_of, greedy_tokens, write_random_model
 
 LAYERS = SIZES["num_hidden_layers"]
@@ -34,8 +35,7 @@ def build(architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any
 def rewrite(
     spec: ModelSpec, dtype: torch.dtype, verify: bool
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
-    shapes = [(8, 2, kv.num_kv_heads, 16, kv.head_dim) for kv in spec.kv_cache_specs]
-    captured = capture(spec.module, example_inputs(shapes, dtype))
+    captured = capture_spec(spec, dtype)
     ctx = PassContext(
         device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode,
         kernels=frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"}),
@@ -145,7 +145,7 @@ def test_unsupported_model_is_one_sentence(architecture: str, changes: dict[str,
 
 def test_window_longer_than_the_model_is_ignored() -> None:
     spec = build("MistralForCausalLM", sliding_window=SIZES["max_position_embeddings"])
-    assert len(spec.kv_cache_specs) == LAYERS
+    assert len(spec.state[0].layers) == LAYERS
 
 
 def test_spec_describes_checkpoint_and_sharding() -> None:

@@ -28,7 +28,7 @@ def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED)
     cpu = torch.device("cpu")
     small = {"GEMM_SIZE": {"cpu": 16}, "STREAM_BYTES": {"cpu": 1 << 16}, "RUNS": 2}  # of what is measured
     with patch.multiple("compile_and_serve.compiler.reports.profile", **small):
-        compile_model(spec, config, device=cpu, dtype=dtype, kernels=kernels, attention_backend=backend)
+        compile_model(spec, config, device=cpu, dtype=dtype, kernels=kernels, attention_backends={"kv_caches": backend})
     graphs = {"sizes": [1, 2, 4], "full_graphs": 2, "used_bytes": 3 << 20}
     memory = {"total": 80, "others": 1, "weights": 15, "largest_step": 2, "sampling": 0.5, "graphs": 0.25}
     facts = {

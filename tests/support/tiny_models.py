@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
+from compile_and_serve.compiler.capture.capture import CapturedGraph, capture
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.model import Model
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata, attention_metadata
-from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.made_up_step import make_step, zero_state
+from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, StateGroup, Step, running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 
 BLOCK_SIZE = 16
+PAGE_SIZES = {KV_CACHES: BLOCK_SIZE}
 
 
 def tiny_config(architecture: str = "LlamaForCausalLM", layers: int = 2, **changes: Any) -> dict[str, Any]:
@@ -54,30 +61,63 @@ def fill(model: Model, seed: int = 0, rank: int = 0) -> None:
 
 def caches(
     spec: ModelSpec, dtype: torch.dtype, num_blocks: int = 8, tensor_parallel_size: int = 1
-) -> list[torch.Tensor]:
-    """One rank's."""
-    kept = [kv.of_rank(tensor_parallel_size) for kv in spec.kv_cache_specs]
-    shapes = [(num_blocks, 2, kv.num_kv_heads, BLOCK_SIZE, kv.head_dim) for kv in kept]
-    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+) -> dict[str, torch.Tensor]:
+    """One rank's state by name."""
+    groups = [group.of_rank(tensor_parallel_size) for group in spec.state]
+    return zero_state(groups, num_blocks, num_blocks, PAGE_SIZES, dtype)
+
+
+def tiny_step(
+    tokens: list[int], start: int, state: Mapping[str, torch.Tensor], backend: AttentionBackend | None = None
+) -> Step:
+    """One sequence's next tokens, with `start` tokens in the cache already; every token's logits are wanted."""
+    backends = {} if backend is None else {KV_CACHES: backend}
+    count = len(tokens)
+    groups = [StateGroup(name=KV_CACHES, layers=tuple(map(_layer, state.values())))]
+    return make_step(
+        DECODER_INPUTS, groups, [(start, count)], state=state, tokens_per_page=PAGE_SIZES, backends=backends,
+        token_ids=np.array(tokens, dtype=np.int64), row_indices=np.arange(count),
+    )  # fmt: skip
 
 
 def step(
-    model: Model, tokens: list[int], start: int, kv_caches: list[torch.Tensor], backend: AttentionBackend | None = None
+    model: Model | CudaGraphRunner,
+    tokens: list[int],
+    start: int,
+    state: Mapping[str, torch.Tensor],
+    backend: AttentionBackend | None = None,
 ) -> torch.Tensor:
-    """Logits [tokens, V] of one sequence's next tokens, with `start` tokens in the cache already."""
+    """Logits [tokens, V] of `tiny_step`."""
+    made = tiny_step(tokens, start, state, backend)
+    with torch.no_grad():
+        return (model.run(made).outputs if isinstance(model, CudaGraphRunner) else model(made))[LOGITS]
+
+
+def _layer(cache: torch.Tensor) -> KVCacheSpec:
+    return KVCacheSpec(num_kv_heads=cache.shape[2], head_dim=cache.shape[4])
+
+
+def capture_decoder(
+    module: nn.Module, dtype: torch.dtype, heads: Sequence[tuple[int, int]] = (), **options: Any
+) -> CapturedGraph:
+    """Capture a module that takes a decoder's inputs. heads: (K, E) of each layer's KV cache."""
+    layers = tuple(KVCacheSpec(num_kv_heads=count, head_dim=size) for count, size in heads)
+    return capture(module, DECODER_INPUTS, [StateGroup(name=KV_CACHES, layers=layers)], dtype, **options)
+
+
+def capture_spec(spec: ModelSpec, dtype: torch.dtype, **options: Any) -> CapturedGraph:
+    """Capture a model as `compile_model` does."""
+    return capture(spec.module, spec.inputs, spec.state, dtype, **options)
+
+
+def plain_logits(spec: ModelSpec, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Logits at every position of a sequence, in one pass of the plain module over state of that dtype. → [T, V]"""
     count = len(tokens)
-    metadata = AttentionMetadata(
-        backend=backend or TorchAttention(),
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens=torch.tensor([start + count], dtype=torch.int32),
-        block_table=torch.arange(kv_caches[0].shape[0], dtype=torch.int32)[None],
-        slot_mapping=torch.arange(start, start + count),
-        num_seqs=1,
-        num_tokens=count,
-        max_query_len=count,
-        max_seq_len=start + count,
-    )
-    positions = torch.arange(start, start + count)
-    metadata.backend.plan(metadata)
-    with attention_metadata(metadata), torch.no_grad():
-        return model(torch.tensor(tokens), positions, kv_caches, torch.arange(count))
+    sizes = {group.name: count for group in spec.state if group.paged}
+    made = make_step(
+        spec.inputs, spec.state, [(0, count)], state=zero_state(spec.state, 1, 1, sizes, dtype), tokens_per_page=sizes,
+        token_ids=np.array(tokens, dtype=np.int64), row_indices=np.arange(count),
+    )  # fmt: skip
+    arguments = {group.name: group.argument(made.state) for group in spec.state}
+    with torch.no_grad(), running(made.metadata):
+        return spec.module(**made.inputs, **arguments)

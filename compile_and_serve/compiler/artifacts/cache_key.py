@@ -60,7 +60,7 @@ def plan_fields(
         **toolchain_fields(device),
         "config": digest(json.dumps(spec.config, sort_keys=True)),
         "architecture": type(spec.module).__name__,
-        "layers": len(spec.kv_cache_specs),
+        "step": digest(repr([(i.name, i.dtype, i.dims) for i in spec.inputs]), repr(spec.state), repr(spec.outputs)),
         "tensor_parallel_size": tensor_parallel_size,  # never the rank: all ranks run the same pieces
         "tp_plan": digest(json.dumps(dict(spec.tp_plan), sort_keys=True)),
         "dtype": str(dtype),

@@ -21,17 +21,18 @@ from compile_and_serve.compiler.compat import (
     FakeTensorMode,
     GraphBreakError,
     capture_full_graph,
-    mark_token_dimension,
+    mark_symbolic,
     regions_are_reused,
 )
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable
 from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.step import StateGroup, StepInput
 
 log = logging.getLogger(__name__)
 
-TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of logits wanted
-EXAMPLE_TOKENS, EXAMPLE_ROWS = 37, 5  # what they are while the graph is captured; nothing may depend on it
+EXAMPLE_TOKENS, EXAMPLE_ROWS = 37, 5  # lengths while the graph is captured; nothing may depend on them
+EXAMPLE_PAGES, EXAMPLE_PAGE_TOKENS = 8, 16  # of paged state while the graph is captured; no piece sees it
 
 
 class CaptureError(ValueError):
@@ -40,7 +41,11 @@ class CaptureError(ValueError):
 
 @dataclass(kw_only=True, slots=True)
 class CapturedGraph:
-    """One whole-model graph. Every placeholder has meta["weight"] (a parameter's name) or meta["input"] (an argument's name)."""
+    """One whole-model graph.
+
+    Every placeholder has meta["weight"], a parameter's name, or meta["input"], an input's or a state tensor's name, and then
+    meta["declaration"], its `StepInput` or `StateGroup`.
+    """
 
     gm: GraphModule
     weights: WeightTable
@@ -49,51 +54,58 @@ class CapturedGraph:
     regions: int = 0  # blocks that came as calls of regions, which Dynamo traces once for those that are alike
 
 
-def example_inputs(kv_cache_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Meta tensors of a step's arguments by name, in the order of `forward`; the caches are `kv_cache.0`, `kv_cache.1`, …"""
-    ids = {name: torch.empty(EXAMPLE_TOKENS, dtype=torch.int64, device="meta") for name in ("input_ids", "positions")}
-    caches = {
-        f"kv_cache.{i}": torch.empty(shape, dtype=dtype, device="meta") for i, shape in enumerate(kv_cache_shapes)
+def example_tensors(
+    inputs: Sequence[StepInput], groups: Sequence[StateGroup], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Meta tensors of a step's inputs and state by name. dtype: of state that says none."""
+    tensors = {
+        one.name: torch.empty(one.shape(EXAMPLE_TOKENS, EXAMPLE_ROWS), dtype=one.dtype, device="meta") for one in inputs
     }
-    rows = torch.empty(EXAMPLE_ROWS, dtype=torch.int64, device="meta")
-    for tensor in ids.values():
-        mark_token_dimension(tensor, TOKENS)
-    mark_token_dimension(rows, ROWS)
-    return {**ids, **caches, "logits_indices": rows}
+    for one in inputs:
+        if one.symbolic_dim is not None and one.length is not None:
+            mark_symbolic(tensors[one.name], one.symbolic_dim, one.length)
+    for group in groups:
+        for name, shape in group.tensor_shapes(EXAMPLE_PAGE_TOKENS).items():
+            tensors[name] = torch.empty((EXAMPLE_PAGES, *shape), dtype=group.dtype or dtype, device="meta")
+    return tensors
 
 
 def capture(
-    module: nn.Module, inputs: Mapping[str, torch.Tensor], *, quantized: Mapping[str, QuantizedWeight] | None = None,
-    with_bytecode: bool = False,
+    module: nn.Module, inputs: Sequence[StepInput], groups: Sequence[StateGroup], dtype: torch.dtype, *,
+    quantized: Mapping[str, QuantizedWeight] | None = None, with_bytecode: bool = False,
 ) -> CapturedGraph:  # fmt: skip
-    """Capture `module(input_ids, positions, kv_caches, logits_indices)` with symbolic token dimensions.
+    """Capture a step of `module` with symbolic lengths.
 
-    module: on the meta device. inputs: from `example_inputs`. quantized: parameters that the checkpoint holds quantized.
-    with_bytecode: keep what Dynamo makes of `forward`.
+    module: on the meta device. inputs, groups: what its `forward` takes by name. dtype: of state that says none.
+    quantized: parameters that the checkpoint holds quantized. with_bytecode: keep what Dynamo makes of `forward`.
     Raises `CaptureError` with Dynamo's reason where the model's code cannot be one graph.
     """
-    kv_caches = [tensor for name, tensor in inputs.items() if name.startswith("kv_cache.")]
-    args = (inputs["input_ids"], inputs["positions"], kv_caches, inputs["logits_indices"])
+    tensors = example_tensors(inputs, groups, dtype)
+    arguments: dict[str, Any] = {one.name: tensors[one.name] for one in inputs}
+    arguments |= {group.name: group.argument(tensors) for group in groups}
     blocks = block_classes(module) if regions_are_reused() else []
     try:
-        traced = _trace(module, args, with_bytecode, blocks)
+        traced = _trace(module, arguments, with_bytecode, blocks)
     except CaptureError as error:
         if not blocks:
             raise
-        traced = _trace(module, args, with_bytecode, [])  # raises where the blocks were not what it failed on
+        traced = _trace(module, arguments, with_bytecode, [])  # raises where the blocks were not what it failed on
         names = ", ".join(cls.__name__ for cls in blocks)
         log.info("Every %s is traced by itself, since one could not be traced for all: %s", names, error)
     gm, examples, bytecode = traced
-    graph = _name_placeholders(module, inputs, quantized or {}, gm, examples)
+    declarations: dict[str, StepInput | StateGroup] = {one.name: one for one in inputs}
+    for group in groups:
+        declarations |= dict.fromkeys(group.tensor_shapes(1), group)
+    graph = _name_placeholders(module, tensors, declarations, quantized or {}, gm, examples)
     graph.bytecode = bytecode
     graph.regions = inline_regions(gm)
     return graph
 
 
 def _trace(
-    module: nn.Module, args: tuple[Any, ...], with_bytecode: bool, blocks: list[type[nn.Module]]
+    module: nn.Module, arguments: Mapping[str, Any], with_bytecode: bool, blocks: list[type[nn.Module]]
 ) -> tuple[GraphModule, list[Any], list[CodeType]]:
-    """The graph of `module(*args)`, what its placeholders stand for, and bytecode. blocks: these classes' modules are regions."""
+    """The graph of `module(**arguments)`, what its placeholders stand for, and bytecode. blocks: these classes' modules are regions."""
     taken: list[tuple[GraphModule, list[Any]]] = []
 
     def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
@@ -102,7 +114,7 @@ def _trace(
 
     try:
         with traced_once(blocks):
-            bytecode = capture_full_graph(module, backend, args, with_bytecode=with_bytecode)
+            bytecode = capture_full_graph(module, backend, arguments, with_bytecode=with_bytecode)
     except GraphBreakError as error:
         reason = str(error).strip().split("\n\n")[0]
         raise CaptureError(f"The model's forward cannot be captured as one graph: {reason}") from error
@@ -111,8 +123,8 @@ def _trace(
 
 
 def _name_placeholders(
-    module: nn.Module, inputs: Mapping[str, torch.Tensor], quantized: Mapping[str, QuantizedWeight], gm: GraphModule,
-    examples: Sequence[Any],
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], declarations: Mapping[str, StepInput | StateGroup],
+    quantized: Mapping[str, QuantizedWeight], gm: GraphModule, examples: Sequence[Any],
 ) -> CapturedGraph:  # fmt: skip
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     weight_names = {id(tensor): name for name, tensor in tensors.items()}
@@ -122,7 +134,8 @@ def _name_placeholders(
         if isinstance(example, torch.SymInt):
             continue  # a length; `canonicalize` removes it
         if id(example) in input_names:
-            node.meta["input"] = input_names[id(example)]
+            name = node.meta["input"] = input_names[id(example)]
+            node.meta["declaration"] = declarations[name]
         else:
             assert id(example) in weight_names, f"captured input {node.name} is neither a parameter nor an argument"
             node.meta["weight"] = name = weight_names[id(example)]

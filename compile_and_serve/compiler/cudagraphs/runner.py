@@ -1,11 +1,11 @@
 """Replays a model's steps as CUDA graphs: a whole decode step as one graph, or the compiled pieces of any other step one by one.
 
-A full graph holds everything from the token ids to the logits, and what `decode_head` and `decode_tail` add (taking the last tokens,
-choosing the next, advancing the step).
-It is valid for steps of exactly one token a sequence, padded to a captured size with sequences of length 0. A graph bakes in every
-address and integer that its kernels were launched with, so a replay happens only where all of them are the captured ones; anything else
-runs the model as it is. A backend that sets `decode_capturable` says that its decodes read all lengths from the device, and take
-nothing from `plan` or from the metadata's integers.
+A full graph holds everything from a step's inputs to its outputs, and what `decode_head` and `decode_tail` add (taking the tokens
+sampled last, sampling the next, advancing the inputs). It serves steps in which every sequence has the same small number of tokens
+(`query_len`, usually 1), padded to a captured number of sequences with sequences of length 0. A graph bakes in every address and integer
+that its kernels were launched with, so it is replayed only where all of them are the captured ones; any other step runs the model as
+it is. A backend that sets `decode_capturable` promises that its decodes read all lengths from the device, and take nothing from
+`plan` or from the metadata's integers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,95 +23,62 @@ from compile_and_serve.compiler.cudagraphs.graph_capture import Graph, GraphDevi
 from compile_and_serve.compiler.cudagraphs.piecewise import (
     PIECEWISE_TOKENS,
     PiecewiseGraphs,
-    most_piecewise_tokens,
+    max_piecewise_tokens,
     piecewise_unsupported_reason,
 )
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata, current_metadata
+from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+from compile_and_serve.custom_ops.step import Step
 
 logger = logging.getLogger(__name__)
 
-ESTIMATED_TOKENS = 8  # of the prompt that an estimate runs: kernels for long ones are not asked for during start-up
+ESTIMATED_TOKENS = 8  # of the prompt that an estimate runs, so that it asks for no kernel of long prompts
+
+Outputs = dict[str, torch.Tensor]
 
 
 class StepModel(Protocol):
-    """`model(input_ids [T], positions [T], kv_caches, logits_indices [S])` → logits [S, V]."""
+    """`model(step)` → outputs by name."""
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor: ...
+    def __call__(self, step: Step) -> Outputs: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeRows:
-    """What a step of decodes knows of its S rows besides the model's inputs.
+StepOf = Callable[[int], Step]
+DecodeHead = Callable[[Step], None]
+DecodeTail = Callable[[Outputs, Step], tuple[torch.Tensor, ...]]
 
-    sampling: what tokens are chosen with, each [S]. slots: int64 [S], places in last_tokens: int64, of all running requests. has_run:
-    int32 [S], 1 where a step has run with these inputs, which are then to be advanced first.
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave. sampled: what `decode_tail` returned, None where the step ran without it. is_missed: the step was one of decodes
+    whose graph is yet to be captured.
     """
 
-    sampling: tuple[torch.Tensor, ...]
-    slots: torch.Tensor
-    last_tokens: torch.Tensor
-    has_run: torch.Tensor
+    outputs: Outputs
+    sampled: tuple[torch.Tensor, ...] | None = None
+    is_missed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepInputs:
-    """A step's arguments in the buffers that every later step of that size uses too."""
+class PlainRunner:
+    """Runs every step as it is: the interface of `CudaGraphRunner` without graphs."""
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    kv_caches: Sequence[torch.Tensor]
-    logits_indices: torch.Tensor
-    metadata: AttentionMetadata
-    rows: DecodeRows | None = None  # of a step of decodes, for `decode_head` and `decode_tail`
+    max_padded_size = 0
 
-    def addresses(self) -> tuple[int, ...]:
-        """What a graph that read these tensors bakes in."""
-        m = self.metadata
-        tensors = (
-            self.input_ids,
-            self.positions,
-            self.logits_indices,
-            m.query_start_loc,
-            m.seq_lens,
-            m.block_table,
-            m.slot_mapping,
-        )
-        return (
-            *(t.data_ptr() for t in tensors),
-            m.block_table.stride(0),
-            self.kv_caches[0].data_ptr() if self.kv_caches else 0,
-        )
+    def __init__(self, model: StepModel) -> None:
+        self.model = model
 
+    def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None:
+        """None: steps are not padded."""
+        return None
 
-InputsOf = Callable[[int], StepInputs]
-DecodeHead = Callable[[StepInputs], None]
-DecodeTail = Callable[[torch.Tensor, StepInputs], tuple[torch.Tensor, ...]]
+    def run(self, step: Step, *, with_sampling: bool = True) -> StepResult:
+        return StepResult(self.model(step))
 
 
 @dataclass(slots=True)
 class _FullGraph:
     graph: Graph
     addresses: tuple[int, ...]
-    logits: torch.Tensor
-    tail: tuple[torch.Tensor, ...]
-
-
-@dataclass(slots=True)
-class GraphStats:
-    """Since the start: replays by mode, steps that ran without a graph, and what capturing took."""
-
-    replays: dict[str, int] = field(default_factory=lambda: {"full": 0, "piecewise": 0})
-    plain_steps: int = 0
-    captured: dict[str, int] = field(default_factory=lambda: {"full": 0, "piecewise": 0})
-    capture_seconds: float = 0.0
-    estimated_bytes: int = 0
-    used_bytes: int = 0
+    result: StepResult
 
 
 def default_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -121,22 +88,22 @@ def default_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None) -> tupl
 
 
 def piecewise_sizes(
-    max_num_seqs: int, sizes: Sequence[int] | None = None, most_tokens: int = PIECEWISE_TOKENS
+    max_num_seqs: int, sizes: Sequence[int] | None = None, max_tokens: int = PIECEWISE_TOKENS
 ) -> tuple[int, ...]:
-    """Ascending sizes of piecewise graphs up to most_tokens or max_num_seqs, each at most an eighth larger than the one before from 64
+    """Ascending sizes of piecewise graphs up to max_tokens or max_num_seqs, each at most an eighth larger than the one before from 64
     tokens on; or `sizes`.
     """
     if sizes is not None:
         return tuple(sorted(set(sizes)))
     wanted, step = [1, 2, 4, *range(8, 64, 8)], 8
-    while wanted[-1] < max(max_num_seqs, most_tokens):
+    while wanted[-1] < max(max_num_seqs, max_tokens):
         step = 2 * step if wanted[-1] >= 16 * step else step
         wanted.append(wanted[-1] + step)
     return tuple(wanted)
 
 
 class CudaGraphRunner:
-    """A model that replays graphs where it has one for the step, and runs the model where it has not.
+    """A model that replays a graph where it has one for the step, and runs the model where it has none.
 
     `capture(n)` before serving captures the n sizes that matter most (largest first, so that all fit into the memory of the first);
     `capture_next()` captures one more and is meant for idle moments: nothing may be in flight.
@@ -148,40 +115,42 @@ class CudaGraphRunner:
         *,
         mode: CudaGraphMode,
         max_num_seqs: int,
-        backend: object,
+        backends: Sequence[object],
         device: GraphDevice,
         sizes: Sequence[int] | None = None,
+        query_len: int = 1,
         decode_head: DecodeHead | None = None,
         decode_tail: DecodeTail | None = None,
     ) -> None:
-        """decode_head, decode_tail: what a full graph does before the model runs, and with its logits."""
+        """backends: of the attention groups. sizes: numbers of sequences to capture. query_len: tokens of a sequence in a decode step.
+        decode_head, decode_tail: what a full graph does before the model runs, and with its outputs.
+        """
         self.model = model
+        self.query_len = query_len
         self.stats = GraphStats()
-        self.tail: tuple[torch.Tensor, ...] | None = None  # what decode_tail returned in the step just replayed
-        self.is_missed = False  # the step just run was one of decodes that a graph is yet to be captured for
         self._device = device
         self._decode_head = decode_head
         self._decode_tail = decode_tail
-        self._decode_inputs: InputsOf | None = None
-        self._prompt_inputs: InputsOf | None = None
-        self._full: dict[int, _FullGraph] = {}
+        self._decode_step: StepOf | None = None
+        self._prompt_step: StepOf | None = None
+        self._full: dict[tuple[int, bool], _FullGraph] = {}  # by number of sequences, and whether it samples
         self._asked: dict[int, int] = {}
         self.sizes: tuple[int, ...] = ()
         if mode in ("full", "full_and_piecewise"):
-            if getattr(backend, "decode_capturable", False):
+            plain = [b for b in backends if not getattr(b, "decode_capturable", False)]
+            if not plain:
                 self.sizes = default_sizes(max_num_seqs, sizes)
             else:
-                logger.warning(
-                    "no full CUDA graphs: attention backend %s cannot be captured",
-                    getattr(backend, "name", type(backend).__name__),
-                )
+                names = ", ".join(str(getattr(backend, "name", type(backend).__name__)) for backend in plain)
+                logger.warning("no full CUDA graphs: attention backend %s cannot be captured", names)
         self._waiting = list(self.sizes)
+        self._waiting_unsampled: list[int] = []  # sizes that steps without sampling asked for
         self._piecewise: PiecewiseGraphs | None = None
         if mode in ("piecewise", "full_and_piecewise"):
             reason = piecewise_unsupported_reason(model)
             if reason is None:
                 wanted = piecewise_sizes(
-                    max_num_seqs, sizes if mode == "piecewise" else None, most_piecewise_tokens(model)
+                    max_num_seqs, sizes if mode == "piecewise" else None, max_piecewise_tokens(model)
                 )
                 self._piecewise = PiecewiseGraphs(model, device, wanted)
             else:
@@ -191,28 +160,29 @@ class CudaGraphRunner:
     def max_padded_size(self) -> int:
         """The largest number of tokens that `padded_size` answers."""
         piecewise = self._piecewise.sizes if self._piecewise else ()
-        return max((*self.sizes, *piecewise), default=0)
+        return max((*(size * self.query_len for size in self.sizes), *piecewise), default=0)
 
     def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None:
         """The number of tokens to pad a step to, or None: as it is.
 
-        A step of decodes (max_query_len 1) is padded with whole sequences to the next full size; any other to the next piecewise size.
+        A decode step is padded with whole sequences to the next full size; any other with tokens to the next piecewise size.
         """
-        if max_query_len == 1 and num_seqs == num_tokens and self.sizes and num_tokens <= self.sizes[-1]:
-            return self.sizes[bisect.bisect_left(self.sizes, num_tokens)]
+        q = self.query_len
+        if max_query_len == q and num_seqs * q == num_tokens and self.sizes and num_seqs <= self.sizes[-1]:
+            return self.sizes[bisect.bisect_left(self.sizes, num_seqs)] * q
         if self._piecewise is not None and num_tokens <= self._piecewise.sizes[-1]:
             return self._piecewise.sizes[bisect.bisect_left(self._piecewise.sizes, num_tokens)]
         return None
 
-    def bind(self, decode_inputs: InputsOf | None, prompt_inputs: InputsOf | None = None) -> None:
-        """Say where steps of decodes lie: decode_inputs(size) fills the persistent buffers with `size` padding sequences. Before anything
+    def bind(self, decode_step: StepOf | None, prompt_step: StepOf | None = None) -> None:
+        """Say where decode steps lie: decode_step(n) fills the persistent buffers with n padding sequences. To be called before anything
         is captured: graphs read and write these buffers.
 
-        prompt_inputs(size): a made-up step of that many tokens of a prompt, for estimates. None: nowhere, as before the first call.
+        prompt_step(n): a made-up step of n tokens of a prompt, for estimates. None: nowhere, as before the first call.
         """
-        assert not self._full, "graphs are captured already, of other buffers"
-        self._decode_inputs = decode_inputs
-        self._prompt_inputs = prompt_inputs
+        assert not self._full, "graphs of other buffers are captured already"
+        self._decode_step = decode_step
+        self._prompt_step = prompt_step
 
     def capture(self, count: int | None = None) -> int:
         """Capture up to `count` full graphs (None: all); → how many. The largest comes first, then 1, then the rest downwards."""
@@ -223,34 +193,44 @@ class CudaGraphRunner:
 
     def capture_next(self) -> bool:
         """Capture the graph that is wanted most; False when there is nothing left to capture."""
-        if self._decode_inputs is None or not self._waiting:
+        if self._decode_step is None or not (self._waiting or self._waiting_unsampled):
             return False
+        if self._waiting_unsampled:
+            self._capture_full(self._waiting_unsampled.pop(0), with_sampling=False)
+            return True
         size = self._most_wanted()
         self._waiting.remove(size)
-        before = self._device.used_bytes()
-        inputs = self._decode_inputs(size)
-        inputs = replace(inputs, metadata=replace(inputs.metadata, num_seqs=size, num_tokens=size, max_query_len=1))
+        self._capture_full(size, with_sampling=True)
+        return True
 
-        def step() -> tuple[torch.Tensor, ...]:
+    def _capture_full(self, size: int, *, with_sampling: bool) -> None:
+        assert self._decode_step is not None
+        before = self._device.used_bytes()
+        step = self._decode_step(size)
+        names: list[str] = []
+
+        def work() -> tuple[torch.Tensor, ...]:
             if self._decode_head is not None:
-                self._decode_head(inputs)
-            with attention_metadata(inputs.metadata):
-                logits = self.model(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
-            return logits, *(self._decode_tail(logits, inputs) if self._decode_tail else ())
+                self._decode_head(step)
+            outputs = self.model(step)
+            names[:] = outputs
+            tail = self._decode_tail if with_sampling else None
+            return *outputs.values(), *(tail(outputs, step) if tail else ())
 
         with capturing(f"{size} decodes"):
-            graph, outputs, seconds = self._device.capture(step)
-        self._full[size] = _FullGraph(graph, inputs.addresses(), outputs[0], tuple(outputs[1:]))
+            graph, tensors, seconds = self._device.capture(work)
+        sampled = tensors[len(names) :] if with_sampling and self._decode_tail else None
+        result = StepResult(dict(zip(names, tensors, strict=False)), sampled)
+        self._full[size, with_sampling] = _FullGraph(graph, step.addresses, result)
         stats = self.stats
         stats.captured["full"] += 1
         stats.capture_seconds += seconds
         stats.used_bytes += max(0, self._device.used_bytes() - before)
-        return True
 
-    def capture_pieces_up_to(self, most_tokens: int | None) -> None:
-        """Steps of more tokens run without piecewise graphs as long as they have none; None: there is no limit."""
+    def capture_pieces_up_to(self, max_tokens: int | None) -> None:
+        """Piecewise graphs are not captured above `max_tokens`; None: there is no limit."""
         if self._piecewise is not None:
-            self._piecewise.most_tokens = most_tokens
+            self._piecewise.max_tokens = max_tokens
 
     def next_piecewise_size(self) -> int | None:
         """The piecewise size to capture next, largest first; None when all are. The next step of that size captures it."""
@@ -262,67 +242,53 @@ class CudaGraphRunner:
         From a plain run of the largest decode step, and, for piecewise graphs, from one of a few tokens: everything is proportional.
         """
         peaks, kept_by_graphs = [0], 0
-        if self._decode_inputs is not None and self.sizes:
-            inputs = self._decode_inputs(self.sizes[-1])
-            peaks.append(self._device.peak_bytes(lambda: self._run_plain(inputs)))
+        if self._decode_step is not None and self.sizes:
+            step = self._decode_step(self.sizes[-1])
+            peaks.append(self._device.peak_bytes(lambda: self._run_plain(step)))
             kept_by_graphs += len(self.sizes) * self._device.bytes_per_graph
         piecewise = self._piecewise
-        if piecewise is not None and self._prompt_inputs is not None:
+        if piecewise is not None and self._prompt_step is not None:
             sizes = [size for size in piecewise.sizes if size <= max_tokens]
             if sizes:
                 peaks.append(largest_step * sizes[-1] // max_tokens)
                 few = min(sizes, key=lambda size: abs(size - ESTIMATED_TOKENS))
-                prompt = self._prompt_inputs(few)
-                with attention_metadata(prompt.metadata):
-                    kept = piecewise.kept_bytes(prompt.input_ids, prompt.positions, prompt.kv_caches)
+                kept = piecewise.kept_bytes(self._prompt_step(few))
                 kept_by_graphs += sum(kept * size // few + self._device.bytes_per_graph for size in sizes)
-        self.stats.estimated_bytes = max(peaks) + kept_by_graphs  # what a step frees, the others' graphs use again
+        self.stats.estimated_bytes = max(peaks) + kept_by_graphs  # the graphs of all sizes share what a step frees
         return self.stats.estimated_bytes
 
-    def _run_plain(self, inputs: StepInputs) -> None:
-        with attention_metadata(inputs.metadata):
-            self.model(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
+    def _run_plain(self, step: Step) -> None:
+        self.model(step)
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        metadata = current_metadata()
-        num_tokens = input_ids.shape[0]
-        self.tail, self.is_missed = None, False
-        is_decode = metadata.max_query_len == 1 and metadata.seq_lens.shape[0] == num_tokens == logits_indices.shape[0]
-        if is_decode and self.sizes and num_tokens <= self.sizes[-1]:
-            full = self._full.get(num_tokens)
-            if full is not None:
-                inputs = StepInputs(
-                    input_ids=input_ids,
-                    positions=positions,
-                    kv_caches=kv_caches,
-                    logits_indices=logits_indices,
-                    metadata=metadata,
-                )
-                if full.addresses == inputs.addresses():
-                    full.graph.replay()
-                    self.stats.replays["full"] += 1
-                    self.tail = full.tail
-                    return full.logits
-            self.is_missed = num_tokens in self._waiting
-            if self._full:  # before, nobody asks: the largest is captured first
-                self._asked[num_tokens] = self._asked.get(num_tokens, 0) + 1
-        elif self._piecewise is not None and num_tokens <= self._piecewise.sizes[-1]:
-            logits = self._piecewise.run(input_ids, positions, kv_caches, logits_indices, self.stats)
-            if logits is not None:
-                return logits
+    def run(self, step: Step, *, with_sampling: bool = True) -> StepResult:
+        """Run a step. with_sampling: False where something must come between the outputs and sampling, which the caller then does."""
+        num_seqs, is_missed = step.padded_seqs, False
+        is_decode = (
+            step.max_query_len == self.query_len and num_seqs * self.query_len == step.padded_tokens == step.num_rows
+        )
+        if is_decode and self.sizes and num_seqs <= self.sizes[-1]:
+            full = self._full.get((num_seqs, with_sampling))
+            if full is not None and full.addresses == step.addresses:
+                full.graph.replay()
+                self.stats.replays["full"] += 1
+                return full.result
+            if full is None and not with_sampling and num_seqs not in self._waiting_unsampled:
+                self._waiting_unsampled.append(num_seqs)
+            is_missed = num_seqs in (self._waiting if with_sampling else self._waiting_unsampled)
+            if self._full:  # misses are ignored until the first graph exists: the largest is captured first
+                self._asked[num_seqs] = self._asked.get(num_seqs, 0) + 1
+        elif self._piecewise is not None and step.padded_tokens <= self._piecewise.sizes[-1]:
+            outputs = self._piecewise.run(step, self.stats)
+            if outputs is not None:
+                return StepResult(outputs)
         self.stats.plain_steps += 1
-        return self.model(input_ids, positions, kv_caches, logits_indices)
+        return StepResult(self.model(step), is_missed=is_missed)
 
     def captured_graph(self, num_seqs: int) -> Graph | None:
         """The full graph that a step of num_seqs decodes replays (to time it by itself); None where there is none."""
-        size = self.padded_size(num_seqs, num_seqs, 1)
-        return self._full[size].graph if size in self._full else None
+        size = self.padded_size(num_seqs * self.query_len, num_seqs, self.query_len)
+        full = None if size is None else self._full.get((size // self.query_len, True))
+        return None if full is None else full.graph
 
     def _most_wanted(self) -> int:
         asked = [size for size in self._waiting if size in self._asked]

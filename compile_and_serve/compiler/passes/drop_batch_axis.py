@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 import compile_and_serve.custom_ops.attention.attention  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, NearMiss, PassContext, PassResult, is_call
+from compile_and_serve.custom_ops.step import TOKENS, StepInput
 
 SIZE = torch.ops.aten.sym_size.int
 ATTENTION = torch.ops.cas.attention.default
@@ -42,7 +43,7 @@ class DropBatchAxis(BasePass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         rewriter = _Rewriter(gm, ctx)
-        if not any(_adds_axis(node) and _is_input(node.args[0], "input_ids") for node in gm.graph.nodes):
+        if not any(_adds_axis(node) and _is_token_input(node.args[0], "sampled") for node in gm.graph.nodes):
             return PassResult(matched=0)
         for node in list(gm.graph.nodes):
             rewriter.visit(node)
@@ -157,11 +158,13 @@ def _adds_axis(node: Node) -> bool:
     """x[None] of a step's input or of attention's output: elsewhere a new first axis is the heads'."""
     if not (is_call(node, torch.unsqueeze) and node.args[1:] == (0,)):
         return False
-    return _is_input(node.args[0], "input_ids", "positions") or is_call(node.args[0], ATTENTION)
+    return _is_token_input(node.args[0]) or is_call(node.args[0], ATTENTION)
 
 
-def _is_input(node: object, *names: str) -> bool:
-    return isinstance(node, Node) and node.meta.get("input") in names
+def _is_token_input(node: object, advance: str | None = None) -> bool:
+    """Whether a node is an input with an element a token. advance: and of that kind."""
+    declared = node.meta.get("declaration") if isinstance(node, Node) else None
+    return isinstance(declared, StepInput) and declared.dims == (TOKENS,) and advance in (None, declared.advance)
 
 
 def _takes_axis_off(node: Node, source: Any) -> bool:

@@ -1,13 +1,12 @@
 """The compiled model as data: which pieces and ops run in which order on which values. What an artifact keeps of the whole graph.
 
-Values have names: `input_ids`, `positions`, `logits_indices`, `kv_cache.3`, `weight.<parameter>` and `v7` for what a stage
-computes.
+Values have names: those of inputs and state (`input_ids`, `kv_caches.3`), `weight.<parameter>`, and `v7` for what a step computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from compile_and_serve.compiler.pieces.splitter import Piece, SplitOp, Stage
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable, WeightTransform
 
 REF = "$"  # prefix of an op argument that names a value
+WEIGHT = "weight."  # prefix of a value that is a weight
 
 Argument = str | int | float | bool | None | list[Any]
 
@@ -40,18 +40,53 @@ class OpStep:
     arguments: tuple[Argument, ...]
     output: str
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The output, as of a piece."""
+        return (self.output,)
+
 
 Step = PieceStep | OpStep
 
 
+def reads(step: Step) -> list[str]:
+    """Names of the values that a step reads, in order."""
+    if isinstance(step, PieceStep):
+        return list(step.inputs)
+    return [a.removeprefix(REF) for a in step.arguments if isinstance(a, str) and a.startswith(REF)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionPlan:
-    """Steps in order, the value that is the result, and the weights that the steps read."""
+    """Steps in order, the values that are the results, and the weights that the steps read.
+
+    outputs: the model's outputs by name, in the order of `results`. transforms: how the weights are made of the checkpoint.
+    """
 
     steps: tuple[Step, ...]
-    result: str
-    num_kv_caches: int
-    transforms: tuple[WeightTransform, ...]
+    results: tuple[str, ...]
+    outputs: tuple[str, ...]
+    transforms: tuple[WeightTransform, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Inputs, state and computed values that the steps read and none of them computes, in order of first use."""
+        made = {name for step in self.steps for name in step.outputs}
+        read = [name for step in self.steps for name in reads(step)] + list(self.results)
+        return tuple(dict.fromkeys(n for n in read if n not in made and not n.startswith(WEIGHT)))
+
+    @property
+    def last_use(self) -> dict[str, int]:
+        """Value → the number of the last step that reads it; results are read after the last step."""
+        uses = {name: i for i, step in enumerate(self.steps) for name in reads(step)}
+        return uses | dict.fromkeys(self.results, len(self.steps))
+
+    def cut(self, index: int) -> tuple[ExecutionPlan, ExecutionPlan]:
+        """The plans of the first `index` steps and of the rest. The first one's results are what the second one reads of it."""
+        head, tail = self.steps[:index], replace(self, steps=self.steps[index:])
+        made = {name for step in head for name in step.outputs}
+        live = tuple(name for name in tail.arguments if name in made)
+        return replace(self, steps=head, results=live, outputs=live), tail
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -81,20 +116,20 @@ class ExecutionPlan:
             )
             for t in data["transforms"]
         )
-        return cls(steps=steps, result=data["result"], num_kv_caches=data["num_kv_caches"], transforms=transforms)
+        return cls(steps=steps, results=tuple(data["results"]), outputs=tuple(data["outputs"]), transforms=transforms)
 
 
 def make_plan(
-    gm: GraphModule, stages: Sequence[Stage], weights: WeightTable
+    gm: GraphModule, stages: Sequence[Stage], weights: WeightTable, outputs: Sequence[str]
 ) -> tuple[ExecutionPlan, dict[str, GraphModule]]:
-    """The plan of a split graph, and one graph for each distinct piece by its fingerprint."""
+    """The plan of a split graph, and one graph for each distinct piece by its fingerprint. outputs: names of the graph's results."""
     names: dict[Node, str] = {}
     used_weights: list[str] = []
     for node in gm.graph.find_nodes(op="placeholder"):
         if "input" in node.meta:
             names[node] = node.meta["input"]
         elif "weight" in node.meta:
-            names[node] = f"weight.{node.meta['weight']}"
+            names[node] = WEIGHT + node.meta["weight"]
             if node.users:
                 used_weights.append(node.meta["weight"])
     graphs: dict[str, GraphModule] = {}
@@ -105,12 +140,13 @@ def make_plan(
             names[node] = f"v{num_values}"
             num_values += 1
         steps.append(_step(stage, names, graphs))
-    result: Any = next(iter(reversed(gm.graph.nodes))).args[0]
-    assert len(result) == 1, "the model's forward must return one tensor"
+    results: Any = next(iter(reversed(gm.graph.nodes))).args[0]
+    if len(results) != len(outputs):
+        raise ValueError(f"The model's forward returns {len(results)} tensors; it declares {', '.join(outputs)}.")
     plan = ExecutionPlan(
         steps=tuple(steps),
-        result=names[result[0]],
-        num_kv_caches=sum(name.startswith("kv_cache.") for name in names.values()),
+        results=tuple(names[result] for result in results),
+        outputs=tuple(outputs),
         transforms=weights.keep(used_weights),
     )
     return plan, graphs

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.compat import OpOverload, OpOverloadPacket, node_source_line
+from compile_and_serve.custom_ops.step import StateGroup, StepInput
 
 _ROOT = Path(__file__).parents[2]
 _SYMBOL = re.compile(r"\b[us]\d+\b")
@@ -38,7 +39,7 @@ import compile_and_serve.custom_ops.attention.rope_attention
 import compile_and_serve.custom_ops.linear.fused_linear
 from compile_and_serve.compiler.reports.run_dump import main
 
-# name, dtype and shape of each input of `forward`
+# name, dtype, shape, name in the model and kind of each input of `forward`
 INPUTS = [
 {inputs}
 ]
@@ -85,8 +86,9 @@ class SymbolNames:
         names = {}
         for node in gm.graph.find_nodes(op="placeholder"):
             value = node.meta.get("example_value")
-            if node.meta.get("input") in ("input_ids", "logits_indices") and isinstance(value, torch.Tensor):
-                names[str(value.shape[0])] = "tokens" if node.meta["input"] == "input_ids" else "rows"
+            declared = node.meta.get("declaration")
+            if isinstance(declared, StepInput) and declared.length is not None and isinstance(value, torch.Tensor):
+                names[str(value.shape[declared.dims.index(declared.length)])] = declared.length
         return cls(names)
 
     def value(self, value: Any) -> str:
@@ -130,7 +132,7 @@ class GraphText:
             shape = [self.symbols.size(size) if isinstance(size, torch.SymInt) else int(size) for size in sizes]
             dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "length"
             name = node.meta.get("input") or node.meta.get("weight") or ""
-            inputs.append(f"    ({self.name(node)!r}, {dtype!r}, {shape!r}, {name!r}),")
+            inputs.append(f"    ({self.name(node)!r}, {dtype!r}, {shape!r}, {name!r}, {_kind(node)!r}),")
         head = HEADER.format(title=title, description=description, file=file, inputs="\n".join(inputs))
         return head + self.function() + FOOTER
 
@@ -209,11 +211,19 @@ def target_name(node: Node) -> str:
     return f"{module_name}.{getattr(target, '__qualname__', name)}"
 
 
+def _kind(node: Node) -> str:
+    """What `compiler/reports/run_dump.py` fills an input with: "pages" or "slots" of state, how an input advances, or nothing."""
+    declared = node.meta.get("declaration")
+    if isinstance(declared, StateGroup):
+        return "pages" if declared.paged else "slots"
+    return (declared.advance or "") if isinstance(declared, StepInput) else ""
+
+
 def _placeholder_name(node: Node) -> str:
-    """`input_ids`, `kv_cache_3`, `mlp_down_proj_weight`; of a piece, without the layer (it stands for many)."""
+    """`input_ids`, `kv_caches_3`, `mlp_down_proj_weight`; of a piece, without the layer (it stands for many)."""
     is_piece = _PIECE_INPUT.fullmatch(node.name) is not None
     name = node.meta.get("input") or node.meta.get("weight")
-    if name is None or (is_piece and name.startswith("kv_cache.")):
+    if name is None or (is_piece and isinstance(node.meta.get("declaration"), StateGroup)):
         return node.name
     name = name.removeprefix("model.")
     if is_piece:

@@ -16,16 +16,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from compile_and_serve.compiler.model import ModelSource
+from compile_and_serve.compiler.pieces.executor import make_executor, step_calls
 from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, PieceStep, Step
-from compile_and_serve.compiler.pieces.stitch import stitch
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
+from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.step import StateGroup, running
 
-CONTEXT, BLOCK_SIZE = 512, 16
+CONTEXT, PAGE_TOKENS = 512, 16
 CACHE_BYTES = 1 << 30  # of all layers' caches together; beyond it layers share
 RUNS = 12  # steps that are measured
 BUDGET_SECONDS = 3.0  # after which no further step, nor another run of anything else that is measured, begins
@@ -41,18 +45,19 @@ def profile_model(
     plan: ExecutionPlan,
     graphs: Mapping[str, GraphModule],
     pieces: Mapping[str, Callable[..., Any]],
-    cache_shapes: Sequence[tuple[int, int]],
+    spec: ModelSource,
     *,
     device: torch.device,
     dtype: torch.dtype,
     kv_cache_dtype: torch.dtype,
-    backend: AttentionBackend,
+    backends: Mapping[str, AttentionBackend],
     tokens: Sequence[int],
 ) -> dict[str, Any]:
     """Measure a model's steps with T tokens each.
 
-    cache_shapes: (K, E) of each layer. → {"bandwidth": bytes/s, "gemm_rate": FLOP/s, "rows": one for each distinct piece or op and
-    T (seconds, bytes and FLOPs of one use), "steps": one for each T (seconds of the step, and of what lies between pieces and ops)}
+    spec: its inputs and state. backends: by attention group. → {"bandwidth": bytes/s, "gemm_rate": FLOP/s, "rows": one for each
+    distinct piece or op and T (seconds, bytes and FLOPs of one use), "steps": one for each T (seconds of the step, and of what lies
+    between pieces and ops)}
     """
     weights = {
         t.target: torch.full(t.spec.shape, 0.01, device=device).to(t.spec.dtype)
@@ -67,7 +72,7 @@ def profile_model(
         "steps": [],
     }
     for count in tokens:
-        step = _DecodeStep(plan, pieces, weights, cache_shapes, device, kv_cache_dtype, backend, count)
+        step = _DecodeStep(plan, pieces, weights, spec, device, kv_cache_dtype, backends, count)
         seconds, whole = step.measure()
         used = sum(sum(times) for times in seconds.values())
         result["steps"].append({"tokens": count, "seconds": whole, "between": max(0.0, whole - used)})
@@ -117,51 +122,27 @@ class _DecodeStep:
 
     def __init__(
         self, plan: ExecutionPlan, pieces: Mapping[str, Callable[..., Any]], weights: Mapping[str, torch.Tensor],
-        cache_shapes: Sequence[tuple[int, int]], device: torch.device, cache_dtype: torch.dtype, backend: AttentionBackend,
+        spec: ModelSource, device: torch.device, kv_cache_dtype: torch.dtype, backends: Mapping[str, AttentionBackend],
         tokens: int,
     ) -> None:  # fmt: skip
-        self._plan, self._pieces, self._device = plan, pieces, device
-        blocks = CONTEXT // BLOCK_SIZE
-        shapes = [(tokens * blocks, 2, heads, BLOCK_SIZE, size) for heads, size in cache_shapes]
-        total = sum(torch.Size(shape).numel() * cache_dtype.itemsize for shape in shapes)
-        distinct = max(1, len(shapes) * CACHE_BYTES // max(total, CACHE_BYTES))
-        caches: list[torch.Tensor] = []
-        for i, shape in enumerate(shapes):
-            shared = (
-                next((c for c in caches[i % distinct :: distinct] if c.shape == shape), None) if i >= distinct else None
-            )
-            caches.append(torch.full(shape, 0.01, dtype=cache_dtype, device=device) if shared is None else shared)
-        self._inputs = (
-            torch.arange(tokens, device=device) % 2,
-            torch.full((tokens,), CONTEXT - 1, device=device),
-            caches,
-            torch.arange(tokens, device=device),
-        )
-        self._values = {f"weight.{name}": tensor for name, tensor in weights.items()}
-        self._values |= {f"kv_cache.{i}": cache for i, cache in enumerate(caches)}
-        names = ("input_ids", "positions", "logits_indices")
-        self._values |= dict(zip(names, (self._inputs[0], self._inputs[1], self._inputs[3]), strict=True))
-        self._forward = stitch(plan, pieces, weights)
-        self._metadata = self._decode_metadata(backend, tokens, blocks)
-
-    def _decode_metadata(self, backend: AttentionBackend, tokens: int, blocks: int) -> AttentionMetadata:
-        starts = torch.arange(tokens + 1, dtype=torch.int32)
-        lengths = torch.full((tokens,), CONTEXT, dtype=torch.int32)
-        table = torch.arange(tokens * blocks, dtype=torch.int32).view(tokens, blocks)
-        slots = table[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1
-        return AttentionMetadata(
-            backend=backend,
-            query_start_loc=starts.to(self._device),
-            seq_lens=lengths.to(self._device),
-            block_table=table.to(self._device),
-            slot_mapping=slots.to(self._device),
-            num_seqs=tokens,
-            num_tokens=tokens,
-            max_query_len=1,
-            max_seq_len=CONTEXT,
-            query_start_loc_cpu=starts.numpy(),
-            seq_lens_cpu=lengths.numpy(),
-        )
+        self._plan, self._device, self._tokens = plan, device, tokens
+        sizes = {group.name: PAGE_TOKENS for group in spec.state if group.paged}
+        state = _state(spec.state, tokens, sizes, kv_cache_dtype, device)
+        self._bytes_per_token = {
+            name: state[name][0].nbytes / PAGE_TOKENS
+            for group in spec.state if group.paged
+            for name in group.tensor_shapes(PAGE_TOKENS)
+        }  # fmt: skip
+        self._step = make_step(
+            spec.inputs, spec.state, [(CONTEXT - 1, 1)] * tokens, state=state, tokens_per_page=sizes, backends=backends,
+            device=device, token_ids=np.arange(tokens) % 2,
+        )  # fmt: skip
+        calls = step_calls(plan, pieces)
+        self._clock = _Clock(device)
+        self._op_work: dict[str, dict[str, int]] = {}
+        self._whole = make_executor(plan, calls, weights)
+        timed = [self._timed(call, step) for call, step in zip(calls, plan.steps, strict=True)]
+        self._parts = make_executor(plan, timed, weights)
 
     def measure(self) -> tuple[dict[str, list[float]], float]:
         """(piece or op → seconds of each of its uses, seconds of the whole step), each the fastest of the runs: what else
@@ -169,8 +150,7 @@ class _DecodeStep:
         """
         runs: list[list[float]] = []
         wholes: list[float] = []
-        with attention_metadata(self._metadata), torch.no_grad():
-            self._metadata.backend.plan(self._metadata)
+        with running(self._step.metadata), torch.no_grad():
             for _ in range(2):
                 self._time_parts()
             started = time.perf_counter()
@@ -182,47 +162,70 @@ class _DecodeStep:
             seconds[_key(step)].append(min(times))
         return seconds, min(wholes)
 
+    def _timed(self, call: Callable[..., Any], step: Step) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            self._clock.start()
+            returned = call(*arguments)
+            self._clock.stop()
+            if isinstance(step, OpStep) and step.op not in self._op_work:
+                self._op_work[step.op] = self._work(step, arguments, returned)
+            return returned
+
+        return run
+
     def _time_parts(self) -> list[float]:
-        clock = _Clock(self._device)
-        for step in self._plan.steps:
-            arguments = self._arguments(step)
-            clock.start()
-            if isinstance(step, PieceStep):
-                outputs = self._pieces[step.piece](arguments)
-            else:
-                outputs = [_overload(step)(*arguments)]
-            clock.stop()
-            names = step.outputs if isinstance(step, PieceStep) else (step.output,)
-            self._values |= dict(zip(names, outputs, strict=True))
-        return clock.seconds()
+        self._clock = _Clock(self._device)
+        self._parts(self._step.values)
+        return self._clock.seconds()
 
     def _time_whole(self) -> float:
         clock = _Clock(self._device)
         clock.start()
-        self._forward(*self._inputs)
+        self._whole(self._step.values)
         clock.stop()
         return clock.seconds()[0]
 
-    def _arguments(self, step: Step) -> list[Any]:
-        if isinstance(step, PieceStep):
-            return [self._values[name] for name in step.inputs]
-        return [
-            self._values[a.removeprefix(REF)] if isinstance(a, str) and a.startswith(REF) else a for a in step.arguments
-        ]
-
     def op_work(self, op: str) -> dict[str, int]:
-        """{"bytes", "flops"} of one use of a split op: what it reads and writes besides the cache, and the cached keys and values."""
-        step = next(s for s in self._plan.steps if isinstance(s, OpStep) and s.op == op)
-        tensors = [a for a in self._arguments(step) if isinstance(a, torch.Tensor)]
-        output = self._values[step.output]
+        """{"bytes", "flops"} of one use of a split op, as it ran last."""
+        return self._op_work[op]
+
+    def _work(self, step: OpStep, arguments: Sequence[Any], output: torch.Tensor) -> dict[str, int]:
+        """What the op reads and writes besides its state, and the state of CONTEXT tokens of each sequence."""
         moved, flops = output.nbytes, 0
-        for tensor in tensors:
-            if tensor.dim() == 5:  # the cache: K heads of E, keys and values
-                moved += len(output) * CONTEXT * 2 * tensor.shape[2] * tensor.shape[4] * tensor.itemsize
-                flops = 4 * CONTEXT * output.numel()
+        for name, value in zip(step.arguments, arguments, strict=True):
+            if not isinstance(value, torch.Tensor):
+                continue
+            per_token = self._bytes_per_token.get(str(name).removeprefix(REF))
+            if per_token is None:
+                moved += value.nbytes
             else:
-                moved += tensor.nbytes
+                moved += int(self._tokens * CONTEXT * per_token)
+                flops = 4 * CONTEXT * output.numel()
         return {"bytes": moved, "flops": flops}
+
+
+def _state(
+    groups: Sequence[StateGroup], tokens: int, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """State of `tokens` sequences, at most CACHE_BYTES of it: beyond that layers share tensors."""
+    pages = tokens * (CONTEXT // PAGE_TOKENS)
+    tensors: dict[str, torch.Tensor] = {}
+    shared: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+    shapes = [
+        (name, (pages if group.paged else tokens, *shape), group.dtype or dtype)
+        for group in groups
+        for name, shape in group.tensor_shapes(sizes.get(group.name, 1)).items()
+    ]
+    total = sum(torch.Size(shape).numel() * kind.itemsize for _, shape, kind in shapes)
+    distinct = max(1, len(shapes) * CACHE_BYTES // max(total, CACHE_BYTES))
+    for number, (name, shape, kind) in enumerate(shapes):
+        same = shared[shape, kind]
+        if number >= distinct and same:
+            tensors[name] = same[number % len(same)]
+            continue
+        tensors[name] = torch.full(shape, 0.01, dtype=kind, device=device)
+        same.append(tensors[name])
+    return tensors
 
 
 class _Clock:
@@ -271,11 +274,6 @@ def _best(work: Callable[[], object], device: torch.device, runs: int = 20) -> f
 
 def _key(step: Step) -> str:
     return step.piece if isinstance(step, PieceStep) else step.op
-
-
-def _overload(step: OpStep) -> Callable[..., Any]:
-    namespace, name = step.op.split("::")
-    return getattr(getattr(torch.ops, namespace), name).default
 
 
 def _sizes(value: Any, tokens: int) -> torch.Size:

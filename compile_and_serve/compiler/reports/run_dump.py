@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.step import SlotMetadata, running
 
 TOKENS, ROWS = 5, 3
-Input = tuple[str, str, list[Any], str]  # parameter, dtype, shape (symbols as strings), name in the model
+# parameter, dtype, shape (symbols as strings), name in the model, kind ("next": counts up; "pages" and "slots" of state)
+Input = tuple[str, str, list[Any], str, str]
 
 
 def random_inputs(inputs: Sequence[Input], *, tokens: int = TOKENS, seed: int = 0) -> list[Any]:
@@ -22,14 +24,14 @@ def random_inputs(inputs: Sequence[Input], *, tokens: int = TOKENS, seed: int = 
     generator = torch.Generator().manual_seed(seed)
     lengths = {"tokens": tokens, "rows": min(ROWS, tokens)}
     values: list[Any] = []
-    for _, dtype_name, shape, name in inputs:
+    for _, dtype_name, shape, _, kind in inputs:
         sizes = [lengths.setdefault(size, tokens) if isinstance(size, str) else size for size in shape]
         if dtype_name == "length":
             values.append(sizes[0])
             continue
         dtype = getattr(torch, dtype_name)
-        if name == "positions":
-            value = torch.arange(sizes[0], dtype=dtype)
+        if kind == "next":
+            value = torch.arange(sizes[-1], dtype=dtype).expand(sizes).contiguous()
         elif dtype.is_floating_point:
             value = torch.randn(sizes, generator=generator) * 0.1 + (len(sizes) == 1)
         else:
@@ -39,23 +41,31 @@ def random_inputs(inputs: Sequence[Input], *, tokens: int = TOKENS, seed: int = 
 
 
 def run(forward: Callable[..., Any], inputs: Sequence[Input], values: Sequence[Any]) -> Sequence[torch.Tensor]:
-    """Call a dumped `forward`; its attention ops see one sequence that starts at its first token."""
-    sized = zip(values, inputs, strict=True)
+    """Call a dumped `forward`; its ops see one sequence that starts at its first token."""
+    sized = list(zip(values, inputs, strict=True))
     tokens = next((len(v) for v, i in sized if isinstance(v, torch.Tensor) and i[2][:1] == ["tokens"]), TOKENS)
-    caches = [value for value, (_, _, _, name) in zip(values, inputs, strict=True) if name.startswith("kv_cache.")]
-    num_blocks = caches[0].shape[0] if caches else 1
-    metadata = AttentionMetadata(
-        backend=TorchAttention(),
-        query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
-        seq_lens=torch.tensor([tokens], dtype=torch.int32),
-        block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
-        slot_mapping=torch.arange(tokens),
-        num_seqs=1,
-        num_tokens=tokens,
-        max_query_len=tokens,
-        max_seq_len=tokens,
-    )
-    with attention_metadata(metadata), torch.no_grad():
+    starts, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    metadata: dict[str, Any] = {}
+    for value, (_, _, _, name, kind) in sized:
+        group = name.partition(".")[0]
+        if kind == "slots":
+            metadata[group] = SlotMetadata(
+                slots=torch.zeros(1, dtype=torch.int64), query_start_loc=starts, seq_lens=lengths,
+                num_seqs=1, num_tokens=tokens, max_query_len=tokens,
+            )  # fmt: skip
+        elif kind == "pages":
+            metadata[group] = AttentionMetadata(
+                backend=TorchAttention(),
+                query_start_loc=starts,
+                seq_lens=lengths,
+                block_table=torch.arange(len(value), dtype=torch.int32)[None],
+                slot_mapping=torch.arange(tokens),
+                num_seqs=1,
+                num_tokens=tokens,
+                max_query_len=tokens,
+                max_seq_len=tokens,
+            )
+    with running(metadata), torch.no_grad():
         return forward(*values)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
@@ -12,11 +14,11 @@ from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsuppo
 
 
 def available_kernels(
-    *, device: torch.device, dtype: torch.dtype, attention_backend: AttentionBackend
+    *, device: torch.device, dtype: torch.dtype, attention_backends: Iterable[AttentionBackend]
 ) -> frozenset[str]:
-    """Names of the `cas` ops that passes may introduce for a model that runs here with this attention backend."""
+    """Names of the `cas` ops that passes may introduce for a model that runs here with these attention backends."""
     kernels = set()
-    if hasattr(attention_backend, "rope_forward"):
+    if all(hasattr(backend, "rope_forward") for backend in attention_backends):
         kernels.add("rope_attention")
     if device.type == "cuda":
         linear_reason = triton_unsupported_reason(device)

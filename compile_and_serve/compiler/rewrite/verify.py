@@ -11,7 +11,6 @@ A pass may round by design. What it does to a weight it says itself (`round_weig
 checkpoint of weights that this leaves as they are; activations are not rounded here (`EXACT`). All but the rounding
 is compared as closely.
 
-Shape legend: T tokens of the step, S sequences, M block-table columns.
 """
 
 from __future__ import annotations
@@ -22,19 +21,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAMPLE_PAGES
 from compile_and_serve.compiler.compat import OpOverload, node_source_line
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
 from compile_and_serve.compiler.weights.transforms import WeightTable
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
-from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.collectives.collectives import REFERENCES
 from compile_and_serve.custom_ops.library import OPS, OpKind
+from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.quantized.quantized_linear import exact_quantized_linear
+from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, running
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 TOLERANCE = 1e-8  # relative, of float64 results that differ in the order of their sums alone
 CACHED, NEW = (11, 0), (1, 6)  # tokens of the two sequences: one decodes behind a filled cache, one begins
-ROWS = 3
 LARGEST_POOL = 1 << 25  # random numbers; a larger weight has rows that overlap
 MAX_TOKEN_ID = 32  # every vocabulary is larger
 
@@ -94,7 +94,6 @@ class PassVerifier:
     seed: int = 0
     _before: _Outcome | None = None
     _rounding: Rounding | None = None
-    _kv_heads: dict[str, int] = field(default_factory=dict)  # of the whole caches
 
     def run(
         self, gm: GraphModule, graph_pass: GraphPass, ctx: PassContext
@@ -105,7 +104,6 @@ class PassVerifier:
         if rounding is not None:
             self._before, self._rounding = None, rounding
         if self._before is None:
-            self._kv_heads = self._kv_heads or kv_heads(gm)
             self._before = self._evaluate(gm, ctx)
         text, undo = str(gm.graph), ctx.checkpoint(gm)
         result: PassResult | None = None
@@ -133,16 +131,16 @@ class PassVerifier:
 
     def _evaluate(self, gm: GraphModule, ctx: PassContext) -> _Outcome:
         weights = RandomWeights(ctx.weights, self.buffers, self.seed, self._rounding)
-        return evaluate(gm, weights, self.seed, num_ranks=ctx.tensor_parallel_size, whole_kv_heads=self._kv_heads)
+        return evaluate(gm, weights, self.seed, num_ranks=ctx.tensor_parallel_size)
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """Values that two runs are compared by: split ops' outputs, the result, the caches as they were left."""
+    """Values that two runs are compared by: split ops' outputs, the results, the state as it was left."""
 
     sites: list[tuple[Node, torch.Tensor]] = field(default_factory=list)
-    result: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    results: list[torch.Tensor] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class RandomWeights:
@@ -206,43 +204,40 @@ class _Rank:
         return self.values[node]
 
 
-def kv_heads(gm: GraphModule) -> dict[str, int]:
-    """Number of heads in each KV cache of a graph, by the cache's name."""
-    caches = [n for n in gm.graph.find_nodes(op="placeholder") if n.meta.get("input", "").startswith("kv_cache.")]
-    return {node.meta["input"]: node.meta["example_value"].shape[2] for node in caches}
+def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_ranks: int = 1) -> _Outcome:
+    """Interpret a whole-model graph in float64 on a step of two sequences, one behind filled state, one from its start.
 
-
-def evaluate(
-    gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_ranks: int = 1,
-    whole_kv_heads: Mapping[str, int] | None = None,
-) -> _Outcome:  # fmt: skip
-    """Interpret a whole-model graph in float64 on a step of two sequences, one behind a filled cache, one from its start.
-
-    num_ranks: that a graph with collectives is made for; all of them run side by side, node by node. whole_kv_heads: heads of
-    the caches before they were sharded. Split ops and caches of all ranks are joined, as one rank would have them.
+    num_ranks: that a graph with collectives is made for; all of them run side by side, node by node. Split ops and state of all ranks
+    are joined, as one rank would have them.
     """
     if not any(node.target in REFERENCES for node in gm.graph.nodes):
         num_ranks = 1
-    local_heads = kv_heads(gm)
-    whole_heads = local_heads if num_ranks == 1 or whole_kv_heads is None else whole_kv_heads
-    inputs = _step_inputs(gm, seed, whole_heads)
-    ranks = []
-    for number in range(num_ranks):
-        own_heads = {
-            name: inputs[name].narrow(2, number * whole // num_ranks, local_heads[name]).clone()
-            for name, whole in whole_heads.items()
-        }
-        ranks.append(_Rank(rank=number, inputs={**inputs, **own_heads}, weights=weights))
+    placeholders = {n.meta["input"]: n for n in gm.graph.find_nodes(op="placeholder") if "declaration" in n.meta}
+    step = _random_step([node.meta["declaration"] for node in placeholders.values()], seed)
+    inputs: dict[str, Any] = dict(step.inputs)
+    for name, node in placeholders.items():
+        declared = node.meta["declaration"]
+        if isinstance(declared, StepInput) and declared.symbolic_dim is not None:
+            length = node.meta["example_value"].shape[declared.symbolic_dim]
+            inputs[str(length)] = step.inputs[name].shape[declared.symbolic_dim]
+    local = {name: placeholders[name].meta["example_value"].shape for name in step.state if name in placeholders}
+    ranks = [
+        _Rank(rank=rank, weights=weights, inputs=inputs | {
+            name: _share(step.state[name], shape, rank, num_ranks).clone() for name, shape in local.items()
+        })
+        for rank in range(num_ranks)
+    ]  # fmt: skip
     outcome = _Outcome()
     last_user = {user_input: node for node in gm.graph.nodes for user_input in node.all_input_nodes}
-    with attention_metadata(_step_metadata(inputs)), torch.no_grad():
+    with running(step.metadata), torch.no_grad():
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 continue
             if node.op == "output":
-                results = [rank.value_of(node.args[0][0]) for rank in ranks]
-                assert all(result.equal(results[0]) for result in results), "the ranks come to different results"
-                outcome.result = results[0]
+                for result in node.args[0]:
+                    of_ranks = [rank.value_of(result) for rank in ranks]
+                    assert all(one.equal(of_ranks[0]) for one in of_ranks), "the ranks come to different results"
+                    outcome.results.append(of_ranks[0])
                 continue
             if node.target in REFERENCES:
                 wholes = _across_ranks(node, ranks)
@@ -256,10 +251,44 @@ def evaluate(
                 if last_user[read] is node:
                     for rank in ranks:
                         rank.values.pop(read, None)
-    for name, whole in whole_heads.items():
-        step = max(1, num_ranks // whole)  # ranks that keep the same heads
-        outcome.caches[name] = torch.cat([rank.inputs[name] for rank in ranks[::step]], dim=2)
+    for name, shape in local.items():
+        dim = _sharded_dim(step.state[name], shape)
+        if dim is None:
+            outcome.state[name] = ranks[0].inputs[name]
+            continue
+        alike = max(1, num_ranks // step.state[name].shape[dim])  # ranks that keep the same share
+        outcome.state[name] = torch.cat([rank.inputs[name] for rank in ranks[::alike]], dim=dim)
     return outcome
+
+
+def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> Step:
+    """A step of the two sequences with random tokens and state (float64), whole as one rank has it."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    groups = list({one.name: one for one in declarations if isinstance(one, StateGroup)}.values())
+    sizes = {group.name: EXAMPLE_PAGE_TOKENS for group in groups if group.paged}
+    state = {
+        name: torch.randn((EXAMPLE_PAGES, *shape), generator=generator, dtype=torch.float64)
+        for group in groups
+        for name, shape in group.tensor_shapes(EXAMPLE_PAGE_TOKENS).items()
+    }
+    num_tokens = sum(NEW)
+    return make_step(
+        [one for one in declarations if isinstance(one, StepInput)], groups, list(zip(CACHED, NEW, strict=True)),
+        state=state, tokens_per_page=sizes,
+        token_ids=torch.randint(0, MAX_TOKEN_ID, (num_tokens,), generator=generator).numpy(),
+        row_indices=np.array([0, num_tokens // 2, num_tokens - 1]),
+    )  # fmt: skip
+
+
+def _sharded_dim(whole: torch.Tensor, shape: torch.Size) -> int | None:
+    """The dimension of which a rank has a share; None where it has all."""
+    return next((dim for dim, size in enumerate(whole.shape) if size != shape[dim]), None)
+
+
+def _share(whole: torch.Tensor, shape: torch.Size, rank: int, num_ranks: int) -> torch.Tensor:
+    """A rank's share of a state tensor, of the given shape."""
+    dim = _sharded_dim(whole, shape)
+    return whole if dim is None else whole.narrow(dim, rank * whole.shape[dim] // num_ranks, shape[dim])
 
 
 def _across_ranks(node: Node, ranks: Sequence[_Rank]) -> list[Any]:
@@ -270,13 +299,14 @@ def _across_ranks(node: Node, ranks: Sequence[_Rank]) -> list[Any]:
 
 
 def compare(before: _Outcome, after: _Outcome, tolerance: float) -> Verification:
-    """Errors of `after` against `before` at each split op (where both have as many), in the result and in the caches."""
+    """Errors of `after` against `before` at each split op (where both have as many), in the results and in the state."""
     sites = []
     if [value.shape for _, value in before.sites] == [value.shape for _, value in after.sites]:
         for (_, reference), (node, value) in zip(before.sites, after.sites, strict=True):
             sites.append(_site_error(node.name, node_source_line(node), reference, value))
-    pairs = [("result", before.result, after.result)]
-    pairs += [(name, before.caches[name], cache) for name, cache in after.caches.items()]
+    numbered = enumerate(zip(before.results, after.results, strict=True))
+    pairs = [("result" if i == 0 else f"result {i + 1}", *results) for i, results in numbered]
+    pairs += [(name, before.state[name], left) for name, left in after.state.items()]
     for name, reference, value in pairs:
         if reference.shape != value.shape:
             mismatch = f"{name} has shape {list(value.shape)}, {list(reference.shape)} before"
@@ -306,54 +336,8 @@ def _site_error(node: str, source: str, reference: torch.Tensor, value: torch.Te
     return SiteError(node=node, source=source, max_error=error, relative_error=relative)
 
 
-def _step_inputs(gm: GraphModule, seed: int, heads: Mapping[str, int]) -> dict[str, Any]:
-    """The step's arguments by name; symbolic lengths under their symbol's name. heads: of the caches."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    inputs: dict[str, Any] = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        fake = node.meta.get("example_value")
-        if "input" not in node.meta or not isinstance(fake, torch.Tensor):
-            continue
-        name = node.meta["input"]
-        if name.startswith("kv_cache."):
-            shape = (*fake.shape[:2], heads[name], *fake.shape[3:])
-            inputs[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
-            continue
-        length = ROWS if name == "logits_indices" else sum(NEW)
-        inputs[str(fake.shape[0])] = length
-        if name == "input_ids":
-            inputs[name] = torch.randint(0, MAX_TOKEN_ID, (length,), generator=generator)
-        elif name == "positions":
-            inputs[name] = torch.cat([torch.arange(c, c + n) for c, n in zip(CACHED, NEW, strict=True)])
-        else:
-            inputs[name] = torch.tensor([0, sum(NEW) // 2, sum(NEW) - 1])
-    return inputs
-
-
 def _input_name(node: Node) -> str:
     return node.meta["input"] if "input" in node.meta else str(node.meta["example_value"])
-
-
-def _step_metadata(inputs: Mapping[str, Any]) -> AttentionMetadata:
-    caches = [value for name, value in inputs.items() if name.startswith("kv_cache.")]
-    num_blocks, block_size = (caches[0].shape[0], caches[0].shape[3]) if caches else (2, 16)
-    block_table_SM = torch.arange(num_blocks, dtype=torch.int32).view(2, -1)  # half of the blocks for each
-    slots = [
-        block_table_SM[s, position // block_size].item() * block_size + position % block_size
-        for s, (cached, new) in enumerate(zip(CACHED, NEW, strict=True))
-        for position in range(cached, cached + new)
-    ]
-    return AttentionMetadata(
-        backend=TorchAttention(),
-        query_start_loc=torch.tensor([0, NEW[0], sum(NEW)], dtype=torch.int32),
-        seq_lens=torch.tensor([c + n for c, n in zip(CACHED, NEW, strict=True)], dtype=torch.int32),
-        block_table=block_table_SM,
-        slot_mapping=torch.tensor(slots),
-        num_seqs=2,
-        num_tokens=sum(NEW),
-        max_query_len=max(NEW),
-        max_seq_len=max(c + n for c, n in zip(CACHED, NEW, strict=True)),
-    )
 
 
 def _call(node: Node, value_of: Callable[[Node], Any]) -> Any:

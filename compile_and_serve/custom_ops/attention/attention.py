@@ -4,15 +4,14 @@ Shape legend: T tokens of the step, S sequences, H query heads, K key/value head
 N cache blocks, P tokens a block, M block-table columns.
 
 A model calls `attention(q_THE, k_TKE, v_TKE, kv_cache, scale)`. What differs from step to step (which token belongs to
-which sequence, where its keys go) is not an argument: it is the step's `AttentionMetadata`, set once a step by whoever runs
-the model, so that the captured graph has one dynamic dimension (T) and every backend may keep what it needs (plans,
-wrappers, split counts).
+which sequence, where its keys go) is not an argument: the op reads the running step's `AttentionMetadata` by the name of its
+state group. So the captured graph has one dynamic dimension (T), and a backend may keep what it needs (plans, wrappers, split
+counts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata, running
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,54 +85,66 @@ class AttentionBackend(Protocol):
         ...
 
 
-_current: AttentionMetadata | None = None
+class _EveryGroup(dict[str, AttentionMetadata]):
+    """The same metadata for every state group."""
+
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        super().__init__()
+        self._metadata = metadata
+
+    def __missing__(self, group: str) -> AttentionMetadata:
+        return self._metadata
 
 
-@contextmanager
-def attention_metadata(metadata: AttentionMetadata) -> Iterator[None]:
-    """Make `metadata` the one that attention ops of this process read inside the block."""
-    global _current
-    previous, _current = _current, metadata
-    try:
-        yield
-    finally:
-        _current = previous
-
-
-def current_metadata() -> AttentionMetadata:
-    """The metadata of the step that runs now."""
-    assert _current is not None, "an attention op ran outside `attention_metadata(...)`"
-    return _current
+def attention_metadata(metadata: AttentionMetadata) -> AbstractContextManager[None]:
+    """Make `metadata` what attention ops of every state group read inside the block."""
+    return running(_EveryGroup(metadata))
 
 
 def _attention(
-    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, scale: float
+    q_THE: torch.Tensor,
+    k_TKE: torch.Tensor,
+    v_TKE: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    group: str = KV_CACHES,
 ) -> torch.Tensor:
-    metadata = current_metadata()
+    metadata = current_metadata(group)
     return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata)
 
 
 def _attention_fake(
-    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, scale: float
+    q_THE: torch.Tensor,
+    k_TKE: torch.Tensor,
+    v_TKE: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    group: str = KV_CACHES,
 ) -> torch.Tensor:
     return torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
 
 
 _attention_op = define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale) -> Tensor",
+    'attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, str group="kv_caches") -> Tensor',
     kind=OpKind.SPLIT_POINT,
-    version=1,
+    version=2,
     fake=_attention_fake,
     CompositeExplicitAutograd=_attention,
 )
 
 
 def attention(
-    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, scale: float
+    q_THE: torch.Tensor,
+    k_TKE: torch.Tensor,
+    v_TKE: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    group: str = KV_CACHES,
 ) -> torch.Tensor:
     """out = softmax(scale · q kᵀ + causal mask) v over each sequence's cached tokens; k and v are written to the cache first.
 
-    q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated); scale: usually E ** -0.5.
+    q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated); scale: usually E ** -0.5; group: the state group
+    that the cache belongs to.
     → [T, H, E] in q's dtype.
     """
-    return _attention_op(q_THE, k_TKE, v_TKE, kv_cache, scale)
+    return _attention_op(q_THE, k_TKE, v_TKE, kv_cache, scale, group)

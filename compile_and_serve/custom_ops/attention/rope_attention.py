@@ -12,8 +12,9 @@ from typing import Protocol, cast
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, current_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata
 
 
 class RopeAttentionBackend(Protocol):
@@ -65,8 +66,9 @@ def _rope_attention(
     q_norm_weight_E: torch.Tensor | None = None,
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
+    group: str = KV_CACHES,
 ) -> torch.Tensor:
-    metadata = current_metadata()
+    metadata = current_metadata(group)
     if hasattr(metadata.backend, "rope_forward"):
         return cast(RopeAttentionBackend, metadata.backend).rope_forward(
             qkv,
@@ -99,6 +101,7 @@ def _rope_attention_fake(
     q_norm_weight_E: torch.Tensor | None = None,
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
+    group: str = KV_CACHES,
 ) -> torch.Tensor:
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     return qkv.new_empty(qkv.shape[0], num_heads * head_dim)
@@ -106,9 +109,9 @@ def _rope_attention_fake(
 
 _rope_attention_op = define(
     "rope_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv_cache, int num_heads, int num_kv_heads, float scale, "
-    "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6) -> Tensor",
+    'Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, str group="kv_caches") -> Tensor',
     kind=OpKind.SPLIT_POINT,
-    version=1,
+    version=2,
     fake=_rope_attention_fake,
     CompositeExplicitAutograd=_rope_attention,
 )
@@ -125,6 +128,7 @@ def rope_attention(
     q_norm_weight_E: torch.Tensor | None = None,
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
+    group: str = KV_CACHES,
 ) -> torch.Tensor:
     """out = attention(rope(norm(q)), rope(norm(k)), v): split qkv into heads, normalize, rotate, write the cache, attend.
 
@@ -133,5 +137,5 @@ def rope_attention(
     → [T, H * E] in qkv's dtype. RoPE is the half-split one (GPT-NeoX, Hugging Face `rotate_half`).
     """
     return _rope_attention_op(
-        qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps
+        qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, group
     )

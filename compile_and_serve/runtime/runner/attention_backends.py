@@ -14,6 +14,7 @@ import torch
 from compile_and_serve.compiler.artifacts.cache_key import toolchain_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.step import KVCacheSpec, StateGroup
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
@@ -105,15 +106,23 @@ def select_attention_backend(
     )
 
 
-def backend_of_model(
+def backends_of_model(
     spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype
-) -> AttentionBackend:
-    """The backend that runs a model's attention under these options; raises as `select_attention_backend` does.
+) -> dict[str, AttentionBackend]:
+    """The backend of each attention group of a model under these options; raises as `select_attention_backend` does.
 
     Kernel modules that an artifact brings are put where the backend finds them, so that nothing waits for their build.
     """
+    return {
+        group.name: _backend_of_group(group, spec, config, device, dtype) for group in spec.state if group.is_attention
+    }
+
+
+def _backend_of_group(
+    group: StateGroup, spec: ModelSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
     num_ranks = config.compile.tensor_parallel_size
-    layer = spec.kv_cache_specs[0]
+    layer = _layer(group)
     num_heads = int(spec.config.get("num_attention_heads", layer.num_kv_heads))
     backend = select_attention_backend(
         config.attention_backend,
@@ -135,24 +144,35 @@ def backend_of_model(
     return backend
 
 
-def keep_built_modules(
-    backend: AttentionBackend, spec: ModelSpec, device: torch.device, dtype: torch.dtype, root: Path
-) -> int:
-    """Build a backend's kernel modules and keep them in the artifact store `root`, as `backend_of_model` looks for them.
+def _layer(group: StateGroup) -> KVCacheSpec:
+    """What every layer of an attention group keeps: a backend serves layers that are alike."""
+    assert isinstance(group.layers[0], KVCacheSpec)
+    assert len(set(group.layers)) == 1, f"layers of the state group {group.name} differ: declare a group for each kind"
+    return group.layers[0]
 
-    → how many; 0 for a backend that builds none. Takes a minute and more for FlashInfer's.
+
+def keep_built_modules(
+    backends: Mapping[str, AttentionBackend], spec: ModelSpec, device: torch.device, dtype: torch.dtype, root: Path
+) -> int:
+    """Build the backends' kernel modules and keep them in the artifact store `root`, where `backends_of_model` looks for them.
+
+    → how many; 0 where no backend builds any. Takes a minute and more for FlashInfer's.
     """
-    if not isinstance(backend, BuildsModules):
-        return 0
-    head_dim = spec.kv_cache_specs[0].head_dim
-    modules = backend.modules(dtype, head_dim, device)
-    for variant in modules.variants:
-        modules.build(variant)
-    with tempfile.TemporaryDirectory() as folder:
-        written = modules.export_to(Path(folder))
-        if written:
-            ArtifactStore(root).put(MODULES_KIND, _module_fields(modules, head_dim, dtype, device), Path(folder))
-    return len(written)
+    count = 0
+    for group in spec.state:
+        backend = backends.get(group.name)
+        if not isinstance(backend, BuildsModules):
+            continue
+        head_dim = _layer(group).head_dim
+        modules = backend.modules(dtype, head_dim, device)
+        for variant in modules.variants:
+            modules.build(variant)
+        with tempfile.TemporaryDirectory() as folder:
+            written = modules.export_to(Path(folder))
+            if written:
+                ArtifactStore(root).put(MODULES_KIND, _module_fields(modules, head_dim, dtype, device), Path(folder))
+        count += len(written)
+    return count
 
 
 def _module_fields(modules: KernelModules, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""Which cache blocks each sequence holds, on the host and on the device, changed only where something changed.
+"""Which blocks of one paged group each sequence holds, on the host and on the device. Only changes are copied.
 
-Shape legend: R slots, S sequences of the step, M columns (blocks of the longest sequence).
+Shape legend: R batch slots, S sequences of the step, M columns (blocks of the longest sequence).
 
-Two tables: by slot (a request keeps its slot while it runs) and by row of the batch (what attention reads). The
-host's slot table is what slot mappings are computed from. On the CPU the device's batch table is the host's own
-memory.
+There are two tables: by batch slot (a request keeps its slot while it runs) and by row of the batch (what attention reads). Slot
+mappings are computed from the host's slot table. On the CPU the device's batch table is the host's own memory.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ class BlockTables:
     def __init__(self, num_slots: int, num_columns: int, device: torch.device) -> None:
         self.num_columns = num_columns
         self.slot_table = np.zeros((num_slots, num_columns), dtype=np.int32)
+        self.flat_slot_table = self.slot_table.reshape(-1)
         self._batch_table = torch.zeros(num_slots, num_columns, dtype=torch.int32, device=device)
         self._is_cpu = device.type == "cpu"
         self._device = device

@@ -1,22 +1,23 @@
 """The requests that the runner holds, and the inputs of a step made from them.
 
-Shape legend: R slots, S sequences of the step (rows of the batch), T tokens of the step, M block-table columns.
+Shape legend: R batch slots, S sequences of the step (rows of the batch), T tokens of the step, M block-table columns.
 
-A request keeps a slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of
-array operations. A step that decodes the same sequences as the step before reuses its `BatchLayout` and only moves
-positions on; where the device does that, nothing is filled in at all.
+A request keeps a batch slot while it is held. Per-slot numbers live in numpy arrays, so that a step costs a fixed number of
+array operations. A step that decodes the same sequences as the step before reuses its `BatchLayout` and only moves positions
+on; where the device advances its own inputs, the host fills nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.step import StateGroup, StepInput, TokenBatch
 from compile_and_serve.runtime.runner.block_tables import BlockTables
-from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
-from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
+from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import NewRequestData, SchedulerOutput
 
@@ -30,7 +31,7 @@ class HeldRequest:
     token_ids: np.ndarray
     num_prompt_tokens: int
     params: SamplingParams
-    num_blocks: int
+    num_blocks: list[int]  # of each paged group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,19 +48,19 @@ class PromptRows:
 
 @dataclass(kw_only=True, slots=True)
 class BatchLayout:
-    """What a step's composition says. Rows are sequences, decodes first, the longest of them first: attention takes rows
-    in order, and the device is idle the less at its end the shorter the last ones are. The first rows of logits are the
-    sampled ones.
+    """What a step's composition says. Rows are sequences: decodes first, the longest of them first, so that the tail is short
+    (attention takes rows in order). The first rows of logits are the sampled ones.
 
-    version: unique to the composition. scheduled_ids: the same requests as request_ids, in the order in which they were
-    scheduled. num_decodes: leading rows of one token that is the device's last token of the slot.
+    version: unique to the composition. scheduled_ids: the requests in the order in which they were scheduled; request_ids: in
+    the order of rows. num_decodes: leading rows whose first token is the device's last token of the batch slot.
+    sampled_ids, sampled_slots: of the sequences that sample. is_on_device: the device makes this step's inputs from the step
+    before; the host's arrays are not filled.
     """
 
     version: int = 0
     scheduled_ids: list[str] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     slots_S: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    table_base_S: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # slot · M
     num_decodes: int = 0
     is_decode_only: bool = False
     num_tokens: int = 0
@@ -69,7 +70,6 @@ class BatchLayout:
     prompt_rows: list[PromptRows] = field(default_factory=list)
     num_logits: int = 0
     max_seq_len: int = 0
-    # The device makes this step's inputs of the step before's; the host's arrays are not filled.
     is_on_device: bool = False
 
 
@@ -80,19 +80,33 @@ class InputBatch:
     """
 
     def __init__(
-        self, *, num_slots: int, max_num_tokens: int, max_padded_size: int, max_model_len: int, block_size: int,
-        device: torch.device,
+        self, inputs: Sequence[StepInput], groups: Sequence[StateGroup], tokens_per_page: Mapping[str, int], *,
+        num_slots: int, max_num_tokens: int, max_padded_size: int, max_model_len: int, device: torch.device,
     ) -> None:  # fmt: skip
-        """max_num_tokens: of one step. max_padded_size: largest size that a step's tokens may be padded to."""
-        self.block_size = block_size
-        self.device = device
+        """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to."""
+        self.num_slots = num_slots
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.tables = BlockTables(num_slots, -(-(max_model_len + 1) // block_size), device)
+        self.tables = {
+            name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device)
+            for name, size in tokens_per_page.items()
+        }
+        self.tokens_per_page = dict(tokens_per_page)
         self.layout = BatchLayout()
-        self._flat_slot_table = self.tables.slot_table.reshape(-1)
+        self._zeros, self._numbers = np.zeros(num_slots, dtype=np.int64), np.arange(num_slots)
+
+        def buffers(max_tokens: int) -> StepBuffers:
+            return StepBuffers(
+                inputs,
+                groups,
+                max_tokens=max_tokens,
+                max_seqs=num_slots,
+                max_rows=max_tokens + num_slots,
+                device=device,
+            )
+
         # Two sets of arrays: a step of decodes only copies what it needs, not arrays as long as the token budget.
-        self.decode_arrays = StagedArrays(_fields(num_slots, max(num_slots, max_padded_size)), device)
-        self._mixed_arrays = StagedArrays(_fields(num_slots, max(max_num_tokens, max_padded_size)), device)
+        self.decode_buffers = buffers(max(num_slots, max_padded_size))
+        self._mixed_buffers = buffers(max(max_num_tokens, max_padded_size))
         self._requests: dict[str, HeldRequest] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._computed = np.zeros(num_slots, dtype=np.int64)
@@ -113,12 +127,12 @@ class InputBatch:
             token_ids=np.array(data.token_ids, dtype=np.int64),
             num_prompt_tokens=data.num_prompt_tokens,
             params=data.sampling_params,
-            num_blocks=len(data.block_ids[0]),
+            num_blocks=[0] * len(self.tables),
         )
         self._requests[data.request_id] = request
         self._computed[slot] = data.num_computed_tokens
         self._known[slot] = len(request.token_ids)
-        self.tables.write(slot, 0, data.block_ids[0])
+        self.append_blocks(data.request_id, data.block_ids)
         self._forget_layout()
         return request
 
@@ -130,14 +144,18 @@ class InputBatch:
             self._forget_layout()
         return request
 
-    def append_blocks(self, request_id: str, block_ids: list[int]) -> None:
-        """The request's sequence goes on in `block_ids`."""
+    def append_blocks(self, request_id: str, block_ids: list[list[int]]) -> None:
+        """The request's sequence goes on in `block_ids`, a list for each paged group."""
         request = self._requests[request_id]
-        self.tables.write(request.slot, request.num_blocks, block_ids)
-        request.num_blocks += len(block_ids)
+        for index, (table, ids) in enumerate(zip(self.tables.values(), block_ids, strict=True)):
+            if ids:
+                table.write(request.slot, request.num_blocks[index], ids)
+                request.num_blocks[index] += len(ids)
 
-    def prepare(self, scheduled: SchedulerOutput) -> tuple[BatchLayout, StagedArrays]:
-        """Fill the host arrays of a step and move the requests on. `StagedArrays.upload` is left to the caller."""
+    def prepare(self, scheduled: SchedulerOutput) -> tuple[BatchLayout, StepBuffers, TokenBatch | None]:
+        """Lay out a step and move the requests on; the buffers that it goes to and its tokens. The tokens are None where the
+        device makes the step's inputs.
+        """
         num_scheduled = scheduled.num_scheduled_tokens
         layout = self.layout
         advanced_version, self._advanced_version = self._advanced_version, 0
@@ -146,17 +164,14 @@ class InputBatch:
             and scheduled.total_num_scheduled_tokens == len(num_scheduled)
             and layout.scheduled_ids == list(num_scheduled)
         ):
-            arrays = self.decode_arrays
+            buffers = self.decode_buffers
             layout.is_on_device = layout.version == advanced_version
             if layout.is_on_device:
                 self._computed[layout.slots_S] += 1
                 layout.max_seq_len += 1
-                return layout, arrays
-            host = arrays.rotate()
-            self._fill_decodes(layout, host)
-            if arrays.needs(layout.version):
-                self._fill_decode_constants(layout, host)
-            return layout, arrays
+                return layout, buffers, None
+            buffers.rotate()
+            return layout, buffers, self._lay_decodes(layout, buffers)
 
         rows = [self._requests[request_id] for request_id in num_scheduled]
         slots_S = np.array([request.slot for request in rows], dtype=np.int64)
@@ -173,24 +188,21 @@ class InputBatch:
             scheduled_ids=list(num_scheduled),
             request_ids=[request.request_id for request in rows],
             slots_S=slots_S,
-            table_base_S=slots_S * self.tables.num_columns,
             num_decodes=num_decodes,
             is_decode_only=num_decodes == len(rows),
             num_tokens=int(counts_S.sum()),
             max_query_len=int(counts_S.max()),
         )
-        self.tables.set_batch(slots_S)
+        for table in self.tables.values():
+            table.set_batch(slots_S)
         if layout.is_decode_only:
             layout.sampled_ids, layout.sampled_slots, layout.num_logits = layout.request_ids, slots_S, len(rows)
-            arrays = self.decode_arrays
-            host = arrays.rotate()
-            self._fill_decodes(layout, host)
-            arrays.needs(layout.version)
-            self._fill_decode_constants(layout, host)
-        else:
-            arrays = self._mixed_arrays
-            self._fill_mixed(layout, rows, counts_S, arrays.rotate())
-        return layout, arrays
+            buffers = self.decode_buffers
+            buffers.rotate()
+            return layout, buffers, self._lay_decodes(layout, buffers)
+        buffers = self._mixed_buffers
+        buffers.rotate()
+        return layout, buffers, self._lay_mixed(layout, rows, counts_S, buffers)
 
     def will_advance_on_device(self) -> None:
         """A next step of the same sequences will make its inputs of those that the step prepared last has left on the device."""
@@ -200,32 +212,31 @@ class InputBatch:
         """The next step's inputs are to come from the host."""
         self._advanced_version = 0
 
-    def _fill_decodes(self, layout: BatchLayout, host: dict[str, np.ndarray]) -> None:
-        slots_S, num_seqs = layout.slots_S, len(layout.slots_S)
-        positions_S = host["positions"][:num_seqs]
-        self._computed.take(slots_S, out=positions_S, mode="clip")  # "raise" would go through a buffer
-        columns_S = positions_S // self.block_size
-        blocks_S = self._flat_slot_table.take(layout.table_base_S + columns_S)
-        # block · P + position % P
-        columns_S *= -self.block_size
-        columns_S += positions_S
-        np.multiply(blocks_S, self.block_size, out=host["slot_mapping"][:num_seqs])
-        host["slot_mapping"][:num_seqs] += columns_S
+    def _lay_decodes(self, layout: BatchLayout, buffers: StepBuffers) -> TokenBatch:
+        """One token of each sequence; the device knows which."""
+        slots_S, num_seqs, host = layout.slots_S, len(layout.slots_S), buffers.host
+        positions_S = self._computed.take(slots_S, mode="clip")  # "raise" would go through a buffer
+        self._map_slots(buffers, slots_S, positions_S)
         np.add(positions_S, 1, out=host["seq_lens"][:num_seqs], casting="unsafe")
         host["has_run"][:num_seqs] = 0
         self._computed[slots_S] += 1
         layout.max_seq_len = int(positions_S.max()) + 1
+        if buffers.needs(layout.version):
+            host["query_start_loc"][: num_seqs + 1] = np.arange(num_seqs + 1)
+            host["slots"][:num_seqs] = slots_S
+            host["sampled_slots"][:num_seqs] = slots_S
+        return TokenBatch(
+            token_ids=self._zeros[:num_seqs],
+            positions=positions_S,
+            query_start_loc=host["query_start_loc"][: num_seqs + 1],
+            row_indices=self._numbers[:num_seqs],
+            request_ids=layout.request_ids,
+        )
 
-    def _fill_decode_constants(self, layout: BatchLayout, host: dict[str, np.ndarray]) -> None:
-        num_seqs = len(layout.slots_S)
-        host["query_start_loc"][: num_seqs + 1] = np.arange(num_seqs + 1)
-        host["logits_indices"][:num_seqs] = np.arange(num_seqs)
-        host["slots"][:num_seqs] = layout.slots_S
-        host["sampled_slots"][:num_seqs] = layout.slots_S
-
-    def _fill_mixed(
-        self, layout: BatchLayout, rows: list[HeldRequest], counts_S: np.ndarray, host: dict[str, np.ndarray]
-    ) -> None:
+    def _lay_mixed(
+        self, layout: BatchLayout, rows: list[HeldRequest], counts_S: np.ndarray, buffers: StepBuffers
+    ) -> TokenBatch:
+        host = buffers.host
         slots_S, num_seqs, num_tokens = layout.slots_S, len(rows), layout.num_tokens
         computed_S = self._computed[slots_S]
         ends_S = computed_S + counts_S
@@ -234,32 +245,28 @@ class InputBatch:
         np.cumsum(counts_S, out=starts[1:])
         row_T = np.repeat(np.arange(num_seqs), counts_S)
         positions_T = np.arange(num_tokens) - starts[row_T] + computed_S[row_T]
-        columns_T = positions_T // self.block_size
-        blocks_T = self._flat_slot_table.take(layout.table_base_S[row_T] + columns_T)
-        host["positions"][:num_tokens] = positions_T
-        host["slot_mapping"][:num_tokens] = (blocks_T - columns_T) * self.block_size + positions_T
+        self._map_slots(buffers, slots_S[row_T], positions_T)
         host["seq_lens"][:num_seqs] = ends_S
         host["slots"][:num_seqs] = slots_S
+        token_ids_T = np.zeros(num_tokens, dtype=np.int64)
         for row in range(layout.num_decodes, num_seqs):
-            host["input_ids"][starts[row] : starts[row + 1]] = rows[row].token_ids[computed_S[row] : ends_S[row]]
+            token_ids_T[starts[row] : starts[row + 1]] = rows[row].token_ids[computed_S[row] : ends_S[row]]
 
         sampled_rows = np.flatnonzero(ends_S >= self._known[slots_S])
-        num_sampled = len(sampled_rows)
         layout.sampled_ids = [rows[row].request_id for row in sampled_rows]
         layout.sampled_slots = slots_S[sampled_rows]
-        host["sampled_slots"][:num_sampled] = layout.sampled_slots
-        indices = host["logits_indices"]
-        indices[:num_sampled] = starts[1:][sampled_rows] - 1
-        num_logits = num_sampled
+        host["sampled_slots"][: len(sampled_rows)] = layout.sampled_slots
+        indices = [starts[1:][sampled_rows].astype(np.int64) - 1]
+        num_logits = len(sampled_rows)
         for row in range(layout.num_decodes, num_seqs):
             request = rows[row]
             if request.params.prompt_logprobs is None:
                 continue
-            # The logits of a position speak of the token after it.
+            # The logits at a position are those of the token after it.
             first = int(computed_S[row])
             targets = request.token_ids[first + 1 : min(int(ends_S[row]) + 1, request.num_prompt_tokens)]
             if len(targets):
-                indices[num_logits : num_logits + len(targets)] = starts[row] + np.arange(len(targets))
+                indices.append(starts[row] + np.arange(len(targets)))
                 layout.prompt_rows.append(
                     PromptRows(
                         request_id=request.request_id, begin=num_logits, targets=targets,
@@ -268,27 +275,31 @@ class InputBatch:
                 )  # fmt: skip
                 num_logits += len(targets)
         if num_logits == 0:  # a model needs a row to compute; nobody reads it
-            indices[0] = 0
+            indices.append(np.zeros(1, dtype=np.int64))
             num_logits = 1
         layout.num_logits = num_logits
         self._computed[slots_S] = ends_S
         layout.max_seq_len = int(ends_S.max())
+        return TokenBatch(
+            token_ids=token_ids_T,
+            positions=positions_T,
+            query_start_loc=starts,
+            row_indices=np.concatenate(indices),
+            request_ids=layout.request_ids,
+        )
+
+    def _map_slots(self, buffers: StepBuffers, slots_T: np.ndarray, positions_T: np.ndarray) -> None:
+        """slot mapping = block · P + position % P of each paged group. slots_T: batch slot of each token's sequence."""
+        for name, table in self.tables.items():
+            size = self.tokens_per_page[name]
+            columns_T = positions_T // size
+            places_T = slots_T * table.num_columns
+            places_T += columns_T
+            out = buffers.host_slot_mapping(name)[: len(positions_T)]
+            np.multiply(table.flat_slot_table.take(places_T), size, out=out)
+            columns_T *= -size
+            out += columns_T
+            out += positions_T
 
     def _forget_layout(self) -> None:
         self.layout = BatchLayout()
-
-
-def _fields(num_slots: int, num_tokens: int) -> dict[str, tuple[type[np.generic], int]]:
-    return {
-        "positions": (np.int64, num_tokens),
-        "input_ids": (np.int64, num_tokens),
-        "slot_mapping": (np.int64, num_tokens),
-        "logits_indices": (np.int64, num_tokens + num_slots),
-        "slots": (np.int64, num_slots),
-        "sampled_slots": (np.int64, num_slots),
-        "query_start_loc": (np.int32, num_tokens + 1),
-        "seq_lens": (np.int32, num_tokens),
-        "has_run": (np.int32, num_slots),
-        "uniforms": (np.float32, num_slots),
-        **{name: (dtype, num_slots) for name, dtype in SAMPLING_FIELDS.items()},
-    }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_and_serve.runtime.runner.kv_cache import GIB, free_cpu_bytes
+from compile_and_serve.runtime.runner.state_memory import GIB, free_cpu_bytes
 
 # What to change when memory runs out while …
 LOADING = "use smaller or quantized weights (--quantization fp8), or more devices (--tensor-parallel-size)"

@@ -1,9 +1,8 @@
 """Prepares a step's inputs, runs the model on them, samples.
 
-Shape legend: T tokens of the step (with padding), S sequences, L rows of logits, V vocabulary, N cache blocks, P
-tokens a block, K key/value heads, E head size.
+Shape legend: T tokens of the step (with padding), S sequences, L rows of logits, V vocabulary, R batch slots.
 
-`launch` never waits for the device: a decode's input token is taken from the device, where the step before left it.
+`launch` never waits for the device: a decode takes its input token from the device, where the step before left it.
 `PendingStep.result` waits. At most one step may be launched before the result of the one before it is taken. On the
 CPU `launch` computes at once.
 """
@@ -11,21 +10,22 @@ CPU `launch` computes at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from compile_and_serve.compiler.cudagraphs.runner import DecodeRows, StepInputs
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata, attention_metadata
+from compile_and_serve.compiler.cudagraphs.runner import StepResult
+from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
+from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device, begin_step, end_step
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
-from compile_and_serve.runtime.runner.kv_cache import allocate_kv_cache
 from compile_and_serve.runtime.runner.pending_step import PendingStep, PromptResult
-from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
+from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
+from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
 from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
@@ -37,25 +37,19 @@ logger = logging.getLogger(__name__)
 NOT_TAKEN_IN = "The engine failed on this request's sampling options; its log has the details."
 
 
-class RunnableModel(Protocol):
-    """A compiled model as the runner sees it.
+class StepRunner(Protocol):
+    """Runs steps of a model: `PlainRunner` or `CudaGraphRunner`."""
 
-    It may have `tail`: what `decode_step.end_step` made of the logits of the call just made, or None; and `is_missed`: whether that
-    call had no graph but may have one later. And it may have
-    `padded_size(num_tokens, num_seqs, max_query_len) -> int | None`: the number of tokens to pad the step
-    to (None: no padding), never more than its `max_padded_size`. Padding tokens have slot -1; a step of decodes is
-    padded with whole sequences of length 0 and with rows of logits at index 0.
-    """
-
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        """int64 [T], int64 [T], one [N, 2, K, P, E] a layer, int64 [L] → logits [L, V]."""
+    @property
+    def max_padded_size(self) -> int:
+        """The largest number of tokens that `padded_size` answers; 0 where it pads nothing."""
         ...
+
+    def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None:
+        """The number of tokens to pad a step to; None: no padding. A decode step is padded with whole sequences of length 0."""
+        ...
+
+    def run(self, step: Step, *, with_sampling: bool = True) -> StepResult: ...
 
 
 class ModelRunner:
@@ -65,39 +59,39 @@ class ModelRunner:
         self,
         config: EngineConfig,
         spec: ModelSpec,
-        compiled: RunnableModel,
-        backend: AttentionBackend,
+        steps: StepRunner,
+        backends: Mapping[str, Any],
         device: torch.device,
         dtype: torch.dtype,
-        num_blocks: int,
+        num_pages: int,
         *,
         max_model_len: int | None = None,
     ) -> None:
-        """dtype: of the KV cache. max_model_len: None is the config's, or the model's."""
+        """spec: the rank's part. backends: by attention group. dtype: of the KV cache. max_model_len: None is the config's, or the
+        model's.
+        """
         scheduler = config.scheduler
-        block_size = config.cache.block_size
-        self.compiled = compiled
-        self.backend = backend
+        self.spec = spec
+        self.steps = steps
+        self.backends = dict(backends)
         self.device = device
         self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
         self.max_num_tokens = max(scheduler.token_budget, scheduler.max_num_seqs)
-        self.kv_caches = allocate_kv_cache(spec.kv_cache_specs, num_blocks, block_size, dtype=dtype, device=device)
+        self.layout = PageLayout.of(spec.state, config.cache.block_size, dtype)
+        num_slots = scheduler.max_num_seqs
+        self.state = allocate_state(spec.state, self.layout, num_pages, num_slots, dtype=dtype, device=device)
         self.padded_tokens = 0  # since the start
         self.decode_misses = 0  # steps of decodes for which the model had no graph, since the start
         self.steps_on_device = 0  # whose inputs the device made of the step before's, since the start
-        self._padded_size: Callable[[int, int, int], int | None] | None = getattr(compiled, "padded_size", None)
         self.batch = InputBatch(
-            num_slots=scheduler.max_num_seqs,
-            max_num_tokens=self.max_num_tokens,
-            max_padded_size=getattr(compiled, "max_padded_size", 0),
-            max_model_len=self.max_model_len,
-            block_size=block_size,
-            device=device,
-        )
-        self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=scheduler.max_num_seqs, device=device)
+            spec.inputs, spec.state, self.layout.tokens_per_page, num_slots=num_slots, max_num_tokens=self.max_num_tokens,
+            max_padded_size=steps.max_padded_size, max_model_len=self.max_model_len, device=device,
+        )  # fmt: skip
+        self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=num_slots, device=device)
+        self._advances_on_device = advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
-        self._last_inputs: StepInputs | None = None
+        self._last_step: Step | None = None
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
         self._is_alone = config.num_ranks == 1
         self._is_cpu = device.type == "cpu"
@@ -105,8 +99,8 @@ class ModelRunner:
             # Two steps may be in flight, and the result of a third may still be read.
             self._pinned = [
                 (
-                    torch.zeros(scheduler.max_num_seqs, dtype=torch.int64, pin_memory=True),
-                    torch.zeros(scheduler.max_num_seqs, dtype=torch.float32, pin_memory=True),
+                    torch.zeros(num_slots, dtype=torch.int64, pin_memory=True),
+                    torch.zeros(num_slots, dtype=torch.float32, pin_memory=True),
                 )
                 for _ in range(3)
             ]
@@ -119,111 +113,81 @@ class ModelRunner:
         plan = self._plan
         if plan is None or plan.valid_steps <= 0:
             batch.forget_advanced()  # what it is sampled with is new
-        layout, arrays = batch.prepare(scheduled)
+        layout, buffers, tokens = batch.prepare(scheduled)
         if plan is None or self._plan_version != layout.version or plan.valid_steps <= 0:
             plan = self._plan = sampler.plan(layout.sampled_slots.tolist())
             self._plan_version = layout.version
-        if layout.is_on_device:
-            logits_LV = self._run_again(layout)
+        if tokens is None:
+            result = self._run_again(layout)
         else:
             for name, values in sampler.inputs(plan).items():
-                arrays.host[name][: len(values)] = values
-            logits_LV = self._run(layout, arrays)
+                buffers.host[name][: len(values)] = values
+            result = self._run(layout, buffers, tokens)
+        logits_LV = result.outputs[LOGITS]
         num_sampled = len(layout.sampled_ids)
         if num_sampled == 0:
             return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
         logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
-        drawn = getattr(self.compiled, "tail", None)
-        if drawn is not None:
-            drawn = drawn[0][:num_sampled], drawn[1][:num_sampled]
-            batch.will_advance_on_device()
-        elif getattr(self.compiled, "is_missed", False):
-            self.decode_misses += 1
-        sampled = sampler.sample(logits_SV, plan, arrays.device, drawn)
+        drawn = None
+        if result.sampled is not None:
+            drawn = result.sampled[0][:num_sampled], result.sampled[1][:num_sampled]
+            if self._advances_on_device:
+                batch.will_advance_on_device()
+        self.decode_misses += result.is_missed
+        sampled = sampler.sample(logits_SV, plan, buffers.device, drawn)
         if drawn is not None and sampled.tokens_S is drawn[0]:
             pass  # they are the last tokens already
         elif self._is_cpu:
             batch.last_tokens.numpy()[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
-            batch.last_tokens.index_copy_(0, arrays.device["sampled_slots"][:num_sampled], sampled.tokens_S)
+            batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         return self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
 
-    def decode_inputs(self, size: int) -> StepInputs:
-        """The persistent arrays of a step of `size` decodes, filled with padding sequences: what a graph is captured
-        on.
-        """
-        arrays, tables = self.batch.decode_arrays, self.batch.tables
-        self.batch.forget_advanced()
-        host = arrays.rotate()
-        arrays.needs(-1)
-        _pad_rows(host, 0, size)
-        arrays.upload()
-        device = arrays.device
-        metadata = AttentionMetadata(
-            backend=self.backend,
-            query_start_loc=device["query_start_loc"][: size + 1],
-            seq_lens=device["seq_lens"][:size],
-            block_table=tables.batch_table(size),
-            slot_mapping=device["slot_mapping"][:size],
-            num_seqs=size,
-            num_tokens=size,
-            max_query_len=1,
-            max_seq_len=self.max_model_len,
-            query_start_loc_cpu=host["query_start_loc"][: size + 1],
-            seq_lens_cpu=host["seq_lens"][:size],
+    def decode_step(self, size: int) -> DecodeStep:
+        """A step of `size` decodes in the persistent buffers, which are filled with padding sequences: what a graph is captured on."""
+        batch, buffers = self.batch, self.batch.decode_buffers
+        batch.forget_advanced()
+        buffers.rotate()
+        buffers.needs(-1)
+        buffers.pad_sequences(0, size, 1, batch.num_slots)
+        empty = np.empty(0, dtype=np.int64)
+        none = TokenBatch(
+            token_ids=empty, positions=empty, query_start_loc=np.zeros(1, dtype=np.int32), row_indices=empty
         )
-        return StepInputs(
-            input_ids=device["input_ids"][:size],
-            positions=device["positions"][:size],
-            kv_caches=self.kv_caches,
-            logits_indices=device["logits_indices"][:size],
-            metadata=metadata,
-            rows=DecodeRows(
-                sampling=tuple(device[name][:size] for name in SAMPLING_FIELDS),
-                slots=device["slots"][:size],
-                last_tokens=self.batch.last_tokens,
-                has_run=device["has_run"][:size],
-            ),
+        buffers.fill(none, size, size, constants=True)
+        buffers.upload()
+        step = self._step_in(
+            buffers, size, size, size, num_tokens=size, num_seqs=size, max_query_len=1, max_seq_len=self.max_model_len
         )
+        device = buffers.device
+        return DecodeStep(
+            inputs=step.inputs, state=step.state, metadata=step.metadata, num_tokens=size, num_seqs=size, padded_tokens=size,
+            padded_seqs=size, num_rows=size, max_query_len=1, declared=self.spec.inputs,
+            sampling=tuple(device[name][:size] for name in SAMPLING_FIELDS), slots=device["slots"][:size],
+            last_tokens=batch.last_tokens, has_run=device["has_run"][:size], seq_lens=device["seq_lens"][:size],
+            scratch_positions=device["positions"][:size], block_sizes=batch.tokens_per_page,
+        )  # fmt: skip
 
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run the model on `made_up_step(num_tokens, num_seqs)` and sample nothing."""
-        step = self.made_up_step(num_tokens, num_seqs)
-        with attention_metadata(step.metadata):
-            self.compiled(step.input_ids, step.positions, self.kv_caches, step.logits_indices)
+        self.steps.run(self.made_up_step(num_tokens, num_seqs))
         if not self._is_cpu:
             torch.cuda.synchronize(self.device)
 
-    def made_up_step(self, num_tokens: int, num_seqs: int) -> StepInputs:
-        """A step of `num_tokens` over `num_seqs` sequences, or as many more as no sequence is longer than the model allows, that writes
-        no cache; planned already.
+    def made_up_step(self, num_tokens: int, num_seqs: int) -> Step:
+        """A step of `num_tokens` over `num_seqs` sequences, or over as many more as keep each within the model's limit. It writes no
+        state, and is planned already.
         """
         assert num_seqs <= num_tokens <= self.max_num_tokens
         num_seqs = max(num_seqs, -(-num_tokens // self.max_model_len))  # a row of the block table has no more columns
         counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int64)
         counts[num_seqs - num_tokens % num_seqs :] += 1
-        device = self.device
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        metadata = AttentionMetadata(
-            backend=self.backend,
-            query_start_loc=torch.from_numpy(starts).to(device),
-            seq_lens=torch.from_numpy(counts.astype(np.int32)).to(device),
-            block_table=torch.zeros(num_seqs, self.batch.tables.num_columns, dtype=torch.int32, device=device),
-            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
-            num_seqs=num_seqs,
-            num_tokens=num_tokens,
-            max_query_len=int(counts.max()),
-            max_seq_len=int(counts.max()),
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=counts.astype(np.int32),
-        )
-        zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        indices_S = torch.from_numpy(starts[1:].astype(np.int64) - 1).to(device)
-        self.backend.plan(metadata)
-        return StepInputs(
-            input_ids=zeros_T, positions=zeros_T, kv_caches=self.kv_caches, logits_indices=indices_S, metadata=metadata
-        )
+        return make_step(
+            self.spec.inputs, self.spec.state, [(0, int(count)) for count in counts], state=self.state,
+            tokens_per_page=self.layout.tokens_per_page, backends=self.backends, device=self.device, writes_state=False,
+            num_columns={name: table.num_columns for name, table in self.batch.tables.items()},
+        )  # fmt: skip
 
     def warm_up_sampler(self, dtype: torch.dtype) -> None:
         """Build the GPU's kernels around the model, sampling first of all, before a request waits for them (on the CPU there are none).
@@ -231,9 +195,9 @@ class ModelRunner:
         """
         if self._is_cpu:
             return
-        padding = self.decode_inputs(1)
+        padding = self.decode_step(1)
         begin_step(padding)
-        end_step(torch.zeros(1, self.sampler.vocab_size, dtype=dtype, device=self.device), padding)
+        end_step({LOGITS: torch.zeros(1, self.sampler.vocab_size, dtype=dtype, device=self.device)}, padding)
         for logits_dtype in {dtype, torch.float32}:
             logits_SV = torch.zeros(1, self.sampler.vocab_size, dtype=logits_dtype, device=self.device)
             for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
@@ -263,70 +227,61 @@ class ModelRunner:
                 # Until it is gone:
                 sampler.add(request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0])
         for cached in scheduled.cached_requests:
-            batch.append_blocks(cached.request_id, cached.new_block_ids[0])
+            batch.append_blocks(cached.request_id, cached.new_block_ids)
 
-    def _run(self, layout: BatchLayout, arrays: StagedArrays) -> torch.Tensor:
-        batch, device = self.batch, arrays.device
-        num_tokens, num_seqs, num_logits = layout.num_tokens, len(layout.slots_S), layout.num_logits
-        size = None
-        if self._padded_size is not None:
-            size = self._padded_size(num_tokens, num_seqs, layout.max_query_len)
-        rows = num_seqs
-        if size is not None and size > num_tokens:
-            self.padded_tokens += size - num_tokens
-            rows, num_logits = _pad(layout, arrays.host, size)
-        size = size or num_tokens
-        num_decodes = layout.num_decodes
-        input_ids_T = device["input_ids"][:size]
+    def _run(self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch) -> StepResult:
+        batch, device = self.batch, buffers.device
+        num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
+        size = self.steps.padded_size(num_tokens, num_seqs, layout.max_query_len) or num_tokens
+        seqs, rows = num_seqs, layout.num_logits
+        if layout.is_decode_only and size <= batch.num_slots:
+            seqs = rows = size
+            if size > num_seqs:
+                buffers.pad_sequences(num_seqs, size, 1, batch.num_slots)
+        elif size > num_tokens:
+            buffers.pad_slot_mapping(num_tokens, size)
+        self.padded_tokens += size - num_tokens
+        buffers.fill(tokens, size, rows, constants=True)
+        sampled_inputs = [one for one in self.spec.inputs if one.advance == "sampled"] if layout.num_decodes else []
         if self._is_cpu:
-            if num_decodes:
-                last = batch.last_tokens.numpy()
-                last.take(layout.slots_S[:num_decodes], out=arrays.host["input_ids"][:num_decodes], mode="clip")
+            for one in sampled_inputs:
+                out = buffers.host_input(one, size, rows)[: layout.num_decodes]
+                batch.last_tokens.numpy().take(layout.slots_S[: layout.num_decodes], out=out, mode="clip")
         else:
-            arrays.upload()
-            if num_decodes:
-                slots = device["slots"][:num_decodes]
-                torch.index_select(batch.last_tokens, 0, slots, out=device["input_ids"][:num_decodes])
-        batch.tables.commit()
-        metadata = AttentionMetadata(
-            backend=self.backend,
-            query_start_loc=device["query_start_loc"][: rows + 1],
-            seq_lens=device["seq_lens"][:rows],
-            block_table=batch.tables.batch_table(rows),
-            slot_mapping=device["slot_mapping"][:size],
-            num_seqs=num_seqs,
-            num_tokens=num_tokens,
-            max_query_len=layout.max_query_len,
+            buffers.upload()
+        for table in batch.tables.values():
+            table.commit()
+        step = self._last_step = self._step_in(
+            buffers, size, seqs, rows, num_tokens=num_tokens, num_seqs=num_seqs, max_query_len=layout.max_query_len,
             max_seq_len=layout.max_seq_len,
-            query_start_loc_cpu=arrays.host["query_start_loc"][: rows + 1],
-            seq_lens_cpu=arrays.host["seq_lens"][:rows],
-        )
-        self.backend.plan(metadata)
-        self._last_inputs = StepInputs(
-            input_ids=input_ids_T,
-            positions=device["positions"][:size],
-            kv_caches=self.kv_caches,
-            logits_indices=device["logits_indices"][:num_logits],
-            metadata=metadata,
-        )
-        return self._call(self._last_inputs)
+        )  # fmt: skip
+        if not self._is_cpu:
+            slots = device["slots"][: layout.num_decodes]
+            for one in sampled_inputs:
+                torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[one.name][: layout.num_decodes])
+        for name, backend in self.backends.items():
+            backend.plan(step.metadata[name])
+        return self.steps.run(step)
 
-    def _run_again(self, layout: BatchLayout) -> torch.Tensor:
-        """The step before once more, on the inputs that the device makes of what it left."""
-        inputs = self._last_inputs
-        assert inputs is not None
-        inputs.metadata.max_seq_len = layout.max_seq_len
-        inputs.metadata.seq_lens_cpu = None  # the device knows, nobody else asks
-        self.padded_tokens += len(inputs.input_ids) - layout.num_tokens
+    def _step_in(self, buffers: StepBuffers, size: int, seqs: int, rows: int, **lengths: int) -> Step:
+        return buffers.step(
+            size, seqs, rows, state=self.state, tables=self.batch.tables, backends=self.backends, **lengths
+        )
+
+    def _run_again(self, layout: BatchLayout) -> StepResult:
+        """The step before once more, on the inputs that the device makes from what it left."""
+        step = self._last_step
+        assert step is not None
+        for metadata in (step.metadata[name] for name in self.batch.tables):
+            metadata.max_seq_len = layout.max_seq_len
+            metadata.seq_lens_cpu = None  # only the device knows them, and nobody else asks
+        self.padded_tokens += step.padded_tokens - layout.num_tokens
         self.steps_on_device += 1
-        self.batch.tables.commit()
-        logits_LV = self._call(inputs)
-        assert getattr(self.compiled, "tail", None) is not None, "a step that had a graph ran without it"
-        return logits_LV
-
-    def _call(self, inputs: StepInputs) -> torch.Tensor:
-        with attention_metadata(inputs.metadata):
-            return self.compiled(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
+        for table in self.batch.tables.values():
+            table.commit()
+        result = self.steps.run(step)
+        assert result.sampled is not None, "a step that had a graph ran without it"
+        return result
 
     def _prompt_results(self, layout: BatchLayout, logits_LV: torch.Tensor) -> list[PromptResult]:
         results = []
@@ -363,28 +318,3 @@ class ModelRunner:
             event.record()
         errors, self._errors = self._errors, {}
         return PendingStep(step, layout.sampled_ids, tokens, best, self._plan, logprobs, prompts, event, errors)
-
-
-def _pad(layout: BatchLayout, host: dict[str, np.ndarray], size: int) -> tuple[int, int]:
-    """Fill the host arrays up to `size` tokens; the number of rows of the metadata and of logits."""
-    num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
-    if layout.is_decode_only and size <= len(host["slots"]):
-        _pad_rows(host, num_seqs, size)
-        return size, size
-    _pad_tokens(host, num_tokens, size)
-    return num_seqs, layout.num_logits
-
-
-def _pad_tokens(host: dict[str, np.ndarray], begin: int, size: int) -> None:
-    host["input_ids"][begin:size] = 0
-    host["positions"][begin:size] = 0
-    host["slot_mapping"][begin:size] = -1
-
-
-def _pad_rows(host: dict[str, np.ndarray], begin: int, size: int) -> None:
-    """Sequences of one padding token and length 0."""
-    _pad_tokens(host, begin, size)
-    host["query_start_loc"][begin + 1 : size + 1] = np.arange(begin + 1, size + 1)
-    host["seq_lens"][begin:size] = 0
-    host["logits_indices"][begin:size] = 0
-    host["temperatures"][begin:size] = 0.0

@@ -7,6 +7,7 @@ calls of the model in the same order: a sharded model waits in each for the othe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -19,7 +20,7 @@ import torch
 
 from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_capture import CudaGraphs
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
 from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
 from compile_and_serve.custom_ops.build.sources import PACKAGE
@@ -35,7 +36,7 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.runner import memory
-from compile_and_serve.runtime.runner.attention_backends import backend_of_model
+from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.device import (
     describe_device,
@@ -45,16 +46,16 @@ from compile_and_serve.runtime.runner.device import (
     resolve_kv_cache_dtype,
     use_threads,
 )
-from compile_and_serve.runtime.runner.kv_cache import (
-    GIB,
-    KVCacheTooSmallError,
-    bytes_per_block,
-    free_cpu_bytes,
-    plan_num_blocks,
-)
 from compile_and_serve.runtime.runner.memory import MemoryPlan, measured_memory, memory_for
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
+from compile_and_serve.runtime.runner.state_memory import (
+    GIB,
+    KVCacheTooSmallError,
+    PageLayout,
+    free_cpu_bytes,
+    plan_num_pages,
+)
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, SchedulerOutput, WorkerInfo, WorkerStats
 from compile_and_serve.runtime.weights import load_weights, read_config
@@ -96,10 +97,11 @@ class Worker:
         start = time.perf_counter()
         spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
         self._max_model_len = _max_model_len(config, spec)
-        backend = self._backend = backend_of_model(spec, config, device, dtype)
+        backends = self._backends = backends_of_model(spec, config, device, dtype)
+        self._backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"
         architecture = (spec.config.get("architectures") or ["?"])[0]
         self._stage("read", start, f"{architecture}, {_dtype_name(dtype)} on {describe_device(device)}")
-        facts: dict[str, int | float | str] = {"attention_backend": backend.name}
+        facts: dict[str, int | float | str] = {"attention_backend": self._backend_names}
         if rank.size > 1 and device.type == "cuda":
             facts["all_reduce"] = self._choose_allreduce(spec)
 
@@ -109,13 +111,14 @@ class Worker:
                 config.compile,
                 device=device,
                 dtype=dtype,
-                kernels=available_kernels(device=device, dtype=dtype, attention_backend=backend),
-                attention_backend=backend,
+                kernels=available_kernels(device=device, dtype=dtype, attention_backends=backends.values()),
+                attention_backends=backends,
                 kv_cache_dtype=self._cache_dtype,
                 on_stage=on_stage,
             )
         # From here on the rank's part: its share of the heads.
-        self._spec = replace(spec, kv_cache_specs=tuple(kept.of_rank(rank.size) for kept in spec.kv_cache_specs))
+        self._spec = replace(spec, state=tuple(group.of_rank(rank.size) for group in spec.state))
+        self._pages = PageLayout.of(self._spec.state, config.cache.block_size, self._cache_dtype)
 
         start = time.perf_counter()
         with memory_for("loading the weights", device, memory.LOADING):
@@ -147,14 +150,20 @@ class Worker:
             dtype=_dtype_name(dtype),
             max_model_len=self._max_model_len,
             vocab_size=spec.vocab_size,
-            groups=[PagedGroup(block_size=config.cache.block_size)],
+            groups=[
+                PagedGroup(block_size=self._pages.tokens_per_page[group.name], window=group.window)
+                for group in self._spec.state
+                if group.paged
+            ],
+            prefix_caching_unsupported=_prefix_caching_unsupported(spec),
             compile_report=_flat_report(model.report) | facts | self._memory_facts(),
         )
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache of `num_blocks` blocks and run every kind of step once."""
         cache = self._config.cache
-        cache_bytes = num_blocks * bytes_per_block(self._spec.kv_cache_specs, cache.block_size, self._cache_dtype)
+        slots = self._config.scheduler.max_num_seqs + 1
+        cache_bytes = num_blocks * self._pages.page_bytes + slots * self._pages.slot_bytes
         with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
             self.runner = self._new_runner(num_blocks)
         tokens = num_blocks * cache.block_size
@@ -168,7 +177,7 @@ class Worker:
 
         if self._config.compile.dump_dir is not None:
             facts = {
-                "attention_backend": self._backend.name,
+                "attention_backend": self._backend_names,
                 "kv_cache_tokens": tokens,
                 "kv_cache_bytes": cache_bytes,
                 "kv_cache_dtype": _dtype_name(self._cache_dtype),
@@ -226,7 +235,7 @@ class Worker:
             self._model,
             mode=options.cudagraph_mode,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            backend=self._backend,
+            backends=tuple(self._backends.values()),
             device=CudaGraphs(self.device),
             sizes=options.capture_sizes,
             decode_head=begin_step,
@@ -259,15 +268,15 @@ class Worker:
         runner = ModelRunner(
             self._config,
             self._spec,
-            self._model if graphs is None else graphs,
-            self._backend,
+            PlainRunner(self._model) if graphs is None else graphs,
+            self._backends,
             self.device,
             self._cache_dtype,
             num_blocks,
             max_model_len=self._max_model_len,
         )
         if graphs is not None:
-            graphs.bind(runner.decode_inputs, lambda size: runner.made_up_step(size, 1))
+            graphs.bind(runner.decode_step, lambda size: runner.made_up_step(size, 1))
         return runner
 
     def _num_blocks(self) -> int:
@@ -278,12 +287,13 @@ class Worker:
             assert self._memory_plan is not None
             free = self._memory_plan.free_for_cache
         try:
-            return plan_num_blocks(
+            return plan_num_pages(
                 cache,
-                self._spec.kv_cache_specs,
-                dtype=self._cache_dtype,
+                self._spec.state,
+                self._pages,
                 max_model_len=self._max_model_len,
                 max_num_seqs=self._config.scheduler.max_num_seqs,
+                max_step_tokens=self._config.scheduler.token_budget,
                 free_bytes=free,
                 is_cpu=self.device.type == "cpu",
             )
@@ -307,10 +317,12 @@ class Worker:
         probe = self._new_runner(1)
         tokens, seqs = self._largest_step(probe)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
-            with tuning_off(), getattr(self._backend, "without_modules", nullcontext)():
+            with tuning_off(), contextlib.ExitStack() as stack:
+                for backend in self._backends.values():
+                    stack.enter_context(getattr(backend, "without_modules", nullcontext)())
                 probe.warm_up(tokens, seqs)
             largest_step = torch.cuda.max_memory_allocated(device) - weights
-            largest_step += getattr(self._backend, "workspace_to_come", 0)
+            largest_step += sum(getattr(backend, "workspace_to_come", 0) for backend in self._backends.values())
             graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
         if self._graphs is not None:
             self._graphs.bind(None)  # its buffers are the probe's
@@ -352,7 +364,7 @@ class Worker:
 
         artifact = self._model.report.get("artifact_key")
         block_size = self._config.cache.block_size
-        kind = (self._backend.name, self._cache_dtype, block_size, self._max_model_len, seqs, many)
+        kind = (self._backend_names, self._cache_dtype, block_size, self._max_model_len, seqs, many)
         count = compile_ahead(
             steps,
             self.device,
@@ -420,6 +432,11 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
             f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len."
         )
     return wanted
+
+
+def _prefix_caching_unsupported(spec: ModelSpec) -> str | None:
+    recurrent = ", ".join(group.name for group in spec.state if not group.paged)
+    return f"the model keeps recurrent state ({recurrent}), which no other request can take up" if recurrent else None
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -34,7 +34,7 @@ def compile_model_command(
     from compile_and_serve.compiler import available_kernels, compile_model
     from compile_and_serve.models.registry import build_model
     from compile_and_serve.runtime.options import make_engine_config
-    from compile_and_serve.runtime.runner.attention_backends import backend_of_model, keep_built_modules
+    from compile_and_serve.runtime.runner.attention_backends import backends_of_model, keep_built_modules
     from compile_and_serve.runtime.runner.device import (
         describe_device,
         resolve_device,
@@ -51,23 +51,23 @@ def compile_model_command(
         dtype = resolve_dtype(config.model.dtype, device)
         use_threads(config.num_threads, config.num_processes)
         spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
-        backend = backend_of_model(spec, config, device, dtype)
+        backends = backends_of_model(spec, config, device, dtype)
         detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {describe_device(device)}"
         stages("read", time.perf_counter() - started, detail)
-        kernels = available_kernels(device=device, dtype=dtype, attention_backend=backend)
+        kernels = available_kernels(device=device, dtype=dtype, attention_backends=backends.values())
         compiled = compile_model(
             spec,
             config.compile,
             device=device,
             dtype=dtype,
             kernels=kernels,
-            attention_backend=backend,
+            attention_backends=backends,
             kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
             on_stage=stages,
         )
         if output is not None:
             start = time.perf_counter()
-            if count := keep_built_modules(backend, spec, device, dtype, output):
+            if count := keep_built_modules(backends, spec, device, dtype, output):
                 stages("attention", time.perf_counter() - start, f"{count} kernel modules stored")
     _print_report(compiled.report, time.perf_counter() - started, output)
 

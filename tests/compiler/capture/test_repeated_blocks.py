@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from compile_and_serve.compiler.capture import capture as capturing
-from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.capture.repeated_blocks import MAX_KINDS, block_classes, traced_once
 from compile_and_serve.compiler.compat import node_source_line, regions_are_reused
-from tests.support.tiny_models import tiny_spec
+from tests.support.tiny_models import capture_decoder, capture_spec, tiny_spec
 
 FEATURES = 8
 needs_reuse = pytest.mark.skipif(not regions_are_reused(), reason="this torch traces every call of a region")
@@ -45,7 +45,7 @@ class Stack(nn.Module):
 def captured_stack(factors: list[float]) -> CapturedGraph:
     with torch.device("meta"):
         stack = Stack(factors).requires_grad_(False)
-    return capture(stack, example_inputs([], torch.float32))
+    return capture_decoder(stack, torch.float32)
 
 
 def of_random_weights(graph: CapturedGraph, factors: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +99,7 @@ def test_blocks_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_graph_is_the_one_of_tracing_every_block(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def operations() -> tuple[int, list[Any], set[Any]]:
         spec = tiny_spec(architecture, 5)
-        graph = capture(spec.module, example_inputs([(8, 2, 2, 16, 16)] * 5, torch.float32))
+        graph = capture_spec(spec, torch.float32)
         graph.gm.graph.lint()
         number = {node: i for i, node in enumerate(n for n in graph.gm.graph.nodes if n.op != "placeholder")}
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_capture import GraphCaptureError
-from compile_and_serve.compiler.cudagraphs.piecewise import most_piecewise_tokens
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepInputs, default_sizes, piecewise_sizes
+from compile_and_serve.compiler.cudagraphs.piecewise import max_piecewise_tokens
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, default_sizes, piecewise_sizes
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.plan import PieceStep
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.step import KV_CACHES, Step
 from compile_and_serve.models.spec import ModelSpec
 from tests.support.fake_graphs import FakeDevice
-from tests.support.tiny_models import caches, fill, step, tiny_spec
+from tests.support.tiny_models import PAGE_SIZES, caches, fill, step, tiny_spec
 
 
 class Backend:
@@ -40,20 +43,12 @@ class Model:
     def __init__(self) -> None:
         self.sizes_run: list[int] = []
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        from compile_and_serve.custom_ops.attention.attention import current_metadata
-
+    def __call__(self, step: Step) -> dict[str, torch.Tensor]:
+        input_ids, lengths_S = step.inputs["input_ids"], step.metadata[KV_CACHES].seq_lens
         self.sizes_run.append(len(input_ids))
         lengths = torch.zeros_like(input_ids)
-        metadata = current_metadata()
-        lengths[: len(metadata.seq_lens)] = metadata.seq_lens
-        return torch.stack([2 * input_ids, lengths], 1).float()[logits_indices]
+        lengths[: len(lengths_S)] = lengths_S
+        return {"logits": torch.stack([2 * input_ids, lengths], 1).float()[step.inputs["logits_indices"]]}
 
 
 @dataclass
@@ -71,7 +66,7 @@ class Buffers:
         self.slots = torch.full((64,), -1)
         self.caches = [torch.zeros(4, 2, 1, 16, 8)]
 
-    def inputs(self, size: int) -> StepInputs:
+    def inputs(self, size: int) -> Step:
         metadata = AttentionMetadata(
             backend=self.backend,  # type: ignore[arg-type]
             query_start_loc=self.starts[: size + 1],
@@ -83,18 +78,16 @@ class Buffers:
             max_query_len=1,
             max_seq_len=50,
         )
-        return StepInputs(
-            input_ids=self.input_ids[:size],
-            positions=self.input_ids[:size],
-            kv_caches=self.caches,
-            logits_indices=self.indices[:size],
-            metadata=metadata,
-        )
+        ids = self.input_ids[:size]
+        return Step(
+            inputs={"input_ids": ids, "positions": ids, "logits_indices": self.indices[:size]},
+            state={"kv_caches.0": self.caches[0]}, metadata={KV_CACHES: metadata}, num_tokens=size, num_seqs=size,
+            padded_tokens=size, padded_seqs=size, num_rows=size, max_query_len=1,
+        )  # fmt: skip
 
 
-def run(runner: CudaGraphRunner, inputs: StepInputs) -> torch.Tensor:
-    with attention_metadata(inputs.metadata):
-        return runner(inputs.input_ids, inputs.positions, inputs.kv_caches, inputs.logits_indices)
+def run(runner: CudaGraphRunner, inputs: Step) -> torch.Tensor:
+    return runner.run(inputs).outputs["logits"]
 
 
 def make(
@@ -105,7 +98,7 @@ def make(
         model,
         mode="full",
         max_num_seqs=40,
-        backend=buffers.backend,
+        backends=[buffers.backend],
         device=device,
         **options,  # type: ignore[arg-type]
     )
@@ -144,8 +137,8 @@ def test_steps_over_small_layers_are_worth_graphs_for_longer() -> None:
         steps = [PieceStep(piece="p", inputs=("v1", f"weight.{name}"), outputs=("v2",)) for name in weights]
         return SimpleNamespace(weights=weights, plan=SimpleNamespace(steps=steps))
 
-    assert most_piecewise_tokens(layers(150_000_000, 15_000_000, 15_000_000)) == 4096
-    assert most_piecewise_tokens(layers(15_000_000, 218_000_000, 218_000_000)) == 2048
+    assert max_piecewise_tokens(layers(150_000_000, 15_000_000, 15_000_000)) == 4096
+    assert max_piecewise_tokens(layers(15_000_000, 218_000_000, 218_000_000)) == 2048
 
 
 def test_padding() -> None:
@@ -174,18 +167,38 @@ def test_steps_before_the_first_capture_ask_for_nothing() -> None:
     runner, _, buffers, _ = make()
     run(runner, buffers.inputs(1))
     runner.capture(1)
-    assert list(runner._full) == [40]
+    assert list(runner._full) == [(40, True)]
 
 
 def test_a_step_is_missed_while_its_graph_may_still_come() -> None:
     runner, _, buffers, _ = make(sizes=(4, 40))
-    missed = []
-    for size in (4, 3):  # nothing pads in this test: there will never be a graph of 3
-        run(runner, buffers.inputs(size))
-        missed.append(runner.is_missed)
+    # Nothing pads in this test: there will never be a graph of 3.
+    missed = [runner.run(buffers.inputs(size)).is_missed for size in (4, 3)]
     runner.capture()
-    run(runner, buffers.inputs(4))
-    assert [*missed, runner.is_missed] == [True, False, False]
+    assert [*missed, runner.run(buffers.inputs(4)).is_missed] == [True, False, False]
+
+
+def test_a_step_without_sampling_gets_a_graph_of_its_own() -> None:
+    runner, _, buffers, _ = make(decode_tail=lambda outputs, inputs: (outputs["logits"].argmax(1),), sizes=(4,))
+    runner.capture()
+    assert runner.run(buffers.inputs(4)).sampled is not None
+    before = runner.run(buffers.inputs(4), with_sampling=False)
+    assert before.sampled is None
+    assert before.is_missed
+    assert runner.stats.plain_steps == 1
+    assert runner.capture() == 1
+    after = runner.run(buffers.inputs(4), with_sampling=False)
+    assert after.sampled is None
+    assert not after.is_missed
+    assert torch.equal(after.outputs["logits"], before.outputs["logits"])
+    assert runner.stats.plain_steps == 1
+
+
+def test_decodes_of_several_tokens_are_padded_with_whole_sequences() -> None:
+    runner, *_ = make(query_len=3, sizes=(1, 4, 8))
+    assert [runner.padded_size(3 * n, n, 3) for n in (1, 2, 8)] == [3, 12, 24]
+    assert runner.padded_size(4, 4, 1) is None
+    assert runner.max_padded_size == 24
 
 
 def test_graphs_stay_with_the_buffers_that_they_were_captured_on() -> None:
@@ -198,31 +211,30 @@ def test_graphs_stay_with_the_buffers_that_they_were_captured_on() -> None:
 
 
 def test_replay_reads_the_buffers_of_now() -> None:
-    runner, model, buffers, _ = make(decode_tail=lambda logits, inputs: (logits.argmax(1),))
+    runner, model, buffers, _ = make(decode_tail=lambda outputs, inputs: (outputs["logits"].argmax(1),))
     runner.capture()
     ran = len(model.sizes_run)
     buffers.input_ids[:4] = torch.tensor([5, 6, 7, 0])
     buffers.seq_lens[:4] = torch.tensor([9, 80, 3, 0])
-    logits = run(runner, buffers.inputs(4))
-    assert logits.tolist() == [[10, 9], [12, 80], [14, 3], [0, 0]]
-    assert runner.tail is not None
-    assert runner.tail[0].tolist() == [0, 1, 0, 0]
+    result = runner.run(buffers.inputs(4))
+    assert result.outputs["logits"].tolist() == [[10, 9], [12, 80], [14, 3], [0, 0]]
+    assert result.sampled is not None
+    assert result.sampled[0].tolist() == [0, 1, 0, 0]
     assert runner.stats.replays["full"] == 1
     assert runner.stats.plain_steps == 0
     assert model.sizes_run[ran:] == [4]  # the fake's replay
 
 
 def test_what_a_graph_does_not_cover_runs_as_it_is() -> None:
-    runner, _, buffers, _ = make(decode_tail=lambda logits, inputs: (logits,))
+    runner, _, buffers, _ = make(decode_tail=lambda outputs, inputs: (outputs["logits"],))
     runner.capture()
     four = buffers.inputs(4)
-    elsewhere = replace(four, input_ids=four.input_ids.clone())
-    other_cache = replace(four, kv_caches=[buffers.caches[0].clone()])
-    prefill = replace(four, metadata=replace(four.metadata, max_query_len=4))
+    elsewhere = replace(four, inputs={**four.inputs, "input_ids": four.inputs["input_ids"].clone()})
+    other_cache = replace(four, state={"kv_caches.0": buffers.caches[0].clone()})
+    prefill = replace(four, max_query_len=4)
     unpadded = buffers.inputs(5)
     for count, inputs in enumerate((elsewhere, other_cache, prefill, unpadded), start=1):
-        run(runner, inputs)
-        assert runner.tail is None
+        assert runner.run(inputs).sampled is None
         assert runner.stats.plain_steps == count
     assert runner.stats.replays["full"] == 0
 
@@ -250,47 +262,40 @@ def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
         kernels=frozenset({"rope_attention"}),
     )  # fmt: skip
     fill(model)
-    kv_caches = caches(spec, torch.float32)
+    state = caches(spec, torch.float32)
 
-    def prompt(size: int) -> StepInputs:
-        zeros, starts = torch.zeros(size, dtype=torch.int64), torch.tensor([0, size], dtype=torch.int32)
-        metadata = AttentionMetadata(
-            backend=TorchAttention(), query_start_loc=starts, seq_lens=starts[1:], block_table=torch.zeros(1, 8, dtype=torch.int32),
-            slot_mapping=torch.full((size,), -1), num_seqs=1, num_tokens=size, max_query_len=size, max_seq_len=size,
-        )  # fmt: skip
-        return StepInputs(
-            input_ids=zeros, positions=zeros, kv_caches=kv_caches, logits_indices=zeros[:1], metadata=metadata
+    def prompt(size: int) -> Step:
+        return make_step(
+            spec.inputs, spec.state, [(0, size)], state=state, tokens_per_page=PAGE_SIZES, writes_state=False
         )
 
     runner = CudaGraphRunner(
-        model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice(), sizes=(8, 16, 32, 64)
+        model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice(), sizes=(8, 16, 32, 64)
     )
     runner.bind(Buffers(Backend()).inputs, prompt)
     estimate = runner.estimate_bytes(40, 4000)
     piecewise = runner._piecewise
     assert piecewise is not None
-    step_of_16 = prompt(16)
-    with attention_metadata(step_of_16.metadata):
-        kept = piecewise.kept_bytes(step_of_16.input_ids, step_of_16.positions, kv_caches)
-        held = piecewise._capture(step_of_16.input_ids, step_of_16.positions, kv_caches, runner.stats)
-    alive = [value for name, value in held.values.items() if name.startswith("v")]
+    kept = piecewise.kept_bytes(prompt(16))
+    held = piecewise._capture(prompt(16), runner.stats)
+    alive = [value for name, value in held.values.items() if re.fullmatch(r"v\d+", name)]
     assert (
         len({value.data_ptr() for value in alive}) == len(alive) == 2
     )  # what the last attention gave, and the residual
-    assert kept == held.input_ids.nbytes + held.positions.nbytes + sum(value.nbytes for value in alive)
+    assert kept == sum(value.nbytes for value in (*held.inputs.values(), *alive))
     assert estimate == 3200 + sum(kept * size // 16 + 10 for size in (8, 16, 32))
 
 
 def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
     """A compiled model, piece by piece: prompts of the same padded size with other tokens, rows of logits and lengths."""
     spec, model = compiled(tmp_path)
-    runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice())
+    runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice())
     ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
     for number, length in enumerate((8, 16, 8, 8, 8, 16, 16, 9, 8)):
         tokens = [(number * 31 + i * 7) % 320 for i in range(length)]
         expected = step(model, tokens, number * 3, theirs)
         torch.testing.assert_close(step(runner, tokens, number * 3, ours), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours[0], theirs[0])
+    torch.testing.assert_close(ours["kv_caches.0"], theirs["kv_caches.0"])
     assert runner.stats.replays == {"full": 0, "piecewise": 4}
     assert runner.stats.plain_steps == 5
     assert runner.padded_size(9, 1, 9) == 16
@@ -300,22 +305,16 @@ def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
 def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piece(tmp_path: Path) -> None:
     spec, model = compiled(tmp_path)
     runner = CudaGraphRunner(
-        model, mode="full_and_piecewise", max_num_seqs=8, backend=Backend(), device=FakeDevice(), sizes=(1, 2)
+        model, mode="full_and_piecewise", max_num_seqs=8, backends=[Backend()], device=FakeDevice(), sizes=(1, 2)
     )
     assert runner.padded_size(3, 3, 1) == 4
-    backend, kv = TorchAttention(), caches(spec, torch.float32)
-    lengths = torch.ones(4, dtype=torch.int32)
-    metadata = AttentionMetadata(
-        backend=backend, query_start_loc=torch.arange(5, dtype=torch.int32), seq_lens=lengths, num_seqs=4, num_tokens=4,
-        block_table=torch.arange(4, dtype=torch.int32)[:, None], slot_mapping=torch.arange(4) * kv[0].shape[3],
-        max_query_len=1, max_seq_len=1,
+    made = make_step(
+        spec.inputs, spec.state, [(0, 1)] * 4, state=caches(spec, torch.float32), tokens_per_page=PAGE_SIZES,
+        token_ids=np.array([5, 6, 7, 8]),
     )  # fmt: skip
-    ids, zeros = torch.tensor([5, 6, 7, 8]), torch.zeros(4, dtype=torch.int64)
     for _ in range(3):
-        with attention_metadata(metadata):
-            logits = runner(ids, zeros, kv, torch.arange(4))
-    with attention_metadata(metadata):
-        torch.testing.assert_close(logits, model(ids, zeros, kv, torch.arange(4)), rtol=1e-5, atol=1e-5)
+        logits = run(runner, made)
+    torch.testing.assert_close(logits, model(made)["logits"], rtol=1e-5, atol=1e-5)
     assert runner.stats.replays == {"full": 0, "piecewise": 1}
 
 
@@ -341,14 +340,16 @@ def test_a_capture_that_fails_says_of_what() -> None:
 def test_idle_moments_capture_every_piecewise_size_once(tmp_path: Path) -> None:
     spec, model = compiled(tmp_path)
     runner = CudaGraphRunner(
-        model, mode="full_and_piecewise", max_num_seqs=8, backend=Backend(), device=FakeDevice(), sizes=(1, 2, 4, 8)
+        model, mode="full_and_piecewise", max_num_seqs=8, backends=[Backend()], device=FakeDevice(), sizes=(1, 2, 4, 8)
     )
     wanted = []
     while (size := runner.next_piecewise_size()) is not None and len(wanted) < 1000:
         wanted.append(size)
     assert wanted == sorted(piecewise_sizes(8, None, 4096), reverse=True)
 
-    piecewise = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backend=TorchAttention(), device=FakeDevice())
+    piecewise = CudaGraphRunner(
+        model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice()
+    )
     size = piecewise.next_piecewise_size()
     assert size is not None
     step(piecewise, [7] * 16, 0, caches(spec, torch.float32))

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_and_serve.compiler.capture.capture import capture, example_inputs
 from compile_and_serve.compiler.passes.canonicalize import Canonicalize
 from compile_and_serve.compiler.passes.drop_batch_axis import DropBatchAxis
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
 from compile_and_serve.compiler.rewrite.verify import RandomWeights, compare, evaluate
+from tests.support.tiny_models import capture_decoder
 
 FEATURES = 24
 Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # [1, T, D], positions [1, T] → [1, T, …]
@@ -57,7 +57,7 @@ class Batched(nn.Module):
     [(heads_first_and_back, 0), (parts_and_means, 0), (positions_by_frequencies, 0), (sums_along_tokens, 1)],
 )
 def test_the_result_is_the_same_without_the_axis(body: Body, kept: int) -> None:
-    captured = capture(Batched(body), example_inputs([], torch.float32))
+    captured = capture_decoder(Batched(body), torch.float32)
     ctx = PassContext(
         device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode
     )

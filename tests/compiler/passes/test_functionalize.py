@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.compiler import CompileConfig, compile_model
-from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.compat import regions_are_reused
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.passes import default_passes
@@ -21,7 +21,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.models.llama import LlamaDecoderLayer
-from tests.support.tiny_models import caches, fill, step, tiny_spec
+from tests.support.tiny_models import caches, capture_decoder, fill, step, tiny_spec
 
 FEATURES = 8
 not_in_torch211 = pytest.mark.skipif(
@@ -45,7 +45,7 @@ class Writes(nn.Module):
 def rewritten(module: Callable[[], nn.Module]) -> tuple[CapturedGraph, PassContext, PassResult]:
     """The graph after all passes, each of them verified, and what the first one says."""
     with torch.device("meta"):
-        captured = capture(module(), example_inputs([], torch.float32))
+        captured = capture_decoder(module(), torch.float32)
     ctx = PassContext(
         device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode
     )
@@ -369,7 +369,7 @@ def nowhere(block: Block, x: torch.Tensor) -> torch.Tensor:
 )  # fmt: skip
 def test_alike_blocks_write_each_their_own(body: Any, outer_writes: bool, writes: int, as_one: bool) -> None:
     with torch.device("meta"):
-        captured = capture(Stack(body, outer_writes), example_inputs([], torch.float32))
+        captured = capture_decoder(Stack(body, outer_writes), torch.float32)
     assert captured.regions == (4 if as_one and regions_are_reused() else 0)
     check(lambda: Stack(body, outer_writes), writes)
 

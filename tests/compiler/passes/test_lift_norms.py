@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.passes.canonicalize import Canonicalize
 from compile_and_serve.compiler.passes.eliminate_noops import EliminateNoops
 from compile_and_serve.compiler.passes.lift_norms import LiftNorms
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
+from tests.support.tiny_models import capture_decoder
 
 EPS = 1e-5
 FEATURES = 48
@@ -79,7 +80,7 @@ class Normed(nn.Module):
 def lifted(
     norm: Spelling, dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None
 ) -> tuple[CapturedGraph, PassContext, PassResult]:
-    captured = capture(Normed(norm, dtype, weight_dtype or dtype), example_inputs([], dtype))
+    captured = capture_decoder(Normed(norm, dtype, weight_dtype or dtype), dtype)
     ctx = PassContext(device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode)
     records = run_passes(captured.gm, (Canonicalize(), EliminateNoops(), LiftNorms()), ctx)
     assert isinstance(records[-1].result, PassResult)

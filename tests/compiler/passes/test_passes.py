@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
@@ -17,7 +17,7 @@ from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
-from tests.support.tiny_models import tiny_spec
+from tests.support.tiny_models import capture_spec, tiny_spec
 
 LAYERS = 3
 ALL_KERNELS = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
@@ -33,7 +33,7 @@ def run(
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
     spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **config)
     change(spec.module)
-    captured = capture(spec.module, example_inputs([(8, 2, 2, 16, 16)] * LAYERS, torch.bfloat16))
+    captured = capture_spec(spec, torch.bfloat16)
     ctx = PassContext(
         device=torch.device("cpu"),
         dtype=torch.bfloat16,

@@ -11,14 +11,14 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.artifacts.cache_key import plan_fields
-from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR, SCHEMES, QuantizeLinears
 from compile_and_serve.compiler.rewrite.graph_pass import NearMiss, PassContext, PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
-from tests.support.tiny_models import caches, fill, step, tiny_spec
+from tests.support.tiny_models import caches, capture_spec, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
 LAYERS = 2
@@ -45,8 +45,7 @@ def run(
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:
     spec = tiny_spec(architecture, LAYERS, torch.bfloat16, **(model or {}))
     change(spec.module)
-    heads, size = spec.kv_cache_specs[0].num_kv_heads, spec.kv_cache_specs[0].head_dim
-    captured = capture(spec.module, example_inputs([(8, 2, heads, 16, size)] * LAYERS, torch.bfloat16))
+    captured = capture_spec(spec, torch.bfloat16)
     ctx = PassContext(
         device=CPU, dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode, kernels=kernels,
         tensor_parallel_size=ranks, tp_plan=spec.tp_plan,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.compiler import CompileConfig
-from compile_and_serve.compiler.capture.capture import CapturedGraph, capture, example_inputs
+from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel, first_row, shard_columns, shard_rows
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason
@@ -19,7 +19,7 @@ from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.compiler.weights import transforms as weights
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
-from tests.support.tiny_models import tiny_spec
+from tests.support.tiny_models import capture_spec, tiny_spec
 from tests.support.transformers_models import config_of
 
 LAYERS = 2
@@ -51,7 +51,7 @@ def rewrite(
     plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan, verify: bool = True,
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:  # fmt: skip
     change(spec.module)
-    captured = capture(spec.module, example_inputs(_cache_shapes(spec), torch.bfloat16))
+    captured = capture_spec(spec, torch.bfloat16)
     ctx = PassContext(
         device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
         kernels=kernels, tensor_parallel_size=config.tensor_parallel_size, tp_plan=plan(dict(spec.tp_plan)),
@@ -59,10 +59,6 @@ def rewrite(
     verifier = PassVerifier(spec.buffers) if verify else None
     records = run_passes(captured.gm, default_passes(config), ctx, disabled, verifier)
     return captured, ctx, {record.name: record for record in records}
-
-
-def _cache_shapes(spec: ModelSpec) -> list[tuple[int, ...]]:
-    return [(8, 2, kv.num_kv_heads, 16, kv.head_dim) for kv in spec.kv_cache_specs]
 
 
 CASES = {

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from compile_and_serve.compiler.capture.capture import capture, example_inputs
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint, normalized_text
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, make_plan
@@ -19,14 +18,14 @@ from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import read_config
-from tests.support.tiny_models import tiny_spec
+from tests.support.tiny_models import capture_decoder, capture_spec, tiny_spec
 
 ALL_KERNELS = frozenset({"rope_attention", "fused_linear"})
 
 
 def stages_of(layers: int, architecture: str = "LlamaForCausalLM", kernels: frozenset[str] = ALL_KERNELS):
     spec = tiny_spec(architecture, layers)
-    captured = capture(spec.module, example_inputs([(8, 2, 2, 16, 16)] * layers, torch.float32))
+    captured = capture_spec(spec, torch.float32)
     ctx = PassContext(
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -58,8 +57,7 @@ def test_smollm2_has_as_many_distinct_pieces_at_30_layers_as_at_2(smollm2_gguf: 
     distinct = {}
     for layers in (30, 2):
         spec = build_model({**config, "num_hidden_layers": layers}, dtype=torch.bfloat16)
-        shapes = [(8, 2, kv.num_kv_heads, 16, kv.head_dim) for kv in spec.kv_cache_specs]
-        captured = capture(spec.module, example_inputs(shapes, torch.bfloat16))
+        captured = capture_spec(spec, torch.bfloat16)
         ctx = PassContext(
             device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
             kernels=ALL_KERNELS,
@@ -80,7 +78,7 @@ def test_no_layer_identity_in_a_piece() -> None:
 def test_fingerprint_sees_a_changed_constant() -> None:
     def pieces(eps: float) -> set[str]:
         spec = tiny_spec(rms_norm_eps=eps)
-        captured = capture(spec.module, example_inputs([(8, 2, 2, 16, 16)] * 2, torch.float32))
+        captured = capture_spec(spec, torch.float32)
         return {fingerprint(s.gm) for s in split(captured.gm) if isinstance(s, Piece)}
 
     assert pieces(1e-5) == pieces(1e-5)
@@ -89,7 +87,7 @@ def test_fingerprint_sees_a_changed_constant() -> None:
 
 def test_plan_survives_json() -> None:
     captured, stages = stages_of(2)
-    plan, _ = make_plan(captured.gm, stages, captured.weights)
+    plan, _ = make_plan(captured.gm, stages, captured.weights, ["logits"])
     assert ExecutionPlan.from_json(plan.to_json()) == plan
 
 
@@ -104,7 +102,7 @@ def test_undeclared_op_is_an_error_with_name_and_line() -> None:
     library.define("double(Tensor x) -> Tensor")
     library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
     torch.library.register_fake("undeclared::double", lambda x: torch.empty_like(x), lib=library)
-    captured = capture(UndeclaredOp(), example_inputs([(8, 2, 1, 16, 1)], torch.float32))
+    captured = capture_decoder(UndeclaredOp(), torch.float32, [(1, 1)])
     with pytest.raises(
         SplitError, match=r"undeclared::double at .*test_pieces\.py:\d+.*neither declared capturable nor a split"
     ):

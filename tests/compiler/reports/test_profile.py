@@ -29,7 +29,7 @@ def measured(tmp_path: Path, tokens: Sequence[int], **options: Any) -> dict[str,
     config = CompileConfig(cache_dir=tmp_path, profile_tokens=tuple(tokens), **options)
     model = compile_model(
         tiny_spec(layers=LAYERS), config, device=CPU, dtype=torch.float32,
-        kernels=frozenset({"rope_attention", "fused_linear"}), attention_backend=TorchAttention(),
+        kernels=frozenset({"rope_attention", "fused_linear"}), attention_backends={"kv_caches": TorchAttention()},
     )  # fmt: skip
     return model.report["profile"]
 
@@ -73,5 +73,5 @@ def test_an_artifact_does_not_stand_in_for_a_measurement(tmp_path: Path) -> None
 
 def test_without_a_backend_it_is_a_sentence(tmp_path: Path) -> None:
     config = CompileConfig(cache_dir=tmp_path, profile_tokens=(1,))
-    with pytest.raises(ValueError, match="needs the attention backend"):
+    with pytest.raises(ValueError, match="needs attention backends"):
         compile_model(tiny_spec(), config, device=CPU, dtype=torch.float32)

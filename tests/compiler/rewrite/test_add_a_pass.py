@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from compile_and_serve import LLM, SamplingParams
-from compile_and_serve.compiler.capture.capture import capture, example_inputs
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.attention.attention import attention
+from tests.support.tiny_models import capture_decoder
 from tests.support.transformers_models import greedy_tokens, write_random_model
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "add-a-pass.md"
@@ -39,7 +39,7 @@ def test_the_example_works() -> None:
     code = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)[0]
     names: dict[str, Any] = {}
     exec(compile(code, str(DOC), "exec"), names)
-    captured = capture(UnitScale(), example_inputs([(8, 2, 1, 16, 1)], torch.float32))
+    captured = capture_decoder(UnitScale(), torch.float32, [(1, 1)])
     ctx = PassContext(
         device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode
     )

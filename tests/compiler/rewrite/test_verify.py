@@ -70,7 +70,7 @@ def test_every_default_pass_is_right(tmp_path: Path, architecture: str, config: 
         assert row["verification"]["reason"] is None, name
         assert row["verification"]["relative_error"] < 1e-12
     sites = rows["fuse_rope_attention"]["verification"]["sites"]
-    assert [site["node"] for site in sites[-3:]] == ["result", "kv_cache.0", "kv_cache.1"]
+    assert [site["node"] for site in sites[-3:]] == ["result", "kv_caches.0", "kv_caches.1"]
     assert "models/" in sites[0]["source"]
     assert model.report["failed_passes"] == {}
 

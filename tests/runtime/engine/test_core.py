@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
-from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.runtime.engine.client import EngineDeadError, SyncEngine
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest, TokenLogprobs
 from compile_and_serve.runtime.runner.attention_backends import AttentionBackendError
-from compile_and_serve.runtime.runner.kv_cache import KVCacheTooSmallError, allocate_kv_cache
+from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
 from tests.support.engines import (
     VOCAB_SIZE,
     mixed_requests,
@@ -26,6 +24,7 @@ from tests.support.engines import (
     tokens_of,
     write_tiny_model,
 )
+from tests.support.tiny_models import plain_logits
 
 
 @pytest.fixture(scope="module")
@@ -121,23 +120,8 @@ def test_an_abort_in_the_middle_leaves_the_others_alone(core: EngineCore, alone:
 
 def reference_logprobs(core: EngineCore, tokens: list[int]) -> torch.Tensor:
     """log softmax at every position of a sequence, in one pass of the plain module."""
-    spec = core._executor.runner.compiled.spec  # type: ignore[attr-defined]
-    backend = TorchAttention()
-    caches = allocate_kv_cache(spec.kv_cache_specs, 1, len(tokens), dtype=torch.float32, device=torch.device("cpu"))
-    metadata = AttentionMetadata(
-        backend=backend,
-        query_start_loc=torch.tensor([0, len(tokens)], dtype=torch.int32),
-        seq_lens=torch.tensor([len(tokens)], dtype=torch.int32),
-        block_table=torch.zeros(1, 1, dtype=torch.int32),
-        slot_mapping=torch.arange(len(tokens)),
-        num_seqs=1,
-        num_tokens=len(tokens),
-        max_query_len=len(tokens),
-        max_seq_len=len(tokens),
-    )
-    every = torch.arange(len(tokens))
-    with torch.no_grad(), attention_metadata(metadata):
-        return spec.module(torch.tensor(tokens), every, caches, every).log_softmax(-1)
+    spec = core._executor.runner.steps.model.spec  # type: ignore[attr-defined]
+    return plain_logits(spec, tokens, torch.float32).log_softmax(-1)
 
 
 def check_entry(entry: TokenLogprobs | None, expected_V: torch.Tensor, token: int, count: int) -> None:
@@ -285,7 +269,7 @@ def test_abort_all_ends_every_request_with_an_output(model_dir: Path) -> None:
 
 def test_shutdown_frees_the_cache(model_dir: Path) -> None:
     engine = SyncEngine(tiny_config(model_dir))
-    cache = weakref.ref(engine.core._executor.runner.kv_caches[0])
+    cache = weakref.ref(engine.core._executor.runner.state["kv_caches.0"])
     run_requests(engine.core, [request("a", [1, 2])])
     engine.shutdown()
     engine.shutdown()

@@ -14,7 +14,7 @@ from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.runtime.config import EngineConfig, ModelConfig
 from compile_and_serve.runtime.runner.attention_backends import (
     AttentionBackendError,
-    backend_of_model,
+    backends_of_model,
     keep_built_modules,
     select_attention_backend,
 )
@@ -131,8 +131,8 @@ class BuildingBackend(TorchAttention):
 def test_built_modules_travel_in_the_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, cpu = tiny_spec(), torch.device("cpu")
     builder = BuildingBackend(tmp_path / "here")
-    assert keep_built_modules(builder, spec, cpu, torch.float32, tmp_path / "artifact") == 2
-    assert keep_built_modules(TorchAttention(), spec, cpu, torch.float32, tmp_path / "artifact") == 0
+    assert keep_built_modules({"kv_caches": builder}, spec, cpu, torch.float32, tmp_path / "artifact") == 2
+    assert keep_built_modules({"kv_caches": TorchAttention()}, spec, cpu, torch.float32, tmp_path / "artifact") == 0
 
     other = BuildingBackend(tmp_path / "there")
     monkeypatch.setattr(
@@ -141,7 +141,7 @@ def test_built_modules_travel_in_the_artifact(tmp_path: Path, monkeypatch: pytes
     config = EngineConfig(
         model=ModelConfig(model="tiny", path=tmp_path), compile=CompileConfig(artifact_dir=tmp_path / "artifact")
     )
-    assert backend_of_model(spec, config, cpu, torch.float32) is other
+    assert backends_of_model(spec, config, cpu, torch.float32)["kv_caches"] is other
     assert (tmp_path / "there" / "b.so").read_text() == "kernels b"
     assert other._modules.built == []
 
@@ -151,5 +151,5 @@ def test_built_modules_travel_in_the_artifact(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(
         "compile_and_serve.runtime.runner.attention_backends.select_attention_backend", lambda *args, **options: third
     )
-    backend_of_model(spec, config, cpu, torch.float32)
+    backends_of_model(spec, config, cpu, torch.float32)
     assert not (tmp_path / "elsewhere").exists()

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
-from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.runner.kv_cache import allocate_kv_cache
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, write_tiny_model
+from tests.support.tiny_models import plain_logits
 
 FP8 = torch.float8_e4m3fn
 
@@ -24,23 +22,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plain_logprobs(core: EngineCore, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """log softmax at every position, in one pass of the plain module over a cache of that dtype. → [T, V]"""
-    spec = core._executor.runner.compiled.spec  # type: ignore[attr-defined]
-    count = len(tokens)
-    metadata = AttentionMetadata(
-        backend=TorchAttention(),
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        block_table=torch.zeros(1, 1, dtype=torch.int32),
-        slot_mapping=torch.arange(count),
-        num_seqs=1,
-        num_tokens=count,
-        max_query_len=count,
-        max_seq_len=count,
-    )
-    caches = allocate_kv_cache(spec.kv_cache_specs, 1, count, dtype=dtype, device=torch.device("cpu"))
-    every = torch.arange(count)
-    with torch.no_grad(), attention_metadata(metadata):
-        return spec.module(torch.tensor(tokens), every, caches, every).log_softmax(-1)
+    spec = core._executor.runner.steps.model.spec  # type: ignore[attr-defined]
+    return plain_logits(spec, tokens, dtype).log_softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +38,7 @@ def test_logprobs_are_those_of_rounded_keys_and_values(
     if backend == "cpu" and not load_cpu_kernels():
         pytest.skip(str(cpu_kernels_status()))
     core = EngineCore(tiny_config(model_dir, kv_cache_dtype="fp8", attention_backend=backend, **options))
-    assert {cache.dtype for cache in core._executor.runner.kv_caches} == {FP8}  # type: ignore[attr-defined]
+    assert {cache.dtype for cache in core._executor.runner.state.values()} == {FP8}  # type: ignore[attr-defined]
     prompts = {f"r{i}": prompt_of(i, 5 + 13 * i) for i in range(4)}
     for _ in range(2):  # again, from cached blocks where they are kept
         outputs = run_requests(core, [request(name, p, logprobs=0, max_tokens=20) for name, p in prompts.items()])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compile_and_serve.compiler.cudagraphs.runner import GraphStats
+from compile_and_serve.compiler.cudagraphs.runner import GraphStats, PlainRunner
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner import memory, worker
-from compile_and_serve.runtime.runner.kv_cache import KVCacheTooSmallError
 from compile_and_serve.runtime.runner.memory import DeviceMemoryError, MemoryPlan, memory_for
+from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
 from compile_and_serve.serve.cli.main import app
 from compile_and_serve.serve.cli.output import USER_ERROR
 from tests.support.engines import tiny_config, write_tiny_model
@@ -74,7 +74,7 @@ def test_the_cpu_has_no_endless_memory_either() -> None:
             ["--quantization", "--tensor-parallel-size"],
         ),
         (
-            "compile_and_serve.runtime.runner.model_runner.allocate_kv_cache",
+            "compile_and_serve.runtime.runner.model_runner.allocate_state",
             "allocating a KV cache of 0.00 GiB",
             ["--gpu-memory-utilization", "--kv-cache-memory", "--max-model-len"],
         ),
@@ -134,7 +134,7 @@ def test_what_the_largest_step_takes_is_measured_before_graphs_are_estimated(
     rank = EngineCore(tiny_config(model_dir, max_num_batched_tokens=64))._executor.worker  # type: ignore[attr-defined]
     peak = {"bytes": 5 * GIB}
 
-    class Graphs:
+    class Graphs(PlainRunner):
         def bind(self, *inputs: object) -> None: ...
 
         def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
@@ -142,11 +142,8 @@ def test_what_the_largest_step_takes_is_measured_before_graphs_are_estimated(
             peak["bytes"] = 1
             return GIB
 
-        def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-            return rank._model(*args)
-
-    rank._graphs = Graphs()
-    rank._backend.workspace_to_come = GIB
+    rank._graphs = Graphs(rank._model)
+    rank._backends["kv_caches"].workspace_to_come = GIB
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

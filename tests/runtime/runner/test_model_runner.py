@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, current_metadata
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.models.spec import KVCacheSpec, ModelSpec
+from compile_and_serve.custom_ops.step import KV_CACHES, KVCacheSpec, Step
+from compile_and_serve.models.spec import ModelSpec, full_attention
 from compile_and_serve.runtime.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from compile_and_serve.runtime.messages import EngineRequest, RequestOutput
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
-from compile_and_serve.runtime.runner.model_runner import NOT_TAKEN_IN, ModelRunner, RunnableModel
+from compile_and_serve.runtime.runner.model_runner import NOT_TAKEN_IN, ModelRunner
 from compile_and_serve.runtime.runner.pending_step import NOT_FINITE, PendingStep
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.scheduler import Scheduler
@@ -52,16 +53,12 @@ class PagedModel:
     in_graph: bool = False
     cache: dict[int, int] = field(default_factory=dict)
     calls: list[tuple[int, int]] = field(default_factory=list)
-    max_padded_size: int = 40
 
-    def __post_init__(self) -> None:
-        if self.pad_to is not None:
-            self.padded_size = lambda tokens, seqs, query: -(-tokens // self.pad_to) * self.pad_to
-
-    def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: list[torch.Tensor], logits_indices: torch.Tensor
-    ) -> torch.Tensor:  # fmt: skip
-        metadata = current_metadata()
+    def __call__(self, step: Step) -> dict[str, torch.Tensor]:
+        input_ids, positions, logits_indices = (
+            step.inputs[name] for name in ("input_ids", "positions", "logits_indices")
+        )
+        metadata = step.metadata[KV_CACHES]
         lengths = metadata.seq_lens.tolist()
         if self.in_graph and metadata.max_query_len == 1:
             num_seqs = sum(length > 0 for length in lengths)
@@ -91,7 +88,18 @@ class PagedModel:
                 logits_T[starts[s] + i, next_token(seen)] = 5.0
                 if POISON in seen:
                     logits_T[starts[s] + i] = float("nan")
-        return logits_T[logits_indices]
+        return {"logits": logits_T[logits_indices]}
+
+
+class PaddingRunner(PlainRunner):
+    """Pads every step to a multiple of the model's pad_to."""
+
+    model: PagedModel
+    max_padded_size = 40
+
+    def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None:
+        pad_to = self.model.pad_to
+        return None if pad_to is None else -(-num_tokens // pad_to) * pad_to
 
 
 class Capturable:
@@ -101,16 +109,20 @@ class Capturable:
     def plan(self, metadata: AttentionMetadata) -> None: ...
 
 
-def make_runner(model: RunnableModel, *, num_blocks: int = 256, budget: int = 32, seqs: int = 8) -> ModelRunner:
+def make_runner(
+    model: PagedModel | CudaGraphRunner, *, num_blocks: int = 256, budget: int = 32, seqs: int = 8
+) -> ModelRunner:
     spec = ModelSpec(
-        module=torch.nn.Module(), config={}, kv_cache_specs=(KVCacheSpec(num_kv_heads=1, head_dim=2),),
+        module=torch.nn.Module(), config={}, state=(full_attention([KVCacheSpec(num_kv_heads=1, head_dim=2)]),),
         vocab_size=VOCAB, max_model_len=MAX_LEN,
     )  # fmt: skip
     config = EngineConfig(
         model=ModelConfig(model="m", path=Path("m")), cache=CacheConfig(block_size=BLOCK),
         scheduler=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
     )  # fmt: skip
-    return ModelRunner(config, spec, model, TorchAttention(), torch.device("cpu"), torch.float32, num_blocks)
+    steps = model if isinstance(model, CudaGraphRunner) else PaddingRunner(model)
+    backends = {KV_CACHES: TorchAttention()}
+    return ModelRunner(config, spec, steps, backends, torch.device("cpu"), torch.float32, num_blocks)
 
 
 def run_schedule(
@@ -187,7 +199,7 @@ def test_every_sequence_is_read_and_written_where_it_belongs(
 
 def graphs_of(model: PagedModel, seqs: int = 8, **sizes: object) -> CudaGraphRunner:
     return CudaGraphRunner(
-        model, mode="full", max_num_seqs=seqs, backend=Capturable(), device=FakeDevice(), decode_head=begin_step,
+        model, mode="full", max_num_seqs=seqs, backends=[Capturable()], device=FakeDevice(), decode_head=begin_step,
         decode_tail=end_step, **sizes,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -210,7 +222,7 @@ def test_steps_go_on_from_what_the_step_before_left_on_the_device(depth: int, nu
     ]  # fmt: skip
     graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2, 4, 5, 8))
     runner = make_runner(graphs, num_blocks=num_blocks)
-    graphs.bind(runner.decode_inputs)
+    graphs.bind(runner.decode_step)
     assert graphs.capture() == 5
     tokens, scheduler = run_schedule(
         runner, requests, num_blocks=num_blocks, budget=32, seqs=8, depth=depth, late=6, reads_at_once=True
@@ -229,7 +241,7 @@ def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
     pytest.importorskip("triton")
     graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2))
     runner = make_runner(graphs)
-    graphs.bind(runner.decode_inputs)
+    graphs.bind(runner.decode_step)
     graphs.capture(1)  # the largest
     prompts = {"a": [1, 2, 3], "b": [4, 5]}
     new = [new_request(name, prompt, [i]) for i, (name, prompt) in enumerate(prompts.items())]
@@ -264,7 +276,7 @@ def test_draws_outside_of_the_graph_are_those_without_one() -> None:
     pytest.importorskip("triton")
     graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2))
     runner = make_runner(graphs)
-    graphs.bind(runner.decode_inputs)
+    graphs.bind(runner.decode_step)
     graphs.capture()
     plain = make_runner(PagedModel())
     assert drawn_tokens(runner) == drawn_tokens(plain)
@@ -415,16 +427,13 @@ def test_the_same_id_in_finished_and_new_is_a_new_request() -> None:
 
 
 def test_min_tokens_ends_in_the_middle_of_unchanged_decodes() -> None:
-    class Constant:
-        def __call__(
-            self, input_ids: torch.Tensor, positions: torch.Tensor, kv: list[torch.Tensor], indices: torch.Tensor
-        ) -> torch.Tensor:
-            logits = torch.zeros(len(indices), VOCAB)
+    class Constant(PagedModel):
+        def __call__(self, step: Step) -> dict[str, torch.Tensor]:
+            logits = torch.zeros(step.num_rows, VOCAB)
             logits[:, 9], logits[:, 8] = 2.0, 1.0
-            return logits
+            return {"logits": logits}
 
-    runner = make_runner(PagedModel())
-    runner.compiled = Constant()
+    runner = make_runner(Constant())
     data = new_request("a", [1], [0], min_tokens=3)
     data.stop_token_ids = [9]
     drawn = runner.launch(step(0, {"a": 1}, new_requests=[data])).result().sampled_token_ids["a"]
@@ -449,13 +458,14 @@ def test_outputs_are_plain_messages() -> None:
 def test_no_sequence_of_a_made_up_step_is_longer_than_its_row_of_the_block_table(num_tokens: int) -> None:
     seen: list[list[int]] = []
 
-    def model(input_ids: torch.Tensor, *_: object) -> torch.Tensor:
-        metadata = current_metadata()
-        assert metadata.slot_mapping.tolist() == [-1] * num_tokens
-        assert metadata.block_table.shape[1] * BLOCK >= max(metadata.seq_lens.tolist())
-        seen.append(metadata.seq_lens.tolist())
-        return torch.zeros(len(input_ids), VOCAB)
+    class Seeing(PagedModel):
+        def __call__(self, step: Step) -> dict[str, torch.Tensor]:
+            metadata = step.metadata[KV_CACHES]
+            assert metadata.slot_mapping.tolist() == [-1] * num_tokens
+            assert metadata.block_table.shape[1] * BLOCK >= max(metadata.seq_lens.tolist())
+            seen.append(metadata.seq_lens.tolist())
+            return {"logits": torch.zeros(step.num_rows, VOCAB)}
 
-    make_runner(model, budget=5 * MAX_LEN).warm_up(num_tokens, 1)
+    make_runner(Seeing(), budget=5 * MAX_LEN).warm_up(num_tokens, 1)
     assert [sum(lengths) for lengths in seen] == [num_tokens]
     assert max(seen[0]) <= MAX_LEN

@@ -113,7 +113,7 @@ def test_config_builds_the_same_model(
     from_folder = build_model(read_config(folder), dtype=torch.float32)
     shapes = [{name: p.shape for name, p in spec.module.named_parameters()} for spec in (from_gguf, from_folder)]
     assert shapes[0] == shapes[1]
-    assert from_gguf.kv_cache_specs == from_folder.kv_cache_specs
+    assert from_gguf.state == from_folder.state
     assert from_gguf.max_model_len == from_folder.max_model_len
     for ours, theirs in zip(from_gguf.buffers.values(), from_folder.buffers.values(), strict=True):
         assert torch.equal(ours, theirs)

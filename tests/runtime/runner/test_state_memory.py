@@ -1,36 +1,68 @@
-"""How many blocks there are, what an impossible cache says, and that layers share one allocation without overlapping."""
+"""How many pages there are, what an impossible cache says, and that state tensors share one allocation without overlapping."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from compile_and_serve.models.spec import KVCacheSpec
+from compile_and_serve.custom_ops.step import KVCacheSpec, SlotState, StateGroup
+from compile_and_serve.models.spec import full_attention
 from compile_and_serve.runtime.config import CacheConfig
-from compile_and_serve.runtime.runner.kv_cache import (
+from compile_and_serve.runtime.runner.state_memory import (
     CPU_DEFAULT_LIMIT,
     GIB,
     KVCacheTooSmallError,
-    allocate_kv_cache,
-    bytes_per_block,
+    PageLayout,
+    allocate_state,
     free_cpu_bytes,
-    plan_num_blocks,
+    plan_num_pages,
 )
 
-SPECS = (KVCacheSpec(num_kv_heads=2, head_dim=8), KVCacheSpec(num_kv_heads=4, head_dim=16))
+GROUPS = [full_attention([KVCacheSpec(num_kv_heads=2, head_dim=8), KVCacheSpec(num_kv_heads=4, head_dim=16)])]
 BLOCK_BYTES = (2 * 2 * 8 + 2 * 4 * 16) * 16 * 2  # of 16 tokens in bfloat16
 
 
 def plan(config: CacheConfig, **overrides: object) -> int:
     given: dict[str, object] = {
-        "dtype": torch.bfloat16, "max_model_len": 100, "max_num_seqs": 4, "free_bytes": 8 * GIB, "is_cpu": True,
+        "max_model_len": 100, "max_num_seqs": 4, "max_step_tokens": 64, "free_bytes": 8 * GIB, "is_cpu": True,
     }  # fmt: skip
-    return plan_num_blocks(config, SPECS, **(given | overrides))  # type: ignore[arg-type]
+    layout = PageLayout.of(GROUPS, config.block_size, torch.bfloat16)
+    return plan_num_pages(config, GROUPS, layout, **(given | overrides))  # type: ignore[arg-type]
 
 
-def test_bytes_per_block() -> None:
-    assert bytes_per_block(SPECS, 16, torch.bfloat16) == BLOCK_BYTES
-    assert bytes_per_block(SPECS, 4, torch.float32) == BLOCK_BYTES // 2
+def test_page_bytes() -> None:
+    assert PageLayout.of(GROUPS, 16, torch.bfloat16).page_bytes == BLOCK_BYTES
+    assert PageLayout.of(GROUPS, 4, torch.float32).page_bytes == BLOCK_BYTES // 2
+
+
+FULL = StateGroup(name="full", layers=(KVCacheSpec(num_kv_heads=2, head_dim=8),) * 2)
+WINDOW = StateGroup(name="near", layers=(KVCacheSpec(num_kv_heads=1, head_dim=8),) * 9, window=20)
+RECURRENT = StateGroup(name="slots", layers=(SlotState(tensors=((3, 4), (5,))),) * 2, paged=False, dtype=torch.float32)
+
+
+def test_pages_of_all_groups_have_equal_bytes() -> None:
+    layout = PageLayout.of([FULL, WINDOW, RECURRENT], 16, torch.bfloat16)
+    assert layout.page_bytes == 16 * 9 * 2 * 8 * 2  # the window group takes the most bytes per token
+    assert layout.tokens_per_page == {"full": 32, "near": 16}
+    assert layout.slot_bytes == 2 * (12 + 5) * 4
+    # 100 tokens: 4 pages of the full group; of the window group what 20 + 8 tokens lie in.
+    assert layout.pages_per_request([FULL, WINDOW, RECURRENT], 100, 8) == 4 + 3
+
+
+def test_groups_take_turns_in_one_pool() -> None:
+    groups = [FULL, WINDOW, RECURRENT]
+    layout = PageLayout.of(groups, 16, torch.bfloat16)
+    state = allocate_state(groups, layout, 5, 3, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert state["full.1"].shape == (5, 2, 2, 32, 8)
+    assert state["near.8"].shape == (5, 2, 1, 16, 8)
+    assert state["slots.0.1"].shape == (4, 5)
+    assert state["slots.0.1"].dtype == torch.float32
+    for index, tensor in enumerate(tensor for name, tensor in state.items() if not name.startswith("slots")):
+        owner = 0 if index < 2 else 1  # page 0 belongs to the full group, page 1 to the window's
+        tensor[owner] = index + 1
+    for index, tensor in enumerate(tensor for name, tensor in state.items() if not name.startswith("slots")):
+        assert (tensor[0 if index < 2 else 1] == index + 1).all()
+        assert not tensor[2:].any()
 
 
 def test_forced_sizes_are_taken_as_they_are() -> None:
@@ -72,7 +104,9 @@ def test_a_device_without_room_says_so_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layers_are_views_of_one_allocation(dtype: torch.dtype) -> None:
-    caches = allocate_kv_cache(SPECS, 3, 16, dtype=dtype, device=torch.device("cpu"))
+    layout = PageLayout.of(GROUPS, 16, dtype)
+    state = allocate_state(GROUPS, layout, 3, 1, dtype=dtype, device=torch.device("cpu"))
+    caches = list(state.values())
     assert [tuple(cache.shape) for cache in caches] == [(3, 2, 2, 16, 8), (3, 2, 4, 16, 16)]
     assert all(cache.is_contiguous() and cache.dtype == dtype and not cache.any() for cache in caches)
     assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1
@@ -89,7 +123,8 @@ def test_a_large_cache_costs_no_memory_before_it_is_used() -> None:
             return int(statm.read().split()[1]) * 4096
 
     before = resident()
-    caches = allocate_kv_cache(SPECS, 200_000, 16, dtype=torch.float32, device=torch.device("cpu"))
+    layout = PageLayout.of(GROUPS, 16, torch.float32)
+    caches = allocate_state(GROUPS, layout, 200_000, 1, dtype=torch.float32, device=torch.device("cpu")).values()
     assert sum(cache.nbytes for cache in caches) > GIB
     assert resident() - before < 64 << 20
 

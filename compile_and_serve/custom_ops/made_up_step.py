@@ -1,0 +1,137 @@
+"""Steps that nobody asked for: what warms up, captures, verifies, measures and demonstrates a model.
+
+Shape legend: T tokens of the step, S sequences, P tokens per page, M block-table columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.step import SlotMetadata, StateGroup, Step, StepInput, TokenBatch
+
+
+def make_step(
+    inputs: Sequence[StepInput],
+    groups: Sequence[StateGroup],
+    sequences: Sequence[tuple[int, int]],
+    *,
+    state: Mapping[str, torch.Tensor],
+    tokens_per_page: Mapping[str, int],
+    backends: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+    token_ids: np.ndarray | None = None,
+    row_indices: np.ndarray | None = None,
+    writes_state: bool = True,
+    num_columns: Mapping[str, int] | None = None,
+) -> Step:
+    """A step over sequences of (cached tokens, new tokens), planned by its backends.
+
+    state: the groups' tensors by name. tokens_per_page: by the name of the paged group. backends: by the name of the attention group;
+    None: the reference everywhere. token_ids: int64 [T], None: zeros. row_indices: int64 [L], None: the last token of each sequence.
+    writes_state: False gives tokens no place in paged state and sequences the slot of padding. num_columns: of the block tables, by the
+    name of the paged group; None: as few as the sequences need.
+    """
+    device = device or torch.device("cpu")
+    cached, new = (np.array(column, dtype=np.int64) for column in zip(*sequences, strict=True))
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    seq_lens = (cached + new).astype(np.int32)
+    num_tokens, num_seqs = int(starts[-1]), len(sequences)
+    batch = TokenBatch(
+        token_ids=np.zeros(num_tokens, dtype=np.int64) if token_ids is None else token_ids,
+        positions=np.concatenate([np.arange(c, c + n) for c, n in zip(cached, new, strict=True)]),
+        query_start_loc=starts,
+        row_indices=starts[1:].astype(np.int64) - 1 if row_indices is None else row_indices,
+        request_ids=[str(number) for number in range(num_seqs)],
+    )
+
+    def upload(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    query_start_loc, lengths = upload(starts), upload(seq_lens)
+    metadata: dict[str, Any] = {}
+    for group in groups:
+        if not group.paged:
+            metadata[group.name] = SlotMetadata(
+                slots=_slots(group, state, num_seqs, writes_state).to(device), query_start_loc=query_start_loc, seq_lens=lengths,
+                num_seqs=num_seqs, num_tokens=num_tokens, max_query_len=int(new.max()),
+            )  # fmt: skip
+            continue
+        table_SM, slots_T = _pages(
+            group,
+            batch,
+            seq_lens,
+            state,
+            tokens_per_page[group.name],
+            writes_state,
+            (num_columns or {}).get(group.name),
+        )
+        backend = (backends or {}).get(group.name) or TorchAttention()
+        metadata[group.name] = AttentionMetadata(
+            backend=backend,
+            query_start_loc=query_start_loc,
+            seq_lens=lengths,
+            block_table=upload(table_SM),
+            slot_mapping=upload(slots_T),
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            max_query_len=int(new.max()),
+            max_seq_len=int(seq_lens.max()),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=seq_lens,
+        )
+        if group.is_attention:
+            backend.plan(metadata[group.name])
+    return Step(
+        inputs={one.name: upload(one.fill(batch)).to(one.dtype) for one in inputs},
+        state=state,
+        metadata=metadata,
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        padded_tokens=num_tokens,
+        padded_seqs=num_seqs,
+        num_rows=len(batch.row_indices),
+        max_query_len=int(new.max()),
+    )
+
+
+def zero_state(
+    groups: Sequence[StateGroup], num_pages: int, num_slots: int, tokens_per_page: Mapping[str, int], dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """State tensors by name, each an allocation of its own: [num_pages, …] or [num_slots, …] of zeros. dtype: of the KV cache."""
+    return {
+        name: torch.zeros((num_pages if group.paged else num_slots, *shape), dtype=group.dtype or dtype, device=device)
+        for group in groups
+        for name, shape in group.tensor_shapes(tokens_per_page.get(group.name, 1)).items()
+    }
+
+
+def _pages(
+    group: StateGroup, batch: TokenBatch, seq_lens: np.ndarray, state: Mapping[str, torch.Tensor], size: int, writes: bool,
+    num_columns: int | None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Block table int32 [S, M] and slot mapping int64 [T]: each sequence has its own share of the pages, in order."""
+    num_seqs = len(seq_lens)
+    columns = -(-int(seq_lens.max()) // size)
+    if not writes:
+        return np.zeros((num_seqs, num_columns or columns), dtype=np.int32), np.full(
+            len(batch.positions), -1, dtype=np.int64
+        )
+    num_pages = state[next(iter(group.tensor_shapes(size)))].shape[0]
+    share = num_pages // num_seqs
+    assert share >= columns, f"{num_seqs} sequences of up to {seq_lens.max()} tokens need more than {num_pages} pages"
+    table = (np.arange(num_seqs)[:, None] * share + np.arange(columns)).astype(np.int32)
+    pages = table[batch.sequence_of_token, batch.positions // size].astype(np.int64)
+    return table, pages * size + batch.positions % size
+
+
+def _slots(group: StateGroup, state: Mapping[str, torch.Tensor], num_seqs: int, writes: bool) -> torch.Tensor:
+    """int64 [S]: a row of the state for each sequence, or the padding's for all."""
+    num_rows = next(iter(state[name].shape[0] for name in group.tensor_shapes(1)))
+    return torch.arange(num_seqs) if writes else torch.full((num_seqs,), num_rows - 1)

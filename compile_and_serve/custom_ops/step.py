@@ -1,0 +1,263 @@
+"""A step as data: what goes in, what lives from step to step, and what comes out.
+
+Shape legend: T tokens of the step, S sequences, L rows of output, R batch slots, N pages, P tokens per page.
+
+A model declares its inputs, its state and its outputs. The compiler and the runner iterate over the declarations; neither knows a
+name. The running step's metadata is not an argument of a graph: ops read it with `current_metadata`, by the name of their state group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of its outputs
+KV_CACHES = "kv_caches"  # the state group of full attention
+LOGITS = "logits"
+
+Advance = Literal["sampled", "next", "same"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBatch:
+    """A step's tokens on the host. Sequences lie one after another on T.
+
+    token_ids: int64 [T]; 0 where only the device knows the token (the input of a decode). positions: int64 [T], of each token in its
+    sequence. query_start_loc: int32 [S + 1]. row_indices: int64 [L], the tokens whose output rows are wanted. request_ids: S ids.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    query_start_loc: np.ndarray
+    row_indices: np.ndarray
+    request_ids: Sequence[str] = ()
+
+    @property
+    def sequence_of_token(self) -> np.ndarray:
+        """int64 [T]: the sequence that each token belongs to."""
+        lengths = np.diff(self.query_start_loc)
+        return np.repeat(np.arange(len(lengths)), lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInput:
+    """A tensor that a step takes.
+
+    dims: numbers and at most one of "tokens" and "rows". fill: gives the host's values, without padding (padding is 0).
+    advance: how the device makes the next decode step's values from this step's: "sampled": the tokens that were sampled last;
+    "next": each value plus the number of tokens that its sequence gained; "same": unchanged; None: the host fills it at each step.
+    """
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[int | str, ...]
+    fill: Callable[[TokenBatch], np.ndarray]
+    advance: Advance | None = None
+
+    @property
+    def length(self) -> str | None:
+        """The symbolic length among the dimensions, if there is one."""
+        return next((dim for dim in self.dims if isinstance(dim, str)), None)
+
+    @property
+    def symbolic_dim(self) -> int | None:
+        """Which dimension is symbolic."""
+        return next((i for i, dim in enumerate(self.dims) if isinstance(dim, str)), None)
+
+    def shape(self, tokens: int, rows: int) -> tuple[int, ...]:
+        """The tensor's shape in a step of so many tokens and rows."""
+        lengths = {TOKENS: tokens, ROWS: rows}
+        return tuple(lengths[dim] if isinstance(dim, str) else dim for dim in self.dims)
+
+
+INPUT_IDS = StepInput(
+    name="input_ids", dtype=torch.int64, dims=(TOKENS,), fill=lambda batch: batch.token_ids, advance="sampled"
+)
+POSITIONS = StepInput(
+    name="positions", dtype=torch.int64, dims=(TOKENS,), fill=lambda batch: batch.positions, advance="next"
+)
+LOGITS_INDICES = StepInput(
+    name="logits_indices", dtype=torch.int64, dims=(ROWS,), fill=lambda batch: batch.row_indices, advance="same"
+)
+DECODER_INPUTS = (INPUT_IDS, POSITIONS, LOGITS_INDICES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """A tensor that a step gives back, in the order of the model's results. dims: as of a `StepInput`."""
+
+    name: str
+    dims: tuple[int | str, ...] = (ROWS, "vocabulary")
+
+
+class LayerState(Protocol):
+    """What one layer keeps."""
+
+    def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
+        """Shape of each of its tensors for one page (paged state) or one sequence (a slot)."""
+        ...
+
+    def of_rank(self, tensor_parallel_size: int) -> LayerState:
+        """What one of the ranks that share the layer keeps."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCacheSpec:
+    """Keys and values of one attention layer: [2, K, P, E] a page."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
+        return ((2, self.num_kv_heads, tokens_per_page, self.head_dim),)
+
+    def of_rank(self, tensor_parallel_size: int) -> KVCacheSpec:
+        """One rank's share of the heads, or one head that several ranks keep."""
+        return replace(self, num_kv_heads=max(1, self.num_kv_heads // tensor_parallel_size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotState:
+    """Recurrent state of one layer: tensors of fixed shapes, one of each for every running sequence. Every rank keeps it whole."""
+
+    tensors: tuple[tuple[int, ...], ...]
+
+    def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
+        return self.tensors
+
+    def of_rank(self, tensor_parallel_size: int) -> SlotState:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateGroup:
+    """State of layers that are alike, kept from step to step.
+
+    name: of the model's argument: a list with one entry a layer, a tensor or (if a layer keeps several) a tuple of tensors.
+    paged: [N, …] tensors in pages of P tokens, found through a block table; else [R + 1, …] tensors, one row for each batch slot and
+    one for padding. window: tokens that later tokens still read, None: all. dtype: None is the KV cache's.
+    """
+
+    name: str
+    layers: tuple[LayerState, ...]
+    paged: bool = True
+    window: int | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the group's ops are `cas::attention`, which needs an attention backend."""
+        return self.paged and all(isinstance(layer, KVCacheSpec) for layer in self.layers)
+
+    def of_rank(self, tensor_parallel_size: int) -> StateGroup:
+        """What one of the ranks that share the model keeps."""
+        return replace(self, layers=tuple(layer.of_rank(tensor_parallel_size) for layer in self.layers))
+
+    def tensor_shapes(self, tokens_per_page: int) -> dict[str, tuple[int, ...]]:
+        """Name of each tensor → its shape for one page or slot, e.g. "kv_caches.3"; "states.3.1" where a layer keeps several."""
+        shapes = {}
+        for index, layer in enumerate(self.layers):
+            parts = layer.shapes(tokens_per_page)
+            for part, shape in enumerate(parts):
+                shapes[f"{self.name}.{index}" if len(parts) == 1 else f"{self.name}.{index}.{part}"] = shape
+        return shapes
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token takes in all layers of a paged group. dtype: of the KV cache."""
+        per_token = sum(int(np.prod(shape)) for shape in self.tensor_shapes(1).values())
+        return per_token * (self.dtype or dtype).itemsize
+
+    def argument(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+        """The model's argument: one entry a layer. tensors: by name."""
+        entries: list[Any] = []
+        for index, layer in enumerate(self.layers):
+            parts = len(layer.shapes(1))
+            one = tensors[f"{self.name}.{index}"] if parts == 1 else None
+            entries.append(one if parts == 1 else tuple(tensors[f"{self.name}.{index}.{i}"] for i in range(parts)))
+        return entries
+
+
+@dataclass(kw_only=True, slots=True)
+class SlotMetadata:
+    """One step's batch as ops over slot state see it. Tensors live on the model's device; integers are the host's.
+
+    slots: int64 [S], row of the state of each sequence (the last row for padding). query_start_loc: int32 [S + 1]. seq_lens: int32 [S],
+    tokens after this step; a sequence whose seq_len is its number of new tokens begins from zeros.
+    """
+
+    slots: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    num_seqs: int
+    num_tokens: int
+    max_query_len: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Step:
+    """One step's tensors by name and the metadata of each state group. It is passed whole.
+
+    inputs: by the name of their `StepInput`. state: by the names of `StateGroup.tensor_shapes`. metadata: by the name of the state
+    group. num_tokens, num_seqs: without padding. padded_tokens, padded_seqs: the lengths of the tensors. num_rows: rows of output.
+    max_query_len: tokens of the longest sequence.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, Any]
+    num_tokens: int
+    num_seqs: int
+    padded_tokens: int
+    padded_seqs: int
+    num_rows: int
+    max_query_len: int
+    _values: dict[str, torch.Tensor] | None = field(default=None, init=False, repr=False)
+    _addresses: tuple[int, ...] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """Inputs and state by name: what a plan's steps read."""
+        if self._values is None:
+            self._values = {**self.inputs, **self.state}
+        return self._values
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """What a CUDA graph that read these tensors bakes in: where they lie, and their strides."""
+        if self._addresses is None:
+            tensors = [*self.inputs.values(), *(t for m in self.metadata.values() for t in _tensors(m))]
+            first = next(iter(self.state.values()), None)  # all state is one allocation
+            state = () if first is None else (first.data_ptr(),)
+            self._addresses = (*state, *(t.data_ptr() for t in tensors), *(s for t in tensors for s in t.stride()))
+        return self._addresses
+
+
+def _tensors(metadata: Any) -> Iterator[torch.Tensor]:
+    values = (getattr(metadata, one.name) for one in fields(metadata))
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
+_running: Mapping[str, Any] | None = None
+
+
+@contextmanager
+def running(metadata: Mapping[str, Any]) -> Iterator[None]:
+    """Make `metadata` (by state group) what ops of this process read inside the block."""
+    global _running
+    previous, _running = _running, metadata
+    try:
+        yield
+    finally:
+        _running = previous
+
+
+def current_metadata(group: str = KV_CACHES) -> Any:
+    """The metadata of a state group in the step that runs now."""
+    assert _running is not None, "an op that reads the step's metadata ran outside of a step"
+    return _running[group]

@@ -1,0 +1,172 @@
+"""The memory of a model's state: how many pages there are, how large a page is, and where each layer's tensors lie.
+
+Shape legend: N pages, P tokens per page, R batch slots, K key/value heads, E head size.
+
+All paged groups share one pool of N pages of equal bytes. A page belongs to one group at a time; a group whose layers take fewer
+bytes per token has more tokens per page. Where there is one group only, each layer's tensor is contiguous; where there are several, a
+page's bytes are, and a layer's tensor is a strided view.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from compile_and_serve.compiler.weights.arena import advise_huge_pages
+from compile_and_serve.custom_ops.step import StateGroup
+from compile_and_serve.runtime.config import CacheConfig
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CPU_DEFAULT_LIMIT = 4 * GIB
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
+
+
+class KVCacheTooSmallError(ValueError):
+    """The cache cannot hold one request of the longest allowed length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageLayout:
+    """tokens_per_page: of each paged group by name. page_bytes: of one page, whichever group has it. slot_bytes: of one batch slot."""
+
+    tokens_per_page: Mapping[str, int]
+    page_bytes: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, groups: Sequence[StateGroup], block_size: int, dtype: torch.dtype) -> PageLayout:
+        """block_size: tokens per page of the group with the most bytes per token. dtype: of the KV cache."""
+        paged = {group.name: group.bytes_per_token(dtype) for group in groups if group.paged}
+        page_bytes = max(paged.values(), default=0) * block_size
+        slots = sum(
+            math.prod(shape) * (group.dtype or dtype).itemsize
+            for group in groups
+            if not group.paged
+            for shape in group.tensor_shapes(1).values()
+        )
+        return cls(
+            tokens_per_page={name: page_bytes // (size * block_size) * block_size for name, size in paged.items()},
+            page_bytes=page_bytes,
+            slot_bytes=slots,
+        )
+
+    def pages_per_request(self, groups: Sequence[StateGroup], max_model_len: int, max_step_tokens: int) -> int:
+        """Pages that one request of the longest length holds at a time."""
+        pages = 0
+        for group in groups:
+            if group.paged:
+                size = self.tokens_per_page[group.name]
+                whole = -(-max_model_len // size)
+                pages += whole if group.window is None else min(whole, -(-(group.window + max_step_tokens) // size) + 1)
+        return pages
+
+
+def plan_num_pages(
+    config: CacheConfig,
+    groups: Sequence[StateGroup],
+    layout: PageLayout,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_step_tokens: int,
+    free_bytes: int,
+    is_cpu: bool,
+) -> int:
+    """Number of pages N: the forced number, else what fits the forced bytes, else from `free_bytes`.
+
+    free_bytes: on CUDA what the cache may take (`MemoryPlan.free_for_cache`); on the CPU the memory that is free, of which the default
+    takes at most 4 GiB or a quarter (up to a half, where one request would not fit otherwise). Never more than max_num_seqs sequences
+    of max_model_len can use. Raises `KVCacheTooSmallError` when not even one fits.
+    """
+    per_request = layout.pages_per_request(groups, max_model_len, max_step_tokens)
+    free_bytes -= layout.slot_bytes * (max_num_seqs + 1)
+    if config.num_blocks is not None:
+        num_pages = config.num_blocks
+    elif config.memory_bytes is not None:
+        num_pages = (config.memory_bytes - layout.slot_bytes * (max_num_seqs + 1)) // layout.page_bytes
+    else:
+        if is_cpu:
+            one_request = per_request * layout.page_bytes
+            limit = min(CPU_DEFAULT_LIMIT, free_bytes // 4)
+            free_bytes = max(limit, min(one_request, free_bytes // 2))
+        num_pages = min(free_bytes // layout.page_bytes, per_request * max_num_seqs)
+    if num_pages < per_request:
+        advice = "lower --max-model-len or raise --kv-cache-memory"
+        if not is_cpu and config.num_blocks is None and config.memory_bytes is None:
+            advice = (
+                "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
+            )
+        pages = max(num_pages, 0)
+        held = pages * max_model_len // per_request if len(layout.tokens_per_page) > 1 else pages * config.block_size
+        raise KVCacheTooSmallError(
+            f"The KV cache has room for {held} tokens ({pages} blocks of {config.block_size}, "
+            f"{pages * layout.page_bytes / GIB:.2f} GiB), but one request of max_model_len={max_model_len} needs "
+            f"{per_request * layout.page_bytes / GIB:.2f} GiB: {advice}."
+        )
+    return num_pages
+
+
+def allocate_state(
+    groups: Sequence[StateGroup], layout: PageLayout, num_pages: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Zeroed state tensors by name: [N, …] of paged groups, views of one allocation; [num_slots + 1, …] of the others.
+
+    dtype: of the KV cache. On the CPU memory is only taken as it is used.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    paged = [group for group in groups if group.paged]
+    pool = _zeros(num_pages * layout.page_bytes, device)
+    if device.type == "cpu" and pool.numel():
+        advise_huge_pages(pool)  # a sequence's pages lie anywhere in the pool
+    for group in paged:
+        begin = 0  # bytes: in the pool where there is one group, else in the page
+        kind = group.dtype or dtype
+        for name, shape in group.tensor_shapes(layout.tokens_per_page[group.name]).items():
+            size = math.prod(shape)
+            stride = size if len(paged) == 1 else layout.page_bytes // kind.itemsize
+            tensors[name] = pool.view(kind).as_strided(
+                (num_pages, *shape), (stride, *_contiguous_strides(shape)), begin // kind.itemsize
+            )
+            begin += size * kind.itemsize * (num_pages if len(paged) == 1 else 1)
+    for group in groups:
+        if not group.paged:
+            for name, shape in group.tensor_shapes(1).items():
+                tensors[name] = torch.zeros((num_slots + 1, *shape), dtype=group.dtype or dtype, device=device)
+    return tensors
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes]."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    # numpy's zeros come from calloc: memory that no request has touched yet is not resident. torch.zeros writes all of it.
+    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    skip = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[skip : skip + num_bytes])
+
+
+def free_cpu_bytes() -> int:
+    """Memory that this process may still take: what the system has available, within the control group's limit."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available

@@ -1,0 +1,143 @@
+"""The persistent arrays of steps, as a `Step` of any size.
+
+Shape legend: T tokens of the step, S sequences, L rows of output, R batch slots.
+
+Every step of a size lies in the same memory, which is what CUDA graphs are captured on. Each array is a flat buffer; a step's array of
+several dimensions is its beginning, so that it is contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata
+from compile_and_serve.custom_ops.step import SlotMetadata, StateGroup, Step, StepInput, TokenBatch
+from compile_and_serve.runtime.runner.block_tables import BlockTables
+from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
+from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
+
+_INPUT, _SLOT_MAPPING = "input.", "slot_mapping."
+
+
+class StepBuffers(StagedArrays):
+    """Arrays for steps of up to max_tokens tokens, max_seqs sequences and max_rows rows.
+
+    host: the arrays to fill by name: `input.<name>`, `slot_mapping.<paged group>`, and what every step has. device: the same.
+    """
+
+    def __init__(
+        self, inputs: Sequence[StepInput], groups: Sequence[StateGroup], *, max_tokens: int, max_seqs: int, max_rows: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._inputs, self._groups = tuple(inputs), tuple(groups)
+        self._paged = [group.name for group in groups if group.paged]
+        fields: dict[str, tuple[type[np.generic], int]] = {
+            _INPUT + one.name: (_numpy_type(one.dtype), math.prod(one.shape(max_tokens, max_rows))) for one in inputs
+        }
+        fields |= {_SLOT_MAPPING + name: (np.int64, max_tokens) for name in self._paged}
+        fields |= {
+            "slots": (np.int64, max_tokens),
+            "positions": (np.int64, max_seqs),
+            "sampled_slots": (np.int64, max_seqs),
+            "query_start_loc": (np.int32, max_tokens + 1),
+            "seq_lens": (np.int32, max_tokens),
+            "has_run": (np.int32, max_seqs),
+            "uniforms": (np.float32, max_seqs),
+            **{name: (dtype, max_seqs) for name, dtype in SAMPLING_FIELDS.items()},
+        }
+        super().__init__(fields, device)
+
+    def host_input(self, one: StepInput, tokens: int, rows: int) -> np.ndarray:
+        """The host's array of an input in a step of so many tokens and rows."""
+        shape = one.shape(tokens, rows)
+        return self.host[_INPUT + one.name][: math.prod(shape)].reshape(shape)
+
+    def host_slot_mapping(self, group: str) -> np.ndarray:
+        """int64 [max_tokens] of a paged group."""
+        return self.host[_SLOT_MAPPING + group]
+
+    def fill(self, batch: TokenBatch, tokens: int, rows: int, *, constants: bool) -> None:
+        """Write every input's values and padding. constants: False where the inputs that stay "same" are written already."""
+        for one in self._inputs:
+            if one.advance == "same" and not constants:
+                continue
+            values = one.fill(batch)
+            array = self.host_input(one, tokens, rows)
+            dim = one.symbolic_dim
+            if dim is None:
+                array[...] = values
+                continue
+            count = values.shape[dim]
+            before = (slice(None),) * dim
+            array[(*before, slice(None, count))] = values
+            array[(*before, slice(count, None))] = 0
+
+    def pad_slot_mapping(self, begin: int, end: int) -> None:
+        """Tokens begin … end - 1 are padding: nothing is written for them."""
+        for name in self._paged:
+            self.host_slot_mapping(name)[begin:end] = -1
+
+    def pad_sequences(self, begin: int, end: int, query_len: int, padding_slot: int) -> None:
+        """Sequences begin … end - 1 are padding: length 0, `query_len` tokens each."""
+        self.pad_slot_mapping(begin * query_len, end * query_len)
+        host = self.host
+        host["query_start_loc"][begin + 1 : end + 1] = np.arange(begin + 1, end + 1) * query_len
+        host["seq_lens"][begin:end] = 0
+        host["slots"][begin:end] = padding_slot
+        host["temperatures"][begin * query_len : end * query_len] = 0.0
+
+    def step(
+        self,
+        tokens: int,
+        seqs: int,
+        rows: int,
+        *,
+        state: Mapping[str, torch.Tensor],
+        tables: Mapping[str, BlockTables],
+        backends: Mapping[str, Any],
+        num_tokens: int,
+        num_seqs: int,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> Step:
+        """The step that lies in the first `tokens`, `seqs` and `rows` elements. num_tokens, num_seqs: without padding."""
+        device, host = self.device, self.host
+        starts, lengths = device["query_start_loc"][: seqs + 1], device["seq_lens"][:seqs]
+        metadata: dict[str, Any] = {}
+        for group in self._groups:
+            if not group.paged:
+                metadata[group.name] = SlotMetadata(
+                    slots=device["slots"][:seqs], query_start_loc=starts, seq_lens=lengths, num_seqs=num_seqs,
+                    num_tokens=num_tokens, max_query_len=max_query_len,
+                )  # fmt: skip
+                continue
+            metadata[group.name] = AttentionMetadata(
+                backend=cast(AttentionBackend, backends.get(group.name)),  # None where the group's ops need none
+                query_start_loc=starts,
+                seq_lens=lengths,
+                block_table=tables[group.name].batch_table(seqs),
+                slot_mapping=device[_SLOT_MAPPING + group.name][:tokens],
+                num_seqs=num_seqs,
+                num_tokens=num_tokens,
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                query_start_loc_cpu=host["query_start_loc"][: seqs + 1],
+                seq_lens_cpu=host["seq_lens"][:seqs],
+            )
+        inputs = {}
+        for one in self._inputs:
+            shape = one.shape(tokens, rows)
+            inputs[one.name] = device[_INPUT + one.name][: math.prod(shape)].view(shape)
+        return Step(
+            inputs=inputs, state=state, metadata=metadata, num_tokens=num_tokens, num_seqs=num_seqs, padded_tokens=tokens,
+            padded_seqs=seqs, num_rows=rows, max_query_len=max_query_len,
+        )  # fmt: skip
+
+
+def _numpy_type(dtype: torch.dtype) -> type[np.generic]:
+    return np.dtype(str(dtype).removeprefix("torch.")).type
