@@ -200,11 +200,11 @@ class LLM:
             try:
                 for job, priority in zip(jobs, priorities, strict=True):
                     sink = self._start(job, progress)
-                    for request in self._outputs.add(
+                    request = self._outputs.add(
                         job.request_id, job.prompt_token_ids, job.params, sink, priority=priority
-                    ):
-                        engine_ids.append(request.request_id)
-                        self.engine.add_request(request)
+                    )
+                    engine_ids += request.request_ids
+                    self.engine.add_request(request)
                 while len(self._outputs):
                     assert self.engine.has_work(), "the engine lost requests"
                     step = self.engine.step()

@@ -19,9 +19,16 @@ def ignore_stage(stage: str, seconds: float, detail: str) -> None:
     """A `StageCallback` that does nothing."""
 
 
+class Sibling(msgspec.Struct, array_like=True):
+    """One more sequence of an `EngineRequest`: its id, and the seed that it draws from."""
+
+    request_id: str
+    seed: int | None = None
+
+
 class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sequence to generate. The API side turns a request with `n > 1` into n of these; the engine ignores
-    `sampling_params.n`.
+    """A prompt, and a sequence to generate from it. A request with `n > 1` is one message with n - 1 siblings, which differ from
+    the first sequence only in what `Sibling` says; the engine ignores `sampling_params.n`.
 
     stop_token_ids: the request's own stop ids and, unless `ignore_eos` is set, the model's end-of-sequence ids.
     """
@@ -35,6 +42,22 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0  # lower runs first (policy "priority")
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
     prefix_key: str | None = None  # names whatever else the keys and values depend on, e.g. an adapter
+    siblings: list[Sibling] = []
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of all sequences."""
+        return [self.request_id, *(sibling.request_id for sibling in self.siblings)]
+
+    def sequences(self) -> list[EngineRequest]:
+        """A request for each sequence. They share the list `prompt_token_ids`."""
+        requests = [msgspec.structs.replace(self, siblings=[])] if self.siblings else [self]
+        for sibling in self.siblings:
+            params = msgspec.structs.replace(self.sampling_params, seed=sibling.seed)
+            requests.append(
+                msgspec.structs.replace(self, request_id=sibling.request_id, sampling_params=params, siblings=[])
+            )
+        return requests
 
 
 class AddRequest(msgspec.Struct, tag="add"):

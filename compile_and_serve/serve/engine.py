@@ -166,8 +166,8 @@ class AsyncEngine:
                     cache_salt=cache_salt,
                 )
                 first_index += prompt_params.n
-                generation.engine_ids += [request.request_id for request in added]
-                requests += added
+                generation.engine_ids += added.request_ids
+                requests.append(added)
             for request in requests:
                 await self.client.add_request(request)
         except BaseException:

@@ -74,8 +74,12 @@ class FakeEngineClient:
 
     async def add_request(self, request: EngineRequest) -> None:
         self._check()
-        self.requests.append(request)
         self._wake.set()
+        for sequence in request.sequences():
+            self._add(sequence)
+
+    def _add(self, request: EngineRequest) -> None:
+        self.requests.append(request)
         if self.info.max_in_flight is not None and len(self._running) >= self.info.max_in_flight:
             full = RequestOutput(
                 request_id=request.request_id, finish_reason="error", error="Full.", error_kind="overloaded"

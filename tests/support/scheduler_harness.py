@@ -207,12 +207,13 @@ class Driver:
     def add(self, *requests: EngineRequest) -> None:
         for request in requests:
             self.scheduler.add_request(request)
-            self.answers[request.request_id] = Answer()
+            self.answers |= {request_id: Answer() for request_id in request.request_ids}
 
     def step(self) -> SchedulerOutput | None:
         step = self.scheduler.schedule()
         self.check(step)
         if step is not None:
+            self.check_windows()
             self.steps.append(step)
             self.in_flight.append((step, self.runner.execute(step)))
         while self.in_flight and (len(self.in_flight) > self.depth or step is None):
@@ -233,6 +234,15 @@ class Driver:
             )
         assert self.scheduler.manager.pool.num_free == self.scheduler.manager.pool.num_blocks
         return self.answers
+
+    def check_windows(self) -> None:
+        """No block that the next step may read is freed. The runner is at the true positions: it has run all steps before."""
+        for request in self.scheduler._running:
+            held = self.runner.held.get(request.request_id)
+            for group, num_freed in zip(self.scheduler.groups, request.num_freed_blocks, strict=True):
+                if held is not None and num_freed:
+                    assert group.window is not None
+                    assert num_freed * group.block_size <= held.computed - group.window + 1
 
     def check(self, step: SchedulerOutput | None) -> None:
         scheduler, manager = self.scheduler, self.scheduler.manager

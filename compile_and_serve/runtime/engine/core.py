@@ -24,6 +24,7 @@ from compile_and_serve.runtime.messages import (
     EngineRequest,
     EngineStats,
     RequestOutput,
+    Sibling,
     StageCallback,
     StepOutputs,
     ignore_stage,
@@ -88,7 +89,7 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request.
+        """Queue a request with all its sequences.
 
         Raises `ValueError` with one sentence for a request that can never run, and `QueueFullError` if too many wait.
         """
@@ -101,8 +102,12 @@ class EngineCore:
             raise ValueError(f"The prompt has token id {wrong}, but the model's ids are 0 to {vocab_size - 1}.")
         if params.seed is None and not params.is_greedy:
             # Drawn once, here: all ranks must draw the same tokens, and a preempted request must continue its stream.
-            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-            request = msgspec.structs.replace(request, sampling_params=params)
+            draw = self._seeds.getrandbits
+            request = msgspec.structs.replace(
+                request,
+                sampling_params=msgspec.structs.replace(params, seed=draw(63)),
+                siblings=[Sibling(sibling.request_id, draw(63)) for sibling in request.siblings],
+            )
         self._scheduler.add_request(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 BOOT_CODE = boot_code("compile_and_serve.runtime.engine.process")
 _IDLE_POLL_MS = 1000
+RECEIVED_TOKENS = 1 << 16  # prompt tokens to receive between two steps: they take about 3 ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,11 +122,17 @@ class EngineProcess:
             self._send(outputs)
 
     def _receive(self, *, wait: bool) -> None:
-        """Handle all messages that have arrived. wait: for at least one, up to a second."""
+        """Handle the messages that have arrived, up to the one that fills RECEIVED_TOKENS. wait: for at least one, up to a
+        second.
+        """
         if wait and not self._input.poll(_IDLE_POLL_MS):
             return
-        while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than poll(0)
-            self._handle(self._decoder.decode(self._input.recv(zmq.NOBLOCK)))
+        num_tokens = 0
+        while num_tokens < RECEIVED_TOKENS and int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            message = self._decoder.decode(self._input.recv(zmq.NOBLOCK))
+            self._handle(message)
+            if isinstance(message, AddRequest):
+                num_tokens += len(message.request.prompt_token_ids)
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, AddRequest):
@@ -142,7 +149,7 @@ class EngineProcess:
         from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 
         request = message.request
-        output = RequestOutput(request_id=request.request_id, finish_reason="error")
+        output = RequestOutput(request_id=request.request_id, finish_reason="error")  # of each sequence
         try:
             if self._shutdown is not None:
                 raise QueueFullError("The server is shutting down and takes no new requests.")
@@ -156,7 +163,7 @@ class EngineProcess:
             # One bad request must not end the others.
             logger.exception("Adding request %s failed.", request.request_id)
             output.error, output.error_kind = "The engine failed on this request; see its log for details.", "internal"
-        self._refused.append(output)
+        self._refused += [msgspec.structs.replace(output, request_id=request_id) for request_id in request.request_ids]
 
     def _call(self, call: UtilityCall) -> None:
         result = UtilityResult(call_id=call.call_id)

@@ -107,7 +107,8 @@ class DataParallelClient:
         try:
             await self.replicas[index].add_request(request)
         except EngineDeadError as error:
-            self._router.finish(request.request_id)
+            for request_id in request.request_ids:
+                self._router.finish(request_id)
             self._handle_death(index, str(error))
             raise EngineDeadError(self.dead_reason) from error
 

@@ -58,20 +58,24 @@ class Router:
         self._max_seen = num_replicas * num_blocks
 
     def route(self, request: EngineRequest) -> int:
-        """Choose a replica and return its index. The request counts as in flight there until `finish`."""
-        prompt = request.prompt_token_ids
+        """Choose a replica for all sequences of a request and return its index. Each counts as in flight there until its
+        `finish`.
+        """
+        request_ids = request.request_ids
         hashes = self._hashes(request)
         num_cached = self._cached_prefixes(hashes)
         # Ties go to the replica with the fewest requests so far, so that idle replicas fill their caches evenly.
         chosen = min(
-            self._candidates(),
+            self._candidates(len(request_ids)),
             key=lambda r: (self.load(r) - AFFINITY * num_cached[r] / max(1, len(hashes)), self._replicas[r].num_routed),
         )
         replica = self._replicas[chosen]
-        replica.requests[request.request_id] = len(prompt)
-        replica.prompt_tokens += len(prompt)
-        replica.num_routed += 1
-        self._replica_of[request.request_id] = chosen
+        replica.num_routed += len(request_ids)
+        share, rest = divmod(len(request.prompt_token_ids), len(request_ids))  # the sequences share their prompt
+        for number, request_id in enumerate(request_ids):
+            replica.requests[request_id] = num_tokens = share + (number < rest)
+            replica.prompt_tokens += num_tokens
+            self._replica_of[request_id] = chosen
         self._record_blocks(hashes, chosen)
         return chosen
 
@@ -106,10 +110,11 @@ class Router:
         """Forget all prompts, after the replicas have reset their prefix caches."""
         self._seen.clear()
 
-    def _candidates(self) -> Sequence[int]:
-        """Replicas with a free batch slot, else those with room in the queue, else all."""
+    def _candidates(self, num_sequences: int) -> Sequence[int]:
+        """Replicas with free batch slots for all sequences, else those with room in the queue, else all."""
         for limit in self._limits:
-            if available := [r for r, replica in enumerate(self._replicas) if len(replica.requests) < limit]:
+            limit -= num_sequences
+            if available := [r for r, replica in enumerate(self._replicas) if len(replica.requests) <= limit]:
                 return available
         return range(len(self._replicas))
 

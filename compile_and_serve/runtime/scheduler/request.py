@@ -17,16 +17,21 @@ class RequestStatus(IntEnum):
 
 
 class Prompt:
-    """A prompt, shared by the sequences that continue it. token_ids is never changed. keys: prefix-cache keys of its leading
-    full blocks, computed as far as they were needed.
+    """A prompt, shared by the sequences that continue it. token_ids is never changed.
+
+    keys: prefix-cache keys of its leading full blocks, computed as far as they were needed.
+    deferred_step, num_new_blocks: the last step that deferred a sequence which had generated nothing yet, and the free
+        blocks that this sequence needed.
     """
 
-    __slots__ = ("keys", "root_key", "token_ids")
+    __slots__ = ("deferred_step", "keys", "num_new_blocks", "root_key", "token_ids")
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
         self.root_key = root_key(request.cache_salt, request.prefix_key)
         self.keys: list[bytes] = []
+        self.deferred_step = -1
+        self.num_new_blocks = 0
 
 
 class Request:

@@ -58,7 +58,7 @@ GROUP_FRACTION = 16  # or a slot in this many is free,
 GROUP_STEPS = 8  # or this many steps have gone by.
 PROMPT_LOGPROB_ROWS = 256  # prompt tokens of a step whose logits are wanted: each is a row of the whole vocabulary
 HASHED_TOKENS = 1 << 15  # prompt tokens that a step with other work hashes to look for their prefixes, about 2 ms
-MIN_GAINED_TOKENS = 128  # prompt tokens worth waiting a step for, which then need not be computed
+MIN_GAINED_TOKENS = 64  # prompt tokens worth waiting a step for, which then need not be computed
 ADMITTED_TOKENS = 1 << 18  # tokens of the requests that a step admits, cached ones included: the runner copies them
 
 
@@ -156,17 +156,19 @@ class Scheduler:
         self._steps_held = 0  # steps for which slots that have become free were held back
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request.
+        """Queue all sequences of a request.
 
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
-        in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished requests.
+        in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished sequences.
         """
+        request_ids = request.request_ids
         num_prompt_tokens = len(request.prompt_token_ids)
         num_needed = num_prompt_tokens + (request.sampling_params.max_tokens != 0)
         if num_prompt_tokens == 0:
             raise ValueError("The prompt has no tokens; give at least one.")
-        if request.request_id in self._requests:
-            raise ValueError(f"A request with id {request.request_id!r} is being processed; ids must be unique.")
+        for request_id in request_ids:
+            if request_id in self._requests:
+                raise ValueError(f"A request with id {request_id!r} is being processed; ids must be unique.")
         if num_needed > self.max_model_len:
             raise ValueError(
                 f"The prompt has {num_prompt_tokens} tokens, which leaves no room for output in the model's "
@@ -178,20 +180,23 @@ class Scheduler:
                 "shorten it or give the cache more memory."
             )
         limit = self.config.max_in_flight
-        if limit is not None and len(self._requests) >= limit:
+        if limit is not None and len(self._requests) + len(request_ids) > limit:
             raise QueueFullError(
-                f"{len(self._requests)} requests are running or waiting, which is the limit; try again later."
+                f"{len(self._requests)} sequences are running or waiting, and this request adds {len(request_ids)}; "
+                f"the limit is {limit}. Try again later."
             )
 
         now = time.time()
-        order = float(self._num_added)
-        self._num_added += 1
-        key: tuple[float, ...] = (order,)
-        if self.config.policy == "priority":
-            key = (float(request.priority), request.arrival_time or now, order)
-        new = Request(request, Prompt(request), key=key, max_len=self.max_len, now=now)
-        self._requests[new.request_id] = new
-        heapq.heappush(self._waiting, (key, new))
+        prompt = Prompt(request)
+        for sequence in request.sequences():
+            order = float(self._num_added)
+            self._num_added += 1
+            key: tuple[float, ...] = (order,)
+            if self.config.policy == "priority":
+                key = (float(request.priority), request.arrival_time or now, order)
+            new = Request(sequence, prompt, key=key, max_len=self.max_len, now=now)
+            self._requests[new.request_id] = new
+            heapq.heappush(self._waiting, (key, new))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests in whatever state they are, without an output. Unknown ids (just finished, say) are ignored."""
@@ -387,6 +392,14 @@ class Scheduler:
             if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
                 break
             num_spare = manager.num_spare - reserve
+            prompt = request.prompt
+            if prompt.deferred_step == step.step and num_tokens == request.num_prompt_tokens:
+                # A sibling was deferred just now: spare the look into the prefix cache.
+                if prompt.num_new_blocks > num_spare:
+                    break
+                deferred.append(heapq.heappop(self._waiting))
+                reserve += prompt.num_new_blocks + 1
+                continue
             if self._is_blocked(request, num_spare):
                 break
             prefix = manager.find_prefix(request, step.step)
@@ -400,6 +413,8 @@ class Scheduler:
             if num_gained >= MIN_GAINED_TOKENS or not self._has_rows(request):
                 deferred.append(heapq.heappop(self._waiting))
                 reserve += num_new + 1
+                if num_tokens == request.num_prompt_tokens:
+                    prompt.deferred_step, prompt.num_new_blocks = step.step, num_new
                 continue
             if num_gained > 0:
                 prefix = manager.find_prefix(request, step.step, only_ready=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, TokenLogprobs
+from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, Sibling, TokenLogprobs
 from compile_and_serve.runtime.messages import RequestOutput as EngineOutput
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.detokenizer import TextStream, make_detokenizer
@@ -121,25 +121,29 @@ class OutputProcessor:
         first_index: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> list[EngineRequest]:
-        """Register a request that `InputProcessor.prepare` has prepared. Returns the requests to send to the engine.
+    ) -> EngineRequest:
+        """Register a request that `InputProcessor.prepare` has prepared. Returns the message to send to the engine, one for all
+        completions.
 
         sink: receives the deltas. The completions have the indices first_index … first_index + n - 1. With a seed, completion
         i draws from seed + i. Engine ids are unique even if `request_id` is not.
         """
-        requests = []
+        siblings = []
         for i in range(params.n):
-            seed = None if params.seed is None else params.seed + i
-            child = msgspec.structs.replace(params, n=1, seed=seed)
             engine_id = f"{request_id}-{next(self._serial):x}"
-            stream = self._text_stream(prompt_token_ids, child)
-            self._sequences[engine_id] = _Sequence(first_index + i, sink, stream, child)
-            requests.append(
-                self._inputs.engine_request(
-                    engine_id, prompt_token_ids, child, priority=priority, cache_salt=cache_salt
-                )
-            )
-        return requests
+            stream = self._text_stream(prompt_token_ids, params)
+            self._sequences[engine_id] = _Sequence(first_index + i, sink, stream, params)
+            siblings.append(Sibling(engine_id, None if params.seed is None else params.seed + i))
+        first = siblings.pop(0)
+        request = self._inputs.engine_request(
+            first.request_id,
+            prompt_token_ids,
+            msgspec.structs.replace(params, n=1),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        request.siblings = siblings
+        return request
 
     def process(self, outputs: Iterable[EngineOutput]) -> list[str]:
         """Pass each output of a step to its sink. Returns the engine ids that a stop string has ended, for the caller to abort."""

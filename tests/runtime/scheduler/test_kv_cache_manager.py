@@ -317,6 +317,19 @@ def test_a_prefix_ends_where_every_group_has_it() -> None:
     assert hit() == 0
 
 
+def test_a_window_in_a_step_that_is_being_scheduled_is_not_ready() -> None:
+    manager = make_manager(64, FULL, WINDOW)
+    first = admitted(manager, range(20))
+    for step, (start, end) in enumerate([(0, 8), (8, 16), (16, 20)]):
+        manager.grow_for_chunk(first, start, end)
+        manager.cache_blocks(first, end, step)
+        prefix = manager.find_prefix(make_request(range(40)), step)
+        ready = manager.find_prefix(make_request(range(40)), step, only_ready=True)
+        assert prefix is not None
+        assert ready is not None
+        assert (prefix.num_tokens, prefix.num_ready_tokens, ready.num_tokens) == (end, start, start)
+
+
 def test_groups_with_different_blocks_share_whole_blocks_of_all() -> None:
     manager = make_manager(64, PagedGroup(2), PagedGroup(8))
     run_prompt(manager, range(30))

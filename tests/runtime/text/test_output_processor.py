@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, RequestOutput, TokenLogprobs
+from compile_and_serve.runtime.messages import EngineInfo, RequestOutput, TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.text.input_processor import InputProcessor, PromptTooLongError
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput, OutputProcessor
@@ -32,7 +32,8 @@ class Run:
         self.processor = OutputProcessor(inputs)
         prompt, params = inputs.prepare([5, 6], params)
         self.deltas: list[CompletionDelta] = []
-        self.requests: list[EngineRequest] = self.processor.add("r", prompt, params, self.deltas.append)
+        self.message = self.processor.add("r", prompt, params, self.deltas.append)
+        self.requests = self.message.sequences()
 
     def feed(self, text: str, *, child: int = 0, **fields: object) -> list[str]:
         tokenizer = self.inputs.tokenizer
@@ -76,6 +77,8 @@ def test_each_completion_has_its_own_id_seed_and_index(inputs: InputProcessor) -
     assert len({request.request_id for request in run.requests}) == 3
     assert [request.sampling_params.seed for request in run.requests] == [10, 11, 12]
     assert all(request.sampling_params.n == 1 for request in run.requests)
+    assert run.message.request_ids == [request.request_id for request in run.requests]
+    assert all(request.prompt_token_ids is run.message.prompt_token_ids for request in run.requests)
     run.feed("x", child=2, finish_reason="length")
     assert [delta.index for delta in run.deltas] == [2]
     assert len(run.processor) == 2
@@ -84,7 +87,7 @@ def test_each_completion_has_its_own_id_seed_and_index(inputs: InputProcessor) -
 def test_engine_ids_differ_for_equal_request_ids(inputs: InputProcessor) -> None:
     run = Run(inputs, SamplingParams())
     again = run.processor.add("r", [5], SamplingParams(), run.deltas.append)
-    assert again[0].request_id != run.requests[0].request_id
+    assert again.request_id != run.requests[0].request_id
 
 
 def test_stop_string_is_cut_and_reported_for_abort(inputs: InputProcessor) -> None:
