@@ -65,7 +65,7 @@ def run_requests(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[st
     """Every output of every request, in order."""
     for one in requests:
         core.add_request(one)
-    outputs: dict[str, list[RequestOutput]] = {one.request_id: [] for one in requests}
+    outputs: dict[str, list[RequestOutput]] = {name: [] for one in requests for name in one.request_ids}
     while core.has_work():
         for output in core.step().outputs:
             outputs[output.request_id].append(output)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from compile_and_serve.runtime.engine.client import EngineDeadError, SyncEngine
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.messages import EngineRequest, TokenLogprobs
+from compile_and_serve.runtime.messages import EngineRequest, Sibling, TokenLogprobs
 from compile_and_serve.runtime.runner.attention_backends import AttentionBackendError
 from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
 from tests.support.engines import (
@@ -97,6 +98,21 @@ def test_blocks_and_slots_come_back_after_64_requests(core: EngineCore) -> None:
     core.step()
     run_requests(core, [request("last", [1])])  # its step tells the runner which requests have ended
     assert len(core._executor.runner.batch) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_siblings_are_the_requests_that_they_stand_for(model_dir: Path, seed: int | None) -> None:
+    prompt = prompt_of(1, 70)
+    params = {"temperature": 1.0, "max_tokens": 8}
+    siblings = [Sibling(f"s{i}", None if seed is None else seed + i) for i in range(1, 4)]
+    together = tokens_of(run_requests(EngineCore(tiny_config(model_dir)), [
+        structs.replace(request("s0", prompt, seed=seed, **params), siblings=siblings)
+    ]))  # fmt: skip
+    alone = tokens_of(run_requests(EngineCore(tiny_config(model_dir)), [
+        request(f"s{i}", prompt, seed=None if seed is None else seed + i, **params) for i in range(4)
+    ]))  # fmt: skip
+    assert together == alone
+    assert len(set(map(tuple, alone.values()))) == 4
 
 
 def test_an_abort_in_the_middle_leaves_the_others_alone(core: EngineCore, alone: dict[str, list[int]]) -> None:

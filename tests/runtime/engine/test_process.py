@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -26,8 +29,8 @@ from compile_and_serve.runtime.engine.client import (
     EngineStartError,
     SyncEngine,
 )
-from compile_and_serve.runtime.engine.process import BOOT_CODE
-from compile_and_serve.runtime.messages import RequestOutput, StepOutputs
+from compile_and_serve.runtime.engine.process import BOOT_CODE, RECEIVED_TOKENS, Bootstrap, EngineProcess
+from compile_and_serve.runtime.messages import AddRequest, RequestOutput, Sibling, StepOutputs
 from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
 from tests.support.processes import is_running, wait_until
 
@@ -135,6 +138,41 @@ async def test_a_bad_request_comes_back_as_a_sentence_and_leaves_others_alone(
     assert bad.error == "The prompt has token id 100000, but the model's ids are 0 to 319."
     assert "temperature must be in [0, 2]" in (reader.outputs["hot"][-1].error or "")
     assert len(tokens_of(reader.outputs)["good"]) == 20
+
+
+async def test_all_sequences_of_a_bad_request_come_back(engine: tuple[AsyncEngineClient, Reader]) -> None:
+    client, reader = engine
+    bad = msgspec.structs.replace(request("refused", [5, 100000]), siblings=[Sibling("refused too")])
+    await client.add_request(bad)
+    await reader.until_finished("refused", "refused too")
+    assert all("token id 100000" in (reader.outputs[name][-1].error or "") for name in bad.request_ids)
+
+
+async def test_prompts_are_received_within_a_bound_per_step(model_dir: Path, tmp_path: Path) -> None:
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("in", "out")]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as requests, context.socket(zmq.PULL) as outputs:
+        requests.bind(addresses[0])
+        outputs.bind(addresses[1])
+        process = EngineProcess(
+            Bootstrap(
+                config=tiny_config(model_dir), input_address=addresses[0], output_address=addresses[1],
+                folder=str(tmp_path), log_level=logging.INFO,
+            )
+        )  # fmt: skip
+        received: list[str] = []
+        process._core = SimpleNamespace(add_request=lambda one: received.append(one.request_id))  # type: ignore[assignment]
+        for number in range(5):
+            message = AddRequest(request=request(f"r{number}", [1] * (RECEIVED_TOKENS // 2 - 1)))
+            requests.send(msgspec.msgpack.encode(message))
+        counts = []
+        while len(received) < 5:
+            before = len(received)
+            process._receive(wait=True)
+            counts.append(len(received) - before)
+            time.sleep(0.1)  # until all that was sent has arrived
+        assert max(counts) == 3
+        process._input.close()
+        process._output.close()
 
 
 async def test_an_abort_frees_the_blocks_of_its_request(engine: tuple[AsyncEngineClient, Reader]) -> None:

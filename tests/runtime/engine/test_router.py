@@ -6,9 +6,10 @@ import random
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from compile_and_serve.runtime.engine.router import AFFINITY, Router
-from compile_and_serve.runtime.messages import EngineStats
+from compile_and_serve.runtime.messages import EngineStats, Sibling
 from tests.support.engines import request
 
 BLOCK = 4
@@ -151,3 +152,23 @@ def test_a_prompt_is_a_load_of_its_share_of_the_kv_cache(enable_prefix_caching: 
     router = make_router(1, max_num_seqs=10, num_blocks=100, enable_prefix_caching=enable_prefix_caching)
     router.route(request("a", prompt(0, 200)))
     assert router.load(0) == 1 / 10 + 200 / (100 * BLOCK)
+
+
+def test_all_sequences_of_a_request_go_to_one_replica_that_has_room_for_them() -> None:
+    router = make_router(2, max_num_seqs=4)
+    router.route(request("first", prompt(0)))  # replica 0
+    router.finish("first")
+    router.route(request("single", prompt(1)))  # replica 1, as the one with fewer requests so far
+    siblings = [Sibling(f"s{i}") for i in range(3)]
+    home = router.route(replace(request("r", prompt(1)), siblings=siblings))
+    assert home == 0  # replica 1 has the prefix, but not four free slots
+    assert {router.replica_of(name) for name in ("r", "s0", "s1", "s2")} == {home}
+    # They share the cache of one prompt.
+    assert router.load(home) == pytest.approx(4 / 4 + 10 * BLOCK / (1000 * BLOCK))
+    for name in ("r", "s0", "s1"):
+        router.finish(name)
+    assert router.requests_of(home) == ["s2"]
+    router.finish("s2")
+    assert router.load(home) == 0.0
+    many = replace(request("many", prompt(2)), siblings=[Sibling(f"m{i}") for i in range(9)])
+    assert router.route(many) == home  # nobody has room for ten: the least loaded gets them
