@@ -1,12 +1,15 @@
-"""A worker without a model, for tests of what is around it; a rank process takes it for `worker` (see `use_fake_workers`).
+"""A worker without a model, for tests of the processes around it. Rank processes use it as their worker (see `use_fake_workers`).
 
-What it does beyond answering steps is in a file of the model's folder, as JSON: "device" ("cpu" or "cuda"), "record" (a folder
-where each rank writes down its steps), "devices" (one where each writes what CUDA devices it sees, and which is its own), and "load",
-"step" and "result": {rank: what} ("replica/rank" for that replica's alone), where what is "mistake", "error", "kill", "stop" or
-"hang". Steps and results do it at step 3; "until": a file that has to be there first. "pause": seconds that every
-step takes for each of its "collectives" (1).
+A JSON file in the model's folder tells it what to do besides answering steps:
+- "device": "cpu" or "cuda", the kind that it reports.
+- "record": a folder where each rank writes down its steps.
+- "devices": a folder where each rank writes which CUDA devices it sees, and which is its own.
+- "load", "step", "result": {rank: action}, or {"replica/rank": action} for one replica. Actions: "mistake", "error", "kill", "stop",
+  "hang". Those of "step" and "result" happen at step 3.
+- "until": a file that must exist before an action happens.
+- "pause": seconds that each of a step's "collectives" (default 1) takes.
 
-Imports neither torch nor pytest, whose seconds every rank of every test would take.
+Imports neither torch nor pytest: every rank of every test would wait seconds for them.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ FAKE_ENGINE_CODE = ENGINE_CODE.replace(
 
 
 def use_fake_workers(monkeypatch: pytest.MonkeyPatch, model_dir: Path, **orders: Any) -> None:
-    """In rank processes, and in engine processes that have one rank."""
+    """Rank processes, and engine processes with one rank, start with fake workers."""
     monkeypatch.setattr("compile_and_serve.runtime.distributed.process_executor.BOOT_CODE", FAKE_BOOT_CODE)
     monkeypatch.setattr("compile_and_serve.runtime.engine.client.BOOT_CODE", FAKE_ENGINE_CODE)
     give_orders(model_dir, **orders)
@@ -62,7 +65,7 @@ def give_orders(model_dir: Path, **orders: Any) -> None:
 
 
 def install() -> None:
-    """In this process, for `rank_process`: its worker, and whoever counts the worker's collectives."""
+    """Replace, in this process, the worker and the counter of collectives that `rank_process` imports."""
     sys.modules["compile_and_serve.runtime.runner.worker"] = sys.modules[
         "compile_and_serve.custom_ops.collectives.collectives"
     ] = sys.modules[__name__]
@@ -72,7 +75,7 @@ _num_entered = 0
 
 
 def collectives_entered() -> int:
-    """As compile_and_serve.custom_ops.collectives.collectives has it."""
+    """Like the function of this name in compile_and_serve.custom_ops.collectives.collectives."""
     return _num_entered
 
 
@@ -87,7 +90,7 @@ class FakeStep:
 
 
 class Worker:
-    """Has room for 100 - 10 · rank blocks; `padded_tokens` of its stats is the number of blocks that it was given."""
+    """Has room for 100 - 10 · rank blocks. `padded_tokens` of its stats is the number of blocks that it was given."""
 
     def __init__(self, config: EngineConfig, rank: Rank, on_stage: Callable[[str, float, str], None]) -> None:
         self._orders = json.loads((config.model.path / ORDERS).read_text())

@@ -11,7 +11,8 @@ that it will need:
 - The step computes blocks that the request can share (MIN_GAINED_TOKENS or more). The next step may read them.
 - It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
 
-Where every batch slot is taken and requests wait, slots that become free may be given away in groups (GROUP_TOKENS).
+Where every batch slot is taken and requests wait, slots that become free may be given away in groups
+(runtime/scheduler/free_slots.py).
 
 Async scheduling is not a mode of this file. `schedule` advances a request when it is scheduled, `update` appends its
 tokens when they are known, and any number of steps may be in flight between the two (none in a synchronous engine).
@@ -32,12 +33,12 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
+from compile_and_serve.runtime.scheduler.free_slots import FreeSlots
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
 from compile_and_serve.runtime.scheduler.step_messages import (
@@ -48,14 +49,10 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     PagedGroup,
     SchedulerOutput,
 )
+from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk, StepInFlight
 
 logger = logging.getLogger(__name__)
 
-# `SchedulerConfig.admit_in_groups`: a step with few prompt tokens computes its matrix products at a lower rate than one
-# with many, and is launched piece by piece, while decodes alone replay one graph. So free slots are given away
-GROUP_TOKENS = 2048  # once this many prompt tokens come together,
-GROUP_FRACTION = 16  # or a slot in this many is free,
-GROUP_STEPS = 8  # or this many steps have gone by.
 PROMPT_LOGPROB_ROWS = 256  # prompt tokens of a step whose logits are wanted: each is a row of the whole vocabulary
 HASHED_TOKENS = 1 << 15  # prompt tokens that a step with other work hashes to look for their prefixes, about 2 ms
 MIN_GAINED_TOKENS = 64  # prompt tokens worth waiting a step for, which then need not be computed
@@ -64,41 +61,6 @@ ADMITTED_TOKENS = 1 << 18  # tokens of the requests that a step admits, cached o
 
 class QueueFullError(RuntimeError):
     """As many requests run and wait as may; try again later (HTTP 503)."""
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """A part of a prefill in a step. prefill_step: the prefill's first step. num_preemptions: the request's count then; it has
-    other blocks if that has changed.
-    """
-
-    request: Request
-    start: int
-    end: int
-    samples: bool
-    num_preemptions: int
-    prefill_step: int
-
-
-@dataclass(slots=True)
-class _StepInFlight:
-    """Holds requests, not their ids: an id may belong to another request by the time the step is over."""
-
-    step: int
-    decodes: list[Request] = field(default_factory=list)
-    chunks: list[_Chunk] = field(default_factory=list)
-
-    def samples_for(self, request: Request) -> bool:
-        """Whether the step samples for what the request runs now."""
-        return request in self.decodes or any(
-            chunk.request is request and chunk.samples and chunk.num_preemptions == request.num_preemptions
-            for chunk in self.chunks
-        )
-
-    def drop(self, request: Request) -> None:
-        """Ignore what the step returns for the request."""
-        self.decodes = [decode for decode in self.decodes if decode is not request]
-        self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
 
 
 class Scheduler:
@@ -144,7 +106,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # heap
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._forget_ids: list[str] = []  # for the next step's finished_request_ids
         # The first waiting request, if it did not fit; how many blocks were spare; what else would let it fit.
         self._blocked: tuple[Request, int, bytes | None] | None = None
@@ -152,8 +114,7 @@ class Scheduler:
         self._next_step = 0
         self._rows_left = 0  # of PROMPT_LOGPROB_ROWS, in the step that is being scheduled
         self._num_preemptions = 0
-        self._was_full = False  # whether slots were short when there was last a budget for waiting requests
-        self._steps_held = 0  # steps for which slots that have become free were held back
+        self._free_slots = FreeSlots(self.max_num_seqs, admit_in_groups=bool(config.admit_in_groups))
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue all sequences of a request.
@@ -242,7 +203,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None when nothing can run: no request, or each waits for a step in flight to be updated."""
-        step = _StepInFlight(self._next_step)
+        step = StepInFlight(self._next_step)
         decodes = step.decodes
         num_drafts = self.num_draft_tokens
         count = 1 + num_drafts
@@ -283,8 +244,8 @@ class Scheduler:
                     grown.append(CachedRequestData(request_id=request.request_id, new_block_ids=new_ids))
         new_requests: list[NewRequestData] = []
         if not self._waiting:
-            self._was_full = False
-        elif budget > 0 and not self._holds_slots(budget, step):
+            self._free_slots.was_full = False
+        elif budget > 0 and not self._are_slots_held_back(budget, step):
             budget = self._admit(budget, step, scheduled, new_requests)
         if not scheduled:
             return None
@@ -339,7 +300,7 @@ class Scheduler:
         self._drop_finished()
         return outputs
 
-    def _take_back_rejected(self, step: _StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+    def _take_back_rejected(self, step: StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for request in step.decodes:
             if request.status is RequestStatus.RUNNING:
                 request_id = request.request_id
@@ -377,7 +338,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.key, request))
 
     def _admit(
-        self, budget: int, step: _StepInFlight, scheduled: dict[str, int], new_requests: list[NewRequestData]
+        self, budget: int, step: StepInFlight, scheduled: dict[str, int], new_requests: list[NewRequestData]
     ) -> int:
         """Start waiting requests, in order, until the first that does not fit; the budget that is left."""
         manager, running = self.manager, self._running
@@ -429,7 +390,7 @@ class Scheduler:
             num_admitted_tokens += num_tokens
         for entry in deferred:
             heapq.heappush(self._waiting, entry)
-        self._was_full = bool(self._waiting) and len(running) == self.max_num_seqs
+        self._free_slots.was_full = bool(self._waiting) and len(running) == self.max_num_seqs
         return budget
 
     def _is_blocked(self, request: Request, num_spare: int) -> bool:
@@ -444,7 +405,7 @@ class Scheduler:
         self._blocked = None
         return False
 
-    def _start(self, request: Request, budget: int, step: _StepInFlight, scheduled: dict[str, int]) -> NewRequestData:
+    def _start(self, request: Request, budget: int, step: StepInFlight, scheduled: dict[str, int]) -> NewRequestData:
         """Run an admitted request."""
         request.status = RequestStatus.RUNNING
         request.prefill_end = len(request.token_ids)
@@ -466,32 +427,16 @@ class Scheduler:
             num_computed_tokens=num_computed,
         )
 
-    def _holds_slots(self, budget: int, step: _StepInFlight) -> bool:
-        """Whether slots that became free in a full batch stay free in this step of decodes, to be given to several requests
-        together in a later one.
-        """
-        num_waiting, num_free = len(self._waiting), self.max_num_seqs - len(self._running)
-        is_due = not 0 < num_free < self.max_num_seqs // GROUP_FRACTION or self._steps_held == GROUP_STEPS
-        if (
-            self.config.admit_in_groups
-            and self._was_full
-            and num_waiting > num_free
-            and step.decodes
-            and not step.chunks
-            and not is_due
-        ):
-            next_ones = self._waiting[:num_free]  # of a heap: about those
-            if sum(len(request.token_ids) for _, request in next_ones) < min(GROUP_TOKENS, budget):
-                self._steps_held += 1
-                return True
-        self._steps_held = 0
-        return False
+    def _are_slots_held_back(self, budget: int, step: StepInFlight) -> bool:
+        num_free = self.max_num_seqs - len(self._running)
+        has_prompts = not step.decodes or bool(step.chunks)
+        return self._free_slots.are_held_back(num_free, self._waiting, budget, has_prompts=has_prompts)
 
     def _has_rows(self, request: Request) -> bool:
         return self._rows_left > 0 or not request.wants_prompt_logprobs
 
     def _schedule_chunk(
-        self, request: Request, budget: int, step: _StepInFlight, scheduled: dict[str, int]
+        self, request: Request, budget: int, step: StepInFlight, scheduled: dict[str, int]
     ) -> list[list[int]] | None:
         """Put the next tokens of a prefill into the step; the blocks that it got for them."""
         start = request.num_computed_tokens
@@ -504,11 +449,11 @@ class Scheduler:
         if end >= request.next_cache_len:
             self.manager.cache_blocks(request, end, step.step)
         samples = end == request.prefill_end
-        step.chunks.append(_Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step))
+        step.chunks.append(Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step))
         scheduled[request.request_id] = num_tokens
         return new_ids
 
-    def _update_chunk(self, chunk: _Chunk, result: ModelRunnerOutput, outputs: list[RequestOutput]) -> None:
+    def _update_chunk(self, chunk: Chunk, result: ModelRunnerOutput, outputs: list[RequestOutput]) -> None:
         request = chunk.request
         if request.status is RequestStatus.FINISHED:
             return
@@ -541,7 +486,7 @@ class Scheduler:
             self._finish(request, output.finish_reason)
         outputs.append(output)
 
-    def _fail(self, step: _StepInFlight, errors: dict[str, str], outputs: list[RequestOutput]) -> None:
+    def _fail(self, step: StepInFlight, errors: dict[str, str], outputs: list[RequestOutput]) -> None:
         """End the requests that failed. What their prefills computed cannot be trusted, unless NOTHING_LEFT is the error."""
         for chunk in step.chunks:
             if errors.get(chunk.request.request_id, NOTHING_LEFT) != NOTHING_LEFT:
@@ -555,7 +500,7 @@ class Scheduler:
                     RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind)
                 )
 
-    def _uncache_failed(self, chunk: _Chunk, step: _StepInFlight) -> None:
+    def _uncache_failed(self, chunk: Chunk, step: StepInFlight) -> None:
         """Forget the content that a failed prefill computed, and preempt the requests that share it. What this step and the steps
         in flight return for these is dropped.
         """

@@ -3,13 +3,12 @@
 import random
 from unittest.mock import patch
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_and_serve.runtime.config import SchedulerConfig
-from compile_and_serve.runtime.messages import EngineRequest, Sibling
+from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.scheduler import free_slots
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, PagedGroup
@@ -28,7 +27,7 @@ from tests.support.scheduler_harness import (
 
 GROUPS = st.lists(st.builds(PagedGroup, st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 5, 9])), max_size=3)
 # Small enough that all of them matter in small tests.
-SMALL_LIMITS = {"GROUP_FRACTION": 1, "PROMPT_LOGPROB_ROWS": 12, "HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
+SMALL_LIMITS = {"PROMPT_LOGPROB_ROWS": 12, "HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
 
 
 @settings(max_examples=200, deadline=None)
@@ -67,7 +66,8 @@ def test_random_workloads(
         num_draft_tokens=num_draft_tokens,
     )
     requests = random_requests(rng, num_requests, scheduler.max_len)
-    with patch.multiple(scheduler_module, MIN_GAINED_TOKENS=min_gained_tokens, **SMALL_LIMITS):
+    small = patch.multiple(scheduler_module, MIN_GAINED_TOKENS=min_gained_tokens, **SMALL_LIMITS)
+    with small, patch.object(free_slots, "GROUP_FRACTION", 1):
         driver, lost = run_random_workload(rng, Driver(scheduler, depth, seed), requests, num_aborts)
 
     for request in requests:
@@ -489,320 +489,6 @@ def test_a_request_that_resumes_shares_what_its_steps_in_flight_compute() -> Non
     assert [(new.request_id, new.num_computed_tokens) for new in driver.steps[9].new_requests] == [("long", 8)]
     assert [step.step for step, _ in driver.in_flight] == [8, 9]
     driver.run()
-
-
-def _full_batch(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """32 batch slots, all taken by requests of which one ends with each step, and 9 waiting requests of 8 tokens each."""
-    monkeypatch.setattr(scheduler_module, "GROUP_FRACTION", 4)
-    driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=32, budget=512, admit_in_groups=True))
-    driver.add(*(make_request(f"r{i}", [1] * 8, max_tokens=3 + i) for i in range(32)))
-    driver.add(*(make_request(f"w{i}", [1] * 8, max_tokens=30) for i in range(9)))
-    return driver
-
-
-def _admitted(driver: Driver, num_steps: int) -> list[int]:
-    steps = [driver.step() for _ in range(num_steps)]
-    return [len(step.new_requests) for step in steps if step is not None]
-
-
-def test_slots_of_a_full_batch_are_given_away_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first ends with its third step; a quarter of the slots is free eight steps later, in the eleventh.
-    assert _admitted(_full_batch(monkeypatch), 11) == [32, *[0] * 9, 8]
-
-    monkeypatch.setattr(scheduler_module, "GROUP_TOKENS", 24)
-    assert _admitted(_full_batch(monkeypatch), 9) == [32, 0, 0, 0, 0, 3, 0, 0, 3]
-
-    monkeypatch.setattr(scheduler_module, "GROUP_STEPS", 1)
-    assert _admitted(_full_batch(monkeypatch), 7) == [32, 0, 0, 0, 2, 0, 2]
-
-
-def test_free_slots_are_held_back_only_while_more_requests_wait_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _full_batch(monkeypatch)
-    _admitted(driver, 5)
-    assert driver.scheduler.stats().num_running == 29
-    driver.scheduler.abort([f"w{i}" for i in range(4, 9)])
-    assert _admitted(driver, 2) == [0, 4]  # 3 slots are free, then 4
-
-    driver = _full_batch(monkeypatch)
-    _admitted(driver, 5)
-    driver.scheduler.abort([f"w{i}" for i in range(9)])
-    assert _admitted(driver, 1) == [0]
-    driver.add(make_request("late", [1] * 8))
-    assert _admitted(driver, 1) == [1]
-
-
-@pytest.mark.parametrize(("num_slots", "admit_in_groups"), [(8, True), (32, False)])
-def test_slots_are_given_away_at_once_in_a_small_batch_and_where_groups_are_off(
-    num_slots: int, admit_in_groups: bool
-) -> None:
-    driver = Driver(make_scheduler(num_blocks=400, max_num_seqs=num_slots, budget=64, admit_in_groups=admit_in_groups))
-    driver.add(*(make_request(f"r{i}", [1], max_tokens=3 + i) for i in range(num_slots + 9)))
-    assert _admitted(driver, 5) == [num_slots, 0, 0, 1, 1]
-
-
-def test_a_step_that_has_a_prompt_anyway_takes_more_of_them() -> None:
-    driver = Driver(
-        make_scheduler(num_blocks=400, max_num_seqs=64, budget=128, max_model_len=256, admit_in_groups=True)
-    )
-    driver.add(*(make_request(f"r{i}", [1], max_tokens=2 + i) for i in range(3)))
-    driver.add(*(make_request(f"s{i}", [1], max_tokens=30) for i in range(60)))
-    driver.add(make_request("long", [1] * 150, max_tokens=30))
-    driver.add(*(make_request(f"w{i}", [1] * 8, max_tokens=30) for i in range(4)))
-    steps = [step for _ in range(4) if (step := driver.step()) is not None]
-    assert [step.num_scheduled_tokens["long"] for step in steps] == [65, 65, 20, 1]
-    assert [len(step.new_requests) for step in steps] == [64, 0, 1, 0]  # the fourth step has no prompt anyway
-
-
-def test_slots_are_given_away_in_groups_on_a_gpu_in_order_of_arrival() -> None:
-    defaults = {
-        (device, policy): SchedulerConfig(policy=policy).for_device(device).admit_in_groups
-        for device in ("cpu", "cuda")
-        for policy in ("fcfs", "priority")
-    }  # fmt: skip
-    assert defaults == {
-        ("cpu", "fcfs"): False,
-        ("cpu", "priority"): False,
-        ("cuda", "fcfs"): True,
-        ("cuda", "priority"): False,
-    }
-    assert SchedulerConfig(admit_in_groups=True).for_device("cpu").admit_in_groups
-
-
-# Sharing between requests that come together.
-
-
-def held_blocks(driver: Driver) -> int:
-    pool = driver.scheduler.manager.pool
-    return pool.num_blocks - pool.num_free
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("is_one_message", [False, True])
-def test_equal_prompts_are_computed_once_and_share_their_blocks(depth: int, is_one_message: bool) -> None:
-    driver = Driver(make_scheduler(num_blocks=2000, budget=4096, max_model_len=2100, groups=[PagedGroup(16)]), depth)
-    prompt = [random.Random(1).randrange(VOCAB) for _ in range(2000)]
-    requests = [make_request(f"r{i}", prompt, max_tokens=4) for i in range(8)]
-    if is_one_message:
-        siblings = [Sibling(request.request_id) for request in requests[1:]]
-        driver.add(msgspec.structs.replace(requests[0], siblings=siblings))
-    else:
-        driver.add(*requests)
-    steps = [driver.step(), driver.step()]
-    assert [len(step.new_requests) for step in steps if step is not None] == [1, 7]
-    assert held_blocks(driver) == 125 + 8 * 1  # 2000 / 16 blocks, and one for the first token of each
-    answers = driver.run()
-    assert driver.runner.num_prefilled == 2000 + 7 * 16  # the last block's logits are needed by each
-    for request in requests:
-        assert_as_alone(answers[request.request_id], request, 2100)
-
-
-def test_a_prompt_in_several_chunks_is_computed_once() -> None:
-    driver = Driver(make_scheduler(num_blocks=400, budget=150, max_model_len=600))
-    driver.add(*(make_request(f"r{i}", [j % 7 for j in range(400)], max_tokens=2) for i in range(4)))
-    driver.run()
-    assert driver.runner.num_prefilled == 400 + 3 * 4
-
-
-def test_requests_behind_one_that_waits_to_share_run_and_take_nothing_that_it_needs() -> None:
-    driver = Driver(make_scheduler(num_blocks=90, max_num_seqs=4, budget=1000, max_model_len=256))
-    shared = [i % 11 for i in range(200)]
-    driver.add(make_request("first", shared), make_request("second", shared), make_request("other", [7] * 140))
-    driver.add(*(make_request(f"more{i}", [8 + i] * 5) for i in range(3)))
-    step = driver.step()
-    assert step is not None
-    # 50 blocks for the first, 2 promised to the second, 35 for the other's 140 tokens are too many by the blocks kept back.
-    assert [new.request_id for new in step.new_requests] == ["first", "other"]
-    step = driver.step()
-    assert step is not None
-    assert [new.request_id for new in step.new_requests] == ["second"]
-    driver.run()
-
-
-def test_little_to_share_is_not_waited_for() -> None:
-    driver = Driver(make_scheduler(num_blocks=400, budget=1000, max_model_len=256))
-    common = [3] * 60
-    driver.add(*(make_request(f"r{i}", [*common, *[i] * 60]) for i in range(3)))
-    step = driver.step()
-    assert step is not None
-    assert len(step.new_requests) == 3
-    driver.run()
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("how", ["aborts", "fails", "fails and is gone"])
-def test_what_a_request_leaves_half_done_is_read_by_nobody(
-    depth: int, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of several equal prompts ends before the result of its first step is known."""
-    monkeypatch.setattr(scheduler_module, "MIN_GAINED_TOKENS", 1)
-    driver = Driver(make_scheduler(budget=12, num_blocks=40), depth)
-    requests = [make_request(name, range(30), max_tokens=5) for name in "abcd"]
-    driver.add(*requests)
-    if how != "aborts":
-        driver.runner.poison.add("a")
-        driver.runner.fail_on["a"] = "Its logits are not finite."
-    for _ in range(depth + 1):
-        driver.step()
-    if how != "fails" and driver.answers["a"].finish_reason is None:
-        driver.scheduler.abort("a")
-    answers = driver.run()
-    for request in requests[1:]:
-        assert_as_alone(answers[request.request_id], request, 128)
-    late = make_request("late", range(30), max_tokens=5)
-    driver.add(late)
-    assert_as_alone(driver.run()["late"], late, 128)
-
-
-def test_sharers_of_a_prefill_that_failed_start_again() -> None:
-    """With two steps in flight, the sharers run before the failure of the first is known."""
-    driver = Driver(make_scheduler(budget=200, num_blocks=200, max_model_len=256), depth=2)
-    prompt = [i % 13 for i in range(140)]
-    requests = [make_request(name, prompt, max_tokens=9) for name in "abc"]
-    driver.add(*requests, other := make_request("other", [1, 2, 3], max_tokens=9))
-    driver.runner.poison.add("a")
-    driver.runner.fail_on["a"] = "Its logits are not finite."
-    answers = driver.run()
-    assert answers["a"].finish_reason == "error"
-    for request in (*requests[1:], other):
-        assert_as_alone(answers[request.request_id], request, 256)
-    begun = [[new.request_id for new in step.new_requests] for step in driver.steps]
-    assert begun[:2] == [["a", "other"], ["b", "c"]]
-    assert [name for names in begun[2:] for name in names] == ["b", "c"]
-    assert driver.runner.num_prefilled == 3 + 140 + 2 * 4 + 140 + 4
-
-
-def test_a_prefix_from_before_survives_a_prefill_that_failed() -> None:
-    driver = Driver(make_scheduler(budget=200, num_blocks=200, max_model_len=256), depth=2)
-    system = [i % 13 for i in range(140)]
-    driver.add(good := make_request("good", system, max_tokens=30))
-    driver.step()
-    driver.step()
-    driver.add(make_request("bad", [*system, *[5] * 20], max_tokens=9))
-    driver.runner.poison.add("bad")
-    driver.runner.fail_on["bad"] = "Its logits are not finite."
-    assert_as_alone(driver.run()["good"], good, 256)
-    assert driver.scheduler.stats().num_preemptions == 0
-    driver.add(make_request("next", [*system, *[5] * 20], max_tokens=1))
-    assert driver.run()["next"].outputs[0].num_cached_tokens == 140
-
-
-def test_a_users_mistake_costs_the_sharers_nothing() -> None:
-    driver = Driver(make_scheduler(budget=200, num_blocks=200, max_model_len=256), depth=2)
-    prompt = [i % 13 for i in range(140)]
-    driver.add(*(make_request(name, prompt, max_tokens=9) for name in "abc"))
-    driver.runner.fail_on["a"] = NOTHING_LEFT
-    driver.run()
-    assert driver.scheduler.stats().num_preemptions == 0
-    assert driver.runner.num_prefilled == 140 + 2 * 4
-
-
-def test_a_request_that_did_not_fit_starts_when_enough_of_its_prefix_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block becomes free until the first ends. But the second need not hold twice what the first computes, 20 tokens per step."""
-    monkeypatch.setattr(scheduler_module, "PROMPT_LOGPROB_ROWS", 20)
-    driver = Driver(make_scheduler(num_blocks=70, budget=1000, max_model_len=256))
-    prompt = [i % 13 for i in range(160)]
-    driver.add(make_request("first", prompt, prompt_logprobs=0, max_tokens=90))
-    driver.add(make_request("second", [*prompt, 1, 2, 3], max_tokens=4))
-    started = next(index for index in range(100) if driver.step() and "second" in driver.runner.held)
-    assert started == 3  # it lacks 41 - 15 blocks then, and 29 are spare
-    driver.run()
-
-
-def test_long_prompts_are_hashed_and_admitted_a_few_per_step() -> None:
-    """Siblings of a long prompt, while another request decodes: no step has the work of all of them."""
-    driver = Driver(make_scheduler(num_blocks=4000, max_num_seqs=64, budget=4000, max_model_len=4000))
-    driver.add(make_request("decoding", [1], max_tokens=60))
-    driver.step()
-    request = make_request("r0", [i % 17 for i in range(3000)], max_tokens=1)
-    with patch.multiple(scheduler_module, HASHED_TOKENS=1000, ADMITTED_TOKENS=9000):
-        driver.add(msgspec.structs.replace(request, siblings=[Sibling(f"r{i}") for i in range(1, 32)]))
-        [prompt] = {id(entry[1].prompt): entry[1].prompt for entry in driver.scheduler._waiting}.values()
-        assert prompt.keys == []  # nothing is hashed when it comes
-        counts = [len(step.new_requests) for _ in range(14) if (step := driver.step())]
-    assert counts == [1, *[3] * 10, 1, 0, 0]
-    assert len(prompt.keys) == 750
-    assert driver.runner.num_prefilled == 1 + 3000 + 31 * 4
-    driver.run()
-
-
-def test_a_long_cached_prompt_is_hashed_in_several_steps_while_others_run() -> None:
-    driver = Driver(make_scheduler(num_blocks=4000, budget=4000, max_model_len=4000))
-    prompt = [i % 17 for i in range(3000)]
-    driver.add(make_request("first", prompt, max_tokens=1))
-    driver.run()
-    driver.add(make_request("decoding", [1], max_tokens=30))
-    driver.step()
-    with patch.object(scheduler_module, "HASHED_TOKENS", 1000):
-        driver.add(make_request("again", prompt, max_tokens=1))
-        assert _admitted(driver, 4) == [0, 0, 1, 0]
-    assert driver.run()["again"].outputs[0].num_cached_tokens == 2996
-
-
-def test_siblings_are_refused_together() -> None:
-    scheduler = make_scheduler(max_num_seqs=2, max_waiting=2)
-    five = msgspec.structs.replace(make_request("r", [1, 2]), siblings=[Sibling(f"s{i}") for i in range(4)])
-    with pytest.raises(QueueFullError, match="this request adds 5; the limit is 4"):
-        scheduler.add_request(five)
-    assert not scheduler.has_work()
-    scheduler.add_request(msgspec.structs.replace(five, siblings=five.siblings[:3]))
-    assert scheduler.stats().num_waiting == 4
-
-
-def test_siblings_differ_in_their_seeds() -> None:
-    scheduler = make_scheduler()
-    first = make_request("r", [1, 2], temperature=1.0, seed=5)
-    scheduler.add_request(msgspec.structs.replace(first, siblings=[Sibling("s", 6), Sibling("t", 7)]))
-    step = scheduler.schedule()
-    assert step is not None
-    assert {new.request_id: new.sampling_params.seed for new in step.new_requests} == {"r": 5, "s": 6, "t": 7}
-
-
-# Several tokens per decode.
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_drafts_end_at_the_length_limit_and_at_stop_tokens(depth: int) -> None:
-    prompt = [5, 9, 2, 31]
-    free_run = expected_answer(make_request("r", prompt, max_tokens=12), 64).tokens
-    requests = [make_request(f"length{count}", prompt, max_tokens=count) for count in range(13)]
-    requests += [make_request(f"stop{i}", prompt, stop_ids=[free_run[i]], max_tokens=12, logprobs=0) for i in range(12)]
-    requests += [make_request("min", prompt, end_ids=free_run, max_tokens=12, min_tokens=6)]
-    driver = Driver(
-        make_scheduler(max_model_len=64, max_num_seqs=32, budget=256, num_blocks=400, num_draft_tokens=3), depth
-    )
-    driver.add(*requests)
-    answers = driver.run()
-    for request in requests:
-        answer = answers[request.request_id]
-        assert_as_alone(answer, request, 64)
-        if request.sampling_params.logprobs is not None:
-            logprobs = [entry.ids[0] for output in answer.outputs for entry in output.new_logprobs or []]
-            assert logprobs == answer.tokens
-
-
-def test_accepted_drafts_save_steps_and_rejected_ones_are_computed_again() -> None:
-    class Accepts(random.Random):
-        def randint(self, a: int, b: int) -> int:
-            return a if self.is_pessimist else b
-
-    for is_pessimist, num_steps in [(False, 1 + 3), (True, 1 + 12)]:
-        driver = Driver(make_scheduler(num_draft_tokens=3), depth=0)
-        driver.runner.rng = Accepts(0)
-        driver.runner.rng.is_pessimist = is_pessimist  # type: ignore[attr-defined]
-        request = make_request("r", [1, 2, 3], max_tokens=13)
-        driver.add(request)
-        assert_as_alone(driver.run()["r"], request, 128)
-        assert len(driver.steps) == num_steps
-
-
-def test_a_step_has_no_more_sequences_than_it_has_room_for_drafts() -> None:
-    scheduler = make_scheduler(budget=10, max_num_seqs=8, num_draft_tokens=3)
-    assert scheduler.max_num_seqs == 2
-    with pytest.raises(ValueError, match="max_num_batched_tokens at least 4"):
-        make_scheduler(budget=3, num_draft_tokens=3)
-
-
-# Prompt logprobs.
 
 
 def test_a_request_that_waits_for_rows_lets_others_pass_and_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

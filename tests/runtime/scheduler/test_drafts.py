@@ -1,0 +1,55 @@
+"""Decodes of several tokens."""
+
+import random
+
+import pytest
+
+from tests.support.scheduler_harness import (
+    Driver,
+    assert_as_alone,
+    expected_answer,
+    make_request,
+    make_scheduler,
+)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_drafts_end_at_the_length_limit_and_at_stop_tokens(depth: int) -> None:
+    prompt = [5, 9, 2, 31]
+    free_run = expected_answer(make_request("r", prompt, max_tokens=12), 64).tokens
+    requests = [make_request(f"length{count}", prompt, max_tokens=count) for count in range(13)]
+    requests += [make_request(f"stop{i}", prompt, stop_ids=[free_run[i]], max_tokens=12, logprobs=0) for i in range(12)]
+    requests += [make_request("min", prompt, end_ids=free_run, max_tokens=12, min_tokens=6)]
+    driver = Driver(
+        make_scheduler(max_model_len=64, max_num_seqs=32, budget=256, num_blocks=400, num_draft_tokens=3), depth
+    )
+    driver.add(*requests)
+    answers = driver.run()
+    for request in requests:
+        answer = answers[request.request_id]
+        assert_as_alone(answer, request, 64)
+        if request.sampling_params.logprobs is not None:
+            logprobs = [entry.ids[0] for output in answer.outputs for entry in output.new_logprobs or []]
+            assert logprobs == answer.tokens
+
+
+def test_accepted_drafts_save_steps_and_rejected_ones_are_computed_again() -> None:
+    class Accepts(random.Random):
+        def randint(self, a: int, b: int) -> int:
+            return a if self.is_pessimist else b
+
+    for is_pessimist, num_steps in [(False, 1 + 3), (True, 1 + 12)]:
+        driver = Driver(make_scheduler(num_draft_tokens=3), depth=0)
+        driver.runner.rng = Accepts(0)
+        driver.runner.rng.is_pessimist = is_pessimist  # type: ignore[attr-defined]
+        request = make_request("r", [1, 2, 3], max_tokens=13)
+        driver.add(request)
+        assert_as_alone(driver.run()["r"], request, 128)
+        assert len(driver.steps) == num_steps
+
+
+def test_a_step_has_no_more_sequences_than_it_has_room_for_drafts() -> None:
+    scheduler = make_scheduler(budget=10, max_num_seqs=8, num_draft_tokens=3)
+    assert scheduler.max_num_seqs == 2
+    with pytest.raises(ValueError, match="max_num_batched_tokens at least 4"):
+        make_scheduler(budget=3, num_draft_tokens=3)
