@@ -27,6 +27,7 @@ from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaul
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
+from compile_and_serve.serve.http_protocol import limited_protocol
 from compile_and_serve.serve.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -247,7 +248,9 @@ def _uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         access_log=settings.access_log,
         log_config=None,
         lifespan="on",
-        timeout_keep_alive=30,
+        http=limited_protocol(settings.connection_limits),
+        ws="none",
+        timeout_keep_alive=settings.connection_limits.idle_seconds,
         root_path=settings.root_path,
     )
 

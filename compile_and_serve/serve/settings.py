@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from compile_and_serve.serve.http_protocol import ConnectionLimits
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
@@ -49,6 +51,7 @@ class ServerSettings:
     access_log: bool = True
     graphs_dir: Path | None = None
     prompt_tokens_details: bool = False
+    connection_limits: ConnectionLimits = field(default_factory=ConnectionLimits)
 
     @property
     def is_local(self) -> bool:

@@ -25,11 +25,14 @@ TEXT = "Hello there, 🙂 wörld!"
 
 
 class FakeServer:
-    """The process, for tests. settings: of `ServerSettings`; limits: Bash commands to run before it, such as `ulimit -n 256`."""
+    """The process, for tests. settings: of `ServerSettings`.
 
-    def __init__(self, *, limits: str = "true", **settings: Any) -> None:
-        arguments = [sys.executable, "-m", "tests.support.fake_server", json.dumps(settings)]
-        command = ["bash", "-c", f'{limits} && exec "$@"', "bash", *arguments]
+    before: Bash commands to run first, such as `ulimit -n 256`. pause: seconds between two tokens.
+    """
+
+    def __init__(self, *, before: str = "true", pause: float = 0.0, **settings: Any) -> None:
+        arguments = [sys.executable, "-m", "tests.support.fake_server", json.dumps(settings), str(pause)]
+        command = ["bash", "-c", f'{before} && exec "$@"', "bash", *arguments]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -67,16 +70,19 @@ def _memory_peak() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-async def _serve(settings: dict[str, Any]) -> None:
+async def _serve(settings: dict[str, Any], pause: float) -> None:
     from compile_and_serve.serve.app import create_app
+    from compile_and_serve.serve.http_protocol import ConnectionLimits
     from compile_and_serve.serve.server import _Server, _uvicorn_config, open_socket
     from compile_and_serve.serve.settings import ServerSettings
     from tests.support.fake_engine import FakeEngineClient, says
     from tests.support.tokenizers import byte_level_tokenizer
 
     tokenizer = byte_level_tokenizer([TEXT])
+    if "connection_limits" in settings:
+        settings["connection_limits"] = ConnectionLimits(**settings["connection_limits"])
     server_settings = ServerSettings(**{"served_model_names": ("test-model",), "access_log": False, **settings})
-    app = create_app(FakeEngineClient(tokenizer, says(tokenizer, TEXT)), tokenizer, server_settings)
+    app = create_app(FakeEngineClient(tokenizer, says(tokenizer, TEXT), pause=pause), tokenizer, server_settings)
     longest = [0.0]
 
     idle_memory = [0.0]
@@ -109,4 +115,4 @@ if __name__ == "__main__":
     import uvloop
 
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(sys.argv[1]).items()}
-    uvloop.run(_serve(given))
+    uvloop.run(_serve(given, float(sys.argv[2])))

@@ -1,0 +1,292 @@
+"""uvicorn's HTTP protocol with limits on what one client can occupy: time, header bytes and connections.
+
+It also ignores requests to upgrade the connection (WebSocket, HTTP/2), as HTTP allows, and answers them over HTTP/1.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from compile_and_serve.serve.errors import error_body
+
+logger = logging.getLogger(__name__)
+
+_RESERVED_FILES = 64  # file descriptors that connections leave to the rest of the process
+_MAX_CONNECTIONS = 8192
+_UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
+_REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionLimits:
+    """Limits of the connections of one server.
+
+    connections: None: as many as the limit on open files allows. If there are more, the one that has kept the server waiting
+        for a request the longest is closed; if there is none, the new one is answered with 503.
+    headers, header_bytes: of one request, the request line included.
+    header_seconds: from the connection, or from the first byte of a later request, to the end of the headers.
+    body_seconds: from the end of the headers to the end of the body.
+    write_seconds: for which a client may leave a response unread.
+    idle_seconds: between two requests of a connection.
+    pipelined: requests of a connection that may wait for an earlier one.
+    """
+
+    connections: int | None = None
+    headers: int = 128
+    header_bytes: int = 64 * 1024
+    header_seconds: float = 20.0
+    body_seconds: float = 120.0
+    write_seconds: float = 60.0
+    idle_seconds: int = 30
+    pipelined: int = 16
+
+
+def available_connections() -> int:
+    """Number of connections for which the process has file descriptors left."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    try:
+        num_open = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
+        num_open = _RESERVED_FILES
+    return max(16, min(_MAX_CONNECTIONS, limit - num_open - _RESERVED_FILES))
+
+
+def limited_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
+    """The protocol class of one server."""
+    connections = available_connections() if limits.connections is None else limits.connections
+    attributes = {"limits": limits, "max_connections": connections, "waiting": {}}
+    return type("LimitedProtocol", (_LimitedProtocol,), attributes)
+
+
+class _RefusedError(Exception):
+    """Raised in a callback of the parser to stop parsing."""
+
+
+class _LimitedProtocol(HttpToolsProtocol):
+    """One connection. The class attributes belong to one server.
+
+    waiting: connections from which the server waits for a request or the rest of one, the longest waiting first.
+    """
+
+    limits: ConnectionLimits
+    max_connections: int
+    waiting: dict[_LimitedProtocol, None]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._refusal: tuple[int, str] | None = None
+        self._has_begun = False  # a request whose end has not been received
+        self._has_headers = False  # its headers are complete
+        self._is_upgrade = False
+        self._num_headers = 0
+        self._parsed_bytes = 0  # of the request line and the headers
+        self._later_bytes = 0  # received for incomplete headers, without the data in which they began
+
+    # Connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections and not self._close_longest_waiting():
+            self._refuse(503, "The server has too many connections: try again later.")
+            return
+        self.waiting[self] = None
+        self._start_timer("headers", self.limits.header_seconds, self._on_slow_headers)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.waiting.pop(self, None)
+        for timer in self._timers.values():
+            timer.cancel()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_timer("write", self.limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer("write")
+
+    def _close_longest_waiting(self) -> bool:
+        longest = next(iter(self.waiting), None)
+        if longest is None:
+            return False
+        del self.waiting[longest]
+        self.connections.discard(longest)
+        longest.transport.abort()
+        return True
+
+    # Requests
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        if self._has_begun and not self._has_headers:
+            self._later_bytes += len(data)
+        try:
+            while data:
+                data = self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(*(self._refusal or (400, "The request is not valid HTTP.")))
+            return
+        if self._has_begun and not self._has_headers and self._later_bytes > self.limits.header_bytes:
+            self._refuse(*self._too_large())
+        elif self._has_headers or self._is_responding():
+            self._stop_timer("headers")
+        else:
+            self.waiting[self] = None
+            self._start_timer("headers", self.limits.header_seconds, self._on_slow_headers)
+
+    def _feed(self, data: bytes) -> bytes:
+        """Parse data. Returns data that must be parsed next."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # The parser has stopped after the headers. Parse them again without those that ask for an upgrade.
+            return self._headers_without_upgrade() + data[upgrade.args[0] :]
+        return b""
+
+    def _headers_without_upgrade(self) -> bytes:
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refusal = (400, "The server is not a proxy.")
+            raise httptools.HttpParserError
+        lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(option for option in options if option.lower() not in _UPGRADE_HEADERS)
+            if name not in _UPGRADE_HEADERS and (value or name != b"connection"):
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn sets it
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._is_upgrade = False
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_begun, self._has_headers, self._is_upgrade = True, False, False
+        self._num_headers = self._parsed_bytes = self._later_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+        if not self._has_headers:  # trailers of a body are ignored
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._is_upgrade = True
+            return
+        if len(self.pipeline) >= self.limits.pipelined:
+            self._refusal = (400, f"More than {self.limits.pipelined} requests wait on one connection.")
+            raise _RefusedError
+        self._has_headers = True
+        super().on_headers_complete()
+        self._start_timer("body", self.limits.body_seconds, self._on_slow_body)
+
+    def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
+        self._has_begun = self._has_headers = False
+        self._stop_timer("body")
+        super().on_message_complete()
+        if self._is_responding():
+            self.waiting.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            # The transport waits until the client has read the response.
+            self._start_timer("write", self.limits.write_seconds, self.transport.abort)
+        elif not self._is_responding():
+            self.waiting[self] = None
+
+    def _count(self, num_bytes: int) -> None:
+        self._parsed_bytes += num_bytes
+        if self._num_headers > self.limits.headers or self._parsed_bytes > self.limits.header_bytes:
+            self._refusal = self._too_large()
+            raise _RefusedError
+
+    def _too_large(self) -> tuple[int, str]:
+        limits = self.limits
+        return 431, f"A request may have at most {limits.headers} headers of {limits.header_bytes} bytes together."
+
+    def _is_responding(self) -> bool:
+        return self.cycle is not None and (not self.cycle.response_complete or bool(self.pipeline))
+
+    # Deadlines
+
+    def _on_slow_headers(self) -> None:
+        if self._is_responding():
+            return
+        if self._has_begun:
+            self._refuse(408, f"The headers did not arrive within {self.limits.header_seconds:g} seconds.")
+        else:
+            self._close()
+
+    def _on_slow_body(self) -> None:
+        if self.pipeline:  # the request waits for an earlier one, and its body is not read meanwhile
+            self._start_timer("body", self.limits.body_seconds, self._on_slow_body)
+        else:
+            self._refuse(408, f"The body did not arrive within {self.limits.body_seconds:g} seconds.")
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def _start_timer(self, name: str, seconds: float, action: Any) -> None:
+        """Call `action` in `seconds`, unless the timer of this name already runs."""
+        if name not in self._timers:
+            self._timers[name] = self.loop.call_later(seconds, self._on_timer, name, action)
+
+    def _on_timer(self, name: str, action: Any) -> None:
+        del self._timers[name]
+        action()
+
+    def _stop_timer(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    # Refusals
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer with an error, if no response has begun, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            content = msgspec.json.encode(error_body(status, message))
+            head = f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            retry = "retry-after: 1\r\n" if status == 503 else ""
+            self.transport.write(f"{head}{retry}content-length: {len(content)}\r\n\r\n".encode() + content)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._close()
+
+    def _close(self) -> None:
+        """Close after the data that was written has been sent."""
+        self.transport.close()
+        self._start_timer("write", self.limits.write_seconds, self.transport.abort)
