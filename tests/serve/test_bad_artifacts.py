@@ -80,7 +80,7 @@ def cut_short(store: Path) -> None:
     [
         (of_another_device, ['does not fit this plan: the nearest plan differs in device ("cuda" there, "cpu" here), capability']),
         (of_another_model, ['does not fit this plan: the nearest plan differs in config ("another" there']),
-        (cut_short, ["Not using an artifact: piece", "the checksum of piece.py is not the manifest's. It is made again."]),
+        (cut_short, ["Not using an artifact: piece", "the checksum of piece.py is not the manifest's. It is rebuilt."]),
     ],
 )  # fmt: skip
 def test_an_artifact_that_must_not_be_used(
@@ -116,7 +116,7 @@ def test_a_cache_folder_that_cannot_be_written(
             "compile_and_serve.compiler.artifacts.store._sync", full
         )  # where a full disk is noticed at the latest
     text, log = generate(tiny_llama_dir, "--cache-dir", str(cache))
-    assert "Cannot keep artifacts in" in log
+    assert "Artifacts cannot be written to" in log
     assert reason in log
-    assert "they will be made again at the next start" in log
+    assert "so the next start compiles again" in log
     assert text == answer

@@ -1,10 +1,13 @@
-"""The artifact store: content-addressed folders with a manifest, written atomically, checked before use.
+"""The artifact store: folders named by the hash of their key, written atomically and checked before each use.
 
-    <root>/<kind>/<key>/manifest.json     schema, the key's fields in clear text, and every file's SHA-256
+    <root>/<kind>/<key>/manifest.json     schema, kind, the fields of the key, and the SHA-256 of every file
     <root>/<kind>/<key>/…                 the files
 
-`key` is a hash of the fields, so that a folder may be copied to another machine: it is used where the fields are equal, and
-where they are not, the manifest says which one differs.
+`key` is a hash of the fields, so an artifact may be copied to another machine. It is used where all fields are equal.
+Otherwise a warning names the fields that differ.
+
+An artifact with damaged content is rebuilt. If the machine fails to read it (no permission, a disk error, too many open files),
+the artifact is not used and nothing is deleted.
 """
 
 from __future__ import annotations
@@ -16,24 +19,28 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
+
+from compile_and_serve.compiler.artifacts.work_folder import WorkFolder, is_in_use
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 10.0, 60.0  # of waiting for another process
+FIRST_WAIT_SECONDS, NEXT_WAIT_SECONDS = 10.0, 60.0  # between messages while waiting for another process
 MANIFEST = "manifest.json"
+_STAGING = ".new-"  # prefix of the folders in which artifacts are written
+# Errors that the content of an artifact causes. Any other is one of the machine.
+_DAMAGE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
 class ArtifactError(RuntimeError):
-    """An artifact that must not be used: damaged, or of another schema."""
+    """The content of an artifact is damaged, or it has another schema."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,34 +53,59 @@ class Entry:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        return json.loads((self.path / MANIFEST).read_text())
+        """The manifest, whose structure has been checked. Raises `ArtifactError` if it is damaged, else `OSError`."""
+        with self._damage_as_artifact_error():
+            manifest = json.loads((self.path / MANIFEST).read_text())
+        if not isinstance(manifest, dict):
+            raise ArtifactError(f"{self.kind} {self.key} has a damaged manifest")
+        if manifest.get("schema") != SCHEMA:
+            raise ArtifactError(f"{self.kind} {self.key} has schema {manifest.get('schema')}, expected {SCHEMA}")
+        fields, files = manifest.get("fields"), manifest.get("files")
+        is_complete = manifest.keys() == {"schema", "kind", "fields", "files"} and manifest["kind"] == self.kind
+        if not is_complete or not isinstance(fields, dict) or not isinstance(files, dict):
+            raise ArtifactError(f"{self.kind} {self.key} has a damaged manifest")
+        return manifest
 
     def size(self) -> int:
-        """Bytes of all its files."""
+        """Bytes of all files."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def last_used(self) -> float:
-        """Seconds since the epoch when it was made or last read."""
+        """When the artifact was written or last used, in seconds since the epoch."""
         return (self.path / MANIFEST).stat().st_mtime
 
     def remove(self) -> None:
-        """Delete the artifact; a process that has loaded it goes on."""
+        """Delete the artifact. Processes that have loaded it are not affected."""
         shutil.rmtree(self.path)
 
     def verify(self) -> None:
-        """Raise `ArtifactError` unless every file is there with the checksum that the manifest gives."""
+        """Check the key and the checksum of every file. Raises `ArtifactError` for damage, `OSError` if a file cannot be read."""
+        manifest = self.manifest
+        if key_of(manifest["fields"]) != self.key:
+            raise ArtifactError(f"{self.kind} {self.key}: the manifest's fields are those of another key")
+        with self._damage_as_artifact_error():
+            for name, digest in manifest["files"].items():
+                if _digest(self.path / name) != digest:
+                    raise ArtifactError(f"{self.kind} {self.key}: the checksum of {name} is not the manifest's")
+            for file in _files(self.path):
+                if (name := str(file.relative_to(self.path))) not in manifest["files"] and name != MANIFEST:
+                    raise ArtifactError(f"{self.kind} {self.key} has a file {name} that its manifest does not list")
+
+    @contextmanager
+    def _damage_as_artifact_error(self) -> Iterator[None]:
         try:
-            manifest = self.manifest
-        except (OSError, ValueError) as error:
-            raise ArtifactError(f"{self.kind} {self.key} has no readable manifest ({error})") from error
-        if manifest.get("schema") != SCHEMA:
-            raise ArtifactError(f"{self.kind} {self.key} has schema {manifest.get('schema')}, expected {SCHEMA}")
-        for name, digest in manifest["files"].items():
-            file = self.path / name
-            if not file.is_file():
-                raise ArtifactError(f"{self.kind} {self.key} lacks its file {name}")
-            if _digest(file) != digest:
-                raise ArtifactError(f"{self.kind} {self.key}: the checksum of {name} is not the manifest's")
+            yield
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"{self.kind} {self.key} has a damaged manifest ({error})") from error
+        except OSError as error:
+            if is_machine_error(error):
+                raise
+            raise ArtifactError(f"{self.kind} {self.key} is incomplete ({error})") from error
+
+
+def is_machine_error(error: Exception) -> bool:
+    """Whether the machine failed to read an artifact, whose content may be intact."""
+    return isinstance(error, OSError) and error.errno not in _DAMAGE
 
 
 def key_of(fields: Mapping[str, Any]) -> str:
@@ -88,66 +120,87 @@ def default_root() -> Path:
 
 
 class ArtifactStore:
-    """Artifacts below one folder. A store that cannot be written is used read-only, which is logged once."""
+    """The artifacts in one folder. A folder that cannot be written is only read, and a warning says so once.
 
-    def __init__(self, root: Path) -> None:
+    read_only: nothing in the folder is changed: artifacts are neither written nor removed, and their use is not recorded.
+    """
+
+    def __init__(self, root: Path, *, read_only: bool = False) -> None:
         self.root = root
-        self._writable: bool | None = None
+        self._read_only = read_only
+        self._has_warned = False  # that the folder cannot be written
+        self._rejected: set[Path] = set()
+        self._unreadable: set[Path] = set()
 
     def path(self, kind: str, fields: Mapping[str, Any]) -> Path:
-        """Where the artifact with these fields lies, if it is there."""
+        """The folder of the artifact with these fields, whether it exists or not."""
         return self.root / kind / key_of(fields)
 
     def get(self, kind: str, fields: Mapping[str, Any]) -> Entry | None:
-        """The verified artifact with these fields, or None. A damaged one is logged with its reason, and removed if possible."""
+        """The artifact with these fields, verified; None if there is none that can be used. The reason is logged once."""
         entry = Entry(kind=kind, key=key_of(fields), path=self.path(kind, fields))
-        if not (entry.path / MANIFEST).exists():
+        if entry.path in self._rejected | self._unreadable or not os.path.lexists(entry.path / MANIFEST):
             return None
         try:
             entry.verify()
         except ArtifactError as error:
-            log.warning("Not using an artifact: %s. It is made again.", error)
-            shutil.rmtree(entry.path, ignore_errors=True)
+            log.warning("Not using an artifact: %s. It is rebuilt.", error)
+            self.reject(entry)
+            if not self._read_only:
+                shutil.rmtree(entry.path, ignore_errors=True)
             return None
-        with contextlib.suppress(OSError):  # a store on a read-only disk keeps no record of its use
-            os.utime(entry.path / MANIFEST)
+        except OSError as error:
+            log.warning("Not using the artifact %s, which cannot be read (%s). It is kept.", entry.path, error)
+            self._unreadable.add(entry.path)
+            return None
+        if not self._read_only:
+            with contextlib.suppress(OSError):  # no permission: the time of its use is not recorded
+                os.utime(entry.path / MANIFEST)
         return entry
 
-    def put(self, kind: str, fields: Mapping[str, Any], content: Path, *, replaces: bool = False) -> Entry | None:
-        """Keep a copy of the folder `content` under the fields' key; None (and one warning) where the store cannot be written.
+    def reject(self, entry: Entry) -> None:
+        """Do not use an artifact any more. The next `put` replaces it."""
+        self._rejected.add(entry.path)
 
-        replaces: it takes the place of a whole one, too, which else stays.
+    def put(self, kind: str, fields: Mapping[str, Any], content: Path, *, replaces: bool = False) -> Entry | None:
+        """Copy the folder `content` into the store. → the artifact; None if it could not be written, which is logged once, or
+        if the store is read-only.
+
+        replaces: an intact artifact with the same fields is replaced; otherwise it is kept, unless it was rejected.
         """
         target = self.path(kind, fields)
+        if self._read_only or target in self._unreadable:
+            return None
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".new-") as folder:
+            with WorkFolder(_STAGING, target.parent) as folder:
                 staged = Path(folder) / "artifact"
                 shutil.copytree(content, staged)
-                files = {str(f.relative_to(staged)): _digest(f) for f in sorted(staged.rglob("*")) if f.is_file()}
+                files = {str(file.relative_to(staged)): _digest(file) for file in _files(staged)}
                 manifest = {"schema": SCHEMA, "kind": kind, "fields": dict(fields), "files": files}
                 (staged / MANIFEST).write_text(json.dumps(manifest, indent=1))
                 _sync(staged)
-                if replaces:
+                if replaces or target in self._rejected:
                     with contextlib.suppress(FileNotFoundError):
                         os.rename(target, Path(folder) / "replaced")
-                self._move(staged, target)
+                self._publish(staged, target)
         except OSError as error:
-            if self._writable is not False:
+            if not self._has_warned:
                 log.warning(
-                    "Cannot keep artifacts in %s (%s); they will be made again at the next start.", self.root, error
+                    "Artifacts cannot be written to %s (%s), so the next start compiles again.", self.root, error
                 )
-            self._writable = False
+            self._has_warned = True
             return None
+        self._rejected.discard(target)
         return Entry(kind=kind, key=target.name, path=target)
 
-    def _move(self, staged: Path, target: Path) -> None:
-        """One whole artifact stays: another process may be reading the one that is there, and one may be put by two at once."""
-        there = Entry(kind=target.parent.name, key=target.name, path=target)
-        for _ in range(2):
+    def _publish(self, staged: Path, target: Path) -> None:
+        """Move a finished artifact to its place. An intact one that is already there stays: a process may be reading it."""
+        existing = Entry(kind=target.parent.name, key=target.name, path=target)
+        for _ in range(2):  # another process may put the same artifact between the check and the rename
             if target.exists():
                 with contextlib.suppress(ArtifactError):
-                    there.verify()
+                    existing.verify()
                     return
                 shutil.rmtree(target, ignore_errors=True)
             try:
@@ -156,16 +209,19 @@ class ArtifactStore:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-        raise OSError(errno.ENOTEMPTY, "others keep putting it", str(target))
+        raise OSError(errno.ENOTEMPTY, "other processes keep writing it", str(target))
 
     @contextmanager
     def lock(self, fields: Mapping[str, Any]) -> Iterator[None]:
-        """Held while an artifact is made, so that a second process waits for it instead of making it too; it says so as long as it does."""
+        """Held while an artifact is built: a second process waits and then loads it. Messages say what it waits for."""
+        if self._read_only:
+            yield
+            return
         try:
             folder = self.root / ".locks"
             folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(folder / f"{key_of(fields)}.lock")
-            waits = [FIRST_WORD_SECONDS]
+            waits = [FIRST_WAIT_SECONDS]
             while True:
                 try:
                     lock.acquire(timeout=waits[-1])
@@ -175,9 +231,9 @@ class ArtifactStore:
                         "Still waiting for another process that compiles the same model and holds %s (%.0f s).",
                         lock.lock_file, sum(waits),
                     )  # fmt: skip
-                    waits.append(NEXT_WORD_SECONDS)
+                    waits.append(NEXT_WAIT_SECONDS)
         except OSError as error:
-            log.warning("Cannot lock the artifact store %s (%s); going on without it.", self.root, error)
+            log.warning("The artifact store %s cannot be locked (%s); compiling without the lock.", self.root, error)
             yield
             return
         try:
@@ -186,23 +242,23 @@ class ArtifactStore:
             lock.release()
 
     def entries(self) -> list[Entry]:
-        """Every artifact, whether it is whole or not, by kind and key."""
+        """All artifacts, intact or not, by kind and key."""
         folders = [manifest.parent for manifest in sorted(self.root.glob(f"*/*/{MANIFEST}"))]
         return [Entry(kind=f.parent.name, key=f.name, path=f) for f in folders if not f.name.startswith(".")]
 
     def leftovers(self) -> list[Path]:
-        """Folders that an interrupted write left behind."""
-        return sorted(self.root.glob("*/.new-*"))
+        """Folders of interrupted writes."""
+        return sorted(folder for folder in self.root.glob(f"*/{_STAGING}*") if not is_in_use(folder))
 
     def explain_miss(self, kind: str, fields: Mapping[str, Any]) -> str | None:
-        """Which fields of the nearest artifact of this kind differ, as a sentence; None where there is none."""
+        """A sentence that says in which fields the most similar artifact of this kind differs; None if there is no other."""
         best: list[str] | None = None
         for entry in self.entries():
-            if entry.kind != kind:
+            if entry.kind != kind or entry.path in self._rejected:
                 continue
             try:
-                theirs = entry.manifest.get("fields", {})
-            except (OSError, ValueError):
+                theirs = entry.manifest["fields"]
+            except (OSError, ArtifactError):
                 continue
             differing = [name for name in fields if theirs.get(name) != fields[name]]
             if best is None or len(differing) < len(best):
@@ -215,17 +271,25 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
+def _files(folder: Path) -> list[Path]:
+    """All files below a folder. Raises `OSError` if a folder cannot be read."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    return sorted(Path(parent, name) for parent, _, names in os.walk(folder, onerror=fail) for name in names)
+
+
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sync(folder: Path) -> None:
-    """Have the files on disk before the rename makes them visible."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    """Write the files to disk, before the rename makes them visible."""
+    for file in _files(folder):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

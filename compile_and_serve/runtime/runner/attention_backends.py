@@ -136,7 +136,7 @@ def _backend_of_group(
     )
     if config.compile.artifact_dir is not None and isinstance(backend, BuildsModules):
         modules = backend.modules(dtype, layer.head_dim, device)
-        entry = ArtifactStore(config.compile.artifact_dir).get(
+        entry = ArtifactStore(config.compile.artifact_dir, read_only=True).get(
             MODULES_KIND, _module_fields(modules, layer.head_dim, dtype, device)
         )
         if entry is not None and (taken := modules.import_from(entry.path)):

@@ -29,6 +29,8 @@ SECONDS_PER_DAY = 86400.0
 @cache_app.command("ls")
 def list_artifacts(cache_dir: CacheDir = None) -> None:
     """List the artifacts (content, toolchain, size, days since the last use) and the measurements of kernels."""
+    from compile_and_serve.compiler.artifacts.store import ArtifactError
+
     store = _store(cache_dir)
     table = Table(title=str(store.root), title_justify="left")
     for column in ("kind", "key", "content", "torch", "device", "KiB", "days unused"):
@@ -36,12 +38,12 @@ def list_artifacts(cache_dir: CacheDir = None) -> None:
     for entry in store.entries():
         try:
             fields = entry.manifest["fields"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ArtifactError):
             fields = {}
         content = (
-            f"{fields['architecture']} × {fields['layers']}"
+            f"{fields['architecture']} × {fields.get('layers', '?')}"
             if "architecture" in fields
-            else fields.get("fingerprint", "?")[:12]
+            else str(fields.get("fingerprint", "?"))[:12]
         )
         days = (time.time() - entry.last_used()) / SECONDS_PER_DAY
         torch_version = str(fields.get("torch", "?")).split(" ")[0]
@@ -78,6 +80,9 @@ def verify_artifacts(cache_dir: CacheDir = None) -> None:
         except ArtifactError as error:
             damaged += 1
             typer.echo(f"damaged: {error}")
+        except OSError as error:
+            damaged += 1
+            typer.echo(f"cannot be read: {error}")
     typer.echo(f"{len(store.entries()) - damaged} intact, {damaged} damaged in {store.root}")
     if damaged:
         typer.echo("Damaged artifacts are not used. The next start rebuilds them; `cache prune` removes them now.")
@@ -105,6 +110,9 @@ def prune_artifacts(
             useless = str(entry.manifest["fields"].get("torch")).split(" ")[0] != torch.__version__
         except ArtifactError:
             useless = True
+        except OSError as error:
+            typer.echo(f"kept, because it cannot be read: {error}")
+            continue
         unused_days = (time.time() - entry.last_used()) / SECONDS_PER_DAY
         if all_artifacts or useless or (older_than is not None and unused_days > older_than):
             freed += entry.size()

@@ -86,8 +86,8 @@ def test_many_that_put_the_same_leave_one_whole_artifact(
 def test_whoever_waits_for_another_process_says_so(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("compile_and_serve.compiler.artifacts.store.FIRST_WORD_SECONDS", 0.01)
-    monkeypatch.setattr("compile_and_serve.compiler.artifacts.store.NEXT_WORD_SECONDS", 0.01)
+    monkeypatch.setattr("compile_and_serve.compiler.artifacts.store.FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("compile_and_serve.compiler.artifacts.store.NEXT_WAIT_SECONDS", 0.01)
     said = threading.Event()
     caplog.handler.addFilter(lambda record: said.set() or True)
 
@@ -157,7 +157,7 @@ def test_an_unwritable_store_is_one_warning_and_no_error(
         assert store.put("piece", FIELDS | {"torch": "other"}, content) is None
         with store.lock(FIELDS):
             pass
-    assert caplog.text.count("Cannot keep artifacts in") == 1
+    assert caplog.text.count("Artifacts cannot be written to") == 1
     assert store.entries() == []
     assert store.leftovers() == []
 
@@ -235,7 +235,7 @@ def test_a_full_disk_costs_no_artifact(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("compile_and_serve.compiler.pipeline._copy_new", full)
+        patch.setattr("compile_and_serve.compiler.artifacts.model_artifacts._copy_if_missing", full)
         patch.setattr("compile_and_serve.compiler.pipeline.start_piece", full)
         with pytest.raises(OSError, match="No space left"):
             starts.start()
@@ -249,15 +249,15 @@ def test_what_is_made_by_other_choices_serves_the_next_start(tmp_path: Path, mon
     starts = _Starts(tmp_path)
     _, expected = starts.start()
     starts.spoil(starts.pieces(tmp_path)[0])
-    make = _Compilation._make
+    build = _Compilation._build
 
     def otherwise(self: _Compilation, *args: Any) -> Any:
-        plan, join = make(self, *args)
-        return replace(plan, outputs=(*plan.outputs, "more")), join
+        plan, pieces = build(self, *args)
+        return replace(plan, outputs=(*plan.outputs, "more")), pieces
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Compilation, "_make", otherwise)
-        with pytest.raises(PieceCompileError, match="start once more"):
+        patch.setattr(_Compilation, "_build", otherwise)
+        with pytest.raises(PieceCompileError, match="start again to use it"):
             starts.start()
     how, logits = starts.start()
     assert how == "hit"
