@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 PROMPT_LOGPROB_ROWS = 256  # prompt tokens of a step whose logits are wanted: each is a row of the whole vocabulary
 HASHED_TOKENS = 1 << 15  # prompt tokens that a step with other work hashes to look for their prefixes, about 2 ms
 MIN_GAINED_TOKENS = 64  # prompt tokens worth waiting a step for, which then need not be computed
-ADMITTED_TOKENS = 1 << 18  # tokens of the requests that a step admits, cached ones included: the runner copies them
+ADMITTED_TOKENS = 1 << 17  # tokens of the requests that a step admits, cached ones included: they take about 5 ms
 
 
 class QueueFullError(RuntimeError):

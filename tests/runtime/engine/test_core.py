@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import EngineRequest, Sibling, TokenLogprobs
 from compile_and_serve.runtime.runner.attention_backends import AttentionBackendError
 from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
+from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, WorkerInfo
 from tests.support.engines import (
     VOCAB_SIZE,
     mixed_requests,
@@ -239,6 +241,22 @@ def test_options_that_cannot_work_are_refused_with_a_sentence(
 def test_no_more_requests_run_than_a_step_has_tokens(model_dir: Path) -> None:
     info = EngineCore(tiny_config(model_dir, max_num_seqs=8, max_num_batched_tokens=4, max_waiting=1)).info
     assert (info.max_running, info.max_in_flight) == (4, 5)
+
+
+def test_the_worker_says_how_its_cache_is_laid_out(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = WorkerInfo(
+        num_blocks=24, device_type="cpu", device="fake", dtype="float32", max_model_len=256, vocab_size=320,
+        groups=[PagedGroup(4), PagedGroup(8, window=16)], num_draft_tokens=3,
+        prefix_caching_unsupported="Its recurrent state is that of one sequence.", compile_report={},
+    )  # fmt: skip
+    executor = SimpleNamespace(info=worker, shutdown=lambda: None)
+    monkeypatch.setattr("compile_and_serve.runtime.engine.core.make_executor", lambda *_: executor)
+    info = EngineCore(tiny_config(model_dir, max_num_seqs=8, max_num_batched_tokens=16)).info
+    assert (info.max_running, info.prefix_caching) == (4, False)
+    assert info.max_sequence_len == 76  # 19 blocks, and the 5 of a window and a step
+    assert caplog.text.count("Prefix caching is off: Its recurrent state is that of one sequence.") == 1
 
 
 def test_stages_are_reported_in_order_with_times(model_dir: Path) -> None:
