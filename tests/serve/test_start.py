@@ -42,7 +42,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 def test_invalid_chat_template(model_dir: Path) -> None:
     settings = ServerSettings(served_model_names=("m",), chat_template="{% if %}")
-    with pytest.raises(ChatTemplateError, match="The chat template is not valid jinja"):
+    with pytest.raises(ChatTemplateError, match="The chat template is not valid Jinja"):
         complete_settings(tiny_config(model_dir), settings)
 
 
@@ -62,7 +62,7 @@ def test_sampling_defaults_out_of_range(model_dir: Path) -> None:
 async def test_end_of_sequence_id_outside_the_vocabulary(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text('{"eos_token_id": [2, 9999]}')
     client = Client(vocab_size=320)
-    with pytest.raises(ValueError, match="id 9999 is no token of the model, whose ids are 0 to 319"):
+    with pytest.raises(ValueError, match="id 9999 is not an id of the model, whose ids are 0 to 319"):
         await _start(client, tiny_config(model_dir), SETTINGS)  # type: ignore[arg-type]
     assert client.is_stopped
 
