@@ -176,6 +176,7 @@ def test_counts() -> None:
         (["compile", "no-such-model"], "'no-such-model' was not found"),
         (["compile", "smollm2-135m", "--eager"], "--enforce-eager runs the model uncompiled"),
         (["compile", "smollm2-135m", "--no-cache"], "--no-cache would discard the compiled model"),
+        (["compile", "smollm2-135m", "--output", __file__], "is not a folder: give a new folder"),
         (["compile", "smollm2-135m", "--output", "a", "--cache-dir", "b"], "--output and --cache-dir both name"),
         (["serve", "smollm2-135m", "--port", "70000"], "port must be in [0, 65535], got 70000"),
         (["serve", "smollm2-135m", "--api-key", ""], "api_keys must not contain an empty key"),

@@ -127,9 +127,11 @@ class ModelArtifacts:
         for store in self.stores:
             if entry := store.get(kind, fields):
                 return entry
-        if len(self.stores) > 1 and kind not in self._explained:
+        if self._artifact_dir is not None and self.stores and kind not in self._explained:
             self._explained.add(kind)
             reason = self.stores[0].explain_miss(kind, fields) or f"it holds no {kind} that can be used"
+            if not self._artifact_dir.is_dir():
+                reason = "it is not a folder"
             log.warning("The artifact %s does not fit this %s: %s. Compiling.", self._artifact_dir, kind, reason)
         return None
 

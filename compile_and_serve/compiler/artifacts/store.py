@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -181,28 +182,28 @@ class ArtifactStore:
                 (staged / MANIFEST).write_text(json.dumps(manifest, indent=1))
                 _sync(staged)
                 if replaces or target in self._rejected:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(target, Path(folder) / "replaced")
+                    _move_into(Path(folder), target)
                 self._publish(staged, target)
         except OSError as error:
-            if not self._has_warned:
-                log.warning(
-                    "Artifacts cannot be written to %s (%s), so the next start compiles again.", self.root, error
-                )
-            self._has_warned = True
+            self._warn_unwritable(error)
             return None
         self._rejected.discard(target)
         return Entry(kind=kind, key=target.name, path=target)
+
+    def _warn_unwritable(self, error: OSError) -> None:
+        if not self._has_warned:
+            log.warning("Artifacts cannot be written to %s (%s), so the next start compiles again.", self.root, error)
+        self._has_warned = True
 
     def _publish(self, staged: Path, target: Path) -> None:
         """Move a finished artifact to its place. An intact one that is already there stays: a process may be reading it."""
         existing = Entry(kind=target.parent.name, key=target.name, path=target)
         for _ in range(2):  # another process may put the same artifact between the check and the rename
-            if target.exists():
+            if os.path.lexists(target):
                 with contextlib.suppress(ArtifactError):
                     existing.verify()
                     return
-                shutil.rmtree(target, ignore_errors=True)
+                _move_into(staged.parent, target)
             try:
                 os.rename(staged, target)
                 return
@@ -233,7 +234,7 @@ class ArtifactStore:
                     )  # fmt: skip
                     waits.append(NEXT_WAIT_SECONDS)
         except OSError as error:
-            log.warning("The artifact store %s cannot be locked (%s); compiling without the lock.", self.root, error)
+            self._warn_unwritable(error)
             yield
             return
         try:
@@ -264,6 +265,12 @@ class ArtifactStore:
             if best is None or len(differing) < len(best):
                 best = [f"{name} ({_short(theirs.get(name))} there, {_short(fields[name])} here)" for name in differing]
         return None if best is None else f"the nearest {kind} differs in {', '.join(best)}"
+
+
+def _move_into(folder: Path, target: Path) -> None:
+    """Move an artifact into a folder that is removed soon. Unlike deleting it in place, this is atomic."""
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(target, Path(tempfile.mkdtemp(dir=folder)) / target.name)
 
 
 def _short(value: Any) -> str:

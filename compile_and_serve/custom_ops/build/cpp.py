@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+from compile_and_serve.custom_ops.build.checked_library import is_intact, publish
+
 log = logging.getLogger(__name__)
 
 _TORCH = Path(torch.__file__).resolve().parent
@@ -157,29 +159,34 @@ def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = 
 
 
 def build_once(name: str, library: Path, duration: str, make: Callable[[Path, Path], None]) -> Path:
-    """Make a library unless it is there; of several processes one makes it, and the others wait.
+    """Build a library unless an intact one exists. If several processes call this, one builds and the others wait.
 
-    make: gets a scratch folder and the path to put the result at. Raises BuildError as `make` does, or when the folder cannot be written.
+    make: gets a scratch folder and the path of the result. Raises BuildError as `make` does, or if the folder cannot be written.
     """
-    if library.exists():
-        return library
     folder = library.parent
     try:
+        if is_intact(library):
+            return library
         folder.mkdir(parents=True, exist_ok=True)
         lock = library.with_suffix(".lock").open("w")
     except OSError as error:
         raise BuildError(f"the cache folder {folder} cannot be written: {error.strerror}") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():
+        if is_intact(library):
             return library
+        if library.exists():
+            log.warning("The library %s does not match its checksum. It is rebuilt.", library)
+        unfinished = f".{library.stem}-build-"
+        for abandoned in folder.glob(f"{unfinished}*"):  # of a process that was killed: this one holds the lock
+            shutil.rmtree(abandoned, ignore_errors=True)
         log.info("building the %s kernels (once on this machine, %s)", name, duration)
         start = time.monotonic()
         try:
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=unfinished) as scratch:
                 built = Path(scratch) / library.name
                 make(Path(scratch), built)
-                os.replace(built, library)
+                publish(built, library)
         except OSError as error:
             raise BuildError(f"the {name} kernels could not be built in {folder}: {error}") from error
         log.info("built the %s kernels in %.1f s", name, time.monotonic() - start)

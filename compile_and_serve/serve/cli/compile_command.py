@@ -31,6 +31,8 @@ def compile_model_command(
         raise ValueError("--no-cache would discard the compiled model: leave it out.")
     if output is not None and engine_options["cache_dir"] is not None:
         raise ValueError("--output and --cache-dir both name the artifact's folder: give one of them.")
+    if output is not None and output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is not a folder: give a new folder, or one that holds artifacts.")
     from compile_and_serve.compiler import available_kernels, compile_model
     from compile_and_serve.models.registry import build_model
     from compile_and_serve.runtime.options import make_engine_config

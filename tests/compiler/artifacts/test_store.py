@@ -218,12 +218,13 @@ def test_a_folder_of_artifacts_that_do_not_load_is_left_as_it_is(tmp_path: Path)
     _, expected = _Starts(ahead).start()
     starts = _Starts(tmp_path / "cache", artifact_dir=ahead)
     starts.spoil(starts.pieces(ahead)[0])
-    before = {file: file.read_bytes() for file in ahead.rglob("*") if file.is_file()}
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in ahead.rglob("*") if file.is_file()}
     for _ in range(2):
         how, logits = starts.start()
         assert how == "made"
         torch.testing.assert_close(logits, expected)
-    assert {file: file.read_bytes() for file in ahead.rglob("*") if file.is_file()} == before
+    after = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in ahead.rglob("*") if file.is_file()}
+    assert after == before
     assert len(starts.pieces(tmp_path / "cache")) == len(starts.pieces(ahead))
 
 

