@@ -14,6 +14,7 @@ from compile_and_serve.custom_ops.step import (
     DECODER_INPUTS,
     KV_CACHES,
     LOGITS,
+    Drafter,
     KVCacheSpec,
     StateGroup,
     StepInput,
@@ -40,6 +41,7 @@ class ModelSpec:
     config: the checkpoint's config.json.
     state: groups of layers that keep something from step to step.
     inputs, outputs: what a step takes and gives; the first output is the logits.
+    drafter: guesses tokens that the model's next step checks; None: a decode step takes one token of each sequence.
     weight_map: checkpoint tensor name → parameter name, where they differ; None: the tensor is not used and may be skipped.
     tp_plan: glob over module names → how its weight is sharded.
     max_model_len: longest sequence that the positions encode.
@@ -58,3 +60,4 @@ class ModelSpec:
     quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     inputs: tuple[StepInput, ...] = DECODER_INPUTS
     outputs: tuple[StepOutput, ...] = (StepOutput(name=LOGITS),)
+    drafter: Drafter | None = None

@@ -69,7 +69,8 @@ class EngineCore:
         # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        self._depth = 2 if options.async_scheduling else 1
+        # Guesses are checked on the host, so that the next step's inputs wait for this step's tokens.
+        self._depth = 2 if options.async_scheduling and not found.num_draft_tokens else 1
         self._decode_misses = 0  # as of the last idle task
         self._host_gap = 0.0
         self._idle_since: float | None = None

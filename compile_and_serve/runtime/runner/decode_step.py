@@ -45,6 +45,8 @@ def begin_step(step: Step) -> None:
     from compile_and_serve.custom_ops.sampling.decode_inputs import begin_decodes
 
     assert isinstance(step, DecodeStep)
+    if step.max_query_len > 1:
+        return  # the host fills the inputs of steps with guessed tokens
     positions, input_ids = step.scratch_positions, None
     for one in step.declared:
         tensor = step.inputs[one.name]
@@ -75,10 +77,12 @@ def _map_slots(metadata: AttentionMetadata, size: int) -> None:
 
 
 def end_step(outputs: dict[str, torch.Tensor], step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample as `sample_rows` does, and keep the tokens for the next step. → tokens int64 [S], scores [S]"""
+    """Sample as `sample_rows` does, and keep the tokens for the next step. → tokens int64, scores, one a row"""
     from compile_and_serve.custom_ops.sampling.decode_inputs import end_decodes
 
     assert isinstance(step, DecodeStep)
     tokens_S, best_S = sample_rows(outputs[LOGITS], step.sampling)
+    if step.max_query_len > 1:
+        return tokens_S, best_S  # the host compares them with the guesses
     end_decodes(tokens_S, step.last_tokens, step.slots, step.has_run, step.seq_lens)
     return tokens_S, best_S

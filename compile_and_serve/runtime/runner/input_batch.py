@@ -32,6 +32,7 @@ class HeldRequest:
     num_prompt_tokens: int
     params: SamplingParams
     num_blocks: list[int]  # of each paged group
+    needs_history: bool = False  # what it asks for makes its logits depend on the tokens sampled before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +54,9 @@ class BatchLayout:
 
     version: unique to the composition. scheduled_ids: the requests in the order in which they were scheduled; request_ids: in
     the order of rows. num_decodes: leading rows whose first token is the device's last token of the batch slot.
-    sampled_ids, sampled_slots: of the sequences that sample. is_on_device: the device makes this step's inputs from the step
-    before; the host's arrays are not filled.
+    sampled_ids, sampled_slots: of the sequences that sample. sampled_counts, sampled_drafts: rows of each of them, and the
+    guessed tokens that all rows but the last are compared with (empty lists: one row each). is_on_device: the device makes this
+    step's inputs from the step before; the host's arrays are not filled.
     """
 
     version: int = 0
@@ -68,6 +70,8 @@ class BatchLayout:
     sampled_ids: list[str] = field(default_factory=list)
     sampled_slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     prompt_rows: list[PromptRows] = field(default_factory=list)
+    sampled_counts: list[int] = field(default_factory=list)
+    sampled_drafts: list[np.ndarray] = field(default_factory=list)
     num_logits: int = 0
     max_seq_len: int = 0
     is_on_device: bool = False
@@ -82,9 +86,11 @@ class InputBatch:
     def __init__(
         self, inputs: Sequence[StepInput], groups: Sequence[StateGroup], tokens_per_page: Mapping[str, int], *,
         num_slots: int, max_num_tokens: int, max_padded_size: int, max_model_len: int, device: torch.device,
+        num_draft_tokens: int = 0,
     ) -> None:  # fmt: skip
         """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to."""
         self.num_slots = num_slots
+        self.query_len = 1 + num_draft_tokens  # tokens of a sequence in a step of decodes
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.tables = {
             name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device)
@@ -100,17 +106,21 @@ class InputBatch:
                 groups,
                 max_tokens=max_tokens,
                 max_seqs=num_slots,
-                max_rows=max_tokens + num_slots,
+                max_sampled=num_slots * self.query_len,
+                max_rows=max_tokens + num_slots * self.query_len,
                 device=device,
             )
 
         # Two sets of arrays: a step of decodes only copies what it needs, not arrays as long as the token budget.
-        self.decode_buffers = buffers(max(num_slots, max_padded_size))
+        self.decode_buffers = buffers(max(num_slots * self.query_len, max_padded_size))
         self._mixed_buffers = buffers(max(max_num_tokens, max_padded_size))
         self._requests: dict[str, HeldRequest] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._computed = np.zeros(num_slots, dtype=np.int64)
         self._known = np.zeros(num_slots, dtype=np.int64)  # length of token_ids
+        # Of sequences with guessed tokens, which the host knows: the token sampled last, and the guesses behind it.
+        self._last_tokens = np.zeros(num_slots, dtype=np.int64)
+        self._drafts = np.zeros((num_slots, num_draft_tokens), dtype=np.int64)
         self._num_versions = 0
         self._advanced_version = 0  # of the layout whose next step lies in the device's arrays
 
@@ -160,7 +170,8 @@ class InputBatch:
         layout = self.layout
         advanced_version, self._advanced_version = self._advanced_version, 0
         if (
-            layout.is_decode_only
+            self.query_len == 1
+            and layout.is_decode_only
             and scheduled.total_num_scheduled_tokens == len(num_scheduled)
             and layout.scheduled_ids == list(num_scheduled)
         ):
@@ -189,18 +200,18 @@ class InputBatch:
             request_ids=[request.request_id for request in rows],
             slots_S=slots_S,
             num_decodes=num_decodes,
-            is_decode_only=num_decodes == len(rows),
+            is_decode_only=num_decodes == len(rows) and bool((counts_S == self.query_len).all()),
             num_tokens=int(counts_S.sum()),
             max_query_len=int(counts_S.max()),
         )
         for table in self.tables.values():
             table.set_batch(slots_S)
-        if layout.is_decode_only:
+        if layout.is_decode_only and self.query_len == 1:
             layout.sampled_ids, layout.sampled_slots, layout.num_logits = layout.request_ids, slots_S, len(rows)
             buffers = self.decode_buffers
             buffers.rotate()
             return layout, buffers, self._lay_decodes(layout, buffers)
-        buffers = self._mixed_buffers
+        buffers = self.decode_buffers if layout.is_decode_only else self._mixed_buffers
         buffers.rotate()
         return layout, buffers, self._lay_mixed(layout, rows, counts_S, buffers)
 
@@ -249,6 +260,10 @@ class InputBatch:
         host["seq_lens"][:num_seqs] = ends_S
         host["slots"][:num_seqs] = slots_S
         token_ids_T = np.zeros(num_tokens, dtype=np.int64)
+        if self.query_len > 1:
+            for row in range(layout.num_decodes):
+                known = (self._last_tokens[slots_S[row], None], self._drafts[slots_S[row]])
+                token_ids_T[starts[row] : starts[row + 1]] = np.concatenate(known)[: counts_S[row]]
         for row in range(layout.num_decodes, num_seqs):
             token_ids_T[starts[row] : starts[row + 1]] = rows[row].token_ids[computed_S[row] : ends_S[row]]
 
@@ -256,8 +271,11 @@ class InputBatch:
         layout.sampled_ids = [rows[row].request_id for row in sampled_rows]
         layout.sampled_slots = slots_S[sampled_rows]
         host["sampled_slots"][: len(sampled_rows)] = layout.sampled_slots
-        indices = [starts[1:][sampled_rows].astype(np.int64) - 1]
-        num_logits = len(sampled_rows)
+        if self.query_len == 1:
+            indices = [starts[1:][sampled_rows].astype(np.int64) - 1]
+        else:
+            indices = [self._lay_rows(layout, int(row), rows[row], int(counts_S[row]), starts) for row in sampled_rows]
+        num_logits = sum(map(len, indices))
         for row in range(layout.num_decodes, num_seqs):
             request = rows[row]
             if request.params.prompt_logprobs is None:
@@ -287,6 +305,26 @@ class InputBatch:
             row_indices=np.concatenate(indices),
             request_ids=layout.request_ids,
         )
+
+    def _lay_rows(
+        self, layout: BatchLayout, row: int, request: HeldRequest, num_tokens: int, starts: np.ndarray
+    ) -> np.ndarray:
+        """The tokens of a sequence whose rows are sampled: of a decode all of them, unless a row needs the tokens before it."""
+        count = 1 if row >= layout.num_decodes or request.needs_history else num_tokens
+        layout.sampled_counts.append(count)
+        layout.sampled_drafts.append(self._drafts[request.slot, : count - 1].copy())
+        end = int(starts[row + 1]) if row >= layout.num_decodes else int(starts[row]) + count
+        return np.arange(end - count, end)
+
+    def take_sampled(self, slot: int, scheduled: int | None, tokens: Sequence[int], drafts: np.ndarray) -> None:
+        """A sequence's rows are sampled: take back the tokens that were computed behind a wrong guess, keep the next guesses.
+
+        scheduled: tokens of the decode, None: it was the end of a prefill.
+        """
+        if scheduled is not None:
+            self._computed[slot] -= scheduled - len(tokens)
+        self._last_tokens[slot] = tokens[-1]
+        self._drafts[slot] = drafts
 
     def _map_slots(self, buffers: StepBuffers, slots_T: np.ndarray, positions_T: np.ndarray) -> None:
         """slot mapping = block · P + position % P of each paged group. slots_T: batch slot of each token's sequence."""

@@ -23,7 +23,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device, begin_step, end_step
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
-from compile_and_serve.runtime.runner.pending_step import PendingStep, PromptResult
+from compile_and_serve.runtime.runner.pending_step import OnAccepted, PendingStep, PromptResult
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
@@ -86,9 +86,12 @@ class ModelRunner:
         self.batch = InputBatch(
             spec.inputs, spec.state, self.layout.tokens_per_page, num_slots=num_slots, max_num_tokens=self.max_num_tokens,
             max_padded_size=steps.max_padded_size, max_model_len=self.max_model_len, device=device,
+            num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
         )  # fmt: skip
         self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=num_slots, device=device)
-        self._advances_on_device = advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
+        self._advances_on_device = (
+            spec.drafter is None and advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
+        )
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
         self._last_step: Step | None = None
@@ -99,8 +102,8 @@ class ModelRunner:
             # Two steps may be in flight, and the result of a third may still be read.
             self._pinned = [
                 (
-                    torch.zeros(num_slots, dtype=torch.int64, pin_memory=True),
-                    torch.zeros(num_slots, dtype=torch.float32, pin_memory=True),
+                    torch.zeros(num_slots * self.batch.query_len, dtype=torch.int64, pin_memory=True),
+                    torch.zeros(num_slots * self.batch.query_len, dtype=torch.float32, pin_memory=True),
                 )
                 for _ in range(3)
             ]
@@ -115,7 +118,7 @@ class ModelRunner:
             batch.forget_advanced()  # what it is sampled with is new
         layout, buffers, tokens = batch.prepare(scheduled)
         if plan is None or self._plan_version != layout.version or plan.valid_steps <= 0:
-            plan = self._plan = sampler.plan(layout.sampled_slots.tolist())
+            plan = self._plan = self._sampling_plan(layout)
             self._plan_version = layout.version
         if tokens is None:
             result = self._run_again(layout)
@@ -124,7 +127,7 @@ class ModelRunner:
                 buffers.host[name][: len(values)] = values
             result = self._run(layout, buffers, tokens)
         logits_LV = result.outputs[LOGITS]
-        num_sampled = len(layout.sampled_ids)
+        num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
         if num_sampled == 0:
             return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
         logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
@@ -137,12 +140,18 @@ class ModelRunner:
         sampled = sampler.sample(logits_SV, plan, buffers.device, drawn)
         if drawn is not None and sampled.tokens_S is drawn[0]:
             pass  # they are the last tokens already
+        elif batch.query_len > 1:
+            pass  # the host keeps them once the step is over
         elif self._is_cpu:
             batch.last_tokens.numpy()[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
-        return self._pending(scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts)
+        counts = scheduled.num_scheduled_tokens
+        on_accepted = self._on_accepted(layout, result.outputs, counts) if batch.query_len > 1 else None
+        return self._pending(
+            scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted
+        )
 
     def decode_step(self, size: int) -> DecodeStep:
         """A step of `size` decodes in the persistent buffers, which are filled with padding sequences: what a graph is captured on."""
@@ -150,21 +159,23 @@ class ModelRunner:
         batch.forget_advanced()
         buffers.rotate()
         buffers.needs(-1)
-        buffers.pad_sequences(0, size, 1, batch.num_slots)
+        q = batch.query_len
+        buffers.pad_sequences(0, size, q, batch.num_slots)
         empty = np.empty(0, dtype=np.int64)
         none = TokenBatch(
             token_ids=empty, positions=empty, query_start_loc=np.zeros(1, dtype=np.int32), row_indices=empty
         )
-        buffers.fill(none, size, size, constants=True)
+        buffers.fill(none, size * q, size * q, constants=True)
         buffers.upload()
         step = self._step_in(
-            buffers, size, size, size, num_tokens=size, num_seqs=size, max_query_len=1, max_seq_len=self.max_model_len
-        )
+            buffers, size * q, size, size * q, num_tokens=size * q, num_seqs=size, max_query_len=q,
+            max_seq_len=self.max_model_len,
+        )  # fmt: skip
         device = buffers.device
         return DecodeStep(
-            inputs=step.inputs, state=step.state, metadata=step.metadata, num_tokens=size, num_seqs=size, padded_tokens=size,
-            padded_seqs=size, num_rows=size, max_query_len=1, declared=self.spec.inputs,
-            sampling=tuple(device[name][:size] for name in SAMPLING_FIELDS), slots=device["slots"][:size],
+            inputs=step.inputs, state=step.state, metadata=step.metadata, num_tokens=size * q, num_seqs=size,
+            padded_tokens=size * q, padded_seqs=size, num_rows=size * q, max_query_len=q, declared=self.spec.inputs,
+            sampling=tuple(device[name][: size * q] for name in SAMPLING_FIELDS), slots=device["slots"][:size],
             last_tokens=batch.last_tokens, has_run=device["has_run"][:size], seq_lens=device["seq_lens"][:size],
             scratch_positions=device["positions"][:size], block_sizes=batch.tokens_per_page,
         )  # fmt: skip
@@ -197,7 +208,10 @@ class ModelRunner:
             return
         padding = self.decode_step(1)
         begin_step(padding)
-        end_step({LOGITS: torch.zeros(1, self.sampler.vocab_size, dtype=dtype, device=self.device)}, padding)
+        end_step(
+            {LOGITS: torch.zeros(self.batch.query_len, self.sampler.vocab_size, dtype=dtype, device=self.device)},
+            padding,
+        )
         for logits_dtype in {dtype, torch.float32}:
             logits_SV = torch.zeros(1, self.sampler.vocab_size, dtype=logits_dtype, device=self.device)
             for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
@@ -219,6 +233,7 @@ class ModelRunner:
             tokens, num_prompt = request.token_ids, data.num_prompt_tokens
             try:
                 sampler.add(request.slot, request.params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
+                request.needs_history = batch.query_len > 1 and sampler.needs_history(request.slot)
             except Exception:
                 if not self._is_alone:  # the other ranks may have taken it in, and would go on with other tokens
                     raise
@@ -234,15 +249,18 @@ class ModelRunner:
         num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
         size = self.steps.padded_size(num_tokens, num_seqs, layout.max_query_len) or num_tokens
         seqs, rows = num_seqs, layout.num_logits
-        if layout.is_decode_only and size <= batch.num_slots:
-            seqs = rows = size
-            if size > num_seqs:
-                buffers.pad_sequences(num_seqs, size, 1, batch.num_slots)
+        q = batch.query_len
+        if layout.is_decode_only and rows == num_tokens and size <= batch.num_slots * q and size % q == 0:
+            seqs, rows = size // q, size
+            if seqs > num_seqs:
+                buffers.pad_sequences(num_seqs, seqs, q, batch.num_slots)
         elif size > num_tokens:
             buffers.pad_slot_mapping(num_tokens, size)
         self.padded_tokens += size - num_tokens
         buffers.fill(tokens, size, rows, constants=True)
-        sampled_inputs = [one for one in self.spec.inputs if one.advance == "sampled"] if layout.num_decodes else []
+        sampled_inputs = (
+            [one for one in self.spec.inputs if one.advance == "sampled"] if layout.num_decodes and q == 1 else []
+        )
         if self._is_cpu:
             for one in sampled_inputs:
                 out = buffers.host_input(one, size, rows)[: layout.num_decodes]
@@ -283,6 +301,35 @@ class ModelRunner:
         assert result.sampled is not None, "a step that had a graph ran without it"
         return result
 
+    def _sampling_plan(self, layout: BatchLayout) -> SamplingPlan:
+        slots = layout.sampled_slots.tolist()
+        if not layout.sampled_counts:
+            return self.sampler.plan(slots)
+        rows = [(slot, i) for slot, count in zip(slots, layout.sampled_counts, strict=True) for i in range(count)]
+        return self.sampler.plan([slot for slot, _ in rows], [offset for _, offset in rows])
+
+    def _on_accepted(
+        self, layout: BatchLayout, outputs: dict[str, torch.Tensor], scheduled: dict[str, int]
+    ) -> OnAccepted:
+        """Takes back what was computed behind wrong guesses, and guesses on from the tokens that were accepted."""
+        drafter = self.spec.drafter
+        assert drafter is not None
+        decodes = set(layout.request_ids[: layout.num_decodes])
+
+        def take(accepted: list[list[int]]) -> None:
+            firsts = np.cumsum([0, *layout.sampled_counts])[:-1]
+            rows_S = firsts + [len(tokens) - 1 for tokens in accepted]
+            last_S = torch.tensor([tokens[-1] for tokens in accepted], device=self.device)
+            drafts = drafter.propose(outputs, torch.from_numpy(rows_S).to(self.device), last_S).cpu().numpy()
+            for request_id, slot, tokens, guesses in zip(
+                layout.sampled_ids, layout.sampled_slots, accepted, drafts, strict=True
+            ):
+                count = scheduled[request_id] if request_id in decodes else None
+                self.batch.take_sampled(slot, count, tokens, guesses)
+                self.sampler.num_outputs[slot] += len(tokens) - 1
+
+        return take
+
     def _prompt_results(self, layout: BatchLayout, logits_LV: torch.Tensor) -> list[PromptResult]:
         results = []
         for rows in layout.prompt_rows:
@@ -299,6 +346,7 @@ class ModelRunner:
         best_S: torch.Tensor | None,
         logprobs: RowLogprobs | None,
         prompts: list[PromptResult],
+        on_accepted: OnAccepted | None = None,
     ) -> PendingStep:
         if logprobs is not None:
             logprobs = logprobs.to_host()
@@ -317,4 +365,4 @@ class ModelRunner:
             event = torch.cuda.Event()
             event.record()
         errors, self._errors = self._errors, {}
-        return PendingStep(step, layout.sampled_ids, tokens, best, self._plan, logprobs, prompts, event, errors)
+        return PendingStep(step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, on_accepted)

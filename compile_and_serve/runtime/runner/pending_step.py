@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from compile_and_serve.runtime.messages import TokenLogprobs
-from compile_and_serve.runtime.runner.input_batch import PromptRows
+from compile_and_serve.runtime.runner.input_batch import BatchLayout, PromptRows
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs
 from compile_and_serve.runtime.sampling.sampler import SamplingPlan
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, ModelRunnerOutput
@@ -23,15 +23,21 @@ class PromptResult:
     logprobs: RowLogprobs
 
 
+# What to do with the tokens that each sampled sequence accepted, before they are reported.
+OnAccepted = Callable[[list[list[int]]], None]
+
+
 class PendingStep:
     """A launched step; `result` waits for it and may be called once."""
 
-    __slots__ = ("_best", "_errors", "_event", "_logprobs", "_plan", "_prompts", "_sampled_ids", "_tokens", "step")
+    __slots__ = (
+        "_best", "_errors", "_event", "_layout", "_logprobs", "_on_accepted", "_plan", "_prompts", "_tokens", "step",
+    )  # fmt: skip
 
     def __init__(
         self,
         step: int,
-        sampled_ids: list[str],
+        layout: BatchLayout,
         tokens: np.ndarray,
         best: np.ndarray,
         plan: SamplingPlan | None,
@@ -39,24 +45,31 @@ class PendingStep:
         prompts: list[PromptResult],
         event: torch.cuda.Event | None,
         errors: dict[str, str],
+        on_accepted: OnAccepted | None = None,
     ) -> None:
+        """tokens: int64, best: float32, one element a sampled row."""
         self.step = step
+        self._layout = layout
         self._errors = errors
-        self._sampled_ids = sampled_ids
         self._tokens = tokens
         self._best = best
         self._plan = plan
         self._logprobs = logprobs
         self._prompts = prompts
         self._event = event
+        self._on_accepted = on_accepted
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the device; what the step sampled."""
         if self._event is not None:
             self._event.synchronize()
+        accepted, first_rows = self._accepted()
+        if self._on_accepted is not None:
+            self._on_accepted(accepted)
+        ids = self._layout.sampled_ids
         output = ModelRunnerOutput(
             step=self.step,
-            sampled_token_ids=dict(zip(self._sampled_ids, self._tokens[:, None].tolist(), strict=True)),
+            sampled_token_ids=dict(zip(ids, accepted, strict=True)),
             logprobs={},
             prompt_logprobs={},
             errors=self._errors,
@@ -64,26 +77,40 @@ class PendingStep:
         if self._logprobs is not None:
             assert self._plan is not None
             messages = self._logprobs.to_messages(self._plan.logprob_counts)
-            output.logprobs = {
-                self._sampled_ids[row]: [message]
-                for row, message in zip(self._plan.logprob_rows, messages, strict=True)
-            }
+            by_row = dict(zip(self._plan.logprob_rows, messages, strict=True))
+            for request_id, tokens, first in zip(ids, accepted, first_rows, strict=True):
+                if first in by_row:
+                    output.logprobs[request_id] = [by_row[first + i] for i in range(len(tokens))]
         for prompt in self._prompts:
             output.prompt_logprobs[prompt.rows.request_id] = _prompt_messages(prompt)
         finite = np.isfinite(self._best)
         if not finite.all():
-            self._report_errors(output, np.flatnonzero(~finite))
-        for request_id in self._errors:
+            for request_id, tokens, first in zip(ids, accepted, first_rows, strict=True):
+                wrong = np.flatnonzero(~finite[first : first + len(tokens)])
+                if len(wrong):
+                    output.errors[request_id] = NOTHING_LEFT if self._best[first + wrong[0]] == -np.inf else NOT_FINITE
+        for request_id in output.errors:
             output.sampled_token_ids.pop(request_id, None)
             output.logprobs.pop(request_id, None)
         return output
 
-    def _report_errors(self, output: ModelRunnerOutput, rows: np.ndarray) -> None:
-        for row in rows:
-            request_id = self._sampled_ids[row]
-            output.errors[request_id] = NOTHING_LEFT if self._best[row] == -np.inf else NOT_FINITE
-            output.sampled_token_ids.pop(request_id)
-            output.logprobs.pop(request_id, None)
+    def _accepted(self) -> tuple[list[list[int]], Sequence[int]]:
+        """The tokens of each sequence, and its first row.
+
+        A guess is right where the row before it was sampled to be just that token. So what is kept is what the model would have
+        sampled without guesses, token for token; the row behind the last right guess gives one token more.
+        """
+        counts = self._layout.sampled_counts
+        if not counts:
+            return self._tokens[:, None].tolist(), range(len(self._tokens))
+        accepted, firsts, first = [], [], 0
+        for count, drafts in zip(counts, self._layout.sampled_drafts, strict=True):
+            tokens = self._tokens[first : first + count]
+            wrong = np.flatnonzero(tokens[:-1] != drafts)
+            accepted.append(tokens[: wrong[0] + 1 if len(wrong) else count].tolist())
+            firsts.append(first)
+            first += count
+        return accepted, firsts
 
 
 def _prompt_messages(prompt: PromptResult) -> list[TokenLogprobs]:

@@ -25,13 +25,13 @@ _INPUT, _SLOT_MAPPING = "input.", "slot_mapping."
 
 
 class StepBuffers(StagedArrays):
-    """Arrays for steps of up to max_tokens tokens, max_seqs sequences and max_rows rows.
+    """Arrays for steps of up to max_tokens tokens, max_seqs sequences and max_rows rows, max_sampled of which are sampled.
 
     host: the arrays to fill by name: `input.<name>`, `slot_mapping.<paged group>`, and what every step has. device: the same.
     """
 
     def __init__(
-        self, inputs: Sequence[StepInput], groups: Sequence[StateGroup], *, max_tokens: int, max_seqs: int, max_rows: int,
+        self, inputs: Sequence[StepInput], groups: Sequence[StateGroup], *, max_tokens: int, max_seqs: int, max_sampled: int, max_rows: int,
         device: torch.device,
     ) -> None:  # fmt: skip
         self._inputs, self._groups = tuple(inputs), tuple(groups)
@@ -47,8 +47,8 @@ class StepBuffers(StagedArrays):
             "query_start_loc": (np.int32, max_tokens + 1),
             "seq_lens": (np.int32, max_tokens),
             "has_run": (np.int32, max_seqs),
-            "uniforms": (np.float32, max_seqs),
-            **{name: (dtype, max_seqs) for name, dtype in SAMPLING_FIELDS.items()},
+            "uniforms": (np.float32, max_sampled),
+            **{name: (dtype, max_sampled) for name, dtype in SAMPLING_FIELDS.items()},
         }
         super().__init__(fields, device)
 

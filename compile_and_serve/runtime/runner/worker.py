@@ -155,6 +155,7 @@ class Worker:
                 for group in self._spec.state
                 if group.paged
             ],
+            num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
             prefix_caching_unsupported=_prefix_caching_unsupported(spec),
             compile_report=_flat_report(model.report) | facts | self._memory_facts(),
         )
@@ -238,6 +239,7 @@ class Worker:
             backends=tuple(self._backends.values()),
             device=CudaGraphs(self.device),
             sizes=options.capture_sizes,
+            query_len=1 if self._spec.drafter is None else 1 + self._spec.drafter.num_tokens,
             decode_head=begin_step,
             decode_tail=end_step,
         )

@@ -56,6 +56,7 @@ class SamplingPlan:
     """
 
     slots_S: np.ndarray  # int64
+    offsets_S: np.ndarray  # int64, rows of the same slot before this one
     is_plain_greedy: bool
     greedy_rows_R: torch.Tensor | None  # None if no row or all rows are greedy
     all_greedy: bool
@@ -63,6 +64,7 @@ class SamplingPlan:
     gpu: dict[str, np.ndarray]  # the constant arrays of `SAMPLING_FIELDS` [S]; empty on the CPU
     num_random: int
     random_slots: np.ndarray  # int64, in the order of the groups
+    random_offsets: np.ndarray  # int64, likewise
     logits: LogitsPlan | None
     logprob_rows: list[int]
     logprob_rows_L: torch.Tensor | None
@@ -114,9 +116,14 @@ class Sampler:
         self._params[slot] = None
         self._processors.remove(slot)
 
-    def plan(self, slots: Sequence[int]) -> SamplingPlan:
-        """Prepare a batch whose row i is the request of slots[i]."""
+    def needs_history(self, slot: int) -> bool:
+        """Whether the slot's logits depend on the tokens before, so that rows behind a guessed token cannot be sampled yet."""
+        return self._processors.plan([slot], self.num_outputs[[slot]]) is not None
+
+    def plan(self, slots: Sequence[int], offsets: Sequence[int] | None = None) -> SamplingPlan:
+        """Prepare a batch whose row i is the request of slots[i]. offsets: how many rows of the same slot come before each row; None: 0."""
         slots_S = np.array(slots, dtype=np.int64)
+        offsets_S = np.zeros_like(slots_S) if offsets is None else np.array(offsets, dtype=np.int64)
         params = [self._params_of(slot) for slot in slots]
         logits = self._processors.plan(list(slots), self.num_outputs[slots_S])
         greedy, by_options = [], dict[tuple[int, bool], list[int]]()
@@ -137,6 +144,7 @@ class Sampler:
         all_greedy = len(greedy) == len(params)
         return SamplingPlan(
             slots_S=slots_S,
+            offsets_S=offsets_S,
             is_plain_greedy=all_greedy and logits is None and not logprob_rows,
             greedy_rows_R=self._upload(np.array(greedy, dtype=np.int64)) if greedy and not all_greedy else None,
             all_greedy=all_greedy,
@@ -144,6 +152,7 @@ class Sampler:
             gpu={} if self._is_cpu else self._gpu_rows(params, slots_S),
             num_random=len(random_rows),
             random_slots=slots_S[random_rows],
+            random_offsets=offsets_S[random_rows],
             logits=logits,
             logprob_rows=logprob_rows,
             logprob_rows_L=self._upload(np.array(logprob_rows, dtype=np.int64)) if logprob_rows else None,
@@ -158,10 +167,18 @@ class Sampler:
         "temperatures" without random rows.
         """
         if not self._is_cpu:
-            return {**plan.gpu, "sample_positions": self.num_outputs[plan.slots_S]} if plan.num_random else plan.gpu
+            return (
+                {**plan.gpu, "sample_positions": self.num_outputs[plan.slots_S] + plan.offsets_S}
+                if plan.num_random
+                else plan.gpu
+            )
         if not plan.num_random:
             return {}
-        return {"uniforms": uniforms(self._keys[plan.random_slots], self.num_outputs[plan.random_slots])}
+        return {
+            "uniforms": uniforms(
+                self._keys[plan.random_slots], self.num_outputs[plan.random_slots] + plan.random_offsets
+            )
+        }
 
     def sample(
         self,

@@ -1,0 +1,281 @@
+"""A model unlike any of ours, declared and registered from outside: it compiles, is verified and captured, and serves.
+
+It has a paged group with a window and an op of its own, a recurrent group with one slot a sequence, an input of [3, tokens] that the
+host fills at each step, a second output, and a drafter that reads that output: three rows a sequence in a decode step.
+
+Shape legend: T tokens of the step, S sequences, D hidden size, P tokens per page, Q rows of a sequence in a decode step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from compile_and_serve.compiler.config import CompileConfig
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
+from compile_and_serve.compiler.pipeline import compile_model
+from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.step import (
+    INPUT_IDS,
+    LOGITS,
+    LOGITS_INDICES,
+    ROWS,
+    TOKENS,
+    SlotState,
+    StateGroup,
+    StepInput,
+    StepOutput,
+    current_metadata,
+)
+from compile_and_serve.models.registry import register_model
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
+from tests.support.engines import mixed_requests, prompt_of, request, run_requests, tiny_config, tokens_of
+from tests.support.fake_graphs import FakeDevice
+from tests.support.tiny_models import fill, plain_logits
+
+VOCAB, D, WINDOW, Q, LAYERS = 320, 24, 9, 3, 3
+DECAY = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowLayer:
+    """Values of D features a token."""
+
+    size: int
+
+    def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
+        return ((tokens_per_page, self.size),)
+
+    def of_rank(self, tensor_parallel_size: int) -> WindowLayer:
+        return self
+
+
+def _window_mean(x_TD: torch.Tensor, cache_NPD: torch.Tensor, window: int, group: str) -> torch.Tensor:
+    """The mean of the last `window` tokens of each token's sequence, itself included."""
+    metadata, size = current_metadata(group), cache_NPD.shape[1]
+    written = metadata.slot_mapping[: len(x_TD)] >= 0
+    slots = metadata.slot_mapping[: len(x_TD)][written]
+    cache_NPD[slots // size, slots % size] = x_TD[written].to(cache_NPD.dtype)
+    out_TD = torch.zeros_like(x_TD)
+    starts = metadata.query_start_loc.tolist()
+    for s, length in enumerate(metadata.seq_lens.tolist()):
+        for token in range(starts[s], starts[s + 1] if length else starts[s]):
+            end = length - (starts[s + 1] - token) + 1
+            places = torch.arange(max(0, end - window), end)
+            pages = metadata.block_table[s, places // size].long()
+            out_TD[token] = cache_NPD[pages, places % size].to(x_TD.dtype).mean(0)
+    return out_TD
+
+
+def _decaying_sum(
+    x_TD: torch.Tensor, sums_RQD: torch.Tensor, lengths_RQ: torch.Tensor, decay: float, group: str
+) -> torch.Tensor:
+    """y_t = decay · y_{t-1} + x_t along each sequence.
+
+    The state keeps y of the last Q tokens with the sequence's length after each, so that a step which begins behind rejected
+    guesses goes on from the right one.
+    """
+    metadata = current_metadata(group)
+    out_TD = torch.zeros_like(x_TD)
+    starts, slots = metadata.query_start_loc.tolist(), metadata.slots.tolist()
+    for s, length in enumerate(metadata.seq_lens.tolist()):
+        if not length:
+            continue
+        before = length - (starts[s + 1] - starts[s])
+        known = (lengths_RQ[slots[s]] == before).nonzero()
+        y_D = sums_RQD[slots[s], known[0, 0]].to(x_TD.dtype) if before and len(known) else torch.zeros_like(x_TD[0])
+        for token in range(starts[s], starts[s + 1]):
+            y_D = decay * y_D + x_TD[token]
+            out_TD[token] = y_D
+            if starts[s + 1] - token <= Q:
+                kept = starts[s + 1] - 1 - token
+                sums_RQD[slots[s], kept], lengths_RQ[slots[s], kept] = y_D, before + token - starts[s] + 1
+    return out_TD
+
+
+WINDOW_MEAN = define(
+    "test_window_mean(Tensor x, Tensor(a!) cache, int window, str group) -> Tensor", kind=OpKind.SPLIT_POINT, version=1,
+    fake=lambda x, cache, window, group: torch.empty_like(x), CompositeExplicitAutograd=_window_mean,
+)  # fmt: skip
+DECAYING_SUM = define(
+    "test_decaying_sum(Tensor x, Tensor(a!) sums, Tensor(b!) lengths, float decay, str group) -> Tensor",
+    kind=OpKind.SPLIT_POINT, version=1, fake=lambda x, sums, lengths, decay, group: torch.empty_like(x),
+    CompositeExplicitAutograd=_decaying_sum,
+)  # fmt: skip
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(D, eps=1e-5)
+        self.near, self.far, self.out = (nn.Linear(D, D, bias=False) for _ in range(3))
+
+    def forward(self, x_TD: torch.Tensor, cache: torch.Tensor, memory: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        y_TD = self.norm(x_TD)
+        near_TD = WINDOW_MEAN(self.near(y_TD), cache, WINDOW, "window_caches")
+        far_TD = DECAYING_SUM(self.far(y_TD), memory[0], memory[1], DECAY, "memories")
+        return x_TD + self.out(torch.tanh(near_TD + 0.3 * far_TD))
+
+
+class Outside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, D)
+        self.places = nn.Linear(3, D, bias=False)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(D, VOCAB, bias=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        places: torch.Tensor,
+        window_caches: list[torch.Tensor],
+        memories: list[tuple[torch.Tensor, ...]],
+        logits_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TD = self.embedding(input_ids)
+        x_TD = x_TD + self.places(places.transpose(0, 1).to(x_TD.dtype) * 0.1)
+        for layer, cache, memory in zip(self.layers, window_caches, memories, strict=True):
+            x_TD = layer(x_TD, cache, memory)
+        rows_LD = x_TD[logits_indices]
+        return self.head(rows_LD), rows_LD
+
+
+class Repeat:
+    """Guesses the token itself, or its neighbour where the hidden state says so."""
+
+    num_tokens = Q - 1
+
+    def propose(
+        self, outputs: Mapping[str, torch.Tensor], rows_S: torch.Tensor, tokens_S: torch.Tensor
+    ) -> torch.Tensor:
+        step_S = (outputs["hidden"][rows_S].sum(1) > 1e3).long()
+        return torch.stack([tokens_S, tokens_S + step_S], 1) % VOCAB
+
+
+PLACES = StepInput(
+    name="places", dtype=torch.int64, dims=(3, TOKENS),
+    fill=lambda batch: np.stack([batch.positions % 7, batch.positions % 3, batch.sequence_of_token * 0 + 1]),
+)  # fmt: skip
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
+    with torch.device("meta"):
+        module = Outside().to(dtype)
+    module.requires_grad_(False).eval()
+    return ModelSpec(
+        module=module,
+        config=config,
+        state=(
+            StateGroup(name="window_caches", layers=(WindowLayer(size=D),) * LAYERS, window=WINDOW),
+            StateGroup(
+                name="memories", layers=(SlotState(tensors=((Q, D), (Q,))),) * LAYERS, paged=False, dtype=torch.float32
+            ),
+        ),
+        vocab_size=VOCAB,
+        max_model_len=256,
+        inputs=(INPUT_IDS, PLACES, LOGITS_INDICES),
+        outputs=(StepOutput(name=LOGITS), StepOutput(name="hidden", dims=(ROWS, D))),
+        drafter=Repeat() if config["guesses"] else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The model's folders, with and without guesses."""
+    register_model("OutsideForTests", build)
+    made = {}
+    for guesses in (True, False):
+        made[guesses] = tmp_path_factory.mktemp(f"outside-{guesses}")
+        config = {"architectures": ["OutsideForTests"], "vocab_size": VOCAB, "guesses": guesses, "eos_token_id": 2}
+        (made[guesses] / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def test_it_compiles_and_every_pass_is_verified(folders: dict[bool, Path]) -> None:
+    spec = build({"guesses": True}, torch.float32)
+    config = CompileConfig(use_cache=False, verify_passes=True)
+    model = compile_model(spec, config, device=torch.device("cpu"), dtype=torch.float32)
+    fill(model)
+    assert model.report["distinct_pieces"] == 3  # before the first layer's ops, between layers, after the last
+    assert model.report["pieces"] == LAYERS + 1
+    for row in model.report["passes"]:
+        assert "failed" not in str(row.get("skipped", "")), row
+
+
+def test_it_serves_the_tokens_of_the_plain_module(folders: dict[bool, Path], tmp_path: Path) -> None:
+    core = EngineCore(tiny_config(folders[True], enforce_eager=False, cache_dir=tmp_path, max_num_batched_tokens=16))
+    requests = [request(f"r{i}", prompt_of(i, 3 + 11 * i), max_tokens=30) for i in range(4)]
+    served = tokens_of(run_requests(core, requests))
+    assert core.info.compile_report["distinct_pieces"] == 3
+    core.shutdown()
+    eager = EngineCore(tiny_config(folders[False]))
+    spec = eager._executor.worker._model.spec  # type: ignore[attr-defined]
+    for one in requests:
+        sequence = list(one.prompt_token_ids)
+        for _ in range(30):
+            logits, _ = plain_logits(spec, sequence, torch.float32)
+            sequence.append(int(logits[-1].argmax()))
+        assert served[one.request_id] == sequence[len(one.prompt_token_ids) :], one.request_id
+    eager.shutdown()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 40, "max_model_len": 100}], ids=["roomy", "preempting"])
+def test_guesses_change_no_token(folders: dict[bool, Path], options: dict[str, int]) -> None:
+    """Greedy or drawn, with penalties, logprobs, stop ids: every request is as without guesses, in fewer steps."""
+    outputs, num_steps = {}, {}
+    for guesses in (True, False):
+        core = EngineCore(tiny_config(folders[guesses], max_num_batched_tokens=24, **options))
+        counted = core.step
+        num_steps[guesses] = 0
+
+        def step(guesses: bool = guesses, counted: Any = counted) -> Any:
+            num_steps[guesses] += 1
+            return counted()
+
+        core.step = step  # type: ignore[method-assign]
+        outputs[guesses] = run_requests(core, mixed_requests())
+        assert core.stats().num_free_blocks == core.stats().num_total_blocks
+        core.shutdown()
+    assert tokens_of(outputs[True]) == tokens_of(outputs[False])
+    for name, steps in outputs[True].items():
+        with_guesses, without = (
+            [entry for one in given for entry in one.new_logprobs or []] for given in (steps, outputs[False][name])
+        )
+        assert [entry.ids for entry in with_guesses] == [entry.ids for entry in without]
+    assert num_steps[True] < num_steps[False]
+
+
+def test_decode_steps_of_three_rows_are_captured(folders: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    made: list[CudaGraphRunner] = []
+
+    def graph_runner(worker: Any) -> CudaGraphRunner:
+        made.append(
+            CudaGraphRunner(
+                worker._model, mode="full", max_num_seqs=8, backends=[], device=FakeDevice(), sizes=(1, 2, 4, 8),
+                query_len=Q, decode_head=begin_step, decode_tail=end_step,
+            )
+        )  # fmt: skip
+        return made[0]
+
+    requests = [request(f"r{i}", prompt_of(i, 5 + 3 * i), max_tokens=24) for i in range(3)]
+    plain = EngineCore(tiny_config(folders[True]))
+    expected = tokens_of(run_requests(plain, requests))
+    plain.shutdown()
+    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.Worker._graph_runner", graph_runner)
+    core = EngineCore(tiny_config(folders[True], max_num_seqs=8))
+    made[0].capture()
+    assert tokens_of(run_requests(core, requests)) == expected
+    assert made[0].stats.replays["full"] > 3
+    core.shutdown()
