@@ -1,7 +1,7 @@
-"""The one `torch.library` namespace of this project (`cas`) and what the compiler must know of each op in it.
+"""The `torch.library` namespace of this project (`cas`), and what the compiler needs to know about each op.
 
-Ops are defined with `Library.define` / `impl` (less call overhead than `torch.library.custom_op`). The Library object must stay
-alive as long as the ops are used, so it is a module attribute.
+Ops are defined with `Library.define` and `impl`, which have less call overhead than `torch.library.custom_op`. The Library object has to
+live as long as the ops are used, so it is a module attribute.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
 class OpKind(Enum):
-    """How the splitter treats an op of ours."""
+    """How the splitter treats an op."""
 
-    CAPTURABLE = "capturable"  # may sit inside a compiled piece and inside a CUDA graph
-    SPLIT_POINT = "split point"  # ends a piece: runs between pieces, never inside one
+    CAPTURABLE = "capturable"  # may be part of a compiled piece and of a CUDA graph
+    SPLIT_POINT = "split point"  # runs between pieces, never inside one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpInfo:
-    """What the compiler knows of one op.
+    """What the compiler knows about an op.
 
-    `version` enters every artifact key: raise it whenever the op's numerics, layout or signature change.
-    `python`: the Python function that a split point is on every device, if it is one; calling it spares the dispatcher.
+    version: part of every artifact key; raise it when the op's numerics, layout or signature change.
+    python: the function that a split point runs on every device, if it is one Python function. Calling it avoids the dispatcher.
     """
 
     kind: OpKind
@@ -42,10 +42,10 @@ OPS: dict[str, OpInfo] = {}
 
 
 def define(schema: str, *, kind: OpKind, version: int, fake: Callable, **impls: Callable) -> OpOverload:
-    """Define `cas::<schema>`, its fake and its kernels, and return the overload.
+    """Define `cas::<schema>`, its fake and its kernels. → the overload
 
-    `schema`: as `Library.define` takes it, e.g. `"silu_mul(Tensor x) -> Tensor"`; every mutated argument is declared.
-    `fake`: shape function. `impls`: dispatch key → kernel, e.g. `CPU=...`, `CUDA=...`, `CompositeExplicitAutograd=...`.
+    schema: of `Library.define`, for example `"silu_mul(Tensor x) -> Tensor"`; every mutated argument is declared.
+    fake: the shape function. impls: dispatch key → kernel, for example `CPU=...`, `CUDA=...`, `CompositeExplicitAutograd=...`.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

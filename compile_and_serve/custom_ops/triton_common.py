@@ -1,9 +1,9 @@
-"""What the Triton kernels share: programmatic dependent launch, and buffers that outlive a launch.
+"""What the Triton kernels share: programmatic dependent launch (PDL), small device functions, and buffers that outlive a launch.
 
-Programmatic dependent launch (Hopper and later): a kernel launched with `launch_pdl` may start while the one before it still runs.
-Until `wait_for_previous` returns it may read only what no such kernel writes: weights, and what the step was given (lengths, block
-tables), which the step's first kernel, an ordinary one, or what came before that has written. Every program of every kernel that takes
-part calls it, so that the end of one kernel implies the end of all before it.
+PDL (Hopper and later): a kernel launched with `launch_pdl` may start while the previous kernel still runs. Until `wait_for_previous`
+returns, it may read only what no such kernel writes: weights, and the step's inputs (lengths, block tables), which were written by the
+step's first kernel, an ordinary one, or before it. Every program of every PDL kernel calls `wait_for_previous`, so that the end of a
+kernel implies the end of all kernels before it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ TRITON_TYPES = {
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Block until everything that earlier kernels of the stream wrote is visible."""
+    """Wait until all writes of earlier kernels of the stream are visible."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Allow the next kernel of the stream to start once every program of this one has come here."""
+    """Allow the next kernel of the stream to start once every program of this kernel has called this."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch_l2(ptr, num_elements, THREADS: tl.constexpr):
-    """Bring num_elements (a multiple of 16 · THREADS bytes, contiguous, 16-byte aligned) into L2, without waiting."""
+    """Prefetch num_elements (contiguous, 16-byte aligned, a multiple of 16 · THREADS bytes) into L2."""
     bytes_each = (num_elements * (ptr.dtype.element_ty.primitive_bitwidth // 8) // THREADS).to(tl.int32)
     addresses = ptr.to(tl.int64) + tl.arange(0, THREADS).to(tl.int64) * bytes_each
     tl.inline_asm_elementwise(
@@ -53,7 +53,7 @@ def prefetch_l2(ptr, num_elements, THREADS: tl.constexpr):
 
 @triton.jit
 def prefetch_rows_l2(pointers_C, NUM_ELEMENTS: tl.constexpr):
-    """Bring the row of NUM_ELEMENTS values (16-byte aligned, a multiple of 16 bytes) at each pointer into L2, without waiting."""
+    """Prefetch the row of NUM_ELEMENTS values (16-byte aligned, a multiple of 16 bytes) at each pointer into L2."""
     num_bytes: tl.constexpr = NUM_ELEMENTS * pointers_C.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -67,7 +67,7 @@ def prefetch_rows_l2(pointers_C, NUM_ELEMENTS: tl.constexpr):
 
 @triton.jit
 def to_cache(values, kv_ptr):
-    """Rounded to the KV cache's dtype: to the nearest, ties to even; float8 saturates, and NaN stays NaN."""
+    """Values in the KV cache's dtype: to nearest, ties to even. Float8 saturates, and NaN stays NaN."""
     dtype: tl.constexpr = kv_ptr.dtype.element_ty
     if dtype == tl.float8e4nv:
         values = tl.clamp(values.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -76,10 +76,10 @@ def to_cache(values, kv_ptr):
 
 @triton.jit
 def to_products(q, dtype: tl.constexpr):
-    """Queries in the dtype that they are multiplied with keys in: that of the model, or float16 for a bfloat16 model's float8 cache.
+    """Queries in the dtype of the products: the model's, or float16 for a bfloat16 model with a float8 cache.
 
-    Float16 holds every float8 value and is one instruction for two of them away, bfloat16 four. Of bfloat16 queries and
-    probabilities it loses what is below 2^-24 (below 2^-17 in part); queries beyond ±65504 become ±65504.
+    Float16 holds every float8 value, and one instruction converts two of them; conversion to bfloat16 takes four. Of bfloat16 queries
+    and probabilities, float16 loses values below 2^-24 and bits of values below 2^-17. Queries saturate at ±65504.
     """
     if dtype == tl.float16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
@@ -98,7 +98,7 @@ def add_pairs(a0, b0, a1, b1):
 
 @triton.jit
 def weight_tile(w_ptr, block, start, num_rows, num_blocks, row_size, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Rows of one block of a contiguous matrix, columns [start, start + BLOCK_I), zeros beyond the last block and column."""
+    """One block of rows of a contiguous matrix, columns [start, start + BLOCK_I); zeros after the last block and column."""
     rows_O = block * BLOCK_O + tl.arange(0, BLOCK_O)
     cols_I = start + tl.arange(0, BLOCK_I)
     safe_rows_O = tl.where(rows_O < num_rows, rows_O, 0).to(tl.int64)
@@ -108,12 +108,12 @@ def weight_tile(w_ptr, block, start, num_rows, num_blocks, row_size, BLOCK_O: tl
 
 
 def cdiv(x: int, y: int) -> int:
-    """x / y, rounded up. On the host, where Triton's own is a kernel's function and takes as long as a launch's arguments."""
+    """x / y, rounded up, on the host. (On the host, Triton's own function is slow.)"""
     return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n, for n of at least 1; on the host, as `cdiv`."""
+    """The smallest power of 2 that is at least n, for n ≥ 1, on the host."""
     return 1 << (n - 1).bit_length()
 
 
@@ -133,10 +133,10 @@ _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def split_counters(device: torch.device) -> torch.Tensor:
-    """int32 zeros [SPLIT_COUNTERS] of the current stream; a kernel that counts its splits' arrivals leaves them at zero again.
+    """int32 zeros [SPLIT_COUNTERS] of the current stream. A kernel that counts its finished splits resets its counters to zero.
 
-    Made at the first use, which must not be inside a graph capture: warm up before capturing, on any stream
-    (while a stream captures, the buffer that another stream made is used: graphs are replayed on one stream).
+    They are allocated at the first use, which must not be in a graph capture: run a kernel before capturing it, on any stream. A
+    capture uses the buffer of any stream, because all graphs are replayed on one stream.
     """
     if device.type != "cuda":
         return _counters.setdefault((device, 0), torch.zeros(SPLIT_COUNTERS, dtype=torch.int32))
@@ -144,7 +144,7 @@ def split_counters(device: torch.device) -> torch.Tensor:
         for (owner, _), buffer in _counters.items():
             if owner == device:
                 return buffer
-        raise AssertionError("a split kernel was captured before it ran once")
+        raise AssertionError("a split kernel was captured before its first run")
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     if key not in _counters:
         _counters[key] = torch.zeros(SPLIT_COUNTERS, dtype=torch.int32, device=device)
@@ -152,5 +152,5 @@ def split_counters(device: torch.device) -> torch.Tensor:
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Launch options of a kernel that takes part in programmatic dependent launch, where the device has it."""
+    """Launch options of a PDL kernel. pdl: whether the device has PDL."""
     return {"launch_pdl": True} if pdl else {}

@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: the ops, and one backend a file."""
+"""Attention over a paged KV cache: the ops, and one file per backend."""

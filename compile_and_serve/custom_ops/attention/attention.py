@@ -1,12 +1,11 @@
 """`cas::attention`: causal softmax attention over a paged KV cache; the op at which graphs are split.
 
 Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads (H % K == 0), E head size,
-N cache blocks, P tokens a block, M block-table columns.
+N cache blocks, P tokens per block, M block-table columns.
 
-A model calls `attention(q_THE, k_TKE, v_TKE, kv_cache, scale)`. What differs from step to step (which token belongs to
-which sequence, where its keys go) is not an argument: the op reads the running step's `AttentionMetadata` by the name of its
-state group. So the captured graph has one dynamic dimension (T), and a backend may keep what it needs (plans, wrappers, split
-counts).
+A model calls `attention(q_THE, k_TKE, v_TKE, kv_cache, scale)`. The lengths, block tables and cache slots of a step are not arguments:
+the op reads the running step's `AttentionMetadata` by the name of its state group. So the captured graph has one dynamic dimension (T),
+and each backend can keep its own state (plans, wrappers, split counts).
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata, runni
 
 @dataclass(kw_only=True, slots=True)
 class AttentionMetadata:
-    """One step's batch as attention sees it. Tensors live on the model's device; integers are the host's.
+    """The batch of one step. Tensors are on the model's device; integers are on the host.
 
-    Sequences lie one after another on the token dimension: sequence s owns tokens query_start_loc[s] … query_start_loc[s+1]-1,
-    and they are the last ones of its seq_lens[s] tokens. Decodes and prefill chunks mix freely.
+    Sequences are contiguous in the token dimension: sequence s has tokens query_start_loc[s] … query_start_loc[s+1]-1, which are the
+    last of its seq_lens[s] tokens. A batch may mix decodes and prefill chunks.
     """
 
     backend: AttentionBackend
     query_start_loc: torch.Tensor  # int32 [S + 1]
-    seq_lens: torch.Tensor  # int32 [S], tokens in the cache after this step's are written
+    seq_lens: torch.Tensor  # int32 [S], tokens in the cache, those of this step included
     block_table: torch.Tensor  # int32 [S, M], column c holds the block of tokens c*P … (c+1)*P-1
-    slot_mapping: torch.Tensor  # int64 [T], block * P + offset; -1: padding, nothing is written
+    slot_mapping: torch.Tensor  # int64 [T], block * P + offset; -1: padding, not written
     num_seqs: int
-    num_tokens: int  # real tokens; T may be larger (padding), outputs there are unspecified but finite
+    num_tokens: int  # without padding; T may be larger. Outputs of padding are unspecified but finite
     max_query_len: int
     max_seq_len: int
-    # Host copies, for backends that plan on the host; without them such a backend has to wait for the device.
+    # Host copies for backends that plan on the host. Without them, such a backend waits for the device.
     query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]
     seq_lens_cpu: np.ndarray | None = None  # int32 [S]
 
 
 class AttentionBackend(Protocol):
-    """A way to compute `cas::attention` on some device.
+    """An implementation of `cas::attention` for some devices.
 
-    KV cache layout, the same for every backend: [N, 2, K, P, E], keys at [:, 0], values at [:, 1]. Its dtype is q's or
-    float8_e4m3fn: keys and values are then rounded to it (to the nearest, ties to even; beyond ±448 to ±448) with no scale, and
-    the tokens of a step are attended as the cache keeps them where a backend reads them back from there.
+    All backends use one KV cache layout: [N, 2, K, P, E], keys at [:, 0], values at [:, 1]. Its dtype is q's or float8_e4m3fn. Keys and
+    values are quantized to float8 without a scale (to nearest, ties to even, saturating at ±448). A backend that reads the step's own
+    keys from the cache attends to their quantized values.
     """
 
     name: str
@@ -65,11 +64,11 @@ class AttentionBackend(Protocol):
         num_kv_heads: int,
         block_size: int,
     ) -> str | None:
-        """None when the combination runs, else one sentence why not."""
+        """None when the backend supports the combination, else the reason in one sentence."""
         ...
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Called once a step, before the model runs, so that layers share what does not differ between them."""
+        """Prepare what the layers of a step share. Called once per step, before the model runs."""
         ...
 
     def forward(
@@ -81,7 +80,7 @@ class AttentionBackend(Protocol):
         scale: float,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Write k and v at slot_mapping, then attend. Inputs may be strided views (last dimension contiguous). → [T, H, E]"""
+        """Write k and v at slot_mapping, then attend. Inputs may be views with a contiguous last dimension. → [T, H, E]"""
         ...
 
 
@@ -97,7 +96,7 @@ class _EveryGroup(dict[str, AttentionMetadata]):
 
 
 def attention_metadata(metadata: AttentionMetadata) -> AbstractContextManager[None]:
-    """Make `metadata` what attention ops of every state group read inside the block."""
+    """Attention ops of every state group read `metadata` inside the block."""
     return running(_EveryGroup(metadata))
 
 

@@ -15,9 +15,9 @@ _MAX_GROUP = 96
 
 
 class CpuAttention:
-    """KV write and paged attention, with head norms and RoPE when asked, in one kernel call.
+    """KV write and paged attention in one kernel call, with head norms and RoPE in `rope_forward`.
 
-    float32 and bfloat16; the cache in the same or in float8_e4m3fn.
+    Computes in float32 or bfloat16. The cache has the same dtype or float8_e4m3fn.
     """
 
     name = "cpu"
@@ -33,7 +33,7 @@ class CpuAttention:
         num_kv_heads: int,
         block_size: int,
     ) -> str | None:
-        """None when the combination runs, else one sentence why not. Builds the kernels at the first call."""
+        """As `AttentionBackend.unsupported_reason`. Builds the kernels at the first call."""
         if device.type != "cpu":
             return f"the cpu attention backend runs on the CPU only, not on {device.type}"
         if dtype not in (torch.float32, torch.bfloat16):
@@ -46,12 +46,12 @@ class CpuAttention:
             return f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
         if num_heads // num_kv_heads > _MAX_GROUP:
             group = num_heads // num_kv_heads
-            return f"the cpu attention backend takes up to {_MAX_GROUP} query heads a key/value head, not {group}"
+            return f"the cpu attention backend takes up to {_MAX_GROUP} query heads per key/value head, not {group}"
         load_cpu_kernels()
         return cpu_kernels_status()
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Nothing is shared between layers."""
+        """Does nothing: the layers share nothing."""
 
     def forward(
         self,

@@ -1,15 +1,15 @@
 """Attention backend `flashinfer`: FlashInfer for prompts, our one-kernel decode for sequences with one query token.
 
-Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block,
+Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block,
 M block-table columns.
 
-Prompts without a cached prefix are attended straight from the step's own keys and values, which FA3 reads faster than pages.
-Where the cache is in float8 that is all that FlashInfer does: FA3 has no products of bfloat16 queries with float8 pages.
-On Hopper FA3 takes long prompts and many at once, Triton's kernel the others (it was faster than FA2, whose time had its launches in it,
-though); elsewhere FA2 takes all.
-Decode has nothing to plan, so it goes into CUDA graphs of any length. Prompts are planned on the host once a step, at the first layer
-(which is when head counts are known), and the plan serves all layers. Where the module that a step wants is not built yet, Triton's
-kernel takes the step and the build goes on in the background.
+Prompts without a cached prefix attend to the step's own keys and values, which FA3 reads faster than pages. With a float8 cache,
+FlashInfer runs only those prompts: FA3 does not multiply bfloat16 queries by float8 pages.
+On Hopper, FA3 runs long prompts and large steps of prompts, and Triton's kernel the others (it was faster than FA2, but FA2's time
+included its launches). On other GPUs FA2 runs all prompts.
+Decode needs no plan, so a CUDA graph of it serves any length. Prompts are planned on the host once per step, at the first layer, when the
+numbers of heads are known; all layers share the plan. Until the module that a step needs is built, which happens in the background,
+Triton's kernel runs the step.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from compile_and_serve.custom_ops.attention.triton_backend import TritonAttentio
 logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 256 << 20
-# FA3 takes steps with a prompt of so many tokens, or with so many tokens of prompts without a cached prefix. Below that Triton's kernel is
-# up to a quarter slower, but it needs no plan, and launching it takes the host less. (On an H200, Llama-3.1-8B's heads: 4 prompts of 544
-# tokens 59 us by FA3 and 70 by Triton's, 30 of them 365 and 498, 80 of 200 287 and 415, 32 of 64 47 and 44.)
+# FA3 runs steps with a prompt of at least FA3_MIN_QUERY_LEN tokens, or with FA3_MIN_TOKENS tokens of prompts without a cached prefix.
+# For smaller steps Triton's kernel takes up to a quarter longer, but needs no plan and less host time. Microseconds on an H200 with
+# Llama-3.1-8B's heads, FA3 and Triton: 4 prompts of 544 tokens 59 and 70, 30 of 544 365 and 498, 80 of 200 287 and 415, 32 of 64 47 and 44.
 FA3_MIN_QUERY_LEN, FA3_MIN_TOKENS = 1024, 4096
 _HEAD_DIMS = (64, 128, 256)
 
@@ -55,29 +55,29 @@ class _Shape:
 
 @dataclass(slots=True)
 class _StepPlan:
-    """What the layers of one step share."""
+    """What the layers of a step share. Leading sequences with one query token are decodes; the others are prompts."""
 
     metadata: AttentionMetadata
-    num_single: int  # leading sequences with one query token: the decode kernel's
+    num_single: int  # decodes
     max_query_len: int
-    query_start_loc: np.ndarray  # of the others, from 0
-    seq_lens: np.ndarray  # of the others
-    is_fresh: bool  # none of the others has tokens in the cache yet
+    query_start_loc: np.ndarray  # of the prompts, from 0
+    seq_lens: np.ndarray  # of the prompts
+    is_fresh: bool  # no prompt has a cached prefix
     wrappers: dict[_Shape, Any]
 
 
 class FlashInferAttention(TritonAttention):
-    """Triton's kernels but for prompts that FlashInfer takes. One instance an engine: it holds FlashInfer's workspace and wrappers."""
+    """FlashInfer for some prompts, Triton's kernels for everything else. An engine has one instance, with FlashInfer's workspace."""
 
     name = "flashinfer"
 
     def __init__(self, module_dir: Path | None = None, *, build: bool = True) -> None:
-        """module_dir: where built modules are kept, None: the user's cache folder. build: build missing modules in the background."""
+        """module_dir: folder of the built modules; None: in the user's cache. build: build missing modules in the background."""
         self._module_dir = module_dir
         self._build = build
         self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
         self._wrappers: dict[tuple[Variant, bool], Any] = {}
-        # After which the device has read a wrapper's last plan.
+        # Recorded after the device has read a wrapper's last plan.
         self._copied: dict[tuple[Variant, bool], torch.cuda.Event] = {}
         self._workspace: torch.Tensor | None = None
         self._uses_modules = True
@@ -96,7 +96,7 @@ class FlashInferAttention(TritonAttention):
         num_kv_heads: int,
         block_size: int,
     ) -> str | None:
-        """None when the combination runs, else one sentence why not."""
+        """As `AttentionBackend.unsupported_reason`."""
         if reason := flashinfer_unavailable_reason(device):
             return reason
         if dtype not in (torch.bfloat16, torch.float16):
@@ -115,12 +115,12 @@ class FlashInferAttention(TritonAttention):
 
     @property
     def workspace_to_come(self) -> int:
-        """Bytes of device memory that the first long prompt will take and keep."""
+        """Bytes of device memory that the first long prompt will allocate and keep."""
         return WORKSPACE_BYTES if self._workspace is None else 0
 
     @contextmanager
     def without_modules(self) -> Iterator[None]:
-        """Triton's kernels take all prompts inside; FlashInfer, whose import takes seconds, is not even looked at."""
+        """Inside, Triton's kernels run all prompts, and FlashInfer, whose import takes seconds, is not imported."""
         self._uses_modules = False
         try:
             yield
@@ -128,14 +128,14 @@ class FlashInferAttention(TritonAttention):
             self._uses_modules = True
 
     def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FlashInferModules:
-        """The compiled modules that a model of this dtype and head size uses."""
+        """The modules for a dtype and head size."""
         key = (dtype, head_dim)
         if key not in self._modules:
             self._modules[key] = FlashInferModules(dtype, head_dim, device, self._module_dir)
         return self._modules[key]
 
     def module_status(self) -> dict[str, str]:
-        """ "dtype head size variant" → "built", "building", "not built", or why it failed; empty before the first step."""
+        """ "dtype head size variant" → "built", "building", "not built", or the failure; empty before the first step."""
         return {
             f"{str(dtype).removeprefix('torch.')} {head_dim} {variant}": state
             for (dtype, head_dim), modules in self._modules.items()
@@ -143,7 +143,7 @@ class FlashInferAttention(TritonAttention):
         }
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Split the step into decodes and prompts; the prompts' plan follows at the first layer."""
+        """Split the step into decodes and prompts. The prompts are planned at the first layer."""
         self._step = None
         if metadata.max_query_len == 1:
             return
@@ -216,7 +216,7 @@ class FlashInferAttention(TritonAttention):
         return out_THE
 
     def _planned_wrapper(self, shape: _Shape, device: torch.device, metadata: AttentionMetadata) -> Any:
-        """FlashInfer's wrapper, planned for this step and shape; None where Triton's kernels take the step."""
+        """FlashInfer's wrapper, planned for this step and shape; None where Triton's kernels run the step."""
         if metadata.max_query_len == 1:
             return None
         if self._step is None or self._step.metadata is not metadata:
@@ -261,7 +261,7 @@ class FlashInferAttention(TritonAttention):
             "layers with different heads share one FlashInfer plan"
         )
         if (variant, is_ragged) in self._copied:
-            # A wrapper writes each plan to the same host memory, and the step before may not have begun to copy its own.
+            # A wrapper writes every plan to the same host memory, which the previous step may not have copied yet.
             self._copied[variant, is_ragged].synchronize()
         self._plan(wrapper, is_ragged, shape, device, step)
         self._copied.setdefault((variant, is_ragged), torch.cuda.Event()).record()
@@ -279,7 +279,7 @@ class FlashInferAttention(TritonAttention):
         blocks = -(-step.seq_lens // shape.block_size)
         indptr = np.zeros(len(blocks) + 1, dtype=np.int32)
         np.cumsum(blocks, out=indptr[1:])
-        # Entries of the block table that are in use, row by row, gathered on the device at places computed here.
+        # The used entries of the block table, row by row. They are gathered on the device, at positions computed here.
         columns = step.metadata.block_table.stride(0)
         rows = np.repeat(np.arange(len(blocks), dtype=np.int64) + step.num_single, blocks)
         places = rows * columns + np.arange(indptr[-1], dtype=np.int64) - np.repeat(indptr[:-1], blocks)

@@ -1,8 +1,8 @@
-"""FlashInfer's compiled modules: which are there, building them beside a running server, and carrying them to another machine.
+"""FlashInfer's compiled modules: finding them, building them in the background, and copying them to other machines.
 
-FlashInfer compiles a kernel module at its first use, for half a minute and more. Nothing here waits for that: a module is used once it
-is in `module_dir` (named by FlashInfer's version and the device's architecture), is built by a background thread where it is not, and
-can be copied in from an artifact, which makes it loadable without a compiler.
+FlashInfer compiles a kernel module at its first use, which takes half a minute or more. Here no step waits for that. A module is used
+once it is in `module_dir`, whose name has FlashInfer's version and the device's architecture; a background thread builds missing ones.
+Modules copied from an artifact load without a compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_CAUSE = 300  # characters
 
 
 def flashinfer_unavailable_reason(device: torch.device) -> str | None:
-    """None when FlashInfer may be used on the device, else one sentence why not. Does not import it."""
+    """None when FlashInfer runs on the device, else the reason in one sentence. Does not import it."""
     if device.type != "cuda":
         return f"FlashInfer runs on CUDA devices only, not on {device.type}"
     if find_spec("flashinfer") is None:
@@ -52,15 +52,13 @@ class FlashInferModules:
         )
         self.module_dir = (module_dir or default_dir) / self.key
         self.dtype, self.head_dim, self.device = dtype, head_dim, device
-        self.variants: tuple[Variant, ...] = (
-            ("fa3",) if (major, minor) == (9, 0) else ("fa2",)
-        )  # those that are used there
+        self.variants: tuple[Variant, ...] = ("fa3",) if (major, minor) == (9, 0) else ("fa2",)  # that the backend uses
         self._state: dict[Variant, str] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def _spec(self, variant: Variant) -> Any:
-        """FlashInfer's build specification of the module; points FlashInfer at `module_dir` for finished modules."""
+        """FlashInfer's build specification of the module. FlashInfer then loads finished modules from `module_dir`."""
         from flashinfer.jit import env
         from flashinfer.jit.attention import gen_batch_prefill_module
 
@@ -80,7 +78,7 @@ class FlashInferModules:
         )
 
     def name(self, variant: Variant) -> str:
-        """The module's name, as FlashInfer gives it."""
+        """FlashInfer's name of the module."""
         from flashinfer.jit.attention import get_batch_prefill_uri
 
         return get_batch_prefill_uri(
@@ -111,14 +109,14 @@ class FlashInferModules:
         return True
 
     def status(self) -> dict[str, str]:
-        """Variant → "built", "building", "not built", or why it failed."""
+        """Variant → "built", "building", "not built", or the failure."""
         return {
             variant: "built" if self.is_built(variant) else self._state.get(variant, "not built")
             for variant in self.variants
         }
 
     def build(self, variant: Variant) -> None:
-        """Build the module now (half a minute and more) and put it into `module_dir`; does nothing where it is there."""
+        """Build the module (half a minute or more) and put it into `module_dir`, unless it is there."""
         if self.is_built(variant):
             return
         started = time.perf_counter()
@@ -131,9 +129,9 @@ class FlashInferModules:
             reason = _cause(error)
             self._state[variant] = f"failed: {reason}"
             logger.warning(
-                "FlashInfer's %s prefill module could not be built, Triton's kernels stay in use: %s", variant, reason
+                "FlashInfer's %s prefill module could not be built; Triton's kernels stay in use: %s", variant, reason
             )
-            logger.debug("what building it said", exc_info=error)
+            logger.debug("output of the build", exc_info=error)
             return
         self._state[variant] = "built"
         logger.info(
@@ -150,7 +148,7 @@ class FlashInferModules:
         os.replace(temporary, target)
 
     def build_in_background(self) -> None:
-        """Build every missing module in a thread of its own, one after another; returns at once."""
+        """Build the missing modules one after another in a background thread; returns at once."""
         with self._lock:
             missing = [
                 variant for variant in self.variants if not self.is_built(variant) and variant not in self._state
@@ -165,7 +163,7 @@ class FlashInferModules:
             self.build(variant)
 
     def export_to(self, folder: Path) -> list[Path]:
-        """Copy the built modules into folder/<key>/…; → the files written."""
+        """Copy the built modules into folder/<key>/…. → the files written"""
         written = []
         for variant in self.variants:
             if self.is_built(variant):
@@ -177,7 +175,7 @@ class FlashInferModules:
         return written
 
     def import_from(self, folder: Path) -> list[Path]:
-        """Copy modules that `export_to` wrote for this FlashInfer and architecture, where they are missing; → the files written."""
+        """Copy missing modules that `export_to` wrote for this FlashInfer version and architecture. → the files written"""
         written = []
         for source in sorted((folder / self.key).glob("*/*.so")):
             target = self.module_dir / source.parent.name / source.name
@@ -188,8 +186,8 @@ class FlashInferModules:
 
 
 def _cause(error: Exception) -> str:
-    """The line of a build's output that says what is wrong: compilers' commands around it fill pages."""
+    """The line of a build's output with the error; the commands around it are long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    signs = ("cannot find", "error:", "fatal", "error")  # "collect2: error:" follows what the linker cannot find
+    signs = ("cannot find", "error:", "fatal", "error")  # "collect2: error:" comes after the line with the missing name
     wanted = (line for sign in signs for line in lines if sign in line.lower())
     return next(wanted, lines[0])[:_LONGEST_CAUSE]

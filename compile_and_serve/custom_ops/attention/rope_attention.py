@@ -1,9 +1,9 @@
 """`cas::rope_attention`: head norms, rotary embedding, KV write and attention of one layer in one op; a split point.
 
-Shape legend: T tokens of the step, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block.
+Shape legend: T tokens of the step, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block.
 
-As `cas::attention`, the op reads the step's `AttentionMetadata`. A backend with a `rope_forward` does all of it itself; for
-any other the op composes plain torch with the backend's `forward`.
+Like `cas::attention`, the op reads the step's `AttentionMetadata`. A backend with a `rope_forward` does everything in one call. For other
+backends, the op computes norms and RoPE in plain torch and calls the backend's `forward`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata
 
 
 class RopeAttentionBackend(Protocol):
-    """What an attention backend adds to run the whole op in one call."""
+    """An attention backend that runs the whole op in one call."""
 
     def rope_forward(
         self,
@@ -34,7 +34,7 @@ class RopeAttentionBackend(Protocol):
         eps: float,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """As `rope_attention`, with the metadata handed over. → [T, H*E]"""
+        """As `rope_attention`, with the metadata as an argument. → [T, H*E]"""
         ...
 
 
@@ -43,7 +43,7 @@ def norm_rope_reference(
 ) -> torch.Tensor:
     """y = x̂ · cos + rotate_half(x̂) · sin with x̂ = rms_norm(x) · weight over E (or x without a weight).
 
-    x_TNE: [T, heads, E]; cos_TE, sin_TE: [T, E]; norm_weight_E: [E]. All in float32, rounded once to x's dtype. → [T, heads, E]
+    x_TNE: [T, heads, E]; cos_TE, sin_TE: [T, E]; norm_weight_E: [E]. In float32, with one rounding to x's dtype. → [T, heads, E]
     """
     math_dtype = torch.promote_types(x_TNE.dtype, torch.float32)
     y_TNE = x_TNE.to(math_dtype)

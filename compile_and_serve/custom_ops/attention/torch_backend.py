@@ -1,7 +1,7 @@
 """`TorchAttention`: the reference attention backend, plain torch on any device.
 
 Shape legend: T tokens of the step, L query tokens of one sequence, C cached tokens of one sequence, S sequences, H query heads,
-K key/value heads, G = H / K query heads a key/value head, E head size, N cache blocks, P tokens a block, M block-table columns.
+K key/value heads, G = H / K query heads per key/value head, E head size, N cache blocks, P tokens per block, M block-table columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compile_and_serve.custom_ops.quantization import LARGEST
 def write_kv_cache(
     k_TKE: torch.Tensor, v_TKE: torch.Tensor, kv_cache: torch.Tensor, slot_mapping_T: torch.Tensor
 ) -> None:
-    """kv_cache[slot / P, 0 or 1, :, slot % P] = k, v of the token, for slots that are not -1.
+    """kv_cache[slot // P, 0, :, slot % P] = k and kv_cache[slot // P, 1, :, slot % P] = v for each token whose slot is not -1.
 
     k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated), q's dtype or float8_e4m3fn; slot_mapping_T: int64 [T].
     """
@@ -28,14 +28,14 @@ def write_kv_cache(
 
 
 def round_to_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as a cache of that dtype keeps it; NaN stays NaN."""
-    if dtype in LARGEST:  # a cast gives NaN beyond the largest value in some versions of torch
+    """x in the dtype of a cache: float8 saturates, and NaN stays NaN."""
+    if dtype in LARGEST:  # in some versions of torch, a cast gives NaN beyond the largest value
         x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
     return x.to(dtype)
 
 
 class TorchAttention:
-    """Reads the cache sequence by sequence; scores, softmax and the weighted sum are in float32 (float64 for float64 inputs)."""
+    """Attends one sequence at a time. Scores, softmax and the weighted sum are in float32 (float64 for float64 inputs)."""
 
     name = "torch"
 
@@ -50,7 +50,7 @@ class TorchAttention:
         num_kv_heads: int,
         block_size: int,
     ) -> str | None:
-        """None when the combination runs, else one sentence why not."""
+        """As `AttentionBackend.unsupported_reason`."""
         if not dtype.is_floating_point:
             return f"attention needs a floating-point dtype, not {dtype}"
         if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
@@ -60,7 +60,7 @@ class TorchAttention:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Nothing is shared between layers."""
+        """Does nothing: the layers share nothing."""
 
     def forward(
         self,

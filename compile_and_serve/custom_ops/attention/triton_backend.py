@@ -1,6 +1,6 @@
-"""Attention backend `triton`: kernels of our own, no build to wait for, any head size; runs in Triton's interpreter as well.
+"""Attention backend `triton`: our own kernels for any head size, which need no build; they also run in Triton's interpreter.
 
-Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block.
+Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MAX_HEAD_DIM = 256
 
 
 def triton_unsupported_reason(device: torch.device) -> str | None:
-    """None when Triton kernels run on the device, else one sentence why not."""
+    """None when Triton kernels run on the device, else the reason in one sentence."""
     try:
         import triton
     except ImportError:
@@ -28,10 +28,10 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
 
 
 class TritonAttention:
-    """Decodes run in one kernel a layer (norm, rope, KV write, attention); prompts in two (norm, rope, KV write; then attention)."""
+    """A layer's decodes run in one kernel (norm, rope, KV write, attention), its prompts in two (norm, rope, KV write; attention)."""
 
     name = "triton"
-    decode_capturable = True  # a step of decodes reads all lengths from the device
+    decode_capturable = True  # a decode step reads all lengths from the device
 
     def unsupported_reason(
         self,
@@ -44,7 +44,7 @@ class TritonAttention:
         num_kv_heads: int,
         block_size: int,
     ) -> str | None:
-        """None when the combination runs, else one sentence why not."""
+        """As `AttentionBackend.unsupported_reason`."""
         if reason := triton_unsupported_reason(device):
             return reason
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -53,7 +53,7 @@ class TritonAttention:
             return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
         if kv_cache_dtype != dtype and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             name = torch.cuda.get_device_name(device)
-            return f"Triton rounds to float8_e4m3fn on compute capability 8.9 or newer only, {name} is older"
+            return f"Triton quantizes to float8_e4m3fn on compute capability 8.9 or newer only, {name} is older"
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:
             return f"the Triton kernels need an even head size of at most {MAX_HEAD_DIM}, not {head_dim}"
         if num_heads % num_kv_heads:
@@ -61,7 +61,7 @@ class TritonAttention:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Nothing is shared between layers: the kernels read lengths and block tables from the device."""
+        """Does nothing: the kernels read lengths and block tables from the device."""
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class TritonAttention:
         eps: float,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """As `rope_attention`, with the metadata handed over. → [T, H*E]"""
+        """As `rope_attention`, with the metadata as an argument. → [T, H*E]"""
         from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
 
         q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
@@ -111,20 +111,20 @@ class TritonAttention:
         eps: float,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Write the step's keys and values, attend. → [T, H, E]"""
+        """Write the step's keys and values, then attend. → [T, H, E]"""
         from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
         from compile_and_serve.custom_ops.attention.triton_prefill import prefill_attention
         from compile_and_serve.custom_ops.attention.triton_rope import rope_kv_write
 
         num_tokens, num_heads, head_dim = q_THE.shape
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
-        # Tokens of no sequence get zeros; padding sequences (length 0) of a decode step are rows of the metadata and get theirs below.
+        # Tokens of no sequence get zeros here. A decode step is padded with sequences of length 0, which get zeros in the decode kernel.
         num_covered = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_tokens
         if num_covered < num_tokens:
             out_THE[num_covered:].zero_()
         where = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
         if metadata.max_query_len > 1:
-            # Writes every token's key and value, those of single-token sequences too: the decode kernel repeats the same values.
+            # This also writes the keys and values of single-token sequences; the decode kernel writes the same values again.
             rotated_THE = rope_kv_write(
                 q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
                 write_q=cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous(),

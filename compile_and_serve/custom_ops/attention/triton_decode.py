@@ -1,15 +1,15 @@
-"""Paged attention of one query token a sequence, with the layer's head norms, rotary embedding and KV write inside.
+"""Paged attention of one query token per sequence, with the layer's head norms, rotary embedding and KV write in the same kernel.
 
 Shape legend: T tokens, S sequences, H query heads, K key/value heads, G = H / K padded to BLOCK_G, E head size, R = E / 2,
-N cache blocks, P tokens a block, M block-table columns, C tokens of one tile of keys.
+N cache blocks, P tokens per block, M block-table columns, C tokens per tile of keys.
 
-One program takes the G query heads of one key/value head over one split of a sequence's tokens. The split that ends the sequence also
-makes the new token's key and value: it writes them to the cache and starts its running softmax from them, so nothing is read back.
-Where a sequence has several splits, the last of its programs to arrive combines them. The grid depends on the number of sequences
-and heads alone, never on their lengths: one launch serves every length, which is what a captured graph needs.
+A program computes the G query heads of one key/value head over one split of a sequence's tokens. The last split also computes the new
+token's key and value: it writes them to the cache and starts its running softmax from them, so it does not read them back. If a sequence
+has several splits, the last program to finish combines them. The grid depends only on the number of sequences and heads, not on
+lengths, so that a captured launch serves every length.
 
-Programs start in the grid's order, heads first, then sequences, then splits: of sequences that come longest first (`BatchLayout`) the
-largest pieces are taken first, and what runs at the end, when no others wait, is small.
+Programs start in the grid's order: heads, then sequences, then splits. Sequences come longest first (`BatchLayout`), so that the tail is
+short.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _decode_kernel(
     cols_R, cols_E, heads_G = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     ok_R, ok_E, ok_G = cols_R < HALF, cols_E < HEAD_DIM, heads_G < GROUP
     let_next_start(PDL)
-    # Lengths and block tables were written before the step's first kernel, so they may be read while the previous one still runs.
+    # Lengths and block tables were written before the step's first kernel: they may be read while the previous kernel still runs.
     token = tl.load(start_loc_ptr + seq).to(tl.int64)
     query_len = tl.load(start_loc_ptr + seq + 1) - token
     seq_len = tl.load(seq_lens_ptr + seq)
@@ -75,7 +75,7 @@ def _decode_kernel(
             prefetch_rows_l2(rows_C, HEAD_DIM)
             prefetch_rows_l2(rows_C + TO_VALUES, HEAD_DIM)
     wait_for_previous(PDL)
-    # Sequences with more query tokens belong to the prefill kernel; padding (length 0) gets zeros.
+    # The prefill kernel runs sequences with more query tokens. Padding (length 0) gets zeros.
     if query_len != 1:
         return
     out_GE = (
@@ -107,7 +107,7 @@ def _decode_kernel(
             dtype, HEAD_DIM, BLOCK_R, HAS_K_NORM, HAS_ROPE,
         )  # fmt: skip
         v_E = tl.load(v_ptr + token * v_stride + kv_head * HEAD_DIM + cols_E, mask=ok_E, other=0.0)
-        # Rounded as the cache rounds, so that a token's key and value are the same now and when they are read later.
+        # Converted to the cache's dtype, so that this step uses the same key and value as later steps.
         k_low_1R, k_high_1R, v_E = to_cache(k_low_1R, kv_ptr), to_cache(k_high_1R, kv_ptr), to_cache(v_E, kv_ptr)
         slot = tl.load(slot_ptr + token)
         if slot >= 0:
@@ -154,7 +154,7 @@ def _decode_kernel(
         tl.store(out_GE, (acc_GE / sum_G[:, None]).to(dtype), mask=ok_GE)
         return
     if SPLITS > 1:
-        # Partial results of a split: [H, E] sums, then [H] maxima and [H] sums, for every sequence and split.
+        # Partial results: [S, splits, H, E] sums, then [S, splits, H] maxima, then as many sums of exponentials.
         rows = num_seqs * SPLITS * NUM_HEADS
         row_G = (seq * SPLITS + split) * NUM_HEADS + kv_head * GROUP + heads_G
         tl.store(partial_ptr + row_G.to(tl.int64)[:, None] * HEAD_DIM + cols_E[None, :], acc_GE, mask=ok_GE)
@@ -184,13 +184,12 @@ def _decode_kernel(
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
-    """(tile of keys, splits, stages, warps, fewest tokens a split) by the number of sequences, and the bytes of a cached value.
+    """(tile of keys, splits, stages, warps, min. tokens per split) for a number of sequences. itemsize: bytes of a cached value.
 
-    Few sequences are split finely. Many fill the device, and as they come longest first, the last to end are short: only those of more
-    than 2048 tokens (4096 of float8) are cut, so that nobody waits for a single one. (That the kernel can cut costs it some per cent
-    where nothing is long; 64 sequences of which four have 8000 tokens take 111 µs instead of 268.) Where there are so many that one warp
-    each keeps enough loads in flight, that is the fastest. Tiles of float8 are twice as long: what a tile costs besides its bytes
-    is nearly all of the instructions that there is time for.
+    Few sequences get many splits. Many sequences fill the device, and the longest run first, so only sequences of more than 2048 tokens
+    (4096 in float8) are split: a single long one would run alone at the end. (64 sequences, four of them with 8000 tokens, take 111 µs
+    instead of 268 µs. Without long sequences, the ability to split costs some per cent.) One warp per program is the fastest where the
+    programs are enough to keep the loads in flight. Float8 tiles are twice as long, because instructions per tile are the limit there.
     """
     groups = num_seqs * num_kv_heads
     if groups <= sms // 8:
@@ -222,11 +221,11 @@ def decode_attention(
     eps: float = 1e-6,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> None:
-    """out = attention of the sequences that have exactly one query token; the others' rows of out are left alone.
+    """out = attention of the sequences with exactly one query token. Rows of other sequences are not written.
 
-    q_THE, k_TKE, v_TKE: the step's new heads before norm and rope, rows may be strided; cos_TE, sin_TE: [T, E], None: no rope.
-    kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn, gets the new tokens. Sequences with seq_len 0 are padding: zeros.
-    config: as `decode_config` gives it, None: that. The metadata's tensors are as in `AttentionMetadata`; num_seqs is S of the launch.
+    q_THE, k_TKE, v_TKE: the step's heads before norm and rope, rows may be strided. cos_TE, sin_TE: [T, E]; None: no rope.
+    kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn; the new tokens are written. A sequence of length 0 is padding: it gets zeros.
+    config: replaces `decode_config`'s. The metadata's tensors are as in `AttentionMetadata`; num_seqs: S of the launch.
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_heads, head_dim = q_THE.shape[1:]

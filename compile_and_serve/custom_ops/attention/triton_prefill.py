@@ -1,7 +1,7 @@
-"""Paged attention of several query tokens a sequence (prompts and prompt chunks), causal, flash style.
+"""Paged causal attention of several query tokens per sequence (prompts and prompt chunks), in the style of FlashAttention.
 
-Shape legend: T tokens, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block,
-M block-table columns, Q query tokens of one tile, C tokens of one tile of keys.
+Shape legend: T tokens, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block,
+M block-table columns, Q query tokens per tile, C tokens per tile of keys.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def _prefill_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, SKIP_SINGLE: tl.constexpr,
 ):  # fmt: skip
-    # Late tiles of a sequence see the most keys: they start first.
+    # The last tiles of a sequence attend to the most keys: they start first.
     tile, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     TO_VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     is_float8: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv
     product: tl.constexpr = tl.float16 if is_float8 and dtype == tl.bfloat16 else dtype
-    # Sequence s starts at tile start_loc[s] // Q + s at the latest; find the last s whose first tile is not after this one.
+    # Sequence s starts at tile start_loc[s] // Q + s or before. Find the last s whose first tile is not after this one.
     low, high = 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -56,7 +56,7 @@ def _prefill_kernel(
     sum_Q = tl.zeros((BLOCK_Q,), dtype=tl.float32)
     acc_QE = tl.zeros((BLOCK_Q, BLOCK_E), dtype=tl.float32)
     base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    # Keys before `whole` are seen by every row of the tile: no mask there.
+    # Every row of the tile attends to the keys before `whole`: they need no mask.
     whole = (offset + begin + 1) // BLOCK_C * BLOCK_C
     end = tl.minimum(seq_len, offset + begin + BLOCK_Q)
     for start in tl.range(0, whole, BLOCK_C, num_stages=STAGES):
@@ -89,7 +89,7 @@ def _prefill_kernel(
         scores_QC = tl.dot(q_QE, tl.trans(k_CE), input_precision="ieee") * scale_log2
         seen_QC = tokens_C[None, :] <= offset + rows_Q[:, None]
         scores_QC = tl.where(seen_QC, scores_QC, float("-inf"))
-        # Rows past the sequence's end may see nothing here; their maximum stays finite so that nothing becomes NaN.
+        # Rows past the sequence's end may attend to no key. A finite maximum keeps them from becoming NaN.
         new_max_Q = tl.maximum(tl.maximum(max_Q, tl.max(scores_QC, 1)), -1e30)
         shrink_Q = tl.exp2(max_Q - new_max_Q)
         probs_QC = tl.exp2(scores_QC - new_max_Q[:, None])
@@ -111,11 +111,11 @@ def prefill_attention(
     skip_single: bool = False,
     config: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """out = softmax(scale · q kᵀ + causal mask) v over the cache, in which the step's own keys and values lie already.
+    """out = softmax(scale · q kᵀ + causal mask) v over the cache, which already holds the step's own keys and values.
 
     q_THE: contiguous [T, H, E]; kv_cache: [N, 2, K, P, E], q's dtype or float8_e4m3fn; the metadata's tensors as in
-    `AttentionMetadata`; skip_single leaves sequences of one query token to `decode_attention`. config: (query tile, key tile, stages,
-    warps).
+    `AttentionMetadata`. skip_single: skip sequences with one query token, which `decode_attention` runs. config: (query tile, key
+    tile, stages, warps).
     """
     num_tokens, num_heads, head_dim = q_THE.shape
     num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]

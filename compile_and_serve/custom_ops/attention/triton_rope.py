@@ -1,6 +1,6 @@
 """QK-norm, rotary embedding and paged KV write of one layer in one kernel.
 
-Shape legend: T tokens, H query heads, K key/value heads, E head size, R = E / 2, N cache blocks, P tokens a block.
+Shape legend: T tokens, H query heads, K key/value heads, E head size, R = E / 2, N cache blocks, P tokens per block.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def load_norm_rope(
     heads_ptr, ok_N, cos_ptr, sin_ptr, weight_ptr, row_stride_N, eps, dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves [N, R] of N heads, normalized and rotated in float32, rounded once to `dtype`.
+    """Both halves [N, R] of N heads, normalized and rotated in float32, with one rounding to `dtype`.
 
-    heads_ptr: first element; row_stride_N: offset of each head; cos_ptr, sin_ptr: the token's row; rows not ok are zero.
+    heads_ptr: first element. row_stride_N: offset of each head. cos_ptr, sin_ptr: the token's row. Rows outside ok_N are zero.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     cols_R = tl.arange(0, BLOCK_R)
@@ -121,7 +121,7 @@ def split_qkv(qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> tuple[tor
 
 
 def heads_contiguous(x_TNE: torch.Tensor) -> torch.Tensor:
-    """x with its heads side by side (each token's row contiguous), copied only where it is not so already."""
+    """x with contiguous rows of heads; copied only if they are not."""
     return x_TNE if x_TNE.stride(2) == 1 and x_TNE.stride(1) == x_TNE.shape[2] else x_TNE.contiguous()
 
 
@@ -139,11 +139,11 @@ def rope_kv_write(
     write_q: bool = True,
     k_out_TKE: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q' = rope(norm(q)) is returned, rope(norm(k)) and v go to the cache at slot_mapping; norm and rope only where given.
+    """Write rope(norm(k)) and v to the cache at slot_mapping and return rope(norm(q)). Without weights no norm, without cos no rope.
 
     q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E], rows may be strided; cos_TE, sin_TE: [T, E] with equal halves, contiguous rows;
-    kv_cache: [N, 2, K, P, E] (mutated), float8_e4m3fn is rounded to; slot_mapping_T: int64 [T], -1 is skipped. k_out_TKE: gets
-    the keys as well, unrounded (contiguous, not where the slot is -1). → [T, H, E], or q itself without write_q.
+    kv_cache: [N, 2, K, P, E] (mutated), in q's dtype or float8_e4m3fn; slot_mapping_T: int64 [T], -1 is skipped. k_out_TKE: contiguous,
+    also gets the keys, in q's dtype (not where the slot is -1). write_q: otherwise q is returned unchanged. → [T, H, E]
     """
     q_THE, k_TKE, v_TKE = heads_contiguous(q_THE), heads_contiguous(k_TKE), heads_contiguous(v_TKE)
     num_tokens, num_heads, head_dim = q_THE.shape

@@ -1,4 +1,4 @@
-"""Work beside a running process: threads that nobody waits for, at the lowest priority."""
+"""Background threads of the lowest priority."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ LOWEST = 19
 
 
 def run_in_background(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Run work in a thread that does not keep the process from ending. The thread, and the programs that it runs, get the time that
-    nothing else wants (on Linux; elsewhere a thread has no priority of its own).
-    """
+    """Run work in a daemon thread. On Linux, the thread and the programs that it starts have the lowest priority."""
 
     def run() -> None:
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
-                # Of this thread alone; the programs that it starts inherit it.
+                # Sets this thread's priority alone; the programs that it starts inherit it.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
         work()
 

@@ -1,7 +1,7 @@
-"""Builds a set of C++ sources into a shared library at first use and keeps it in the user's cache folder.
+"""Builds C++ sources into a shared library at first use and keeps it in the user's cache folder.
 
-The file name holds a hash of everything that the result depends on, so nothing stale is ever loaded and several versions
-live side by side. Processes that start at once share one build through a file lock.
+The file name contains a hash of everything that the result depends on, so a stale library is never loaded and several versions can
+coexist. A file lock lets concurrent processes share one build.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibili
 
 
 class BuildError(RuntimeError):
-    """Why there is no library, in one sentence."""
+    """There is no library; the message is the reason in one sentence."""
 
 
 def cache_folder() -> Path:
@@ -44,7 +44,7 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> str:
-    """Path of $CXX, g++ or clang++; BuildError names what is missing."""
+    """Path of $CXX, g++ or clang++. Raises BuildError where there is none."""
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (path := shutil.which(name)):
             return path
@@ -52,7 +52,7 @@ def find_compiler() -> str:
 
 
 def cpu_identity() -> str:
-    """What `-march=native` depends on: code built on one CPU may not run on another of the same family."""
+    """The CPU's model and features, which `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -70,8 +70,7 @@ def _torch_flags() -> list[str]:
 
 
 def _link_flags() -> list[str]:
-    # Two OpenMP runtimes in one process would each keep its own pool of threads, so the one that torch brought is linked
-    # by its path; the loader then finds it already in memory.
+    # Two OpenMP runtimes in a process would have two pools of threads. Linking torch's own by its path makes the loader reuse it.
     lib = _TORCH / "lib"
     bundled = sorted(lib.glob("libgomp*.so*")) or sorted(lib.glob("libiomp5*.so*")) or sorted(lib.glob("libomp*.so*"))
     bundled = bundled or sorted((_TORCH.parent / "torch.libs").glob("libgomp*.so*"))
@@ -79,9 +78,9 @@ def _link_flags() -> list[str]:
 
 
 def run_all(processes: Sequence[tuple[str, list[str]]], at_once: int | None = None) -> None:
-    """Run commands side by side, `at_once` of them (None: all); BuildError with the first error line of the first one that fails.
+    """Run commands in parallel, at most `at_once` (None: all). They end with this process (`end_builds`).
 
-    They end with this process (`end_builds`).
+    Raises BuildError with the first error line of the first command that fails.
     """
     waiting, running = list(reversed(processes)), deque[tuple[str, subprocess.Popen[str]]]()
     failed: str | None = None
@@ -103,7 +102,7 @@ def run_all(processes: Sequence[tuple[str, list[str]]], at_once: int | None = No
 
 _running: set[subprocess.Popen[str]] = set()
 _starting = threading.RLock()
-_ended = False  # `end_builds` was called: nothing more is started
+_ended = False  # no command starts after `end_builds`
 
 
 def _started(command: list[str]) -> subprocess.Popen[str]:
@@ -119,7 +118,7 @@ def _started(command: list[str]) -> subprocess.Popen[str]:
 
 @atexit.register
 def end_builds() -> None:
-    """End the compilers that run, each with the programs that it started; for processes that leave by `os._exit`, which do so before."""
+    """End the running compilers and the programs that they started. A process that ends by `os._exit` calls this first."""
     global _ended
     with _starting:
         _ended = True
@@ -129,10 +128,10 @@ def end_builds() -> None:
 
 
 def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Path:
-    """Compile `sources` into one shared library, or return the one that an earlier call left in the cache.
+    """Compile `sources` into a shared library, unless it is in the cache.
 
-    headers: files that the sources include; they enter the hash. → path of the library.
-    Raises BuildError (one sentence) when there is no compiler, it fails, or the cache folder cannot be written.
+    headers: files that the sources include, for the hash. → path of the library.
+    Raises BuildError if there is no compiler, the compiler fails, or the cache folder cannot be written.
     """
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
@@ -159,9 +158,9 @@ def build_library(name: str, sources: Sequence[Path], headers: Sequence[Path] = 
 
 
 def build_once(name: str, library: Path, duration: str, make: Callable[[Path, Path], None]) -> Path:
-    """Build a library unless an intact one exists. If several processes call this, one builds and the others wait.
+    """Build a library unless an intact one exists. One of several processes builds it; the others wait.
 
-    make: gets a scratch folder and the path of the result. Raises BuildError as `make` does, or if the folder cannot be written.
+    make: called with a scratch folder and the path of the result. Raises what `make` raises, or BuildError if the folder cannot be written.
     """
     folder = library.parent
     try:

@@ -1,6 +1,6 @@
-"""The CPU kernels of csrc/cpu: built at first use, loaded into the dispatcher, and the reason when they are not there.
+"""The CPU kernels of csrc/cpu: builds them at first use, loads them into the dispatcher, and keeps the reason if that fails.
 
-Two libraries: what every model runs, and csrc/cpu/quantized for weights of 8 bits, which the others need not wait for.
+There are two libraries, so that models without 8-bit weights do not wait for the kernels of csrc/cpu/quantized.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FOLDER = CSRC / "cpu"
 
 
 class _Library:
-    """Built (once a machine) and loaded at the first call of `get`."""
+    """A library that is built (once per machine) and loaded at the first call of `get`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class _Library:
         self._lock = threading.Lock()
         self._loaded: ctypes.CDLL | None = None
         self._tried = False
-        self.reason: str | None = f"the {name} kernels have not been asked for yet"
+        self.reason: str | None = f"the {name} kernels have not been loaded yet"
 
     def get(self) -> ctypes.CDLL | None:
         with self._lock:
@@ -58,15 +58,15 @@ _quantized = _Library("cpu_quantized", _FOLDER / "quantized")
 
 
 def load_cpu_kernels() -> bool:
-    """Build (once a machine) and load the C++ kernels. → whether they are in use; `cpu_kernels_status` says why not.
+    """Build (once per machine) and load the C++ kernels. → whether they are in use; otherwise `cpu_kernels_status` has the reason
 
-    Call it before the ops run: loading replaces the torch reference of `cas` ops on CPU tensors by the kernels.
+    From then on, `cas` ops on CPU tensors run the kernels instead of the torch reference.
     """
     return _cpu.get() is not None
 
 
 def cpu_kernels_status() -> str | None:
-    """None when the C++ kernels are in use, else one sentence why the torch reference runs instead."""
+    """None when the C++ kernels are in use, else the reason in one sentence."""
     return _cpu.reason
 
 
@@ -77,7 +77,7 @@ def cpu_kernel_library() -> ctypes.CDLL | None:
 
 @cache
 def quantized_cpu_kernel_library() -> ctypes.CDLL | None:
-    """Likewise the library of quantized linears, which `cas::quantized_linear` runs from then on."""
+    """As `cpu_kernel_library`, for quantized linears; `cas::quantized_linear` runs it from then on."""
     cpu = _cpu.get()
     quantized = _quantized.get() if cpu is not None else None
     if cpu is None or quantized is None:
@@ -90,5 +90,5 @@ def quantized_cpu_kernel_library() -> ctypes.CDLL | None:
 
 
 def quantized_cpu_kernels_status() -> str | None:
-    """None when the kernels of quantized linears are in use, else one sentence why the torch reference runs instead."""
+    """None when the kernels of quantized linears are in use, else the reason in one sentence."""
     return _cpu.reason or _quantized.reason

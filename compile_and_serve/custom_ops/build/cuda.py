@@ -1,7 +1,7 @@
-"""Builds a CUDA C++ source into a shared library with nvcc, as `compile_and_serve.custom_ops.build.cpp` does for the CPU; needs no GPU.
+"""Builds a CUDA C++ source into a shared library with nvcc, as `custom_ops/build/cpp.py` does for the CPU. Needs no GPU.
 
-Building kernels of CUTLASS takes minutes. Nobody waits for it: where a library is not there, it is built beside the running process and
-used from the next start on, so that a process never changes the kernel that it computes with.
+Building CUTLASS' kernels takes minutes. A missing library is built in the background and used from the next start on, so that the kernels
+of a running process never change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompil
 
 
 def find_nvcc() -> str:
-    """Path of nvcc below $CUDA_HOME, on the PATH or below /usr/local/cuda; BuildError says what is missing."""
+    """Path of nvcc below $CUDA_HOME, on the PATH or below /usr/local/cuda. Raises BuildError where there is none."""
     home = os.environ.get("CUDA_HOME")
     for path in (f"{home}/bin/nvcc" if home else None, "nvcc", "/usr/local/cuda/bin/nvcc"):
         if path and (found := shutil.which(path)):
@@ -41,9 +41,9 @@ def find_nvcc() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvccLibrary:
-    """One source, compiled once with each of `variants`' flags (side by side), linked into one library.
+    """A library of one source, which is compiled once for each of `variants`, compiler flags.
 
-    headers: files that enter the hash besides the source. include: folders that headers are searched in. architecture: "90a", say.
+    headers: files for the hash, besides the source. include: folders of headers. architecture: for example "90a".
     """
 
     name: str
@@ -54,7 +54,7 @@ class NvccLibrary:
     architecture: str
 
     def path(self) -> Path:
-        """Where the library is or will be; raises BuildError without nvcc."""
+        """Path of the library, built or not. Raises BuildError without nvcc."""
         digest = hashlib.sha256()
         for part in (_nvcc_version(find_nvcc()), repr(_FLAGS), self.architecture, repr(tuple(self.variants))):
             digest.update(part.encode() + b"\0")
@@ -63,7 +63,7 @@ class NvccLibrary:
         return cache_folder() / f"{self.name}-sm{self.architecture}-{digest.hexdigest()[:16]}.so"
 
     def build(self) -> Path:
-        """Build it unless it is there. Raises BuildError (one sentence)."""
+        """Build the library unless it exists. Raises BuildError."""
         return build_once(self.name, self.path(), "some minutes", self._make)
 
     def _make(self, scratch: Path, built: Path) -> None:
@@ -76,7 +76,7 @@ class NvccLibrary:
             (f"{self.source.name} {variant}", [nvcc, *flags, variant, "-c", str(self.source), "-o", str(target)])
             for variant, target in zip(self.variants, objects, strict=True)
         ]
-        run_all(commands, at_once=max(1, (os.cpu_count() or 1) - 1))  # an nvcc takes a core and a GiB or two
+        run_all(commands, at_once=max(1, (os.cpu_count() or 1) - 1))  # each nvcc takes a core and one or two GiB
         run_all([(self.name, [nvcc, "-shared", *map(str, objects), "-o", str(built)])])
 
 
@@ -86,9 +86,9 @@ def _nvcc_version(nvcc: str) -> str:
 
 
 def cutlass_library(name: str, num_configs: int, headers: Sequence[str] = ()) -> NvccLibrary:
-    """csrc/cuda/NAME.cu for Hopper, once with each CAS_CONFIG. Raises `BuildError` without CUTLASS' headers.
+    """The library of csrc/cuda/NAME.cu for Hopper, compiled with each CAS_CONFIG. Raises `BuildError` without CUTLASS' headers.
 
-    headers: the project's own that it includes besides NAME.h.
+    headers: of csrc/cuda that it includes, besides NAME.h.
     """
     spec = find_spec("cutlass_library")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
@@ -107,9 +107,9 @@ def cutlass_library(name: str, num_configs: int, headers: Sequence[str] = ()) ->
 
 
 def load_or_build(device: torch.device, what: str, make_library: Callable[[], NvccLibrary]) -> ctypes.CDLL | None:
-    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    """The built library. None with the reason in the log; it is then built in the background if possible."""
     if torch.cuda.get_device_capability(device) != (9, 0):
-        log.info("%s are for compute capability 9.0 only; torch's are used.", what)
+        log.info("%s need compute capability 9.0; torch's kernels are used.", what)
         return None
     try:
         library = make_library()
@@ -117,9 +117,9 @@ def load_or_build(device: torch.device, what: str, make_library: Callable[[], Nv
         if is_intact(path):
             return ctypes.CDLL(str(path))
     except (BuildError, OSError) as error:
-        log.warning("%s are not in use, torch's are: %s", what, error)
+        log.warning("%s are not in use, torch's kernels are: %s", what, error)
         return None
-    log.info("%s are built in the background, some minutes once; used from the next start on.", what)
+    log.info("%s are being built in the background (once, some minutes) and used from the next start on.", what)
     run_in_background(f"build-{library.name}", functools.partial(_build, library, what))
     return None
 

@@ -1,4 +1,4 @@
-"""Digests of our source files: what was compiled or measured from them does not outlive an edit."""
+"""Digests of our source files: an edit invalidates what was compiled or measured with them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SUFFIXES = frozenset({".py", ".cpp", ".h", ".cu", ".cuh"})
 
 
 def source_files(folder: Path) -> list[Path]:
-    """Every source file below a folder, however deep, in a fixed order."""
+    """Every source file below a folder, at any depth, in a fixed order."""
     return sorted(file for file in folder.rglob("*") if file.suffix in _SUFFIXES)
 
 
 def digest(*texts: str | bytes) -> str:
-    """16 hexadecimal digits for a sequence of texts."""
+    """16 hexadecimal digits of a hash over a sequence of texts."""
     joined = hashlib.sha256()
     for text in texts:
         joined.update(text.encode() if isinstance(text, str) else text)
@@ -34,5 +34,5 @@ def source_digest(*folders: Path) -> str:
 
 
 def kernel_digest() -> str:
-    """Changes with any kernel: Triton, C++ or CUDA C++, or what launches it."""
+    """Changes with any kernel (Triton, C++ or CUDA C++) and with any code that launches one."""
     return source_digest(CUSTOM_OPS, CSRC)

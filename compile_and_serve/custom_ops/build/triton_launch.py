@@ -1,7 +1,7 @@
-"""Launching our Triton kernels, and compiling all that some work launches before the first of them runs.
+"""Launches our Triton kernels, and compiles the kernels of a piece of work in parallel before it runs.
 
-A kernel is compiled when it is first launched, in half a second to a second: Triton's passes, ptxas, and a C compiler for what launches
-it. Most of that is outside of Python's lock, so that kernels which are known to come compile in threads beside each other.
+Triton compiles a kernel at its first launch, which takes half a second to a second (Triton's passes, ptxas, and a C compiler for the
+launcher). Most of that does not hold Python's lock, so several kernels can compile in threads.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import torch
 
 from compile_and_serve.custom_ops.build.sources import digest, kernel_digest, source_digest
 
-if TYPE_CHECKING:  # which may be missing where there is no GPU
+if TYPE_CHECKING:  # Triton may be missing where there is no GPU
     import triton
 
 log = logging.getLogger(__name__)
 
 _is_ahead = False
-_launched: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # compiled kernels, each with its constants
+_launched: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # compiled kernels with their constants
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)`; inside `compile_ahead`, the kernel is compiled and not run.
+    """`kernel[grid](*args, **options)`. Inside `compile_ahead`, the kernel is compiled and not run.
 
-    args: the kernel's first parameters, a tensor, then tensors, numbers or None. options: the others, which are constants of the kernel
-    (they are kept, and no tensors), and Triton's own options. A kernel compiled for the like already is launched without Triton's search
-    for it, which takes the host longer than all else here.
+    args: the kernel's first parameters; the first is a tensor, the others are tensors, numbers or None. options: the kernel's constants,
+    which are not tensors, and Triton's own options. A kernel that was compiled for such arguments is launched without Triton's search for
+    it, which would take most of the host's time.
     """
     if _is_ahead:
         kernel.warmup(*args, grid=grid, **options)
@@ -44,7 +44,7 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **opti
     if found is None:
         constants = tuple(options.get(name, default) for name, default in _constants(kernel, len(args)))
         compiled = kernel[grid](*args, **options)
-        if compiled is not None:  # Triton's interpreter compiles nothing
+        if compiled is not None:  # Triton's interpreter returns None
             _launched[key] = getattr(compiled, "result", lambda: compiled)(), constants
         return
     compiled, constants = found
@@ -53,18 +53,18 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **opti
 
 @functools.cache
 def _constants(kernel: triton.JITFunction, begin: int) -> tuple[tuple[str, Any], ...]:
-    """Names and defaults of a kernel's parameters from `begin` on, all of them constants."""
+    """Names and defaults of a kernel's parameters from `begin` on. All of them are constants."""
     parameters = list(inspect.signature(kernel.fn).parameters.values())[begin:]
     for parameter in parameters:
         assert "constexpr" in str(parameter.annotation), (
-            f"{kernel} takes {parameter.name}, no constant, by position only"
+            f"{kernel}: {parameter.name} is not a constant and has to be passed by position"
         )
     return tuple((parameter.name, parameter.default) for parameter in parameters)
 
 
 def _kind(value: Any) -> Any:
-    """Arguments of one kind make Triton compile a kernel once: it looks at types, alignments to 16 bytes, and integers that are 1 or
-    multiples of 16.
+    """Equal for arguments that Triton does not compile a kernel anew for: it looks at types, at alignment to 16 bytes, and at whether
+    an integer is 1 or a multiple of 16.
     """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
@@ -74,7 +74,7 @@ def _kind(value: Any) -> Any:
 
 
 def is_compiling_ahead() -> bool:
-    """Whether kernels are compiled and not run, so that what they were to write is whatever lay there."""
+    """Whether kernels are compiled and not run. Their outputs are then uninitialized."""
     return _is_ahead
 
 
@@ -85,12 +85,12 @@ def compile_ahead(
     known_as: str | None = None,
     sources: Path | None = None,
 ) -> int:
-    """Do `work`, compiling what it launches in threads instead of running it; → how many were handed to the threads.
+    """Run `work` with its Triton kernels compiled in threads instead of launched. → number of kernels given to the threads
 
-    device: a CUDA device. Whatever else work does is done: it may compute with what kernels leave unwritten, and must not use it as an
-    index; no other thread may launch meanwhile. A kernel that cannot be compiled says so when it is launched.
-    known_as: decides, with the Python files of folder `sources`, which kernels work launches. Where the same was done before, nothing is,
-    as long as Triton's cache is still there: what lies in it is loaded as it is launched.
+    device: a CUDA device. Everything else in `work` runs. It may compute with the kernels' uninitialized outputs, but not use them as
+    indices, and no other thread may launch kernels meanwhile. A kernel that fails to compile raises at its launch, later.
+    known_as: with the Python files of the folder `sources`, it determines which kernels `work` launches. If they were compiled before and
+    Triton's cache still exists, nothing runs: kernels are loaded from the cache at their launch.
     """
     global _is_ahead
     import triton
@@ -107,16 +107,18 @@ def compile_ahead(
             finally:
                 _is_ahead = False
         count = compilers.count
-    log.info("%d Triton kernels were compiled, or found in its cache, in %.1f s.", count, time.perf_counter() - start)
+    log.info(
+        "%d Triton kernels were compiled or found in Triton's cache in %.1f s.", count, time.perf_counter() - start
+    )
     if done is not None:
-        with suppress(OSError):  # done again at the next start
+        with suppress(OSError):  # without the marker, the next start compiles again
             done.parent.mkdir(parents=True, exist_ok=True)
             done.touch()
     return count
 
 
 def _marker(known_as: str, device: torch.device, sources: Path | None) -> Path:
-    """Of what was compiled into Triton's cache, under our kernels as they are now; it lies there, to be gone with them."""
+    """A file that says what was compiled with our kernels as they are now. It is in Triton's cache, so that both are removed together."""
     import triton
 
     caller = "" if sources is None else source_digest(sources)

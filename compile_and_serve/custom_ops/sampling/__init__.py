@@ -1,1 +1,1 @@
-"""Kernels that end a decode step: choosing tokens, and the next step's inputs."""
+"""Kernels at the end of a decode step: sampling tokens, and preparing the next step's inputs."""

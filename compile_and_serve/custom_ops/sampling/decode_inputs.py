@@ -1,10 +1,10 @@
-"""What a step of decodes takes from the step before, on the device: the host starts it without saying anything anew.
+"""Advances the inputs of a decode step on the device, so that the host can launch the next step without writing any.
 
-Shape legend: R slots of running requests, S rows of the step (a sequence each, or padding), M block-table columns, P tokens a block.
+Shape legend: R slots of running requests, S rows of the step (sequences or padding), M block-table columns, P tokens per block.
 
-`begin_decodes` goes before the model, `end_decodes` after the tokens are chosen. What a step was given stays as it was until the next one
-begins: whatever else reads it (choosing tokens once more, say) reads the step's own. Between two steps of the same sequences the host
-writes only block-table columns, where a sequence grew into a new block.
+`begin_decodes` runs before the model, `end_decodes` after sampling. The inputs of a step stay unchanged until the next step begins, so that
+they can be read after the step, for example to sample again. Between two steps of the same sequences, the host only writes block-table
+columns where a sequence enters a new block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import cdiv, launch_options, supports_pdl, wait_for_previous
 
-_ROWS = 128  # of a program
+_ROWS = 128  # per program
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -31,7 +31,7 @@ def _begin_kernel(
     slot_S = tl.load(slots_ptr + rows_S, mask=is_real_S, other=0)
     position_S = tl.load(positions_ptr + rows_S, mask=is_real_S, other=0)
     sampled_S = tl.load(sample_positions_ptr + rows_S, mask=is_real_S, other=0)
-    step_S = tl.load(has_run_ptr + rows_S, mask=is_real_S, other=0)  # 1: these are the step before's
+    step_S = tl.load(has_run_ptr + rows_S, mask=is_real_S, other=0)  # 1: the arrays are the previous step's
     position_S += step_S
     tl.store(positions_ptr + rows_S, position_S, mask=is_real_S)
     tl.store(seq_lens_ptr + rows_S, seq_len_S + step_S, mask=is_real_S)
@@ -71,9 +71,9 @@ def begin_decodes(
     """positions, seq_lens and sample_positions += has_run; input_ids = last_tokens[slots];
     slot_mapping = block · P + position % P, where block is column position // P of the row's table.
 
-    has_run_S: int32 [S], 1 where a step has run with the arrays as they are, else 0. seq_lens_S: int32 [S], 0: the row is padding, which
-    gets token 0 and slot -1 and stays as it is. block_table_SM: int32 [S, M], rows may be strided. All others are int64; positions_S are
-    then less than M · P.
+    has_run_S: int32 [S], 1 where a step has run with the current arrays, else 0. seq_lens_S: int32 [S]; 0: the row is padding, which
+    gets token 0 and slot -1 and does not advance. block_table_SM: int32 [S, M], rows may be strided. All others are int64. Advanced
+    positions are less than M · P.
     """
     num_rows = slots_S.shape[0]
     launch(
@@ -90,9 +90,9 @@ def end_decodes(
     has_run_S: torch.Tensor,
     seq_lens_S: torch.Tensor,
 ) -> None:
-    """last_tokens[slots] = tokens, has_run = 1; rows of length 0 are left as they are.
+    """last_tokens[slots] = tokens; has_run = 1. Rows of length 0 do not change.
 
-    has_run_S, seq_lens_S: int32 [S]; all others int64. The slots of rows that are not padding differ.
+    has_run_S, seq_lens_S: int32 [S]; all others are int64. Rows that are not padding have different slots.
     """
     num_rows, pdl = slots_S.shape[0], supports_pdl(slots_S.device)
     launch(

@@ -1,18 +1,18 @@
-"""Sampling on the device without a host synchronization and without sorting, so that it can end a captured decode step.
+"""Samples tokens on the device without host synchronization and without sorting, so that a CUDA graph of a step can contain it.
 
 Shape legend: S sequences, V vocabulary, J chunks of a row, B blocks of a chunk, C candidates.
 
-A row with temperature 0 takes its largest logit (lowest id among equals). Any other row takes argmax(logit / temperature + Gumbel
-noise) over the tokens that its filters keep, which is a draw from the softmax of those. The noise depends on the row's seed, its
-position and the token id alone: not on the batch, not on the row's place in it.
-Filters act in the usual order: min-p and top-k, then top-p over what they leave; each keeps all logits that equal its threshold.
+A row with temperature 0 takes its largest logit, the lowest id among equal ones. Any other row takes argmax(logit / temperature + Gumbel
+noise) over the tokens that its filters keep, which is a draw from their softmax. The noise depends on the row's seed, its position and
+the token id, not on the batch or the row's index in it.
+Filters apply in the usual order: min-p and top-k, then top-p over the rest. Each keeps all logits that equal its threshold.
 
-No filter's threshold is searched for over the vocabulary where it can be helped:
-- a small top-k: the k-th largest of the maxima of blocks of the row is a lower bound of the k-th largest logit, and few logits reach
-  it; those are gathered, and everything else happens among them;
-- else the winner over the whole row is drawn first and then checked: it is allowed if less than k logits, and less than the share
-  top-p of the mass, lie above it. If it is not, nothing at or below it is, and the winner above it is next. So the result is the
-  argmax over the allowed tokens, after 1 + ln(1 / their mass) rounds on average.
+Thresholds are not searched over the whole vocabulary where that can be avoided:
+- small top-k: the k-th largest of the maxima of the row's blocks is a lower bound of the k-th largest logit. The few logits above the
+  bound are gathered, and the filters and the draw use only them;
+- otherwise the winner of the whole row is drawn first and then checked. It is allowed if fewer than k logits, and less than top-p of the
+  mass, are above it. If it is not allowed, no token at or below it is, and the winner among the tokens above it is checked next. The
+  result is the argmax over the allowed tokens, after 1 + ln(1 / their mass) rounds on average.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from compile_and_serve.custom_ops.triton_common import (
 
 _CHUNK, _STEP, _BLOCK = 8192, 2048, 128
 _CANDIDATES = 1024
-_MAX_GATHERED_K = 256  # a larger top-k takes the other way
+_MAX_GATHERED_K = 256  # a larger top-k is checked, not gathered
 
 
 @triton.jit
@@ -52,47 +52,47 @@ def _from_ordered_key(key):
 
 @triton.jit
 def _noisy(x, ids, temperature, seed, position):
-    """x / temperature + Gumbel noise, one stream of noise a (seed, position); 2⁻³³ keeps the logarithm finite."""
+    """x / temperature + Gumbel noise, one random stream per (seed, position). 2⁻³³ keeps the logarithm finite."""
     uniform = tl.rand(seed * 0x9E3779B1 + position, ids) + 1.1641532e-10
     return x / temperature - tl.log(-tl.log(uniform))
 
 
 @triton.jit
 def _kth_largest(x, k, KEY_BITS: tl.constexpr):
-    """The k-th largest value of a tensor (-inf where it has less), found bit by bit from the top."""
+    """The k-th largest value of a tensor, found bit by bit from the top; -inf where it has fewer values."""
     keys = _ordered_key(x)
     key = tl.full((1,), 0, dtype=tl.uint32)
     for bit in range(KEY_BITS):
         candidate = key | (tl.full((1,), 1, dtype=tl.uint32) << (31 - bit))
         key = tl.where(tl.sum((keys >= candidate).to(tl.int32), 0) >= k, candidate, key)
     kth = tl.max(_from_ordered_key(key), 0)
-    return tl.where(kth == kth, kth, float("-inf"))  # key 0 is no number
+    return tl.where(kth == kth, kth, float("-inf"))  # key 0 is NaN
 
 
 @triton.jit
 def _first_of_largest(scores, ids):
-    """(largest score, the lowest id that has it)."""
+    """(the largest score, the lowest id with it)."""
     largest = tl.max(scores, 0)
     return largest, tl.min(tl.where(scores == largest, ids, 0x7FFFFFFF), 0)
 
 
 @triton.jit
 def _mass(x, largest, temperature):
-    """exp((x - largest) / temperature) in fixed point: sums of it do not depend on their order."""
+    """exp((x - largest) / temperature) in fixed point, whose sums do not depend on their order."""
     return (tl.exp((x - largest) / temperature) * 1073741824.0).to(tl.int64)
 
 
 @triton.jit
 def _take_in(x, start, best, best_start):
-    """Lane by lane the largest value so far and in which step it came, the first of equals; NaN is larger than all and stays."""
+    """For each lane, the largest value so far and the step that it came in, the first of equal ones. NaN is the largest."""
     best_start = tl.where(x > best, start, best_start)
     return tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL), best_start
 
 
 @triton.jit
 def _rank(x, ids):
-    """uint64: larger for a larger value, then for a lower id (below 2³¹); NaN above all."""
-    key = _ordered_key(tl.where(x == 0.0, 0.0, x))  # 0 and -0 are equal
+    """uint64 key that orders by value, then by descending id (below 2³¹). NaN is the largest."""
+    key = _ordered_key(tl.where(x == 0.0, 0.0, x))  # 0 equals -0
     key = tl.where(x == x, key, tl.full(x.shape, 0xFFFFFFFF, dtype=tl.uint32))
     return (key.to(tl.uint64) << 32) | (0x7FFFFFFF - ids).to(tl.uint64)
 
@@ -104,15 +104,15 @@ def _draw_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
     GREEDY: tl.constexpr, GATHERED_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The winner of every row over the whole vocabulary; of a row whose candidates will be gathered, the maxima of its blocks.
+    """The winner of every row over the whole vocabulary, and the maxima of the blocks of rows whose candidates will be gathered.
 
-    A program keeps a maximum a lane and reduces once; the row's last program reduces those of all.
+    A program keeps one maximum per lane and reduces once. The last program of a row reduces the results of all.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = logits_ptr + row * row_stride
     cols = tl.arange(0, STEP)
     best = tl.full((STEP,), float("-inf"), dtype=tl.float32)
-    best_start = tl.full((STEP,), 0x40000000, dtype=tl.int32)  # beyond any vocabulary
+    best_start = tl.full((STEP,), 0x40000000, dtype=tl.int32)  # above any token id
     is_drawn = False
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -125,13 +125,13 @@ def _draw_kernel(
             seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
             for start in range(
                 chunk * CHUNK, (chunk + 1) * CHUNK, STEP
-            ):  # a loop: the noise is a lot of code an element
+            ):  # a loop, because the noise is much code per element
                 ids = start + cols
                 x = tl.load(base + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
                 noisy = tl.where(ids < vocab, _noisy(x, ids, temperature, seed, position), float("-inf"))
                 best, best_start = _take_in(noisy, start, best, best_start)
     else:
-        for step in tl.static_range(CHUNK // STEP):  # unrolled: all loads are on their way at once
+        for step in tl.static_range(CHUNK // STEP):  # unrolled, so that all loads are in flight at once
             start = chunk * CHUNK + step * STEP
             x = tl.load(base + start + cols, mask=start + cols < vocab, other=float("-inf")).to(tl.float32)
             if not GREEDY:
@@ -153,14 +153,14 @@ def _draw_kernel(
             tl.store(counter_ptr + row, 0)
     if is_last:
         winner = 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int64)
-        # A row with a NaN anywhere says so in its largest value; without a largest logit, token 0 keeps the other rows' step going.
+        # A NaN anywhere in a row becomes its largest value. Token 0 replaces a winner that does not exist, so that the step goes on.
         tl.store(out_best_ptr + row, _from_ordered_key((rank >> 32).to(tl.uint32)))
         tl.store(out_ptr + row, tl.where(winner < vocab, winner, 0))
 
 
 @triton.jit
 def _choose_among(x_C, id_C, top_k, top_p, min_p, temperature, seed, position, KEY_BITS: tl.constexpr):
-    """The token of a row whose possible ones are all here; unused places have x = -inf."""
+    """The token of a row whose candidates are all in x_C; unused elements are -inf."""
     largest = tl.max(x_C, 0)
     floor = tl.maximum(_kth_largest(x_C, top_k, KEY_BITS), largest + temperature * tl.log(min_p))
     kept_C = (x_C >= floor) & (x_C > float("-inf"))
@@ -183,7 +183,7 @@ def _choose_among(x_C, id_C, top_k, top_p, min_p, temperature, seed, position, K
 def _choose_checked(
     base, token, top_k, top_p, min_p, temperature, seed, position, vocab, BLOCK: tl.constexpr, KEY_BITS: tl.constexpr
 ):
-    """The token of a row by checking winners against the whole row, beginning with `token` (-1: there is none yet)."""
+    """The token of a row, by checking winners against the whole row. token: the first winner; -1: none yet."""
     cols = tl.arange(0, BLOCK)
     lanes = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     for start in range(0, vocab, BLOCK):
@@ -214,7 +214,7 @@ def _choose_checked(
     allowed = (token >= 0) & (pivot >= floor)
     searching = temperature > 0.0
     while searching:
-        # The mass above the winner, and the winner among what is above it.
+        # The mass above the winner, and the winner among the tokens above it.
         masses = tl.zeros((BLOCK,), dtype=tl.int64)
         next_score, next_token = float("-inf"), token
         for start in range(0, vocab, BLOCK):
@@ -244,7 +244,7 @@ def _filter_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     CANDIDATES: tl.constexpr, KEY_BITS: tl.constexpr, GATHERED_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Puts rows with filters right; the others are left as `_draw_kernel` left them."""
+    """Corrects the tokens of rows with filters. Other rows keep `_draw_kernel`'s."""
     row, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -281,7 +281,7 @@ def _filter_kernel(
             count = tl.atomic_add(counter_ptr + num_seqs + row, 0)
             tl.store(counter_ptr + num_seqs + row, 0)
             tl.store(counter_ptr + 2 * num_seqs + row, 0)
-            is_checked = count > CANDIDATES  # so many equal logits
+            is_checked = count > CANDIDATES  # many equal logits
             start_token = count * 0 - 1
             if count <= CANDIDATES:
                 places_C = tl.arange(0, CANDIDATES)
@@ -298,7 +298,7 @@ def _filter_kernel(
 
 
 def greedy_tokens(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The id of each row's largest logit, the lowest among equals, and that logit (NaN where the row has one).
+    """The id of each row's largest logit, the lowest id among equal ones, and that logit (NaN where the row has a NaN).
 
     logits_SV: [S, V], rows may be strided. → int64 [S], float32 [S]
     """
@@ -314,9 +314,9 @@ def sample_tokens(
     seed_S: torch.Tensor,
     position_S: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row from softmax(logits / temperature) after top-k, min-p and top-p; temperature 0 is greedy.
+    """One token per row from softmax(logits / temperature) after top-k, min-p and top-p. Temperature 0 is greedy.
 
-    logits_SV: [S, V], float32, float16 or bfloat16, penalties already applied; temperature_S, top_p_S (1: off), min_p_S (0: off):
+    logits_SV: [S, V], float32, float16 or bfloat16, after penalties; temperature_S, top_p_S (1: off), min_p_S (0: off):
     float32 [S]; top_k_S: int32 [S], 0: off; seed_S, position_S: int64 [S].
     → int64 [S], and float32 [S]: a score of the row, NaN where the row has a NaN, -inf where no token is left
     """
@@ -326,7 +326,7 @@ def sample_tokens(
     block_max = torch.empty(num_seqs * chunks * (chunk // _BLOCK), dtype=torch.float32, device=device)
     tokens_S, best_S = _draw(logits_SV, temperature_S, top_k_S, seed_S, position_S, block_max)
     if num_seqs:
-        # One program fills a multiprocessor's registers, also one whose row has no filters: with many rows each gets few.
+        # Every program takes a multiprocessor's registers, also for a row without filters. So with many rows each row gets few programs.
         programs = max(1, min(chunks, num_sms(device) // num_seqs))
         pdl = supports_pdl(device)
         launch(
@@ -343,7 +343,7 @@ def sample_tokens(
 
 
 def _chunks(vocab: int) -> tuple[int, int]:
-    """(logits that one program reads, programs a row)"""
+    """(logits per program, programs per row)"""
     chunk = max(_BLOCK, min(_CHUNK, next_power_of_2(vocab)))
     return chunk, cdiv(vocab, chunk)
 
