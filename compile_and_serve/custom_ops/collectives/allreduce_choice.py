@@ -36,26 +36,12 @@ log = logging.getLogger(__name__)
 
 NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES = "nccl", "pushed", "one_shot", "two_shot", "two_shot_stores"
 ALL_KERNELS = (NCCL, PUSHED, ONE_SHOT, TWO_SHOT, TWO_SHOT_STORES)
-SIZES = (
-    1,
-    16,
-    64,
-    128,
-    256,
-    512,
-    1024,
-    2048,
-    4096,
-    8192,
-    16384,
-)  # rows that are measured, as far as the memory holds them
+# Rows that are measured, up to what the memory holds.
+SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 EPS = 1e-6
 REPEATS, ROUNDS = 21, 5
-MESSAGES = (
-    1.0,
-    -1.0,
-    0.5,
-)  # factors of x, in turn: a kernel that reads an earlier message from either slot gets a wrong sum
+# Factors of x, in turn: a kernel that reads an earlier message from one of its slots gets a wrong sum.
+MESSAGES = (1.0, -1.0, 0.5)
 MAX_SECONDS = 60.0  # of one call; another rank may still compile the kernel
 
 _IN_WORDS = {

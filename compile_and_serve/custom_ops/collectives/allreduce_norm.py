@@ -1,6 +1,6 @@
-"""`cas::allreduce_add_rms_norm`: what follows a rowwise linear: the ranks' sum, the residual, and the norm of the next linear.
+"""`cas::allreduce_add_rms_norm`: what follows a rowwise linear: the ranks' sum, the residual, and the next linear's norm.
 
-`cas::allreduce_add_rms_norm_quantize` also rounds the norm to float8, for linears whose activations are.
+`cas::allreduce_add_rms_norm_quantize` also quantizes the norm to float8, for linears with quantized activations.
 
 Shape legend: T rows, D features, N ranks.
 """
@@ -106,7 +106,7 @@ def _quantize_fake(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D:
 
 
 def _quantized_like(x_TD: torch.Tensor) -> Rounded:
-    """Not filled."""
+    """Uninitialized tensors for x quantized and its scales."""
     return x_TD.new_empty(x_TD.shape, dtype=FLOAT8), x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.float32)
 
 
@@ -132,10 +132,10 @@ REFERENCES |= {_op: _reference, _quantize_op: _quantize_reference}
 def allreduce_add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = residual + Σ over ranks of x, rounded; y = s / sqrt(mean(s²) + eps) · norm_weight.
+    """s = residual + Σ over ranks of x, in x's dtype; y = s / sqrt(mean(s²) + eps) · norm_weight.
 
-    x_TD, residual_TD: [T, D] of one dtype, the residual equal on all ranks; norm_weight_D: [D]. → s, y, each [T, D] in x's dtype,
-    the same bits on every rank.
+    x_TD, residual_TD: [T, D] of one dtype; the residual is equal on all ranks. norm_weight_D: [D]. → s, y, each [T, D] in x's dtype,
+    with the same bits on every rank.
     """
     return _op(x_TD, residual_TD, norm_weight_D, eps)
 
@@ -143,8 +143,8 @@ def allreduce_add_rms_norm(
 def allreduce_add_rms_norm_quantize(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
 ) -> Four:
-    """The same, and y rounded to float8_e4m3fn with a scale a row, as `quantize_activations` rounds it.
+    """As `allreduce_add_rms_norm`, and y quantized to float8_e4m3fn with one scale per row, as by `quantize_activations`.
 
-    → s, y, each [T, D] in x's dtype, float8_e4m3fn [T, D], float32 [T, 1], the same bits on every rank.
+    → s, y, each [T, D] in x's dtype, float8_e4m3fn [T, D], float32 [T, 1], with the same bits on every rank.
     """
     return _quantize_op(x_TD, residual_TD, norm_weight_D, eps)

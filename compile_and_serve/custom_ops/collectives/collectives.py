@@ -1,7 +1,7 @@
 """Collectives over the ranks of a tensor-parallel group: `cas::all_reduce`, `cas::all_gather`, and how a process joins the group.
 
-A process joins one group, once (`join_tensor_parallel_group`), before it runs a model that was sharded; the graph knows the
-group's size and never the rank, so that all ranks run the same pieces.
+A process joins one group (`join_tensor_parallel_group`) before it runs a sharded model. The graph depends on the group's size but not on
+the rank, so that all ranks run the same pieces.
 
 Shape legend: T rows, D features, N ranks.
 """
@@ -30,24 +30,24 @@ class TensorParallelGroup:
 
 _group: TensorParallelGroup | None = None
 _num_entered = 0
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 def join_tensor_parallel_group(
     *, rank: int, size: int, init_method: str, device: torch.device, timeout_seconds: float = 600.0
 ) -> TensorParallelGroup:  # fmt: skip
-    """Wait until all `size` ranks have called this, and be rank `rank` of them until `leave_tensor_parallel_group`.
+    """Join a group as rank `rank` of `size`. Waits until all ranks have called this.
 
-    init_method: where the ranks meet, the same text for all, e.g. "file:///dev/shm/<fresh name>" or "tcp://127.0.0.1:29500".
-    device: that this rank's tensors live on; CUDA ranks speak over NCCL, CPU ranks over gloo. timeout_seconds: for the meeting
-    and for each collective. Raises `RuntimeError` (torch's) where not all come; a collective raises it where a rank is gone.
+    init_method: the rendezvous, equal for all ranks, for example "file:///dev/shm/<fresh name>" or "tcp://127.0.0.1:29500".
+    device: of this rank's tensors; CUDA ranks use NCCL, CPU ranks gloo. timeout_seconds: of the rendezvous and of each collective.
+    Raises torch's `RuntimeError` if a rank does not join; a collective raises it if a rank has ended.
     """
     global _group
     assert 0 <= rank < size, f"rank {rank} of {size}"
-    assert _group is None, f"this process is rank {_group.rank} of a group already"
+    assert _group is None, f"this process is already rank {_group.rank} of a group"
     is_cuda = device.type == "cuda"
     if is_cuda:
-        torch.cuda.set_device(device)  # what NCCL's and Triton's launches go to
+        torch.cuda.set_device(device)  # the device of NCCL's and Triton's launches
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
         init_method=init_method,
@@ -63,7 +63,7 @@ def join_tensor_parallel_group(
 
 
 def leave_tensor_parallel_group() -> None:
-    """Leave the group, if this process is in one; the other ranks' next collective fails."""
+    """Leave the group, if this process is in one. The other ranks' next collective fails."""
     global _group
     if _group is not None:
         _group = None
@@ -77,12 +77,12 @@ def tensor_parallel_group() -> TensorParallelGroup:
 
 
 def collectives_entered() -> int:
-    """How many collectives this process has begun on the CPU: two looks at it tell whether it moves."""
+    """How many collectives this process has begun on the CPU. It grows as long as the process makes progress."""
     return _num_entered
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's value, which can be pickled, in the order of ranks."""
+    """Every rank's value, in the order of ranks. Values have to be picklable."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
@@ -112,8 +112,8 @@ def _all_gather_reference(x_N: Sequence[torch.Tensor], size: int, length: int) -
 
 
 def _all_reduce_cpu(x: torch.Tensor) -> torch.Tensor:
-    # Gathered and then summed in the order of ranks: every rank has the same bits, and a row's sum does not depend on where
-    # in the batch the row lies, as it does in a ring. One rounding, whatever gloo can add.
+    # Gathered, then summed in the order of ranks with one rounding: every rank has the same bits, and a row's sum does not depend on the
+    # row's index in the batch, as it does in a ring.
     return _all_reduce_reference(gather_parts(x, tensor_parallel_group()).unbind(0))
 
 
@@ -151,7 +151,7 @@ _all_gather_op = define(
     CompositeExplicitAutograd=_all_gather,
 )
 
-# What a collective gives every rank, from every rank's first argument and the others, which are equal on all ranks.
+# A collective's result, as a function of every rank's first argument and of the other arguments, which are equal on all ranks.
 REFERENCES: dict[Any, Callable[..., Any]] = {
     _all_reduce_op: _all_reduce_reference,
     _all_gather_op: _all_gather_reference,
@@ -159,13 +159,13 @@ REFERENCES: dict[Any, Callable[..., Any]] = {
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Σ over ranks of x, the same bits on every rank; on the CPU summed in float32 in the order of ranks, rounded once."""
+    """Σ over ranks of x, with the same bits on every rank. On the CPU summed in float32 in the order of ranks, with one rounding."""
     return _all_reduce_op(x)
 
 
 def all_gather(x: torch.Tensor, size: int, length: int) -> torch.Tensor:
-    """The ranks' x side by side along the last dimension, the first `length` columns of it. [..., D] → [..., length]
+    """The ranks' x concatenated along the last dimension, cut to `length` columns. [..., D] → [..., length]
 
-    size: N, as the graph was made for; N · D ≥ length, where what is beyond is padding of the last ranks.
+    size: N, which the graph was compiled for. N · D ≥ length; the rest is padding of the last ranks.
     """
     return _all_gather_op(x, size, length)

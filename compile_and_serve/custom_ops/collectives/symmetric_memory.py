@@ -1,5 +1,5 @@
-"""Memory of all ranks of one host that each of them can read and write: what the all-reduces of `triton_allreduce` and
-`custom_ops/collectives/triton_allreduce_stores.py` use.
+"""Symmetric memory: a buffer on each rank of a host that all ranks can read and write, for the kernels of `triton_allreduce.py` and
+`triton_allreduce_stores.py`.
 
 Shape legend: N ranks.
 """
@@ -18,24 +18,24 @@ import torch.distributed as dist
 from compile_and_serve.custom_ops.collectives.collectives import gather_objects
 from compile_and_serve.custom_ops.compat import empty_symmetric, rendezvous
 
-# Programs of one kernel, a multiprocessor. They wait for other ranks', so all of them must be on the device at once; and each waits for
-# its own row, so that more of them keep more of the link busy.
+# Programs of a kernel per multiprocessor. All have to be resident at once, because they wait for other ranks' programs. Each waits for its
+# own row, so more programs keep the link busier.
 PROGRAMS_PER_SM = 2
-MAX_BYTES = 1 << 28  # of the two places in one rank's buffer, but for what makes them whole rows of each program
-FLAG_KINDS = 3  # launches, launches whose sums are there, steps
-MAX_PUSHED_ROWS = 2  # of each program: what comes from each rank has a place of its own
-EMPTY = -(1 << 15)  # in 16 bits: -0.0, which no rank sends
-# Where torch puts the socket over which ranks hand each other their memory, and how long that path may be.
+MAX_BYTES = 1 << 28  # of the two slots of all rows in a rank's buffer, before rounding up to whole rows of each program
+FLAG_KINDS = 3  # launches, launches with finished sums, steps
+MAX_PUSHED_ROWS = 2  # per program, each with a slot for every rank
+EMPTY = -(1 << 15)  # 16-bit pattern of -0.0, which no rank sends
+# Variables that name the folder of torch's socket for exchanging memory handles, and the longest path that fits.
 _SOCKET_FOLDERS, _MAX_SOCKET_FOLDER = ("TMPDIR", "TMP", "TEMP", "TEMPDIR"), 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferLayout:
-    """What lies in a rank's buffer: two places for each row of each program, used in turn, then the programs' flags, then three places
-    for a few rows of each program from each rank, then one for every other rank's part of each row that this rank may have to sum.
+    """The layout of a rank's buffer: two slots for each row of each program, used in turn; the programs' flags; three slots for a few rows
+    of each program from each rank (pushed rows); and one slot for every other rank's part of each row that this rank may sum.
 
-    num_programs: that one kernel has at most; each has room for `rows_per_program` rows of `row_bytes` (a multiple of 16). has_parts:
-    without, there is no room for parts.
+    num_programs: at most, of one kernel; each has `rows_per_program` rows of `row_bytes` (a multiple of 16). has_parts: whether there are
+    slots for parts.
     """
 
     size: int
@@ -46,54 +46,54 @@ class BufferLayout:
 
     @property
     def max_rows(self) -> int:
-        """Rows of one message."""
+        """Rows of the largest message."""
         return self.num_programs * self.rows_per_program
 
     @property
     def flags_offset(self) -> int:
-        """int32 [FLAG_KINDS, programs, ranks] begin here."""
+        """Offset of the flags, int32 [FLAG_KINDS, programs, ranks]."""
         return 2 * self.max_rows * self.row_bytes
 
     @property
     def pushed_offset(self) -> int:
-        """[3 places, programs, pushed_rows, ranks] rows begin here, at first of values that are EMPTY."""
+        """Offset of the pushed rows, [3 slots, programs, pushed_rows, ranks] rows; all values are EMPTY at first."""
         return -(-(self.flags_offset + FLAG_KINDS * self.num_programs * self.size * 4) // 16) * 16
 
     @property
     def pushed_rows(self) -> int:
-        """Of each program, that others can write here."""
+        """Rows of each program that other ranks can push."""
         return min(self.rows_per_program, MAX_PUSHED_ROWS)
 
     @property
     def max_pushed_rows(self) -> int:
-        """Rows of one message that is pushed."""
+        """Rows of the largest message that can be pushed."""
         return self.num_programs * self.pushed_rows
 
     @property
     def parts_offset(self) -> int:
-        """[programs, owned_rows, ranks - 1] rows begin here."""
+        """Offset of the parts, [programs, owned_rows, ranks - 1] rows."""
         return self.pushed_offset + 3 * self.num_programs * self.pushed_rows * self.size * self.row_bytes
 
     @property
     def owned_rows(self) -> int:
-        """Of each program, that one rank sums at most, where the ranks take turns."""
+        """Rows of each program that one rank sums at most, when the ranks take turns."""
         return -(-self.rows_per_program // self.size) if self.has_parts else 0
 
     @property
     def program_parts_bytes(self) -> int:
-        """Of the parts of one program's rows."""
+        """Bytes of the parts of one program's rows."""
         return self.owned_rows * (self.size - 1) * self.row_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer."""
         return self.parts_offset + self.num_programs * self.program_parts_bytes
 
 
 def layout_for(
     size: int, num_features: int, dtype: torch.dtype, max_rows: int, num_sms: int, *, has_parts: bool = True
 ) -> BufferLayout:
-    """For messages of up to max_rows rows, or fewer where they would take more than MAX_BYTES. num_sms: of each device."""
+    """The layout for messages up to max_rows rows, or fewer within MAX_BYTES. num_sms: multiprocessors of each device."""
     programs = PROGRAMS_PER_SM * num_sms
     row_bytes = -(-num_features * dtype.itemsize // 16) * 16
     rows = -(-min(max_rows, MAX_BYTES // (2 * row_bytes)) // programs)
@@ -104,10 +104,10 @@ def layout_for(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricMemory:
-    """Buffers of all ranks as one of them sees them.
+    """The buffers of all ranks, mapped into this rank.
 
-    addresses_N: int64 [N], of the buffers in the order of ranks, as `clear` leaves them; on this rank's device.
-    launches, turns, steps: int32 [programs], zero at first. owned: what keeps the buffers mapped.
+    addresses_N: int64 [N] on this rank's device: addresses of the buffers in the order of ranks, each after `clear`.
+    launches, turns, steps: int32 [programs], zero at first. owned: keeps the buffers mapped.
     """
 
     rank: int
@@ -122,7 +122,7 @@ class SymmetricMemory:
 def symmetric_memory(
     rank: int, layout: BufferLayout, addresses: Sequence[int], device: torch.device, owned: object
 ) -> SymmetricMemory:
-    """From the buffers' addresses in this process."""
+    """Symmetric memory of buffers at these addresses in this process."""
     return SymmetricMemory(
         rank=rank,
         layout=layout,
@@ -135,7 +135,7 @@ def symmetric_memory(
 
 
 def clear(buffer: torch.Tensor, layout: BufferLayout) -> None:
-    """uint8 [num_bytes], as it is before the first launch."""
+    """Initialize a buffer, uint8 [num_bytes], for the first launch."""
     buffer.zero_()
     buffer[layout.pushed_offset : layout.parts_offset].view(torch.int16).fill_(EMPTY)
 
@@ -143,10 +143,10 @@ def clear(buffer: torch.Tensor, layout: BufferLayout) -> None:
 def map_symmetric_memory(
     rank: int, layout: BufferLayout, group: dist.ProcessGroup, device: torch.device
 ) -> SymmetricMemory | str:
-    """A buffer on every rank of a group, mapped by all; every rank calls it. → or a sentence why not, on all ranks if on one"""
+    """Allocate a buffer on every rank of a group and map it into all. Every rank calls this. → the reason, on all ranks, if one fails"""
     socket_folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
     everyone = gather_objects((socket.gethostname(), _boot_id(), layout, len(os.fsencode(socket_folder))), group)
-    # The mapping would wait for ever for what another host cannot send.
+    # Between hosts, the mapping would wait for ever.
     if len({(host, boot) for host, boot, *_ in everyone}) > 1:
         return "the ranks are on several hosts"
     if len({theirs for _, _, theirs, _ in everyone}) > 1:
@@ -155,7 +155,7 @@ def map_symmetric_memory(
         return f"the path of TMPDIR is longer than {_MAX_SOCKET_FOLDER} bytes: no socket for sharing memory fits there"
     try:
         mapped, why_not = _map(rank, layout, group, device), ""
-    except RuntimeError as error:  # of CUDA: no access from one device to the other, mostly
+    except RuntimeError as error:  # of CUDA, usually because a device cannot access another
         mapped, why_not = None, str(error).splitlines()[0]
     return next((f"rank {i}: {text}" for i, text in enumerate(gather_objects(why_not, group)) if text), mapped)  # type: ignore[return-value]
 
@@ -163,13 +163,13 @@ def map_symmetric_memory(
 def _map(rank: int, layout: BufferLayout, group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
     buffer = empty_symmetric(layout.num_bytes, device)
     clear(buffer, layout)
-    torch.cuda.synchronize(device)  # nobody sees a buffer before: a flag may be set as soon as it is mapped
+    torch.cuda.synchronize(device)  # before the mapping: other ranks may set flags as soon as it is mapped
     addresses, handle = rendezvous(buffer, group)
-    begin = buffer.data_ptr() - addresses[rank]  # 0, unless the tensor lies within a larger allocation
+    begin = buffer.data_ptr() - addresses[rank]  # not 0 if the tensor is part of a larger allocation
     return symmetric_memory(rank, layout, [address + begin for address in addresses], device, (buffer, handle))
 
 
 def _boot_id() -> str:
-    """Differs between hosts whose names are equal."""
+    """Differs between hosts of the same name."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text() if file.exists() else ""

@@ -20,7 +20,7 @@ from tests.support.hopper import compiled
 TYPES = {"addresses_ptr": "*i64", "launches_ptr": "*i32", "turns_ptr": "*i32", "steps_ptr": "*i32", "eps": "fp32",
          "quantized_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 CONSTANTS = {"RANK": 1, "SIZE": 2, "PADDED_SIZE": 2, "NUM_PROGRAMS": 128, "PUSHED_ROWS": 4, "BLOCK": 4096, "ROW_BLOCK": 4096,
-             "ROW_VALUES": 4096, "NOTHING": -32768, "ROUNDS": 2, "MAX_CHUNKS": 8, "PDL": True}
+             "ROW_VALUES": 4096, "EMPTY_BITS": -32768, "ROUNDS": 2, "MAX_CHUNKS": 8, "PDL": True}
 ROUNDING = {False: {"QUANTIZE": False, "LARGEST_VALUE": None, "quantized_ptr": None, "scale_ptr": None},
             True: {"QUANTIZE": True, "LARGEST_VALUE": 448.0}}
 found = {}
