@@ -1,8 +1,8 @@
-"""Symmetric quantization in plain torch: value ≈ quantized · scale, with the scale of a row, of a block or of the whole tensor.
+"""Symmetric quantization in plain torch: value ≈ quantized · scale, with a scale per row, per block or per tensor.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 
-Two quantized dtypes: float8_e4m3fn (±448, three bits of mantissa) and int8 (±127, so that the range is symmetric).
+The quantized dtypes are float8_e4m3fn (±448, three bits of mantissa) and int8 (±127, so that the range is symmetric).
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from typing import Literal
 import torch
 
 Activations = Literal["none", "dynamic", "static"]
-Rounded = tuple[torch.Tensor, torch.Tensor]  # activations of 8 bits and their scales: what `quantize_activations` gives
+Quantized = tuple[
+    torch.Tensor, torch.Tensor
+]  # 8-bit activations and their scales: the result of `quantize_activations`
 
-BLOCK = 128  # inputs and outputs that share a scale where scales are per block
+BLOCK = 128  # inputs and outputs of a block of scales
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-_SMALLEST_SCALE = 1e-12  # of a row of zeros
+_SMALLEST_SCALE = 1e-12  # the scale of zeros
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedWeight:
-    """How a checkpoint holds a weight that is quantized: as `dtype`, beside a float scale.
+    """A quantized weight of a checkpoint, of `dtype`, with a float scale.
 
-    scale: the scale's name in the checkpoint. scale_shape: (1,) for the whole tensor or (O, 1) per output, or if it is per_block
-    (ceil(O / 128), ceil(I / 128)). activations: what the checkpoint was made for. input_scale: the name of the one value that
-    "static" activations are scaled with.
+    scale: name of the scale in the checkpoint. scale_shape: (1,) per tensor, (O, 1) per output, or with per_block
+    (ceil(O / 128), ceil(I / 128)). activations: that the checkpoint was quantized for. input_scale: name of the scale of "static"
+    activations, one value.
     """
 
     dtype: torch.dtype
@@ -52,19 +54,19 @@ def block_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantize_weight(weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """round(w / scale), to the nearest, ties to even. scale: float32 [O], or [ceil(O / 128), ceil(I / 128)]. → `dtype` [O, I]"""
+    """round(w / scale), to nearest, ties to even. scale: float32 [O], or [ceil(O / 128), ceil(I / 128)]. → `dtype` [O, I]"""
     math_dtype = torch.promote_types(weight_OI.dtype, torch.float32)
     return _round(weight_OI.to(math_dtype) / expand_scale(scale, weight_OI.shape).to(math_dtype), dtype)
 
 
 def dequantize_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """quantized · scale, rounded once to `dtype`. scale as in `quantize_weight`. → [O, I]"""
+    """quantized · scale, with one rounding to `dtype`. scale: as in `quantize_weight`. → [O, I]"""
     math_dtype = torch.promote_types(dtype, torch.float32)
     return (quantized_OI.to(math_dtype) * expand_scale(scale, quantized_OI.shape).to(math_dtype)).to(dtype)
 
 
 def expand_scale(scale: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
-    """A weight's scale so that it broadcasts over the weight [O, I]: [O] → [O, 1], [ceil(O / 128), ceil(I / 128)] → [O, I]."""
+    """A weight's scale in a shape that broadcasts over the weight [O, I]: [O] → [O, 1], [ceil(O / 128), ceil(I / 128)] → [O, I]."""
     if scale.dim() == 1:
         return scale[:, None]
     return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
@@ -76,11 +78,11 @@ def quantize_activations(
     *,
     per_group: bool = False,
     input_scale: torch.Tensor | None = None,
-) -> Rounded:
-    """round(x · (1 / scale)) and the scale: max |x| of the token (or of its group of 128 inputs) over the largest value of `dtype`.
+) -> Quantized:
+    """round(x · (1 / scale)), and the scale: max |x| of the token (or of its group of 128 inputs) over the largest value of `dtype`.
 
-    x_TI: [T, I]. input_scale: one value that is used instead. → `dtype` [T, I], float32 [T, 1] or [T, G]
-    The product with 1 / scale, and the scale itself, are in float32 (float64 for float64 inputs), ties go to even.
+    x_TI: [T, I]. input_scale: one value that replaces the scale. → `dtype` [T, I], float32 [T, 1] or, per_group, [T, G]
+    The scale and the product with 1 / scale are in float32 (float64 for float64 inputs). Ties are rounded to even.
     """
     math_dtype = torch.promote_types(x_TI.dtype, torch.float32)
     num_tokens, in_features = x_TI.shape
@@ -100,11 +102,13 @@ def quantize_activations(
 
 
 def _scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """largest over the largest value of `dtype`, as the division rounds it: torch on CUDA multiplies by the reciprocal of a number."""
+    """largest over the largest value of `dtype`, by an exact division: by a number, torch on CUDA multiplies by its reciprocal instead."""
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
     return (largest / largest.new_full((), LARGEST[dtype])).clamp_min(_SMALLEST_SCALE)
 
 
 def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    values = values.clamp(-LARGEST[dtype], LARGEST[dtype])  # beyond it a cast to float8 gives NaN, and int8 wraps
+    values = values.clamp(
+        -LARGEST[dtype], LARGEST[dtype]
+    )  # a cast of a larger value gives NaN in float8, and wraps in int8
     return values.round().to(dtype) if dtype == torch.int8 else values.to(dtype)

@@ -1,4 +1,4 @@
-"""Row-wise kernels around a scaled GEMM: RMSNorm and quantization to 8 bits before it, the scales of its sums after it.
+"""Row-wise kernels around a scaled GEMM: RMSNorm and quantization to 8 bits before it, scaling of its sums after it.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.quantization import BLOCK, LARGEST, Rounded
+from compile_and_serve.custom_ops.quantization import BLOCK, LARGEST, Quantized
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,
@@ -24,12 +24,12 @@ from compile_and_serve.custom_ops.triton_common import (
 
 _HALF_EVEN = tl.constexpr(
     12582912.0
-)  # 1.5 · 2^23: adding it to a float32 below 2^22 rounds to an integer, ties to even
+)  # 1.5 · 2^23: added to a float32 below 2^22, it rounds to an integer, ties to even
 
 
 @triton.jit
 def round_to(values, DTYPE: tl.constexpr):
-    """Rounded to the dtype, to the nearest, ties to even; `values` are in its range."""
+    """Values of DTYPE's range rounded to it, to nearest, ties to even."""
     if tl.int8 == DTYPE:
         values = (values + _HALF_EVEN) - _HALF_EVEN
     return values.to(DTYPE)
@@ -40,9 +40,9 @@ def store_quantized(
     x_I, row, cols_I, ok_I, out_ptr, scale_ptr, input_scale_ptr, num_features,
     IS_STATIC: tl.constexpr, LARGEST_VALUE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a whole row, x_I in float32 with zeros beyond its end, rounded to 8 bits, and its scales.
+    """Quantize a whole row to 8 bits and store it with its scales.
 
-    All of a group, or of the row (GROUP = BLOCK), has one scale.
+    x_I: the row in float32, with zeros after its end. GROUP: values per scale; BLOCK: one scale for the row.
     """
     x_GB = tl.reshape(x_I, (BLOCK // GROUP, GROUP))
     largest_G = tl.max(tl.abs(x_GB), 1)
@@ -61,8 +61,8 @@ def store_quantized(
     tl.store(scale_ptr + row * num_groups + groups, scale_G, mask=groups < num_groups)
 
 
-def quantize_constants(quantized: Rounded | None) -> dict[str, Any]:
-    """Constants of a kernel that may `store_quantized` its rows, too. quantized: the values and scales that it then writes."""
+def quantize_constants(quantized: Quantized | None) -> dict[str, Any]:
+    """Constants of a kernel that can also `store_quantized` its rows. quantized: tensors for the values and scales, if it does."""
     return {"QUANTIZE": quantized is not None, "LARGEST_VALUE": LARGEST[quantized[0].dtype] if quantized else None}
 
 
@@ -96,7 +96,7 @@ def quantize_rows(
     eps: float = 1e-6,
     per_group: bool = False,
     input_scale: torch.Tensor | None = None,
-) -> Rounded:
+) -> Quantized:
     """`quantize_activations` of rms_norm(x), or of x, on the device.
 
     x_TI: [T, I], rows may be strided. The norm is rounded to x's dtype before it is quantized.
@@ -138,7 +138,7 @@ def _scale_kernel(
 def scale_sums(
     sums_TO: torch.Tensor, x_scale_T1: torch.Tensor, scale_O: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """y = sums · x_scale · scale in float32, rounded once. sums_TO: int32 or float32, contiguous. → `dtype` [T, O]"""
+    """y = sums · x_scale · scale in float32, with one rounding. sums_TO: int32 or float32, contiguous. → `dtype` [T, O]"""
     num_tokens, num_features = sums_TO.shape
     out_TO = torch.empty(num_tokens, num_features, dtype=dtype, device=sums_TO.device)
     if num_tokens:

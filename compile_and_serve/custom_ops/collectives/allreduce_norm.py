@@ -26,7 +26,7 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     tensor_parallel_group,
 )
 from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.quantization import Rounded, quantize_activations
+from compile_and_serve.custom_ops.quantization import Quantized, quantize_activations
 
 FLOAT8 = torch.float8_e4m3fn
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -52,7 +52,7 @@ def _allreduce_add_rms_norm(
 
 def _allreduce_add_rms_norm_cuda(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    quantized: Rounded | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     from compile_and_serve.custom_ops.collectives import triton_allreduce  # Triton is imported where it is used
     from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
@@ -105,7 +105,7 @@ def _quantize_fake(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D:
     return *_fake(x_TD, residual_TD, norm_weight_D, eps), *_quantized_like(x_TD)
 
 
-def _quantized_like(x_TD: torch.Tensor) -> Rounded:
+def _quantized_like(x_TD: torch.Tensor) -> Quantized:
     """Uninitialized tensors for x quantized and its scales."""
     return x_TD.new_empty(x_TD.shape, dtype=FLOAT8), x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.float32)
 

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.collectives.symmetric_memory import EMPTY, PROGRAMS_PER_SM, SymmetricMemory
-from compile_and_serve.custom_ops.quantization import Rounded
+from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.triton_common import (
     launch_options,
     let_next_start,
@@ -318,7 +318,7 @@ def _resident(block: int, device: torch.device) -> dict[str, int]:
 
 def pushed_allreduce_add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
-    quantized: Rounded | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `cas::allreduce_add_rms_norm`, pushed. The message has to satisfy `takes_pushed`. → s, y, each [T, D]
 
@@ -346,7 +346,7 @@ def pushed_allreduce_add_rms_norm(
 
 def one_shot_allreduce_add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
-    quantized: Rounded | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `cas::allreduce_add_rms_norm`, in one shot. The message has to satisfy `takes`. → s, y, each [T, D]"""
     return launch_with_slots(_one_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, memory, quantized)
@@ -354,7 +354,7 @@ def one_shot_allreduce_add_rms_norm(
 
 def two_shot_allreduce_add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
-    quantized: Rounded | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `cas::allreduce_add_rms_norm`, in two shots. The message has to satisfy `takes`. → s, y, each [T, D]"""
     return launch_with_slots(_two_shot_kernel, x_TD, residual_TD, norm_weight_D, eps, memory, quantized)
@@ -362,7 +362,7 @@ def two_shot_allreduce_add_rms_norm(
 
 def launch_with_slots(
     kernel: triton.JITFunction, x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    memory: SymmetricMemory, quantized: Rounded | None, *more: Any, **constants: Any,
+    memory: SymmetricMemory, quantized: Quantized | None, *more: Any, **constants: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Launch a kernel with two slots per row. more, constants: its arguments beyond those of the kernels here. → s, y, each [T, D]"""
     num_rows, num_features = x_TD.shape

@@ -47,7 +47,7 @@ from compile_and_serve.custom_ops.collectives.triton_allreduce import (
     store_row,
     wait_for_rank,
 )
-from compile_and_serve.custom_ops.quantization import Rounded
+from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.triton_common import let_next_start, wait_for_previous
 
 # Chunks of a program's rows, at most. Each costs a flag, which has to wait for all stores before it.
@@ -194,7 +194,7 @@ def _two_shot_stores_kernel(
 
 def two_shot_stores_allreduce_add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
-    quantized: Rounded | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `cas::allreduce_add_rms_norm`, in two shots by stores. The message has to satisfy `triton_allreduce.takes`, and the memory has to
     have parts. → s, y, each [T, D], the same bits as with two shots

@@ -1,4 +1,4 @@
-"""`cas::add_rms_norm` and `cas::silu_mul`: the row-wise ops around linears that do not take them in.
+"""`cas::add_rms_norm` and `cas::silu_mul`: row-wise ops that are not fused into a linear.
 
 Shape legend: T tokens, I features.
 """
@@ -15,7 +15,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def elementwise_unsupported_reason(*, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None when both ops have a kernel of their own on the CPU, else one sentence why not (the ops themselves run anywhere)."""
+    """None when both ops have a CPU kernel, else the reason in one sentence. (The ops themselves run anywhere.)"""
     if device.type != "cpu":
         return f"these kernels run on the CPU only, not on {device.type}"
     if dtype not in DTYPES:
@@ -41,7 +41,7 @@ def _add_rms_norm_cuda(
     x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from compile_and_serve.custom_ops.linear.triton_elementwise import (
-        add_rms_norm as triton_add_rms_norm,  # Triton is imported where it is used
+        add_rms_norm as triton_add_rms_norm,  # imported here, because Triton may be missing
     )
 
     out_TI, sum_TI = triton_add_rms_norm(_rows(x_TI), _rows(residual_TI), weight_I, eps)
@@ -67,7 +67,7 @@ def _rows(x_TI: torch.Tensor) -> torch.Tensor:
     return x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
 
 
-# The references under names of their own: where the kernels are loaded they hand other dtypes to them.
+# The references are ops, too: the C++ kernels call them for other dtypes.
 _ADD_RMS_NORM_ARGUMENTS = "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)"
 define(
     f"add_rms_norm_reference{_ADD_RMS_NORM_ARGUMENTS}",
@@ -104,7 +104,7 @@ _silu_mul_op = define(
 def add_rms_norm(
     x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = x + residual, rounded to x's dtype; y = s / sqrt(mean(s²) + eps) · weight, in float32, rounded once.
+    """s = x + residual, in x's dtype; y = s / sqrt(mean(s²) + eps) · weight, in float32 with one rounding.
 
     x_TI, residual_TI: [T, I], rows may be strided; weight_I: [I]; all of one dtype. → s, y, each [T, I], contiguous.
     """
@@ -112,5 +112,5 @@ def add_rms_norm(
 
 
 def silu_mul(x_TI: torch.Tensor) -> torch.Tensor:
-    """y = silu(first half) · second half, in float32, rounded once. x_TI: [T, 2 * I], rows may be strided. → [T, I], contiguous."""
+    """y = silu(first half) · second half, in float32 with one rounding. x_TI: [T, 2 * I], rows may be strided. → [T, I], contiguous."""
     return _silu_mul_op(x_TI)

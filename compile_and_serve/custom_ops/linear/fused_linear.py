@@ -1,11 +1,11 @@
 """`cas::fused_linear`: a linear layer over a packed weight, with RMSNorm before it and SiLU-mul or a residual after it.
 
-Shape legend: T tokens, I input features, O output features, B = 16 outputs a block.
+Shape legend: T tokens, I input features, O output features, B = 16 outputs per block.
 
-Two weight layouts, told apart by the number of dimensions:
+There are two weight layouts, which differ in the number of dimensions:
 - blocked [ceil(O / B), ceil(I / 2), 2B] (bfloat16: 16 outputs × 2 inputs, pairs of inputs adjacent, what `vdpbf16ps` reads) or
-  [ceil(O / B), I, B] (float32), zero-padded: what the C++ kernels stream through;
-- plain [O, I]: where there is no kernel for the device and dtype, or no compiler to build it.
+  [ceil(O / B), I, B] (float32), zero-padded: the layout of the C++ kernels;
+- plain [O, I]: where there is no C++ kernel for the device and dtype, or no compiler.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, l
 from compile_and_serve.custom_ops.library import OpKind, define
 
 BLOCK_OUTPUTS = 16
-# Inputs that lie side by side for one output: two bfloat16 make up the 32 bits that one lane of the dot product takes.
+# Adjacent inputs of one output: two bfloat16 values fill a 32-bit lane of the dot product.
 _INPUTS_PER_LANE = {torch.bfloat16: 2, torch.float32: 1}
 
 
 def packed_linear_unsupported_reason(*, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None when `fused_linear` has a kernel for this device and dtype, else one sentence why not (the op itself runs anywhere).
+    """None when `fused_linear` has a C++ kernel for this device and dtype, else the reason in one sentence.
 
-    Builds the kernels at the first call.
+    The op itself runs anywhere. The first call builds the kernels.
     """
     if device.type != "cpu":
         return f"packed linears run on the CPU only, not on {device.type}"
@@ -45,9 +45,9 @@ def packed_shape(out_features: int, in_features: int, *, device: torch.device, d
 
 
 def pack_linear_weight(weight_OI: torch.Tensor) -> torch.Tensor:
-    """The weight in the layout that `fused_linear` wants on the weight's device; the same tensor where that is the plain one.
+    """The weight in the layout of `fused_linear` on its device; the same tensor where that is the plain layout.
 
-    weight_OI: [O, I] → [ceil(O / 16), ceil(I / lanes), lanes * 16] with lanes 2 (bfloat16) or 1 (float32); see `packed_shape`.
+    weight_OI: [O, I] → [ceil(O / 16), ceil(I / lanes), lanes * 16] with 2 lanes (bfloat16) or 1 (float32); see `packed_shape`.
     """
     out_features, in_features = weight_OI.shape
     shape = packed_shape(out_features, in_features, device=weight_OI.device, dtype=weight_OI.dtype)
@@ -75,7 +75,7 @@ def unpack_linear_weight(packed: torch.Tensor, out_features: int, in_features: i
 def finish_linear(
     y_TO: torch.Tensor, silu_mul: bool, residual_TO: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What references of fused linears do with W x + bias: SiLU-mul and residual in float32 or wider, one rounding to `dtype`."""
+    """The epilogue of the references: SiLU-mul and residual of W x + bias in float32 or wider, with one rounding to `dtype`."""
     math_dtype = torch.promote_types(dtype, torch.float32)
     y_TO = y_TO.to(math_dtype)
     if silu_mul:
@@ -123,13 +123,13 @@ _ARGUMENTS = (
 
 def _fused_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
     from compile_and_serve.custom_ops.linear.triton_linear import (
-        fused_linear as triton_fused_linear,  # Triton is imported where it is used
+        fused_linear as triton_fused_linear,  # imported here, because Triton may be missing
     )
 
     return triton_fused_linear(*args, **kwargs)
 
 
-# The reference under a name of its own: where the kernels are loaded they hand plain weights to it.
+# The reference is an op, too: the C++ kernels call it for plain weights.
 define(
     f"fused_linear_reference{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
@@ -157,10 +157,10 @@ def fused_linear(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = f(rms_norm(x) Wᵀ + bias) + residual; f is silu(first half) · second half, or nothing; only the product is a must.
+    """out = f(rms_norm(x) Wᵀ + bias) + residual, where f is silu(first half) · second half. All but the product is optional.
 
     x_TI: [T, I], rows may be strided; packed: `pack_linear_weight(W [O, I])`; out_features: O; norm_weight_I: [I];
     bias_O: [O]; residual_TO: [T, O] (with silu_mul: [T, O / 2]). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
-    Products are summed in float32; the normalized x and the output are rounded once to x's dtype.
+    Products are summed in float32. The normalized x and the output are each rounded once, to x's dtype.
     """
     return _fused_linear_op(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)

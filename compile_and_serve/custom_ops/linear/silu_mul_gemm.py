@@ -1,9 +1,9 @@
-"""csrc/cuda's products that multiply gates and up-projections before they are stored: silu(x Wgᵀ) · (x Wuᵀ) in one kernel.
+"""CUTLASS' products with SiLU-mul (csrc/cuda/silu_mul_gemm.cu): silu(x Wgᵀ) · (x Wuᵀ) in one kernel.
 
 Shape legend: T tokens, I input features, H hidden features, O = 2 H output features of the weight [Wg; Wu].
 
-For many tokens the product is bound by arithmetic, and what follows it by memory: stored as sums, [T, O] is written, read again, and
-written half as wide. Here only the half is written.
+For many tokens, the product is limited by arithmetic and a SiLU-mul after it by memory: it reads [T, O] and writes [T, H]. This kernel
+only writes [T, H].
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 from compile_and_serve.custom_ops.tuning.tuner import Problem
 
-# Kernels, in the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
+# In the order of CAS_CONFIG in csrc/cuda/silu_mul_gemm.cu.
 KERNELS = ("128x256", "128x128_pingpong")
-SEPARATE = "separate"  # in the place of a configuration: a product, then an elementwise kernel
+SEPARATE = "separate"  # cuBLAS' product, then an elementwise kernel
 _ALIGNMENT = 16  # bytes
 
 
@@ -38,13 +38,13 @@ class _Arguments(ctypes.Structure):
 
 
 def silu_mul_library() -> NvccLibrary:
-    """What csrc/cuda/silu_mul_gemm.cu is built into. Raises `BuildError` without nvcc or CUTLASS' headers."""
+    """The library of csrc/cuda/silu_mul_gemm.cu. Raises `BuildError` without nvcc or CUTLASS' headers."""
     return cutlass_library("silu_mul_gemm", len(KERNELS), headers=("silu_mul_epilogue.h", "silu_mul_layout.h"))
 
 
 @functools.cache
 def load_silu_mul_gemms(device: torch.device) -> ctypes.CDLL | None:
-    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    """The library, or None while it is not built (see `load_or_build`)."""
     library = load_or_build(device, "CUTLASS' products with SiLU-mul", silu_mul_library)
     if library is not None:
         for kernel in KERNELS:
@@ -53,7 +53,7 @@ def load_silu_mul_gemms(device: torch.device) -> ctypes.CDLL | None:
 
 
 def unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> str | None:
-    """None when `run_silu_mul_gemm` takes these operands, else one sentence why not."""
+    """None when `run_silu_mul_gemm` takes these operands, else the reason in one sentence."""
     if x_TI.dtype != torch.bfloat16 or weight_OI.dtype != torch.bfloat16:
         return f"both operands must be bfloat16, not {x_TI.dtype} and {weight_OI.dtype}"
     if x_TI.numel() == 0 or weight_OI.numel() == 0:
@@ -71,9 +71,9 @@ def unsupported_reason(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> str | Non
 def run_silu_mul_gemm(
     library: ctypes.CDLL, kernel: str, x_TI: torch.Tensor, weight_OI: torch.Tensor, out_TH: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """silu(x Wgᵀ) · (x Wuᵀ) by one configuration, for what `unsupported_reason` allows; all in float32 until stored. → [T, H]
+    """silu(x Wgᵀ) · (x Wuᵀ) by one of `KERNELS`, in float32 with one rounding. → [T, H]
 
-    out_TH: contiguous, where the result is to be.
+    The operands have to satisfy `unsupported_reason`. out_TH: contiguous, receives the result.
     """
     num_tokens, inputs = x_TI.shape
     hidden = weight_OI.shape[0] // 2
@@ -92,19 +92,19 @@ def run_silu_mul_gemm(
 
 
 def silu_mul_gemm_reference(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """What `run_silu_mul_gemm` computes, in plain torch: sums, SiLU and product in float32, one rounding to bfloat16."""
+    """`run_silu_mul_gemm` in plain torch: in float32 with one rounding to bfloat16."""
     gate_TH, up_TH = F.linear(x_TI.float(), weight_OI.float()).chunk(2, -1)
     return (F.silu(gate_TH) * up_TH).to(torch.bfloat16)
 
 
 def silu_mul_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, min_tokens: int = 1) -> torch.Tensor:
-    """silu(x Wgᵀ) · (x Wuᵀ) in `token_chunks`, by the fastest of the kernels here and a product with `silu_mul_rows` behind it. → [T, H]
+    """silu(x Wgᵀ) · (x Wuᵀ) in `token_chunks`, by the fastest of `KERNELS` and `SEPARATE`. → [T, H]
 
     x_TI: rows may be strided. weight_OI: [Wg; Wu]. min_tokens: the fewest tokens of any call. The fastest is measured once for each shape
-    and range of T. Operands that no kernel here takes, and calls before the kernels are built, use the latter.
+    and range of T. Where `KERNELS` are not built or do not take the operands, it is `SEPARATE`.
     """
     out_TH = x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0] // 2)
-    max_tokens = min(x_TI.shape[0], MAX_CHUNK_TOKENS)  # in a chunk of a prompt up to this length
+    max_tokens = min(x_TI.shape[0], MAX_CHUNK_TOKENS)  # of a chunk, of a prompt up to this length
     for at in token_chunks(x_TI.shape[0]):
         _silu_mul_chunk(x_TI[at], weight_OI, out_TH[at], min_tokens, max_tokens)
     return out_TH

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 MAX_CHUNK_TOKENS = 2048
-_UNIT = 256  # two tiles of tokens of a product: the two of a cluster
+_UNIT = 256  # the two tiles of a cluster
 
 
 def token_chunks(num_tokens: int) -> list[slice]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.quantization import Rounded
+from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,
@@ -73,24 +73,24 @@ def _silu_mul_kernel(x_ptr, out_ptr, half, x_stride, BLOCK: tl.constexpr, PDL: t
 
 
 def rms_norm(x_TI: torch.Tensor, weight_I: torch.Tensor, eps: float) -> torch.Tensor:
-    """y = x / sqrt(mean(x²) + eps) · weight, in float32, rounded once. x_TI: [T, I], rows may be strided. → [T, I], x's dtype."""
+    """y = x / sqrt(mean(x²) + eps) · weight, in float32 with one rounding. x_TI: [T, I], rows may be strided. → [T, I], x's dtype."""
     return _rms_norm(x_TI, None, weight_I, eps)[0]
 
 
 def add_rms_norm(
     x_TI: torch.Tensor, residual_TI: torch.Tensor, weight_I: torch.Tensor, eps: float,
-    quantized: Rounded | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """s = x + residual, rounded; y = rms_norm(s) · weight. Both [T, I], rows may be strided. → y, s, each [T, I] in x's dtype.
+    """s = x + residual, in x's dtype; y = rms_norm(s) · weight. Both [T, I], rows may be strided. → y, s, each [T, I] in x's dtype.
 
-    quantized: where `quantize_rows` of y is written, too: of 8 bits [T, I], float32 [T, 1].
+    quantized: receives `quantize_rows` of y: 8 bits [T, I], float32 [T, 1].
     """
     return _rms_norm(x_TI, residual_TI, weight_I, eps, quantized)
 
 
 def _rms_norm(
     x_TI: torch.Tensor, residual_TI: torch.Tensor | None, weight_I: torch.Tensor, eps: float,
-    quantized: Rounded | None = None,
+    quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_tokens, num_features = x_TI.shape
     out_TI = x_TI.new_empty(num_tokens, num_features)
@@ -109,9 +109,9 @@ def _rms_norm(
 
 
 def silu_mul_rows(x_TI: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
-    """y = silu(first half) · second half, in float32, rounded once. x_TI: [T, 2 * I], rows may be strided. → [T, I], x's dtype.
+    """y = silu(first half) · second half, in float32 with one rounding. x_TI: [T, 2 * I], rows may be strided. → [T, I], x's dtype.
 
-    out_TI: contiguous, where the result is to be.
+    out_TI: contiguous, receives the result.
     """
     num_tokens, half = x_TI.shape[0], x_TI.shape[1] // 2
     if out_TI is None:

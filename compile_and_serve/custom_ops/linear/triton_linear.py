@@ -1,13 +1,12 @@
-"""`cas::fused_linear` on CUDA: weights streamed once, norm before and SiLU-mul, bias or residual after in the same kernel.
+"""`cas::fused_linear` on CUDA: the norm before a product, and SiLU-mul, bias or residual after it, in the same kernel.
 
 Shape legend: T tokens, I input features, O output features (OH = O, or O / 2 with silu_mul: what is stored).
 
-Three ways, by the number of tokens, all bound by the weights' bytes:
-- 1 token: each program multiplies a few rows of W with x in float32, no tensor core (`_gemv_kernel`);
-- 2 … MAX_SMALL_TOKENS: W tiles times xᵀ on the tensor cores, split over I where rows are few (`_small_batch_kernel`);
-- more: cuBLAS between elementwise kernels; it adds the residual too.
-RMSNorm costs nothing for a few tokens: Σ x² is summed beside the products, and 1 / rms, being the same for a whole token,
-multiplies the finished sums.
+The kernel depends on the number of tokens. For few tokens, the limit is reading the weights:
+- 1 token: each program multiplies a few rows of W by x in float32, without tensor cores (`_gemv_kernel`);
+- 2 … MAX_SMALL_TOKENS: tiles of W times xᵀ on the tensor cores, split over I where there are few rows (`_small_batch_kernel`);
+- more: cuBLAS between elementwise kernels; it also adds the residual.
+For few tokens, RMSNorm is free: Σ x² is summed beside the products, and 1 / rms, which is one number per token, scales the sums.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from compile_and_serve.custom_ops.triton_common import (
 )
 
 MAX_SMALL_TOKENS = 64
-MAX_NORM_TOKENS = 16  # up to here every program of the tensor-core kernel sums the squares of x by itself
+MAX_NORM_TOKENS = 16  # up to here, every program of the tensor-core kernel sums the squares of x itself
 
 
 @triton.jit
 def _row_sums(w_OI, x_1I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr):
-    """Σ w · x over the values that lie together in a thread: [O, I / LANES], in float32."""
+    """Σ w · x over the LANES adjacent values of a thread: [O, I / LANES], in float32."""
     products = w_OI.to(tl.float32) * x_1I
     return tl.sum(tl.reshape(products, (BLOCK_O, BLOCK_I // LANES, LANES)), 2)
 
@@ -52,14 +51,14 @@ def _gemv_kernel(
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Every program walks over blocks of rows (pid, pid + programs, …) and in each over chunks of columns, as one loop, so that the
-    # next tile of weights is always on its way while the last one is multiplied.
+    # A program runs over blocks of rows (pid, pid + programs, …) and over the chunks of columns in each, in one loop, so that the next
+    # tile of weights loads while the current one is multiplied.
     first_block, num_programs = tl.program_id(0), tl.num_programs(0)
     num_blocks = tl.cdiv(num_rows, BLOCK_O)
     num_chunks = tl.cdiv(in_features, BLOCK_I)
     cols_1I = tl.arange(0, BLOCK_I)[None, :]
     up_ptr = w_ptr + num_rows.to(tl.int64) * in_features
-    # Weights do not depend on the previous kernel: the first tile is loaded, and more of them brought into L2, while it still runs.
+    # Weights do not depend on the previous kernel. While it still runs, the first tile is loaded and more tiles are prefetched into L2.
     next_w = weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
     if SILU_MUL:
         next_up = weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
@@ -100,7 +99,7 @@ def _gemv_kernel(
         if is_last:
             rows_O = here_block * BLOCK_O + tl.arange(0, BLOCK_O)
             ok_O = rows_O < num_rows
-            if HAS_RESIDUAL:  # on its way while the sums are taken
+            if HAS_RESIDUAL:  # loads while the sums are reduced
                 residual_O = tl.load(residual_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
             if HAS_NORM:
                 if here_block == first_block:
@@ -168,7 +167,7 @@ def _small_batch_kernel(
     square_T = tl.sum(square_TI, 1)
     last = True
     if SPLITS > 1:
-        # Partial sums of each split, then the last program of the tile to arrive adds them in order: the same bits every run.
+        # Each split stores partial sums. The last program of the tile adds them in order, so that every run has the same bits.
         size = BLOCK_O * BLOCK_T
         spots_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tokens_T[None, :]
         width = 2 * size + BLOCK_T
@@ -212,10 +211,10 @@ def _small_batch_kernel(
 
 
 def gemv_config(num_rows: int, in_features: int, silu_mul: bool) -> tuple[int, int, int, int]:
-    """(rows a block, warps, programs a multiprocessor, MiB brought into L2 ahead) of the 1-token kernel.
+    """(rows per block, warps, programs per multiprocessor, MiB to prefetch into L2) of the 1-token kernel.
 
-    As many programs as just fill a multiprocessor's registers: when they start beside the previous kernel's, no multiprocessor can
-    take more than its share of the rows.
+    The programs just fill a multiprocessor's registers. So when they start while the previous kernel still runs, no multiprocessor gets
+    more than its share of the rows.
     """
     return (4, 4, 4, 16) if silu_mul or in_features < 2048 else (8, 8, 2, 16)
 
@@ -227,7 +226,9 @@ def small_batch_config(
     tiles, splits = cdiv(num_rows, 64), 1
     while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
-    if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # wider tiles of x and two of W do not fit beside each other
+    if num_tokens > 32 or (
+        num_tokens > 16 and silu_mul
+    ):  # shared memory does not hold wider tiles of x and two tiles of W
         return 64, 128, splits, 4, 4
     return 64, 256, splits, 3, 4
 
@@ -242,7 +243,7 @@ def fused_linear(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `fused_linear` over the plain weight [O, I]. No host synchronization; the way taken depends on T alone."""
+    """As `cas::fused_linear`, over the plain weight [O, I]. The host does not wait for the device; the kernel depends on T alone."""
     num_tokens, in_features = x_TI.shape
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()
@@ -282,14 +283,14 @@ def _gemv(
     in_features, device = x_1I.shape[1], x_1I.device
     num_rows = out_features // 2 if silu_mul else out_features
     rows, warps, per_sm, prefetch_mib = config or gemv_config(num_rows, in_features, silu_mul)
-    # 16 bytes a thread, so that x is laid out as a row of W and broadcasting it moves nothing.
+    # 16 bytes per thread, so that x has the layout of a row of W and broadcasting it moves no data.
     lanes = 16 // x_1I.element_size()
     out = x_1I.new_empty(1, num_rows)
     pdl = supports_pdl(device)
     num_programs = min(cdiv(num_rows, rows), per_sm * num_sms(device))
     block_bytes = rows * in_features * x_1I.element_size()
     round_bytes = num_programs * block_bytes * (2 if silu_mul else 1)
-    # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
+    # Each thread prefetches a part of a block, of at least 16 bytes.
     prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
     launch(
         _gemv_kernel, (num_programs,),

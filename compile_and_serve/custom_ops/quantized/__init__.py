@@ -1,1 +1,1 @@
-"""Linears over weights of 8 bits a value."""
+"""Linears over 8-bit weights."""

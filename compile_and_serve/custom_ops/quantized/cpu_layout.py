@@ -1,6 +1,6 @@
-"""The packed layout of 8-bit weights that the C++ kernels of `cas::quantized_linear` stream through.
+"""The packed layout of 8-bit weights for the C++ kernels of `cas::quantized_linear`.
 
-Shape legend: I input features, O output features, B = 16 outputs a block, G = ceil(I / 4) groups of inputs.
+Shape legend: I input features, O output features, B = 16 outputs per block, G = ceil(I / 4) groups of inputs.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.build.cpu_kernels import quantized_cpu_kernel_library, quantized_cpu_kernels_status
 from compile_and_serve.custom_ops.linear.fused_linear import BLOCK_OUTPUTS
 
-_GROUP_INPUTS = 4  # inputs that lie side by side for one output: what one 32-bit lane of the byte product takes
-_SIGN = -128  # flipping it adds 128: the byte product takes unsigned weights
+_GROUP_INPUTS = 4  # adjacent inputs of one output, which fill a 32-bit lane of the byte product
+_SIGN = -128  # flipping this bit adds 128: the byte product takes unsigned weights
 _DTYPES = (torch.int8, torch.float8_e4m3fn)
 _MAX_INT8_IN_FEATURES = 2**16  # the sums are int32
 
 
 def cpu_unsupported_reason(*, weight_dtype: torch.dtype, per_block: bool, in_features: int = 0) -> str | None:
-    """None when a kernel takes such a weight, else one sentence why not. Builds the kernels at the first call.
+    """None when a kernel takes such a weight, else the reason in one sentence. The first call builds the kernels.
 
     per_block: whether the weight's scale is per block of 128 × 128, not per output.
     """
@@ -33,7 +33,7 @@ def cpu_unsupported_reason(*, weight_dtype: torch.dtype, per_block: bool, in_fea
 
 
 def pack_weight_cpu(quantized_OI: torch.Tensor) -> torch.Tensor:
-    """[O, I] → [ceil(O / 16), ceil(I / 4), 64]: 16 outputs × 4 inputs side by side. int8: the bytes are those of weight + 128."""
+    """[O, I] → [ceil(O / 16), ceil(I / 4), 64]: 16 outputs × 4 adjacent inputs. int8: the bytes are weight + 128."""
     out_features, in_features = quantized_OI.shape
     blocks, groups = -(-out_features // BLOCK_OUTPUTS), -(-in_features // _GROUP_INPUTS)
     padding = (0, groups * _GROUP_INPUTS - in_features, 0, blocks * BLOCK_OUTPUTS - out_features)

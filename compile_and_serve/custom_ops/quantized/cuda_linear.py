@@ -20,8 +20,8 @@ import torch
 
 from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
-from compile_and_serve.custom_ops.quantization import Activations, Rounded
-from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of, reads_rounded
+from compile_and_serve.custom_ops.quantization import Activations, Quantized
+from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import load_gemms
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
 from compile_and_serve.custom_ops.quantized.triton_gemv import gemv
@@ -37,7 +37,7 @@ _MAX_UNMEASURED_TILE_TOKENS = 16  # up to here tiles are the default without a m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedLinear:
-    """One call of the op over the plain weight [O, I]; the fields are the op's arguments. The host never waits for the device."""
+    """A call of the op over the plain weight [O, I]. The fields are the op's arguments. The host never waits for the device."""
 
     x_TI: torch.Tensor
     weight_OI: torch.Tensor
@@ -49,17 +49,17 @@ class QuantizedLinear:
     residual_TO: torch.Tensor | None = None
     activations: Activations = "none"
     input_scale: torch.Tensor | None = None
-    rounded: Rounded | None = None
+    quantized: Quantized | None = None
 
     def __post_init__(self) -> None:
-        check_arguments(self.weight_OI, self.scale, self.activations, self.input_scale, self.rounded)
+        check_arguments(self.weight_OI, self.scale, self.activations, self.input_scale, self.quantized)
 
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels that take this call; the first is the default without a measurement."""
-        num_tokens, is_rounded = self.x_TI.shape[0], self.activations != "none"
+        num_tokens, is_quantized = self.x_TI.shape[0], self.activations != "none"
         if num_tokens == 1 and self.scale.dim() == 1:
             return (GEMV, TILE) if self.weight_OI.shape[1] % 4 == 0 else (TILE,)
-        gemms = gemm_names(num_tokens, self.weight_OI, self.scale, self.x_TI.dtype, is_rounded=is_rounded)
+        gemms = gemm_names(num_tokens, self.weight_OI, self.scale, self.x_TI.dtype, is_quantized=is_quantized)
         if num_tokens > MAX_TILE_TOKENS and gemms:
             return gemms
         tile_first = num_tokens <= _MAX_UNMEASURED_TILE_TOKENS or gemms == (EXPANDED,)
@@ -74,7 +74,7 @@ class QuantizedLinear:
             f"{_name(self.x_TI.dtype)} {self.activations}",
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
-            *(("comes_rounded",) if self.rounded is not None else ()),
+            *(("quantized_input",) if self.quantized is not None else ()),
             *(("cutlass",) if self._has_cutlass() else ()),  # measured again once CUTLASS' products are built
         )
         return Problem(kind="quantized_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
@@ -84,7 +84,7 @@ class QuantizedLinear:
         return is_float8 and load_gemms(self.weight_OI.device) is not None
 
     def fastest(self, max_tokens: int = 1) -> str:
-        """Name of the kernel to run. max_tokens: as many tokens may come in other calls."""
+        """Name of the kernel to run. max_tokens: the most tokens that another call may have."""
         runs = {kernel: partial(self.run, kernel) for kernel in self.kernels()}
         return fastest_kernel(self.problem(), runs, self.weight_OI, max_tokens=max_tokens)
 
@@ -117,13 +117,12 @@ class QuantizedLinear:
 
     def operand(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x after the norm, quantized with its scales where activations are quantized."""
-        per_block = self.scale.dim() == 2
-        if self.rounded is not None and reads_rounded(self.x_TI.shape[0], self.x_TI.device, per_block=per_block):
-            return self.rounded
+        if self.quantized is not None:
+            return self.quantized
         if self.activations != "none":
             return quantize_rows(
                 self.x_TI, self.weight_OI.dtype, norm_weight_I=self.norm_weight_I, eps=self.eps,
-                per_group=per_block, input_scale=self.input_scale,
+                per_group=self.scale.dim() == 2, input_scale=self.input_scale,
             )  # fmt: skip
         if self.norm_weight_I is not None:
             return rms_norm(self.x_TI, self.norm_weight_I, self.eps), None
@@ -146,15 +145,15 @@ def quantized_linear(
     residual_TO: torch.Tensor | None = None,
     activations: Activations = "none",
     input_scale: torch.Tensor | None = None,
-    rounded_TI: torch.Tensor | None = None,
-    rounded_scale: torch.Tensor | None = None,
+    quantized_TI: torch.Tensor | None = None,
+    quantized_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `compile_and_serve.custom_ops.quantized.quantized_linear.quantized_linear`, over the plain weight [O, I].
 
     With SiLU-mul, long prompts run in `token_chunks`, so that the product before it takes the memory of one chunk.
     """
     num_tokens, stored_features = x_TI.shape[0], out_features // 2 if silu_mul else out_features
-    x_TI, residual_TO, rounded = _rows(x_TI), _rows(residual_TO), pair_of(rounded_TI, rounded_scale)
+    x_TI, residual_TO, quantized = _rows(x_TI), _rows(residual_TO), pair_of(quantized_TI, quantized_scale)
     chunks = token_chunks(num_tokens) if silu_mul else [slice(0, num_tokens)]
     max_tokens = min(num_tokens, MAX_CHUNK_TOKENS) if silu_mul else num_tokens
 
@@ -162,7 +161,7 @@ def quantized_linear(
         linear = QuantizedLinear(
             x_TI=x_TI[at], weight_OI=weight_OI, scale=scale, norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul,
             residual_TO=None if residual_TO is None else residual_TO[at], activations=activations, input_scale=input_scale,
-            rounded=None if rounded is None else (rounded[0][at], rounded[1][at]),
+            quantized=None if quantized is None else (quantized[0][at], quantized[1][at]),
         )  # fmt: skip
         return linear.run(linear.fastest(max_tokens), out_TO=out_TO)
 

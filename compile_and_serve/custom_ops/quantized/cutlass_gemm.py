@@ -1,4 +1,4 @@
-"""csrc/cuda's float8 matrix products.
+"""CUTLASS' float8 matrix products (csrc/cuda/scaled_gemm.cu).
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 """
@@ -12,7 +12,7 @@ import torch
 
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
 
-# Configurations by the way of scaling, in the order of CAS_CONFIG in csrc/cuda/scaled_gemm.cu.
+# Configurations for scales per row and per block, in the order of CAS_CONFIG in csrc/cuda/scaled_gemm.cu.
 ROWS = ("rows_64x64", "rows_64x128", "rows_128x128", "rows_128x256", "rows_128x64_split")
 BLOCKS = ("blocks_64x128", "blocks_128x128")
 
@@ -29,18 +29,18 @@ class _Arguments(ctypes.Structure):
 
 
 def gemm_library() -> NvccLibrary:
-    """What csrc/cuda/scaled_gemm.cu is built into: one object a configuration. Raises `BuildError` without nvcc or CUTLASS' headers."""
+    """The library of csrc/cuda/scaled_gemm.cu, one object per configuration. Raises `BuildError` without nvcc or CUTLASS' headers."""
     return cutlass_library("scaled_gemm", len(ROWS + BLOCKS))
 
 
 @functools.cache
 def load_gemms(device: torch.device) -> ctypes.CDLL | None:
-    """The built library, or None (logged, with the reason): then it is being built for the next start, if it can be."""
+    """The library, or None while it is not built (see `load_or_build`)."""
     return load_or_build(device, "CUTLASS' float8 products", gemm_library)
 
 
 def unsupported_reason(a_TI: torch.Tensor, b_OI: torch.Tensor) -> str | None:
-    """None when `run_gemm` takes these operands, else one sentence why not."""
+    """None when `run_gemm` takes these operands, else the reason in one sentence."""
     if a_TI.dtype != torch.float8_e4m3fn or b_OI.dtype != torch.float8_e4m3fn:
         return f"both operands must be float8_e4m3fn, not {a_TI.dtype} and {b_OI.dtype}"
     if a_TI.stride(1) != 1 or b_OI.stride(1) != 1:
@@ -52,7 +52,7 @@ def unsupported_reason(a_TI: torch.Tensor, b_OI: torch.Tensor) -> str | None:
 
 
 def takes_residual(residual_TO: torch.Tensor) -> bool:
-    """Whether `run_gemm` can add it."""
+    """Whether `run_gemm` can add this residual."""
     rows_aligned = residual_TO.data_ptr() % 16 == 0 and residual_TO.stride(0) % 8 == 0
     return residual_TO.dtype == torch.bfloat16 and residual_TO.stride(1) == 1 and rows_aligned
 
@@ -66,9 +66,9 @@ def run_gemm(
     b_scale: torch.Tensor,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """bf16(a_scale · b_scale · a bᵀ + residual) by one configuration, for what `unsupported_reason` allows. → [T, O]
+    """bf16(a_scale · b_scale · a bᵀ + residual) by one configuration. → [T, O]
 
-    residual_TO: that `takes_residual`.
+    The operands have to satisfy `unsupported_reason`, and the residual `takes_residual`.
     a_scale: float32, one value, [T] or [T, 1], or (BLOCKS) [T, G]; b_scale: float32, one value, [O], or (BLOCKS) [ceil(O / 128), G].
     """
     num_tokens, out_features = a_TI.shape[0], b_OI.shape[0]
@@ -102,7 +102,7 @@ def scaled_gemm_reference(
     b_scale: torch.Tensor,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `run_gemm` computes, in plain torch: sums in float32 and one rounding to bfloat16."""
+    """`run_gemm` in plain torch: sums in float32 and one rounding to bfloat16."""
     a, b = a_TI.float(), b_OI.float()
     residual = 0.0 if residual_TO is None else residual_TO.float()
     if b_scale.dim() == 2:

@@ -1,4 +1,4 @@
-"""The libraries' matrix products for weights of 8 bits: torch's, and CUTLASS' where they are built.
+"""Matrix products of 8-bit weights by libraries: torch's, and CUTLASS' where they are built.
 
 Shape legend: T tokens, I input features, O output features, G = ceil(I / 128) groups of inputs.
 """
@@ -20,26 +20,26 @@ from compile_and_serve.custom_ops.quantized.cutlass_gemm import (
 )
 from compile_and_serve.custom_ops.triton_quantize import scale_sums
 
-TORCH = "torch"  # torch's own: `scaled_matmul`, `int8_matmul`
-EXPANDED = "expanded"  # a product with the weight in the activations' dtype, made for the call
-_MIN_EXPANDED_TOKENS = 65  # below, expanding the weight costs more than any way to read it as it is
-_MIN_INT8_TOKENS = 17  # what `int8_matmul` takes
+TORCH = "torch"  # `scaled_matmul` or `int8_matmul`
+EXPANDED = "expanded"  # a product with the weight converted to the activations' dtype
+_MIN_EXPANDED_TOKENS = 65  # with fewer, converting the weight costs more than any other kernel
+_MIN_INT8_TOKENS = 17  # of `int8_matmul`
 
 
 def gemm_names(
-    num_tokens: int, weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, is_rounded: bool
+    num_tokens: int, weight_OI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, is_quantized: bool
 ) -> tuple[str, ...]:
-    """What `scaled_gemm` has for these operands, the one to take without measuring first.
+    """Names of the products for these operands. The first is the default without a measurement.
 
-    dtype: of the result. is_rounded: whether the activations are rounded to the weight's dtype.
+    dtype: of the result. is_quantized: whether the activations are quantized to the weight's dtype.
     """
-    if not is_rounded:
+    if not is_quantized:
         return (EXPANDED,) if num_tokens >= _MIN_EXPANDED_TOKENS else ()
     names: tuple[str, ...] = ()
     fits_torch = scale.dim() == 1 and not (weight_OI.shape[0] % 16 or weight_OI.shape[1] % 16)
     if fits_torch and (weight_OI.dtype != torch.int8 or num_tokens >= _MIN_INT8_TOKENS):
         names = (TORCH,)
-    # Rounded activations lie as the weight does, in rows of I.
+    # Quantized activations have the weight's layout, contiguous rows of I.
     if dtype == torch.bfloat16 and unsupported_reason(weight_OI, weight_OI) is None and load_gemms(weight_OI.device):
         names += ROWS if scale.dim() == 1 else BLOCKS[::-1]
     return names
@@ -56,12 +56,12 @@ def scaled_gemm(
 ) -> torch.Tensor:
     """y = (x · x_scale) (scale · W)ᵀ + residual, by one of `gemm_names`. → `dtype` [T, O]
 
-    x_TI: rounded to the weight's dtype, with its scales [T, 1] or [T, G]; or, without them, as it is. CUTLASS' products take the
-    residual in, before the one rounding; others round before it is added, too.
+    x_TI: quantized to the weight's dtype, with scales [T, 1] or [T, G]; or not quantized, without scales. CUTLASS' products add the
+    residual before their rounding; the others also round before they add it.
     """
     if name in ROWS + BLOCKS and (residual_TO is None or takes_residual(residual_TO)):
         library = load_gemms(x_TI.device)
-        assert library is not None, "gemm_names named what is not built"
+        assert library is not None, "gemm_names named a product that is not built"
         assert x_scale is not None
         return run_gemm(library, name, x_TI, weight_OI, x_scale, scale, residual_TO)
     if residual_TO is not None:
@@ -72,6 +72,8 @@ def scaled_gemm(
         return scale_sums(int8_matmul(x_TI, weight_OI.t()), x_scale, scale, dtype)
     if dtype == torch.bfloat16:
         return scaled_matmul(x_TI, weight_OI.t(), x_scale, scale[None, :], dtype=dtype)
-    one = torch.ones((), dtype=torch.float32, device=x_TI.device)  # scales per row come with bfloat16 results only
+    one = torch.ones(
+        (), dtype=torch.float32, device=x_TI.device
+    )  # torch takes scales per row with bfloat16 results only
     sums_TO = scaled_matmul(x_TI, weight_OI.t(), one, one, dtype=torch.float32)
     return scale_sums(sums_TO, x_scale, scale, dtype)

@@ -1,9 +1,9 @@
-"""The Triton kernel that streams 8-bit weights [O, I] for one token: bias, SiLU-mul and residual in the same kernel.
+"""The Triton kernel of linears over 8-bit weights [O, I] for one token, with bias, SiLU-mul and residual in the same kernel.
 
-Shape legend: I input features, O output features (R: rows that are stored, O or O / 2 with silu_mul), W words of four values.
+Shape legend: I input features, O output features (R: stored outputs, O or O / 2 with silu_mul), W words of four values.
 
-Each program multiplies blocks of rows of W with x in float32 (float8 with float8: in float16, summed up in float32), and normalizes and
-rounds x by itself; bound by the weight's bytes.
+Each program multiplies blocks of rows of W by x in float32 (float8 by float8: in float16, with sums in float32), and normalizes and
+quantizes x itself. The limit is reading the weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from compile_and_serve.custom_ops.triton_common import (
 )
 from compile_and_serve.custom_ops.triton_quantize import round_to
 
-_THREAD_BYTES = 16  # of a row that a thread loads at once
+_THREAD_BYTES = 16  # of a row, per load of a thread
 HALVES_SCALE = tl.constexpr(64.0)  # its inverse in float16 is 0x2400
 
 
@@ -42,7 +42,7 @@ def _value(words, N: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _values(words, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """The four values of each word, in float32. PTX: in the device's own instructions, which convert two neighbours at a time."""
+    """The four values of each word, in float32. PTX: by PTX instructions, which convert two adjacent values at a time."""
     if PTX and tl.float8e4nv == DTYPE:
         return tl.inline_asm_elementwise(
             "{.reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, $4;"
@@ -62,7 +62,7 @@ def _row_sums(
     words_OW, x0, x1, x2, x3, DTYPE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr, PTX: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Σ w · x over the values that lie together in a thread: [O, W / 4], in float32. x0 to x3: as `_activations` gives them."""
+    """Σ w · x over the adjacent values of a thread: [O, W / 4], in float32. x0 to x3: from `_activations`."""
     if HALVES:
         return _half_sums(words_OW, x0, x1, BLOCK_O, BLOCK_W)
     else:
@@ -76,16 +76,16 @@ def _row_sums(
 
 @triton.jit
 def _add_halves(a, b):
-    """Of words that hold two float16 each, as `_half_sums` makes them."""
+    """a + b of words with two float16 values each."""
     return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _half_sums(words_OW, x01, x23, BLOCK_O: tl.constexpr, BLOCK_W: tl.constexpr):
-    """As `_row_sums`, for float8 on both sides, half as many instructions: products and the sums within a thread in float16.
+    """As `_row_sums` for float8 on both sides, with half the instructions: products and a thread's sums are in float16.
 
-    x01, x23: two float16 a word, x / HALVES_SCALE, with which float16 holds every product, and none of the sums of the eight that meet
-    exceeds it. A sum keeps float16's 11 bits; then they are added up in float32.
+    x01, x23: words of two float16 values, x / HALVES_SCALE. With this scale, float16 holds every product and every sum of eight of them.
+    The sums, which have float16's 11 bits, are then added in float32.
     """
     halves = tl.inline_asm_elementwise(
         "{.reg .b16 low, high; .reg .b32 ab, cd; mov.b32 {low, high}, $1;"
@@ -117,21 +117,21 @@ def _normed(x, norm_weight, inverse_rms, x_ptr):
 @triton.jit
 def _activations(
     x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale,
-    HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK_W: tl.constexpr,
+    HAS_NORM: tl.constexpr, QUANTIZES: tl.constexpr, DTYPE: tl.constexpr, LARGEST_VALUE: tl.constexpr, BLOCK_W: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """What the words' first, second, third and fourth values are multiplied with: four of [1, W], in float32.
+    """The activations for the first, second, third and fourth value of each word: four of [1, W], in float32.
 
-    x, normalized, rounded to the weight's dtype as `quantize_rows` does it. HALVES: as `_half_sums` takes them, words of the first two
-    and of the last two values, and both again.
+    They are x, normalized and quantized to the weight's dtype as by `quantize_rows`. HALVES: for `_half_sums`, words of the first two
+    values and of the last two, each twice.
     """
     ok_I = cols_I < in_features
     x_I = tl.load(x_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
     if HAS_NORM:
         x_I = _normed(x_I, tl.load(norm_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32), inverse_rms, x_ptr)
-    if ROUNDS:
+    if QUANTIZES:
         x_I *= inverse_scale
-        if not HALVES:  # which rounds by itself
+        if not HALVES:  # the conversion below rounds
             x_I = round_to(tl.minimum(tl.maximum(x_I, -LARGEST_VALUE), LARGEST_VALUE), DTYPE).to(tl.float32)
     even, odd = tl.split(tl.reshape(x_I, (BLOCK_W, 2, 2)))
     x0, x2 = tl.split(even)
@@ -142,7 +142,7 @@ def _activations(
             "cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high;"
             "mul.rn.f16x2 $0, ab, $6; mul.rn.f16x2 $1, cd, $6;}",
             "=r,=r,f,f,f,f,r",
-            [x0, x1, x2, x3, tl.full((BLOCK_W,), 0x24002400, dtype=tl.int32)],  # twice 1 / HALVES_SCALE
+            [x0, x1, x2, x3, tl.full((BLOCK_W,), 0x24002400, dtype=tl.int32)],  # 1 / HALVES_SCALE in both halves
             dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,
@@ -155,21 +155,21 @@ def _activations(
 @triton.jit(do_not_specialize=["prefetch_blocks"])
 def _gemv_kernel(
     x_ptr, w_ptr, out_ptr, scale_ptr, norm_ptr, input_scale_ptr, bias_ptr, residual_ptr, num_rows, in_features, in_words, eps,
-    prefetch_blocks, HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr, IS_STATIC: tl.constexpr, DTYPE: tl.constexpr,
+    prefetch_blocks, HAS_NORM: tl.constexpr, QUANTIZES: tl.constexpr, IS_STATIC: tl.constexpr, DTYPE: tl.constexpr,
     LARGEST_VALUE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The weight comes as words of four values: as such it stays in as many registers, until it is multiplied.
-    # Every program walks over blocks of rows (pid, pid + programs, …) and in each over chunks of columns, as one loop, so that the
-    # next tile of weights is always on its way while the last one is multiplied.
+    # The weight is loaded as words of four values, so that it takes few registers until it is multiplied.
+    # A program runs over blocks of rows (pid, pid + programs, …) and over the chunks of columns in each, in one loop, so that the next
+    # tile of weights loads while the current one is multiplied.
     first_block, num_programs = tl.program_id(0), tl.num_programs(0)
     num_blocks = tl.cdiv(num_rows, BLOCK_O)
     num_chunks = tl.cdiv(in_features, BLOCK_I)
     cols_I = tl.arange(0, BLOCK_I)
     BLOCK_W: tl.constexpr = BLOCK_I // 4
-    HALVES: tl.constexpr = PDL and ROUNDS and tl.float8e4nv == DTYPE  # in the device's own instructions
+    HALVES: tl.constexpr = PDL and QUANTIZES and tl.float8e4nv == DTYPE  # by PTX instructions
     up_ptr = w_ptr + num_rows.to(tl.int64) * in_words
-    # Weights do not depend on the previous kernel: the first tile is loaded, and more of them brought into L2, while it still runs.
+    # Weights do not depend on the previous kernel. While it still runs, the first tile is loaded and more tiles are prefetched into L2.
     next_w = weight_tile(w_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
     if SILU_MUL:
         next_up = weight_tile(up_ptr, first_block, 0, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
@@ -178,7 +178,7 @@ def _gemv_kernel(
         norm_W = tl.load(norm_ptr + cols_W, mask=cols_W < in_features, other=0.0).to(tl.float32)
     let_next_start(PDL)
     if PDL:
-        FIRST: tl.constexpr = 0 if WIDTH > BLOCK_I else 1  # a block of one chunk is on its way already
+        FIRST: tl.constexpr = 0 if WIDTH > BLOCK_I else 1  # a block of one chunk is already loading
         block_words = BLOCK_O * in_words.to(tl.int64)
         for i in range(FIRST, FIRST + prefetch_blocks):
             block = first_block + i * num_programs
@@ -188,15 +188,15 @@ def _gemv_kernel(
                     prefetch_l2(up_ptr + block * block_words, block_words, THREADS)
     wait_for_previous(PDL)
 
-    # Every program finds 1 / rms and the largest value by itself: x is small, and a kernel before this one would cost more.
+    # Every program computes 1 / rms and the largest value of x itself: x is small, and a separate kernel would cost more.
     inverse_rms, x_scale, inverse_scale = 1.0, 1.0, 1.0
     if HAS_NORM:
         x_W = tl.load(x_ptr + cols_W, mask=cols_W < in_features, other=0.0).to(tl.float32)
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x_W * x_W) / in_features + eps)
-        if ROUNDS:
+        if QUANTIZES:
             x_W = _normed(x_W, norm_W, inverse_rms, x_ptr)
             largest, is_nan = tl.max(tl.abs(x_W)), tl.sum((x_W != x_W).to(tl.int32))
-    elif ROUNDS:
+    elif QUANTIZES:
         largest_I = tl.zeros((BLOCK_I,), dtype=tl.float32)
         is_nan_I = tl.zeros((BLOCK_I,), dtype=tl.int32)
         for start in range(0, in_features, BLOCK_I):
@@ -204,18 +204,18 @@ def _gemv_kernel(
             largest_I = tl.maximum(largest_I, tl.abs(x_I))
             is_nan_I |= (x_I != x_I).to(tl.int32)
         largest, is_nan = tl.max(largest_I), tl.sum(is_nan_I)
-    if ROUNDS:
+    if QUANTIZES:
         if IS_STATIC:
             x_scale = tl.load(input_scale_ptr).to(tl.float32)
         else:
             x_scale = tl.maximum(tl.div_rn(largest, LARGEST_VALUE), 1e-12)
-        x_scale = tl.where(is_nan > 0, float("nan"), x_scale)  # maxima drop NaN, and so does the rounding
+        x_scale = tl.where(is_nan > 0, float("nan"), x_scale)  # maxima and rounding drop NaN
         inverse_scale = tl.div_rn(1.0, x_scale)
         if HALVES:
-            x_scale *= HALVES_SCALE  # of the sums
+            x_scale *= HALVES_SCALE
 
     x0, x1, x2, x3 = _activations(
-        x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale, HAS_NORM, ROUNDS, DTYPE, LARGEST_VALUE, BLOCK_W, HALVES,
+        x_ptr, norm_ptr, cols_I, in_features, inverse_rms, inverse_scale, HAS_NORM, QUANTIZES, DTYPE, LARGEST_VALUE, BLOCK_W, HALVES,
     )  # fmt: skip
     acc = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_O, BLOCK_W // 4), dtype=tl.float32)
@@ -231,9 +231,10 @@ def _gemv_kernel(
         next_w = weight_tile(w_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
         if SILU_MUL:
             next_up = weight_tile(up_ptr, block, chunk * BLOCK_W, num_rows, num_blocks, in_words, BLOCK_O, BLOCK_W)
-        if WIDTH > BLOCK_I:  # else x stays as it is
+        if WIDTH > BLOCK_I:  # otherwise one chunk is all of x
             x0, x1, x2, x3 = _activations(
-                x_ptr, norm_ptr, here_I, in_features, inverse_rms, inverse_scale, HAS_NORM, ROUNDS, DTYPE, LARGEST_VALUE, BLOCK_W, HALVES,
+                x_ptr, norm_ptr, here_I, in_features, inverse_rms, inverse_scale, HAS_NORM, QUANTIZES, DTYPE, LARGEST_VALUE, BLOCK_W,
+                HALVES,
             )  # fmt: skip
         acc += _row_sums(w, x0, x1, x2, x3, DTYPE, BLOCK_O, BLOCK_W, PDL, HALVES)
         if SILU_MUL:
@@ -241,7 +242,7 @@ def _gemv_kernel(
         if is_last:
             rows_O = here_block * BLOCK_O + tl.arange(0, BLOCK_O)
             ok_O = rows_O < num_rows
-            if HAS_RESIDUAL:  # on its way while the sums are taken
+            if HAS_RESIDUAL:  # loads while the sums are reduced
                 residual_O = tl.load(residual_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
             scale_O = tl.load(scale_ptr + rows_O, mask=ok_O, other=0.0)
             if SILU_MUL:
@@ -265,15 +266,15 @@ def _gemv_kernel(
 
 
 def gemv_config(
-    num_rows: int, in_features: int, silu_mul: bool, rounds_float8: bool, sms: int
+    num_rows: int, in_features: int, silu_mul: bool, quantizes_float8: bool, sms: int
 ) -> tuple[int, int, int, int]:
-    """(rows a block, warps, programs a multiprocessor, MiB brought into L2 ahead) of the 1-token kernel. num_rows: that are stored.
+    """(rows per block, warps, programs per multiprocessor, MiB to prefetch into L2) of the 1-token kernel. num_rows: stored outputs.
 
-    As many programs as just fill a multiprocessor's registers: when they start beside the previous kernel's, no multiprocessor can
-    take more than its share of the rows. As many warps as let a chunk hold all of x where that is possible, to be rounded once; float8 is
-    rounded in a few instructions, and there, where rows are few, it counts more that all programs get as many blocks.
+    The programs just fill a multiprocessor's registers. So when they start while the previous kernel still runs, no multiprocessor gets
+    more than its share of the rows. The warps are enough for a chunk to hold all of x, where possible, so that x is quantized once.
+    Quantizing to float8 takes few instructions; there, an equal number of blocks for all programs matters more when there are few rows.
     """
-    if rounds_float8 and not silu_mul:
+    if quantizes_float8 and not silu_mul:
         blocks = cdiv(num_rows, 8)
         return 8, 4, max((4, 3, 2), key=lambda per_sm: blocks / (cdiv(blocks, per_sm * sms) * per_sm)), 16
     warps = 8 if in_features > 2048 else 4
@@ -293,30 +294,30 @@ def gemv(
     input_scale: torch.Tensor | None,
     config: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    """`cas::quantized_linear` for one token, scales per output, all in one kernel. I: a multiple of 4. → x's dtype [1, R]
+    """`cas::quantized_linear` for one token and scales per output, in one kernel. I: a multiple of 4. → x's dtype [1, R]
 
-    config: in place of `gemv_config`'s.
+    config: replaces `gemv_config`'s.
     """
     out_features, in_features = weight_OI.shape
     device = x_1I.device
     num_rows = out_features // 2 if silu_mul else out_features
-    rounds_float8 = activations != "none" and weight_OI.dtype == torch.float8_e4m3fn
+    quantizes_float8 = activations != "none" and weight_OI.dtype == torch.float8_e4m3fn
     rows, warps, per_sm, prefetch_mib = config or gemv_config(
-        num_rows, in_features, silu_mul, rounds_float8, num_sms(device)
+        num_rows, in_features, silu_mul, quantizes_float8, num_sms(device)
     )
     out = x_1I.new_empty(1, num_rows)
     pdl = supports_pdl(device)
     num_programs = min(cdiv(num_rows, rows), per_sm * num_sms(device))
     block_bytes = rows * in_features
     round_bytes = num_programs * block_bytes * (2 if silu_mul else 1)
-    # A block is brought into L2 in pieces of 16 bytes and more, one a thread.
+    # Each thread prefetches a part of a block, of at least 16 bytes.
     prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
-    # What is left of a multiprocessor's 65,536 registers to a thread.
+    # A multiprocessor has 65,536 registers.
     limit = {"maxnreg": min(255, 65536 // (per_sm * 32 * warps))} if device.type == "cuda" else {}
     launch(
         _gemv_kernel, (num_programs,),
         x_1I, weight_OI.view(torch.int32), out, scale_O, norm_weight_I, input_scale, bias_O, residual_1O, num_rows, in_features,
-        in_features // 4, eps, prefetch_blocks, HAS_NORM=norm_weight_I is not None, ROUNDS=activations != "none",
+        in_features // 4, eps, prefetch_blocks, HAS_NORM=norm_weight_I is not None, QUANTIZES=activations != "none",
         IS_STATIC=activations == "static", DTYPE=TRITON_TYPES[weight_OI.dtype], LARGEST_VALUE=LARGEST[weight_OI.dtype],
         HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None, SILU_MUL=silu_mul,
         WIDTH=next_power_of_2(in_features), BLOCK_O=rows, BLOCK_I=32 * warps * _THREAD_BYTES, THREADS=32 * warps, PDL=pdl,

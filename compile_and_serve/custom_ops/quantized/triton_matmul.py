@@ -1,11 +1,10 @@
-"""The Triton kernel that streams 8-bit weights [O, I] for few tokens: bias, SiLU-mul and residual in the same kernel.
+"""The Triton kernel of linears over 8-bit weights [O, I] for few tokens, with bias, SiLU-mul and residual in the same kernel.
 
-Shape legend: T tokens, I input features, O output features (R: rows that are stored, O or O / 2 with silu_mul), G groups of 128
-inputs.
+Shape legend: T tokens, I input features, O output features (R: stored outputs, O or O / 2 with silu_mul), G groups of 128 inputs.
 
-Tiles of W times xᵀ on the tensor cores, split over I where rows are few; `triton_quantize` rounds x before. Rounded activations meet the
-weight as they are, on the tensor cores of 8 bits; of float8, whose sums those cores keep with fewer bits than float32, every 128 inputs
-are added up in float32. Where x is not rounded, the weight is widened to x's dtype.
+The kernel multiplies tiles of W by xᵀ on the tensor cores, split over I where there are few rows. x is quantized before, by
+`triton_quantize.py`, and then 8-bit tensor cores multiply it. For float8 their sums have fewer bits than float32, so the sums of every 128
+inputs are added in float32. If x is not quantized, the weight is converted to x's dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from compile_and_serve.custom_ops.triton_common import (
     wait_for_previous,
 )
 
-MAX_BLOCK_T = 64  # tokens of a tile; more are several tiles
+MAX_BLOCK_T = 64  # tokens per tile
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -55,13 +54,13 @@ def _matmul_kernel(
     begin = split * per_split
     up_ptr = w_ptr + num_rows.to(tl.int64) * in_features
     let_next_start(PDL)
-    if PDL:  # the first weights come into L2 while the previous kernel still runs
+    if PDL:  # prefetch the first weights into L2 while the previous kernel still runs
         if (begin + PREFETCH_I <= in_features) & (in_features % 16 == 0):
             prefetch_rows_l2(w_ptr + safe_rows_O * in_features + begin, PREFETCH_I)
             if SILU_MUL:
                 prefetch_rows_l2(up_ptr + safe_rows_O * in_features + begin, PREFETCH_I)
     wait_for_previous(PDL)
-    # Float8's tensor cores keep fewer bits of a sum than float32 has: every so many inputs, it is added to one in float32.
+    # Float8 tensor cores keep fewer bits of a sum than float32 has. After this many inputs, it is added to a sum in float32.
     IMPRECISE: tl.constexpr = 128 if tl.float8e4nv == DOT else 0
     SUMS: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
     acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32 if PER_BLOCK else SUMS)
@@ -76,7 +75,7 @@ def _matmul_kernel(
         x_IT = tl.trans(tl.load(at_TI, mask=token_ok_T[:, None] & ok_1I, other=0.0).to(DOT))
         if SILU_MUL:
             up = tl.load(up_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first").to(DOT)
-        if PER_BLOCK:  # BLOCK_I = GROUP: a step is one group of inputs
+        if PER_BLOCK:  # BLOCK_I = GROUP: an iteration is one group of inputs
             group = start // GROUP
             zeros_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=SUMS)
             step_OT = tl.dot(w, x_IT, zeros_OT, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=SUMS)
@@ -101,7 +100,7 @@ def _matmul_kernel(
     acc_up_OT = acc_up_OT.to(tl.float32)
     last = True
     if SPLITS > 1:
-        # Partial sums of each split, then the last program of the tile to arrive adds them in order: the same bits every run.
+        # Each split stores partial sums. The last program of the tile adds them in order, so that every run has the same bits.
         size = BLOCK_O * BLOCK_T
         spots_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + spots_T[None, :]
         output_tile = token_tile * tl.num_programs(0) + tile
@@ -145,7 +144,7 @@ def _matmul_kernel(
 def matmul_config(
     num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, x_bytes: int, per_block: bool, sms: int
 ) -> tuple[int, int, int, int, int]:
-    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the tile kernel. x_bytes: of a value of x, 1 if it is rounded."""
+    """(BLOCK_O, BLOCK_I, splits, stages, warps) of the tile kernel. x_bytes: of a value of x, 1 if it is quantized."""
     tiles = cdiv(num_rows, 64) * cdiv(num_tokens, MAX_BLOCK_T)
     splits = 1
     while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
@@ -156,7 +155,9 @@ def matmul_config(
         return 64, 64, splits, 3, 4
     if x_bytes == 2:
         return 64, BLOCK if num_tokens > 32 else 2 * BLOCK, splits, 4, 4
-    if num_tokens > 32 or (num_tokens > 16 and silu_mul):  # wider tiles of x and two of W do not fit beside each other
+    if num_tokens > 32 or (
+        num_tokens > 16 and silu_mul
+    ):  # shared memory does not hold wider tiles of x and two tiles of W
         return 64, 256, splits, 4, 4
     return 64, 512, splits, 3, 4
 
@@ -172,10 +173,10 @@ def matmul(
     dtype: torch.dtype,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    """y = f((x · x_scale) (scale · W)ᵀ + bias) + residual; f: SiLU-mul or nothing. → `dtype` [T, R]
+    """y = f((x · x_scale) (scale · W)ᵀ + bias) + residual, where f is SiLU-mul with silu_mul. → `dtype` [T, R]
 
-    x_TI: rounded to 8 bits, with its scales; or as it is, without; rows may be strided. scale: per output or per block.
-    config: in place of `matmul_config`'s.
+    x_TI: quantized to 8 bits, with scales, or not quantized, without scales; rows may be strided. scale: per output or per block.
+    config: replaces `matmul_config`'s.
     """
     num_tokens, per_block = x_TI.shape[0], scale.dim() == 2
     out_features, in_features = weight_OI.shape

@@ -88,7 +88,7 @@ def test_x_may_come_rounded(scales, activations, weight_dtype) -> None:
     rounded = quantize_activations(normed, weight_dtype, per_group=scale.dim() == 2, input_scale=input_scale)
     options = (packed, scale, 40, norm, 1e-5, None, False, None, activations, input_scale)
     expected = torch.ops.cas.quantized_linear_reference(x, *options)
-    assert torch.equal(quantized_linear(torch.zeros_like(x), *options, rounded=rounded), expected)
+    assert torch.equal(quantized_linear(torch.zeros_like(x), *options, quantized=rounded), expected)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_x_may_come_rounded(scales, activations, weight_dtype) -> None:
         ({"activations": "static"}, "needs an input_scale"),
         ({"input_scale": torch.ones(1)}, "needs an input_scale"),
         ({"activations": "static", "input_scale": torch.ones(1), "scale": torch.ones(1, 1)}, "no static activations"),
-        ({"rounded": (torch.zeros(1, 8).to(torch.int8), torch.ones(1, 1))}, "where it would round them"),
-        ({"activations": "dynamic", "rounded": (torch.zeros(1, 8), torch.ones(1, 1))}, "in the weight's dtype"),
-        ({"activations": "dynamic", "rounded": (torch.zeros(1, 8), None)}, "need their scales"),
+        ({"quantized": (torch.zeros(1, 8).to(torch.int8), torch.ones(1, 1))}, "where it would quantize them"),
+        ({"activations": "dynamic", "quantized": (torch.zeros(1, 8), torch.ones(1, 1))}, "in the weight's dtype"),
+        ({"activations": "dynamic", "quantized": (torch.zeros(1, 8), None)}, "and their scales together"),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(change, message: str) -> None:

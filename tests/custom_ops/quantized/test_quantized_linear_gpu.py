@@ -64,11 +64,11 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
         x_TI=x[:, :inner], weight_OI=arguments[1], scale=scale, norm_weight_I=norm, eps=1e-5, bias_O=bias, silu_mul=silu_mul,
         residual_TO=residual, activations=activations, input_scale=input_scale,
     )  # fmt: skip
-    comes_rounded = linear if activations == "none" else replace(linear, rounded=linear.operand())
+    quantized_input = linear if activations == "none" else replace(linear, quantized=linear.operand())
     for way in linear.ways():
         y = linear.run(way)
         assert relative_error(y, expected) < tolerance, way
-        assert relative_error(comes_rounded.run(way), y) < 1e-3, way
+        assert relative_error(quantized_input.run(way), y) < 1e-3, way
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33, 300])

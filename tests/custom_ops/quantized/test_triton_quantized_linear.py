@@ -157,21 +157,21 @@ def test_every_kernel_computes_the_same(weight_dtype: torch.dtype, activations: 
 
 
 @pytest.mark.parametrize(("num_tokens", "scales"), [(1, row_scales), (80, row_scales), (5, block_scales)])
-def test_x_that_comes_rounded_is_not_rounded_again(num_tokens: int, scales, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x_that_quantized_input_is_not_rounded_again(num_tokens: int, scales, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, by every kernel, and as a choice of its own: less is left to do."""
     torch.manual_seed(num_tokens)
     a = arguments(num_tokens, 64, 96, True, True, "dynamic", scales, torch.float8_e4m3fn, torch.float32)
     linear = linear_of(a)
     expected = {kernel: linear.run(kernel) for kernel in linear.kernels()}
-    rounded = linear_of(a | {"rounded": linear.operand()})
+    rounded = linear_of(a | {"quantized": linear.operand()})
     monkeypatch.setattr(quantized_linear_cuda, "quantize_rows", None)
     assert rounded.kernels() == linear.kernels()
     for kernel, y in expected.items():
         assert torch.equal(rounded.run(kernel), y), kernel
-    assert rounded.problem().name == f"{linear.problem().name} comes_rounded"
+    assert rounded.problem().name == f"{linear.problem().name} quantized_input"
     monkeypatch.setattr(quantized_linear_cuda, "fastest_kernel", lambda *_, **__: next(iter(expected)))
     assert torch.equal(
-        quantized_linear(**a, rounded_TI=rounded.rounded[0], rounded_scale=rounded.rounded[1]),  # type: ignore[index]
+        quantized_linear(**a, quantized_TI=rounded.quantized[0], quantized_scale=rounded.quantized[1]),  # type: ignore[index]
         next(iter(expected.values())),
     )
 
@@ -199,7 +199,7 @@ def test_what_no_library_gemm_takes() -> None:
         (80, 24, 96, row_scales), (80, 64, 40, row_scales), (80, 64, 96, block_scales), (16, 64, 96, row_scales),
     ):  # fmt: skip
         a = arguments(num_tokens, out, inner, False, False, "dynamic", scales, torch.int8, torch.float16)
-        assert gemm_names(num_tokens, a["weight_OI"], a["scale"], torch.float16, is_rounded=True) == ()  # type: ignore[arg-type]
+        assert gemm_names(num_tokens, a["weight_OI"], a["scale"], torch.float16, is_quantized=True) == ()  # type: ignore[arg-type]
 
 
 def test_a_problem_is_all_that_the_fastest_kernel_depends_on() -> None:
@@ -218,17 +218,17 @@ def test_a_problem_is_all_that_the_fastest_kernel_depends_on() -> None:
 
 @pytest.mark.parametrize("kernel", [TILE, TORCH])
 @pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("comes_rounded", [False, True])
+@pytest.mark.parametrize("quantized_input", [False, True])
 def test_silu_mul_of_a_long_prompt_in_chunks(
-    comes_rounded: bool, has_residual: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+    quantized_input: bool, has_residual: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit what the whole prompt gives at once."""
     monkeypatch.setattr(QuantizedLinear, "fastest", lambda *_: kernel)
     a = arguments(50, 64, 96, True, True, "dynamic", row_scales, torch.int8, torch.float16)
     if not has_residual:
         a["residual_TO"] = None
-    if comes_rounded:
-        a["rounded_TI"], a["rounded_scale"] = linear_of(a).operand()
+    if quantized_input:
+        a["quantized_TI"], a["quantized_scale"] = linear_of(a).operand()
     at_once = quantized_linear(**a)  # type: ignore[arg-type]
     assert relative_error(at_once, reference(a)) < 1e-2
     monkeypatch.setattr(token_chunks, "MAX_CHUNK_TOKENS", 20)

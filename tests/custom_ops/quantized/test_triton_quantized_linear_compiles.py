@@ -38,7 +38,7 @@ for dtype, largest in ((tl.float8e4nv, 448.0), (tl.int8, 127.0)):
     for name, inner, silu_mul in (("gate_up", 4096, True), ("down", 14336, False)):
         block_o, warps, per_sm, _ = gemv_config(14336 if silu_mul else 4096, inner, silu_mul, dtype == tl.float8e4nv, 132)
         constants = {
-            "HAS_NORM": silu_mul, "ROUNDS": True, "IS_STATIC": False, "DTYPE": dtype, "LARGEST_VALUE": largest, "HAS_BIAS": False,
+            "HAS_NORM": silu_mul, "QUANTIZES": True, "IS_STATIC": False, "DTYPE": dtype, "LARGEST_VALUE": largest, "HAS_BIAS": False,
             "HAS_RESIDUAL": not silu_mul, "SILU_MUL": silu_mul, "WIDTH": next_power_of_2(inner), "BLOCK_O": block_o,
             "BLOCK_I": 512 * warps, "THREADS": 32 * warps, "PDL": True, "bias_ptr": None, "input_scale_ptr": None,
         } | ({"residual_ptr": None} if silu_mul else {"norm_ptr": None})
