@@ -1,7 +1,7 @@
 """Times every kernel of linears over 8-bit weights on a GPU, at a model's shapes. Prints JSON lines.
 
 usage: python -m benchmarks.ops_gpu_quantized [--models llama-8b] [--tokens 1,16,64] [--sites qkv,down] [--quantization fp8] [--sweep]
-Builds CUTLASS' products first where they are not built (a minute). Weights come from memory, as in a step over many layers.
+CUTLASS' kernels are built first if needed (a minute). Weights come from memory, as in a step over many layers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure(shape: Shape, site: str, num_tokens: int, scheme: str) -> float | No
 
 
 def sweep(shape: Shape, site: str, num_tokens: int, scheme: str) -> None:
-    """Every configuration of the kernel for one token, or of the tiles; activations are rounded in the time of both."""
+    """Times every configuration of the kernel for one token or of the tiled kernel, including the quantization of x."""
     linear = linear_of(shape, site, num_tokens, scheme)
     copies = copies_of(linear.weight_OI, num_tokens)
     is_gemv = num_tokens == 1 and linear.scale.dim() == 1

@@ -1,8 +1,8 @@
-"""Times silu(x Wgᵀ) · (x Wuᵀ) by every configuration of csrc/cuda/silu_mul_gemm.cu and as two kernels. Prints JSON lines.
+"""Times silu(x Wgᵀ) · (x Wuᵀ) with each configuration of csrc/cuda/silu_mul_gemm.cu and with two kernels. Prints JSON lines.
 
 usage: python -m benchmarks.silu_mul_gemm [--models llama-8b,qwen3-0.6b] [--tokens 512,1024,2048,4096,16384]
-The ways take turns, so that none has the cooler device; each time is the median of the rounds' replays of a CUDA graph. Errors are
-relative, against float64, over a few rows.
+The kernels take turns, so that none runs on a cooler device. A time is the median over rounds of replays of a CUDA graph. Errors are
+relative to float64, over a few rows.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:
         raise SystemExit("The library is for compute capability 9.0; this device has another.")
     x = torch.randn(num_tokens, inputs, device=device).bfloat16()
     weight = torch.empty(2 * hidden, inputs, dtype=torch.bfloat16, device=device).normal_(std=inputs**-0.5)
-    ways: dict[str, Callable[[], torch.Tensor]] = {
+    kernels: dict[str, Callable[[], torch.Tensor]] = {
         "torch, silu_mul_rows": lambda: silu_mul_rows(F.linear(x, weight)),
     }
     for kernel in KERNELS:
-        ways[kernel] = functools.partial(run_silu_mul_gemm, library, kernel, x, weight)
+        kernels[kernel] = functools.partial(run_silu_mul_gemm, library, kernel, x, weight)
     rows = torch.unique(torch.cat([torch.randint(num_tokens, (64,)), torch.tensor([0, num_tokens - 1])]))
     gate, up = (x[rows].double() @ weight.double().T).chunk(2, -1)
     expected = F.silu(gate) * up
     errors, graphs = {}, {}
-    for name, way in ways.items():
-        errors[name] = ((way()[rows].double() - expected).norm() / expected.norm()).item()
-        graphs[name] = capture(way)
+    for name, kernel_call in kernels.items():
+        errors[name] = ((kernel_call()[rows].double() - expected).norm() / expected.norm()).item()
+        graphs[name] = capture(kernel_call)
     for name, ms in in_turns_ms(graphs).items():
-        emit(work="silu_mul_gemm", model=model, tokens=num_tokens, hidden=hidden, inputs=inputs, way=name, ms=round(ms, 4),
+        emit(work="silu_mul_gemm", model=model, tokens=num_tokens, hidden=hidden, inputs=inputs, kernel=name, ms=round(ms, 4),
              tflops=round(4e-9 * num_tokens * hidden * inputs / ms, 1), error=float(f"{errors[name]:.2e}"))  # fmt: skip
 
 

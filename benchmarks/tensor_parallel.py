@@ -1,13 +1,13 @@
-"""What follows a rowwise linear, fused and in steps: all-reduce, + residual, RMSNorm. Prints JSON lines.
+"""Times all-reduce, + residual and RMSNorm after a rowwise linear, fused and unfused. Prints JSON lines.
 
 usage: python -m benchmarks.tensor_parallel [--size 2] [--hidden 4096] [--tokens 1,2,…]
-One process a rank: on CUDA devices where there are as many as ranks (a time is the replay of a CUDA graph), else on the CPU over gloo,
-where figures say little about a GPU. Every rank does the same work; rank 0 prints the median of its rounds.
+Each rank is a process. If there are enough CUDA devices, each rank uses one, and a time is the replay of a CUDA graph. Otherwise ranks
+run on the CPU over gloo, where figures say little about a GPU. All ranks do the same work; rank 0 prints the median of its rounds.
 
-variants: "steps" all_reduce, then addition and norm in one kernel (CUDA) or as torch has them (CPU); "fused" the op as the compiler
-places it, all-reduced over NCCL or gloo; on CUDA also "pushed", "one_shot", "two_shot" and "two_shot_stores", the op over peer memory,
-and "chosen", the op as it goes by the choice that the engine makes at its start, here measured anew ("kernel" names it). With "_quantize"
-behind it the norm comes rounded to float8, too: in a kernel or in torch after the steps, or by the op that does all of it.
+variants: "steps" all_reduce, then addition and norm in one kernel (CUDA) or in torch (CPU); "fused" the op that the compiler inserts,
+all-reduced over NCCL or gloo; on CUDA also "pushed", "one_shot", "two_shot" and "two_shot_stores", the op over symmetric memory, and
+"chosen", the op with the kernel that the engine chooses at its start, measured anew here ("kernel" names it). Variants ending in
+"_quantize" also quantize the norm to float8: in a separate kernel, in torch, or by the fused op.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """x differs from rank to rank, the others do not. expected: the norm, in float64."""
+    """x differs between ranks; the others are equal. expected: the norm, in float64."""
 
     x: torch.Tensor
     residual: torch.Tensor
@@ -130,7 +130,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     for tokens in args.tokens:
         operands = make_operands(rank, tokens, args.hidden, device)
         kernel = NCCL if chosen is None else chosen.kernel(tokens)
-        variants = {"steps": None, "fused": FORCED[NCCL]} | _over_peers(tokens, chosen)
+        variants = {"steps": None, "fused": FORCED[NCCL]} | _over_symmetric_memory(tokens, chosen)
         variants |= {f"{name}_quantize": choice for name, choice in variants.items()}
         for variant, choice in variants.items():
             microseconds, error = measure(operands, variant, choice)
@@ -146,7 +146,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     leave_tensor_parallel_group()
 
 
-def _over_peers(tokens: int, chosen: AllreduceChoice | None) -> dict[str, AllreduceChoice]:
+def _over_symmetric_memory(tokens: int, chosen: AllreduceChoice | None) -> dict[str, AllreduceChoice]:
     fused = fused_allreduce()
     if fused is None or chosen is None:
         return {}
@@ -158,7 +158,7 @@ def _over_peers(tokens: int, chosen: AllreduceChoice | None) -> dict[str, Allred
 
 
 def make_operands(rank: int, tokens: int, hidden: int, device: torch.device) -> Operands:
-    """The same on all ranks but for x."""
+    """Equal on all ranks except x."""
     shared = torch.Generator(device).manual_seed(0)
     residual = torch.randn(tokens, hidden, generator=shared, device=device).bfloat16()
     weight = torch.randn(hidden, generator=shared, device=device).bfloat16()
@@ -171,7 +171,7 @@ def make_operands(rank: int, tokens: int, hidden: int, device: torch.device) -> 
 
 
 def measure(operands: Operands, variant: str, choice: AllreduceChoice | None) -> tuple[list[float], float]:
-    """Microseconds of one call in each round, and the error of its norm; every rank calls it."""
+    """→ microseconds per call in each round, relative error of the norm. All ranks call it."""
     work = partial(operands.in_steps if variant.startswith("steps") else operands.fused, variant.endswith("_quantize"))
     fused = fused_allreduce()
     if choice is not None and fused is not None:

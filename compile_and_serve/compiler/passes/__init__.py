@@ -1,20 +1,20 @@
-"""The pipeline, in order. Each pass is one file; its docstring says what it rewrites and why.
+"""The pipeline, in order. Each pass is one file, whose docstring says what it rewrites and why.
 
-1. functionalize                 what is written in place becomes a new tensor
-2. canonicalize                  one spelling for each op; lengths that nobody needs are dropped
+1. functionalize                 in-place writes become new tensors
+2. canonicalize                  one spelling for each op; unused lengths are removed
 3. drop_batch_axis               a model written for batches computes on [tokens, …]
-4. eliminate_noops               views, casts and dropouts that change nothing
-5. lift_norms                    an RMSNorm written out in simple ops becomes one op
-6. tensor_parallel               weights are cut over the ranks that share the model, collectives are put in
+4. eliminate_noops               remove views, casts and dropouts that change nothing
+5. lift_norms                    an RMSNorm written in simple ops becomes one op
+6. tensor_parallel               shard weights over ranks; insert collectives
 7. merge_linears                 linears over the same input become one (QKV, gate/up)
-8. select_rows_early             the last layer computes only the rows whose logits are wanted
+8. select_rows_early             the last layer computes only the rows whose logits are needed
 9. fuse_rope_attention           QK-norm + RoPE + KV write + attention become one op between the pieces
 10. fuse_allreduce_add_rms_norm  the ranks' sum, the residual and the next norm become one op
-11. quantize_linears             linears over weights of 8 bits, where that is asked for
-12. fuse_allreduce_quantize      the norm behind the ranks' sum comes rounded to float8, where linears round it
+11. quantize_linears             linears over 8-bit weights, if asked for
+12. fuse_allreduce_quantize      the fused all-reduce also quantizes the norm to float8, for linears that would quantize it
 13. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-14. fuse_silu_mul                SiLU-mul that no linear took in becomes one op, where that is measured to be faster
-15. fuse_add_rms_norm            residual add + RMSNorm likewise
+14. fuse_silu_mul                SiLU-mul outside of fused linears becomes one op, where that is measured to be faster
+15. fuse_add_rms_norm            the same for residual add + RMSNorm
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 
 
 def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
-    """The passes of every compilation, in the order in which they run; None: with a config's defaults.
-
-    Those that only ranks need are among them where there are several.
-    """
+    """The passes of a compilation, in order. Those for several ranks are included only if there are several. None: default config."""
     config = config or CompileConfig()
     has_ranks = config.tensor_parallel_size > 1
     return (

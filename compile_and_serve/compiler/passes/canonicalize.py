@@ -1,8 +1,8 @@
-"""One spelling for each op, so that later passes match what a model means and not how its author wrote it.
+"""One spelling for each op, so that later passes match what a model computes, however it is written.
 
 `x.chunk(2)` and `torch.chunk(x, 2)`, `a * b` and `torch.mul(a, b)`, `cos[:, None]` and `cos.unsqueeze(1)` become the same
-node; asserts about symbolic lengths, which hold for every batch that the runner builds, are dropped with the lengths that
-only they read.
+node. Asserts about symbolic lengths hold for every batch that the runner builds; they are removed, with the lengths that only they
+read.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.truediv: torch.div,
     operator.neg: torch.neg,
     operator.matmul: torch.matmul,
-    operator.imatmul: torch.matmul,  # of tensors `x @= y` is `x = x @ y`
+    operator.imatmul: torch.matmul,  # for tensors, `x @= y` is `x = x @ y`
     torch.multiply: torch.mul,
     torch.concat: torch.cat,
     torch.concatenate: torch.cat,
 }
 METHODS = {"float": (torch.float32,), "half": (torch.float16,), "bfloat16": (torch.bfloat16,)}
-SIZE_METHODS = ("reshape", "permute")  # as functions they take the sizes as one tuple
+SIZE_METHODS = ("reshape", "permute")  # the functions take the sizes as a tuple
 SIZE = torch.ops.aten.sym_size.int
 ASSERTS: tuple[Callable[..., Any], ...] = (
     torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default, *CAPTURED_CHECKS,
@@ -76,14 +76,16 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
     if is_call(node, operator.getitem) and (axis := _inserted_axis(node)) is not None:
         node.target, node.args = torch.unsqueeze, (node.args[0], axis)
         changed = True
-    if node.kwargs.get("device") == torch.device("meta"):  # captured on the meta device, runs on the real one
+    if node.kwargs.get("device") == torch.device(
+        "meta"
+    ):  # the graph is captured on the meta device and runs on a real one
         node.kwargs = {**node.kwargs, "device": ctx.device}
         changed = True
     return changed
 
 
 def _read_lengths_here(gm: GraphModule, node: Node, ctx: PassContext) -> None:
-    """Take a length that an op needs (`x.view(tokens, -1, 64)`) from its own input: pieces share tensors, not lengths."""
+    """Let an op take a length (`x.view(tokens, -1, 64)`) from its own input: pieces exchange tensors, not lengths."""
     if is_call(node, SIZE) or node.op == "output":
         return
     inputs = node.all_input_nodes

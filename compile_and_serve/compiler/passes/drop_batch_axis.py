@@ -1,10 +1,10 @@
-"""A model written for batches computes on [tokens, …] as all others do: the leading axis of length 1 is taken off.
+"""Removes the leading axis of length 1 of a model written for batches, so that it computes on [tokens, …] like other models.
 
     embedding(ids[None]) → linear → view(1, T, -1, E) → transpose(1, 2) → …[0]   →   the same without the first axis
 
-The axis comes in with an input or an attention output and goes out where its only row is taken. On the way each op is called
-again on inputs without it: what counts dimensions from the front counts one less, and the result's shape is checked. An op that
-no rule covers gets its inputs with the axis, so that nothing depends on every op being known.
+The axis begins at an input or an attention output, and ends where its only row is selected. Between, each op is called again on inputs
+without it: dimensions counted from the front are one less, and the result's shape is checked. An op without a rule gets its inputs with
+the axis, so the rules need not cover every op.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from compile_and_serve.custom_ops.step import TOKENS, StepInput
 SIZE = torch.ops.aten.sym_size.int
 ATTENTION = torch.ops.cas.attention.default
 
-# Ops that name no dimension or count it from the end. The second group broadcasts.
+# Ops that take no dimension, or count it from the end. The second group broadcasts.
 ROW_OPS = (F.linear, F.embedding, F.layer_norm, torch.rms_norm, F.rms_norm, F.dropout, torch.Tensor.to,
            torch.Tensor.contiguous, torch.clone, F.silu, F.gelu, F.relu, torch.neg, torch.pow, torch.square, torch.sqrt,
            torch.rsqrt, torch.exp, torch.tanh, torch.sigmoid, torch.relu, torch.cos, torch.sin, torch.clamp)  # fmt: skip
 BROADCASTING = (torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat)
-# Where the dimensions are among the arguments: from which position on, and how many. They may be given as `dim`, too.
+# Position of the first dimension among the arguments, and their number. They may also be given as `dim`.
 DIMENSIONS = {
     torch.cat: (1, 1), torch.mean: (1, 1), torch.sum: (1, 1), torch.unsqueeze: (1, 1), torch.squeeze: (1, 1),
     torch.softmax: (1, 1), F.softmax: (1, 1), torch.unflatten: (1, 1), torch.chunk: (2, 1), torch.split: (2, 1),
@@ -52,14 +52,14 @@ class DropBatchAxis(BasePass):
 
 
 class _NoRuleError(Exception):
-    """This op keeps the axis."""
+    """There is no rule for this op: it keeps the axis."""
 
 
 class _Rewriter:
     def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
         self.gm, self.ctx = gm, ctx
         self.flat: dict[object, Node] = {}  # value with the axis → the same without
-        self.batched: set[Node] = set()  # of these values, the ones that the graph still computes with the axis
+        self.batched: set[Node] = set()  # those of these values that the graph still computes with the axis
         self.matched = 0
         self.near_misses: list[NearMiss] = []
 
@@ -99,11 +99,11 @@ class _Rewriter:
     def _call(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
         try:
             return self.ctx.call(self.gm, node.target, *args, origin=node, kwargs=kwargs)  # type: ignore[arg-type]
-        except (RuntimeError, TypeError, IndexError, ValueError) as error:  # of an op that these arguments do not fit
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:  # the op does not take these arguments
             raise _NoRuleError from error
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `node` is called with where its inputs have no batch axis."""
+        """The arguments of `node` for inputs without a batch axis."""
         target, args, kwargs = node.target, list(node.args), dict(node.kwargs)
         if target is operator.getitem:
             return (self._input(args[0]), _index(args[0], args[1])), {}
@@ -120,7 +120,7 @@ class _Rewriter:
             args[first : first + count] = [_moved(dim) for dim in args[first : first + count]]
             kwargs |= {name: _moved(kwargs[name]) for name in ("dim", "dim0", "dim1") if name in kwargs}
             if target in (torch.chunk, torch.split) and len(args) < 3 and "dim" not in kwargs:
-                raise _NoRuleError  # along the batch axis
+                raise _NoRuleError  # it works along the batch axis
         elif target not in ROW_OPS and target not in BROADCASTING:
             raise _NoRuleError
         rank = len(_sizes(node)) if target in BROADCASTING else None
@@ -128,7 +128,7 @@ class _Rewriter:
         return tuple(args), kwargs
 
     def _input(self, value: Any, rank: int | None = None) -> Any:
-        """`value` without the axis; rank: of the result of a broadcast, in which others of that rank have the axis as well."""
+        """`value` without the axis. rank: of a broadcast's result; other operands of that rank have the axis, too."""
         if isinstance(value, list | tuple):
             return type(value)(self._input(item, rank) for item in value)
         if not isinstance(value, Node) or value in self.flat:
@@ -147,7 +147,7 @@ class _Rewriter:
                 node.replace_input_with(source, batched)
 
     def _drop_after(self, node: Node) -> None:
-        """Behind an op that keeps the axis the rest goes on without it."""
+        """Remove the axis after an op that keeps it."""
         if node.op == "call_function" and _sizes(node)[:1] == ["1"]:
             with self.gm.graph.inserting_after(node):
                 self.flat[node] = self.ctx.call(self.gm, torch.squeeze, node, 0, origin=node)
@@ -155,7 +155,7 @@ class _Rewriter:
 
 
 def _adds_axis(node: Node) -> bool:
-    """x[None] of a step's input or of attention's output: elsewhere a new first axis is the heads'."""
+    """Whether this is x[None] of a step's input or of attention's output. Elsewhere, a new first axis is that of the heads."""
     if not (is_call(node, torch.unsqueeze) and node.args[1:] == (0,)):
         return False
     return _is_token_input(node.args[0]) or is_call(node.args[0], ATTENTION)
@@ -173,7 +173,7 @@ def _takes_axis_off(node: Node, source: Any) -> bool:
 
 
 def _sizes(node: Node, without_axis: bool = False) -> list[Any]:
-    """Sizes of a node's value as text, of each part of a tuple; nothing for a number."""
+    """Sizes of a node's value as text, for each part of a tuple; empty for a number."""
     value = node.meta["example_value"]
     if isinstance(value, tuple | list):
         return [[str(size) for size in part.shape[without_axis:]] for part in value]
@@ -181,7 +181,7 @@ def _sizes(node: Node, without_axis: bool = False) -> list[Any]:
 
 
 def _index(source: Any, index: Any) -> Any:
-    """`x[:, rows, :]` → `x[rows]`, `x[..., :8]` as it is; which part of a tuple as it is."""
+    """The index without the axis: `x[:, rows, :]` → `x[rows]`. `x[..., :8]` and the index of a tuple do not change."""
     if not isinstance(source.meta["example_value"], torch.Tensor):
         return index
     if not isinstance(index, tuple) or not (index[0] is Ellipsis or index[0] == slice(None)):
@@ -195,7 +195,7 @@ def _index(source: Any, index: Any) -> Any:
 
 
 def _moved(dim: Any) -> Any:
-    """A dimension as it is counted without the first axis; that axis itself cannot be named."""
+    """A dimension without the first axis. Raises for the axis itself."""
     if not isinstance(dim, int) or dim == 0:
         raise _NoRuleError
     return dim - 1 if dim > 0 else dim

@@ -1,4 +1,4 @@
-"""Ops that return their input unchanged: a cast to the dtype it has, a view to the shape it has, dropout, a transposition undone."""
+"""Removes ops that return their input unchanged: casts to its dtype, views of its shape, dropout, double transpositions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EliminateNoops(BasePass):
 
 
 def _transposed_twice(node: Node) -> Any:
-    """What a transposition of a transposition is, or None."""
+    """x for a node that transposes x twice, else None."""
     before = node.args[0] if is_call(node, torch.transpose) else None
     return before.args[0] if is_call(before, torch.transpose) and set(before.args[1:]) == set(node.args[1:]) else None
 

@@ -1,11 +1,11 @@
-"""Ops that write to a tensor become ops that make a new one; what read the tensor after the write reads the new one.
+"""Replaces ops that write to a tensor by ops that return a new one. Later readers of the tensor read the new one.
 
-`h.add_(x)`, `h += x`, `torch.add(h, x, out=h)`, `F.relu(h, inplace=True)`, `h[:, 0] = 0`, `h.zero_()`: the other passes move, merge and
-drop ops, which is right only where a value stays what its op made of it. A write that is seen elsewhere (in a parameter, in an argument
-of the model, through a view that is read afterwards) is refused, with the line of the model that it stands in.
+Examples are `h.add_(x)`, `h += x`, `torch.add(h, x, out=h)`, `F.relu(h, inplace=True)`, `h[:, 0] = 0`, `h.zero_()`. The other passes move,
+merge and remove ops, which is correct only if values do not change after their op. A write that is visible elsewhere (in a parameter, in
+an argument of the model, or through a view that is read later) is an error with the model's source line.
 
-An op gives a view of its input where it does so when it runs on its inputs' example values again. (What its own example value says is
-not enough: the copies of a repeated block share theirs.)
+Whether an op returns a view of its input is found by running it again on its inputs' example values. Its own example value does not show
+that, because the copies of a repeated block share theirs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ifloordiv": operator.floordiv, "imod": operator.mod, "ipow": operator.pow, "iand": operator.and_, "ior": operator.or_,
     "ixor": operator.xor, "ilshift": operator.lshift, "irshift": operator.rshift,
 }  # fmt: skip
-COPY = torch.ops.aten.copy.default  # (x, y): y in the shape and dtype of x
+COPY = torch.ops.aten.copy.default  # (x, y) → y in x's shape and dtype
 FILLS: dict[str, Callable[..., Any]] = {"zero_": torch.zeros_like, "fill_": torch.fill, "copy_": COPY}
 RESHAPES = ("as_strided_", "detach_", "resize_", "resize_as_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_",
             "unsqueeze_")  # fmt: skip
@@ -49,7 +49,7 @@ BUFFERS = {f"{name}{like}" for name in ("empty", "zeros", "ones", "full") for li
 }  # fmt: skip
 LENGTHS = ("size", "dim", "numel")
 NO_FUNCTION = (
-    "and no function makes a new tensor of these arguments: put it together with torch.where, torch.cat or torch.stack"
+    "and no function returns a new tensor for these arguments: build it with torch.where, torch.cat or torch.stack"
 )
 
 
@@ -64,9 +64,9 @@ class Functionalize(BasePass):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Write:
-    """What a node writes to, and what makes a new tensor of the same arguments (None: nothing does).
+    """What a node writes to, and the function that returns a new tensor for the same arguments (None: there is none).
 
-    by_declaration: the op itself says what it writes, and fx knows it.
+    by_declaration: the op declares the write, so that fx knows it.
     """
 
     spelling: str
@@ -81,8 +81,8 @@ class _Rewriter:
     def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
         self.gm, self.ctx = gm, ctx
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self.made: set[Node] = set()  # what stands for written tensors, and what that is computed of
-        self.restrided: set[Node] = set()  # results that lie in memory differently from what they stand for
+        self.made: set[Node] = set()  # nodes that replace written tensors, and their inputs
+        self.restrided: set[Node] = set()  # nodes whose strides differ from those of the tensors that they replace
 
     def run(self) -> int:
         matched = 0
@@ -105,11 +105,15 @@ class _Rewriter:
         before, after = tensor_of(written), self._result(node, write)
         value = tensor_of(after)
         if str(value.shape) != str(before.shape):
-            _refuse(node, write, f"of shape {list(before.shape)} what has shape {list(value.shape)}: make a new tensor")
+            _refuse(
+                node,
+                write,
+                f"a value of shape {list(value.shape)} to a tensor of shape {list(before.shape)}: make a new tensor",
+            )
         if str(value.stride()) != str(before.stride()):
             self.restrided.add(after)
         made = after
-        while made not in self.order:  # it and what it was made of stand where the write stood
+        while made not in self.order:  # the node and its new inputs take the write's position in the order
             self.made.add(made)
             self.order[made], made = self.order[node], made.prev
         node.replace_all_uses_with(after)
@@ -119,25 +123,27 @@ class _Rewriter:
         self.gm.graph.erase_node(node)
 
     def _result(self, node: Node, write: _Write) -> Node:
-        """The new tensor, in the dtype of the one that was written to."""
+        """The new tensor, in the dtype of the written one."""
         try:
             with self.gm.graph.inserting_before(node):
                 if write.spelling == "x[…] = …":
                     return self._put(node, *write.args)
                 if write.spelling in RESHAPES:
-                    _refuse(node, write, f"what tensor it is: write `x = x.{write.spelling.removesuffix('_')}(…)`")
+                    _refuse(node, write, f"the shape of a tensor: write `x = x.{write.spelling.removesuffix('_')}(…)`")
                 if write.function is None:
                     _refuse(node, write, NO_FUNCTION)
                 made = self.ctx.call(self.gm, write.function, *write.args, origin=node, kwargs=write.kwargs)
                 dtype = tensor_of(write.written).dtype
                 if tensor_of(made).dtype == dtype:
                     return made
-                if "out" in node.kwargs:  # some ops compute in the dtype of `out`, others cast to it
+                if "out" in node.kwargs:  # some ops compute in `out`'s dtype, others cast to it
                     _refuse(
-                        node, write, f"to a tensor of {dtype} what is {tensor_of(made).dtype}: cast the result instead"
+                        node,
+                        write,
+                        f"a result of {tensor_of(made).dtype} to a tensor of {dtype}: cast the result instead",
                     )
                 return self.ctx.call(self.gm, torch.Tensor.to, made, dtype, origin=node)
-        except (RuntimeError, TypeError, IndexError) as error:  # of an op that these arguments do not fit
+        except (RuntimeError, TypeError, IndexError) as error:  # the op does not take these arguments
             _refuse(node, write, f"{NO_FUNCTION} ({str(error).splitlines()[0]})")
 
     def _put(self, node: Node, x: Node, index: Any, value: Any) -> Node:
@@ -150,12 +156,12 @@ class _Rewriter:
             items[at : at + 1] = [slice(None)] * (tensor_of(x).dim() - len(items) + 1)
         if not all(_is_position(item) for item in items):
             raise TypeError(
-                "indices are numbers and slices, or one mask of the tensor's shape with a number to put there"
+                "indices have to be numbers and slices, or one mask of the tensor's shape with a number as the value"
             )
         return self._put_from(node, x, items, 0, value)
 
     def _put_from(self, node: Node, x: Node, items: list[Any], dim: int, value: Any) -> Node:
-        """`items`: the index from dimension `dim` on; a position takes its dimension away, a slice keeps it."""
+        """items: the index from dimension `dim` on. A number removes its dimension, a slice keeps it."""
         while items and items[0] == slice(None):
             items, dim = items[1:], dim + 1
         if not items:
@@ -172,7 +178,7 @@ class _Rewriter:
         return self.ctx.call(self.gm, torch.select_scatter, x, new, dim, item, origin=node)
 
     def _check_unseen(self, node: Node, write: _Write) -> None:
-        """Raise where something else than the written tensor's readers would see the write."""
+        """Raise if anything but the written tensor's own readers sees the write."""
         put_back = _put_back(node, write.written)
         for member in self._views(node, write.written):
             if member.op == "placeholder":
@@ -184,19 +190,23 @@ class _Rewriter:
                 if member is not write.written and self._is_after(user, node) and not _reads_length(user):
                     _refuse(
                         node, write,
-                        f"to a tensor that is read through another view at {node_source_line(user)}: take a copy "
-                        "first (`x = x.clone()`), or read only the tensor that was written to",
+                        f"to a tensor that is read through another view at {node_source_line(user)}: copy it first "
+                        "(`x = x.clone()`), or read only the written tensor",
                     )  # fmt: skip
 
     def _check_declared(self, node: Node, write: _Write) -> None:
-        """Raise where a custom op writes to what an op has computed: arguments of the model and new buffers are for that."""
+        """Raise if a custom op writes to a computed tensor. It may write to arguments of the model and to new buffers."""
         for written in (leaf for leaf in tree_leaves(write.written) if isinstance(leaf, Node)):
             views = self._views(node, written)
             if not any(one.op == "placeholder" or _name_of(one) in BUFFERS for one in views):
-                _refuse(node, write, "to a computed tensor: let it return a new one, or give it a torch.empty for it")
+                _refuse(
+                    node,
+                    write,
+                    "to a computed tensor: let it return a new tensor, or pass it a torch.empty to write to",
+                )
 
     def _views(self, node: Node, written: Node) -> set[Node]:
-        """What lies in the memory of `written` when `node` writes to it, itself among them."""
+        """The nodes that share memory with `written` when `node` writes to it, `written` included."""
         found, todo = {written}, [(written, written)]
         while todo:
             one, reached_from = todo.pop()
@@ -222,7 +232,7 @@ class _Rewriter:
         return self.order.get(node, -1) > self.order[other]
 
     def _update_strides(self) -> None:
-        """Compute again what was computed of tensors that lie in memory differently now."""
+        """Recompute the example values of nodes that read tensors whose strides have changed."""
         for node in self.gm.graph.nodes:
             if node.op.startswith("call_") and not self.restrided.isdisjoint(node.all_input_nodes):
                 before = node.meta["example_value"]
@@ -232,11 +242,11 @@ class _Rewriter:
 
 
 def _write_of(node: Node) -> _Write | None:
-    """What `node` writes, or None."""
+    """The write of `node`, or None."""
     name = _name_of(node)
     if name == "triton_kernel_wrapper_mutation":
         raise PassError(
-            f"The Triton kernel at {node_source_line(node)} does not say what it writes: call it in a `torch.library.triton_op`."
+            f"The Triton kernel at {node_source_line(node)} does not declare what it writes: call it in a `torch.library.triton_op`."
         )
     if (declared := declared_writes(node)) is not None:
         return _Write(spelling=name, written=declared, by_declaration=True) if declared else None
@@ -270,19 +280,19 @@ def _function_for(name: str) -> Callable[..., Any] | None:
         return FILLS[name]
     base = name.removesuffix("_")
     if not hasattr(torch.Tensor, name):
-        return getattr(F, base, None)  # elu_ and its like are functions alone
+        return getattr(F, base, None)  # elu_ and similar ones exist only as functions
     return function_of_method(base) if callable(getattr(torch.Tensor, base, None)) else None
 
 
 def _name_of(node: Node) -> str:
-    """`add_` of x.add_(…), torch.add_ and aten.add_.Tensor."""
+    """`add_` for x.add_(…), torch.add_ and aten.add_.Tensor."""
     if not node.op.startswith("call_"):
         return ""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "").split(".")[0]
 
 
 def _put_back(node: Node, written: Node) -> Node | None:
-    """Of `x[i] += y`, which is `part = x[i]; part += y; x[i] = part`, the node that puts the part back, if that comes next."""
+    """For `x[i] += y`, which is `part = x[i]; part += y; x[i] = part`: the last of these nodes, if it comes next."""
     put = only_user(node)
     if is_call(written, operator.getitem) and only_user(written) is node and is_call(put, operator.setitem):
         return put if put is node.next and put.args == (*written.args, node) else None
@@ -290,7 +300,7 @@ def _put_back(node: Node, written: Node) -> Node | None:
 
 
 def _is_mask(index: Any, x: Node) -> bool:
-    """Of every element of `x`."""
+    """Whether the index is a boolean mask of x's shape."""
     mask = tensor_of(index) if isinstance(index, Node) else None
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == tensor_of(x).dim()
 
@@ -300,7 +310,7 @@ def _is_position(item: Any) -> bool:
 
 
 def _is_other_part(user: Node, parts: Node, reached_from: Node) -> bool:
-    """Whether `parts` cuts a tensor, was reached from one part, and `user` is another."""
+    """Whether `parts` splits a tensor, was reached from one part, and `user` is another part."""
     both = all(is_call(part, operator.getitem) and part.args[0] is parts for part in (user, reached_from))
     return both and _name_of(parts) in PARTS and user.args[1] != reached_from.args[1]
 

@@ -1,10 +1,9 @@
-"""Residual add + RMSNorm as one op, where the linears around them have taken in neither.
+"""Residual add + RMSNorm as one op, where neither is fused into a linear.
 
     s = x + residual;  rms_norm(s, weight, eps)   →   s, y = add_rms_norm(x, residual, weight, eps)
 
-`fuse_linears` takes the add into the linear before it and the norm into the one after; what is left (linears without a kernel of
-ours, quantized ones) is fused here where measuring finds the op faster than Inductor's own fusion of the same ops
-(`compiler/artifacts/autotune.py`).
+`fuse_linears` fuses the add into the linear before it and the norm into the linear after it. The remaining ones (around linears without a
+kernel of ours) are fused here, if the op is measured to be faster than Inductor's fusion (`compiler/artifacts/autotune.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _why_not(norm: Node, add: Node) -> str | None:
         return "the add is not of two tensors"
     x, residual = (tensor_of(arg) for arg in add.args)
     if str(x.shape) != str(residual.shape) or x.dtype != residual.dtype or x.dim() != 2:
-        return "what is added is not two [tokens, features] tensors of one dtype"
+        return "the operands are not two [tokens, features] tensors of one dtype"
     _, shape, weight, eps = arguments(norm)
     if weight_of(weight) is None or len(shape) != 1 or eps is None:
         return "the norm is not over the last dimension with a parameter as weight and an explicit eps"

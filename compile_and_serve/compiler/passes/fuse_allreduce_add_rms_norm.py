@@ -1,9 +1,9 @@
-"""The ranks' sum, the residual that is added to it, and the norm that reads the sum become one op.
+"""The ranks' sum, the residual addition and the norm of the result become one op.
 
     s = residual + all_reduce(x);  y = rms_norm(s, g)   →   s, y = allreduce_add_rms_norm(x, residual, g)
 
-A decode step's activations are small: what an all-reduce costs is its launches and barriers, and the sum is in registers when it
-ends. It runs where there is a kernel for it; elsewhere the addition stays for Inductor and the norm for `fuse_linears`.
+A decode step's activations are small, so an all-reduce costs mostly launches and barriers; at its end, the sum is in registers. Without a
+kernel for the fused op, Inductor runs the addition, and `fuse_linears` takes the norm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FUSED = torch.ops.cas.allreduce_add_rms_norm.default
 
 
 class _Mismatch(Exception):
-    """Why a place is not a site of this pass."""
+    """Why an all-reduce is not a site of this pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +47,11 @@ class _Site:
 
 
 def why_no_kernel(kernel: str, ctx: PassContext) -> SkipReason | None:
-    """Why a pass that puts in this op, which sums over ranks, has nothing to do here."""
+    """Why a pass that inserts this fused all-reduce does not run; None: it runs."""
     if ctx.tensor_parallel_size == 1:
         return SkipReason(sentence="the model runs on one rank")
     if kernel not in ctx.kernels:
-        return SkipReason(sentence=f"there is no kernel of it for {ctx.dtype} on {ctx.device.type}")
+        return SkipReason(sentence=f"there is no kernel for it for {ctx.dtype} on {ctx.device.type}")
     return None
 
 
@@ -65,7 +65,7 @@ class FuseAllreduceAddRmsNorm(BasePass):
         matched, near_misses = 0, []
         for node in gm.graph.find_nodes(op="call_function", target=ALL_REDUCE):
             if is_call(node.args[0], torch.where):
-                continue  # of an embedding: nothing is added to it
+                continue  # of an embedding: no residual is added to it
             try:
                 _fuse(gm, _match(node), ctx)
                 matched += 1
@@ -77,14 +77,14 @@ class FuseAllreduceAddRmsNorm(BasePass):
 def _match(reduce: Node) -> _Site:
     add = only_user(reduce)
     if not is_call(add, torch.add) or add.kwargs or len(add.args) != 2:
-        raise _Mismatch("the ranks' sum is read by something else than the addition of a residual")
+        raise _Mismatch("the ranks' sum is not read by a residual addition alone")
     residual = add.args[0] if add.args[1] is reduce else add.args[1]
     if not isinstance(residual, Node) or residual is reduce or weight_of(residual) is not None:
-        raise _Mismatch("what is added to the ranks' sum is no residual")
+        raise _Mismatch("the other operand of the addition is not a residual")
     ours, theirs = tensor_of(reduce), tensor_of(residual)
     if str(ours.shape) != str(theirs.shape) or ours.dtype != theirs.dtype or ours.dim() != 2:
         raise _Mismatch(
-            "the residual has another shape or dtype than the ranks' sum, or they are not [tokens, features]"
+            "the residual does not have the shape and dtype of the ranks' sum, or they are not [tokens, features]"
         )
     norm = next((user for user in add.users if is_call(user, torch.rms_norm)), None)
     if norm is None:

@@ -1,10 +1,10 @@
-"""Activations that linears round to float8 come rounded out of the op that sums and normalizes them.
+"""The fused all-reduce also quantizes its norm to float8, for linears that would quantize it.
 
     s, y = allreduce_add_rms_norm(x, r, g);  quantized_linear(y, …)
         →   s, y, y_q, scale = allreduce_add_rms_norm_quantize(x, r, g);  quantized_linear(y, …, y_q, scale)
 
-That kernel has a whole row in registers when it ends: QKV and gate/up need no kernel of their own that rounds it. y stays beside it, for
-the kernel that streams a weight for one token and rounds by itself.
+The kernel has the whole row in registers at its end, so QKV and gate/up need no separate kernel for quantizing it. y is still returned: the
+linear's kernel for one token reads it and quantizes it itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FuseAllreduceQuantize(BasePass):
         matched, near_misses = 0, []
         for fused in gm.graph.find_nodes(op="call_function", target=FUSED):
             readers = [reader for part in fused.users if part.args[1] == 1 for reader in part.users]
-            if not any(_rounds(reader) for reader in readers):
+            if not any(_quantizes(reader) for reader in readers):
                 continue
             if reason := next((why for reader in readers if (why := _why_not(reader))), None):
                 near_misses.append(NearMiss.at(fused, reason))
@@ -50,28 +50,28 @@ class FuseAllreduceQuantize(BasePass):
         return PassResult(matched=matched, near_misses=tuple(near_misses))
 
 
-def _rounds(reader: Node) -> bool:
+def _quantizes(reader: Node) -> bool:
     return is_call(reader, QUANTIZED_LINEAR) and reader.args[9] != "none"
 
 
 def _why_not(reader: Node) -> str | None:
-    if not _rounds(reader):
-        return "the norm is read by something else than linears that round it, too"
+    if not _quantizes(reader):
+        return "not only linears that quantize the norm read it"
     _, packed, scale, *_ = reader.args
     if reader.args[9] == "static":
-        return "a linear rounds the norm with a scale that its checkpoint brings"
+        return "a linear quantizes the norm with a scale from its checkpoint"
     if (dtype := tensor_of(packed).dtype) != torch.float8_e4m3fn:
-        return f"a linear rounds the norm to {str(dtype).removeprefix('torch.')}, not to float8_e4m3fn"
+        return f"a linear quantizes the norm to {str(dtype).removeprefix('torch.')}, not to float8_e4m3fn"
     if tensor_of(scale).dim() == 2:
-        return "a linear rounds the norm with a scale for each 128 features, not for each token"
+        return "a linear quantizes the norm with a scale per 128 features, not per token"
     return None
 
 
 def _replace(gm: GraphModule, fused: Node, readers: list[Node], ctx: PassContext) -> None:
     with gm.graph.inserting_before(fused):
         all_four = ctx.call(gm, FUSED_QUANTIZE, *fused.args, origin=fused)
-        rounded = [ctx.call(gm, operator.getitem, all_four, i, origin=fused) for i in (2, 3)]
-    fused.replace_all_uses_with(all_four)  # the sum and the norm are the first two of both
+        quantized = [ctx.call(gm, operator.getitem, all_four, i, origin=fused) for i in (2, 3)]
+    fused.replace_all_uses_with(all_four)  # the first two results of both ops are the sum and the norm
     gm.graph.erase_node(fused)
     for reader in readers:
-        reader.args = (*reader.args, *rounded)
+        reader.args = (*reader.args, *quantized)

@@ -1,10 +1,10 @@
-"""A linear takes in what stands around it: the RMSNorm before it, the SiLU-mul or the residual add after it.
+"""Fuses the RMSNorm before a linear, and the SiLU-mul or the residual addition after it, into the linear.
 
     F.linear(rms_norm(x, g), W) [silu(gate) · up | + residual]  →  fused_linear(x, pack(W), …)
     quantized_linear(rms_norm(x, g), …) [the same]              →  quantized_linear(x, …)
 
-The normalized activations, the gate/up product and the sum never travel through memory, and a layer is four op calls
-instead of a dozen. The weight is packed once, while it streams in, into the layout that the device's kernel reads.
+The normalized activations, the gate/up product and the sum are not written to memory, and a layer has four op calls instead of a dozen. The
+weight is packed once, while it is loaded, into the layout of the device's kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ weight_function("pack_linear_weight")(pack_linear_weight)
 
 @dataclass(slots=True)
 class _Site:
-    """What one fused linear swallows."""
+    """A linear and the ops that are fused into it."""
 
     linear: Node
     x: Node
@@ -81,7 +81,7 @@ class FuseLinears(BasePass):
 
 
 def _is_bare_quantized(node: Node) -> bool:
-    """Whether this is what `quantize_linears` leaves: a quantized linear that has taken in nothing yet."""
+    """Whether this is a quantized linear from `quantize_linears`, with nothing fused into it yet."""
     if not is_call(node, QUANTIZED_LINEAR):
         return False
     norm_weight, silu_mul, residual = node.args[4], node.args[7], node.args[8]
@@ -147,7 +147,7 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
 
 
 def _extend(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
-    """The quantized linear again, with what the site takes in."""
+    """Replace a quantized linear by one with the site's ops fused into it."""
     _, packed, scale, out_features, _, _, bias, _, _, *rounding = site.linear.args
     out = site.out
     assert out is not None

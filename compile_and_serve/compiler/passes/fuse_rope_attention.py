@@ -1,12 +1,12 @@
-"""QK-norm (where the model has it) + RoPE + KV write + attention become one op at the split point.
+"""QK-norm (if the model has one) + RoPE + KV write + attention become one op at the split point.
 
     q, k, v = qkv.split(…); attention(rope(norm(q)), rope(norm(k)), v, cache)  →  rope_attention(qkv, cos, sin, cache, …)
 
-The rotated keys are written to the cache by the kernel that computes them, instead of travelling through memory between two
-kernels; the piece before the split ends at its last linear. A view of heads and the half-split rotation
-`x·cos + rotate_half(x)·sin` are matched however the model spells them, on [tokens, heads, E] or on [heads, tokens, E] between two
-transpositions, as long as queries, keys and values come from one merged linear. On two CPU cores it is worth nothing (0.97 to 1.00 times
-the decode step's speed, `cpu-passes-smollm2-2026-11-20.jsonl`): there it is for the same graph as on CUDA.
+The kernel that computes the rotated keys writes them to the cache, so that they do not pass through memory between two kernels. The piece
+before the split ends at its last linear. The pass matches head views and the half-split rotation `x·cos + rotate_half(x)·sin` in any
+spelling, on [tokens, heads, E], or on [heads, tokens, E] between two transpositions. Queries, keys and values have to come from one merged
+linear. On two CPU cores the pass gains nothing (0.97 to 1.00 times the decode step's speed, `cpu-passes-smollm2-2026-11-20.jsonl`); it runs
+there to keep the graph the same as on CUDA.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ROPE_ATTENTION = torch.ops.cas.rope_attention.default
 
 
 class _Mismatch(Exception):
-    """Why a place is not a site of this pass."""
+    """Why an attention op is not a site of this pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """A rotated (or plain) head view of one part of the merged projection."""
+    """A head view of one part of the merged projection, rotated or not."""
 
     part: Node
     cos: Node | None = None
@@ -79,7 +79,7 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
     if (q.cos, q.sin) != (k.cos, k.sin):
         raise _Mismatch("queries and keys are rotated by different angles")
     if (q.norm_weight is None) != (k.norm_weight is None) or q.eps != k.eps:
-        raise _Mismatch("queries and keys are not normalized alike")
+        raise _Mismatch("queries and keys are not normalized in the same way")
     qkv = _common_split(q.part, k.part, v.part)
     num_heads, num_kv_heads = tensor_of(q_node).shape[1], tensor_of(k_node).shape[1]
     norms = (q.norm_weight, k.norm_weight, q.eps or 1e-6)
@@ -108,7 +108,7 @@ def _rotated(node: object) -> _Heads:
         x, cos = _operands(direct)
         half, sin = _operands(turned)
         if _is_rotate_half(half, x):
-            if heads_axis == 0:  # a norm over E may stand before or after the transposition
+            if heads_axis == 0:  # a norm over E may come before or after the transposition
                 x = _transposed(x)
             part, norm_weight, eps = _norm(x)
             if heads_axis == 0:
@@ -122,12 +122,12 @@ def _is_transposition(node: object) -> TypeGuard[Node]:
 
 
 def _transposed(node: object) -> object:
-    """What [heads, tokens, E] is the transposition of, or the value itself."""
+    """The value before its transposition to [heads, tokens, E], or the value itself."""
     return node.args[0] if _is_transposition(node) else node
 
 
 def _operands(mul: Node) -> tuple[object, object]:
-    """(x, angle factor) of a product: the factor is the one with a single head axis."""
+    """(x, angle factor) of a product. The factor has a head axis of length 1."""
     left, right = arguments(mul)
     return (right, left) if is_call(left, torch.unsqueeze) else (left, right)
 
@@ -162,7 +162,7 @@ def _norm(node: object) -> tuple[object, Node | None, float | None]:
 
 
 def _head_view(node: object) -> Node:
-    """The 2-d tensor that a [T, heads, E] view looks at."""
+    """The two-dimensional tensor behind a [T, heads, E] view."""
     if is_call(node, torch.Tensor.view, torch.reshape, torch.unflatten):
         viewed = arguments(node)[0]
         if tensor_of(viewed).dim() == 2:

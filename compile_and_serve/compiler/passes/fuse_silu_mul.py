@@ -1,9 +1,9 @@
-"""SiLU-mul as one op, where no linear has taken it in.
+"""SiLU-mul as one op, where it is not fused into a linear.
 
     gate, up = x.split(…);  silu(gate) · up   →   silu_mul(x)
 
-`fuse_linears` takes it into the linear before it; what is left (linears without a kernel of ours, quantized ones) is fused here
-where measuring finds the op faster than Inductor's own fusion of the same ops (`compiler/artifacts/autotune.py`).
+`fuse_linears` fuses it into the linear before it. The remaining ones (after linears without a kernel of ours) are fused here, if the op is
+measured to be faster than Inductor's fusion (`compiler/artifacts/autotune.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FuseSiluMul(MeasuredFusion):
 
 
 def _whole(silu: Node, product: Node) -> Node | None:
-    """x where the product is silu(first half of x) · second half, and nothing else reads the halves."""
+    """x if the product is silu(first half of x) · second half and nothing else reads the halves, else None."""
     gate = silu.args[0]
     up = next((arg for arg in arguments(product) if arg is not silu), None)
     if not (is_call(gate, operator.getitem) and is_call(up, operator.getitem)):

@@ -1,11 +1,11 @@
-"""An RMSNorm that a model writes out in simple ops becomes the one op that later passes and kernels know.
+"""An RMSNorm that a model computes with simple ops becomes `torch.rms_norm`, which later passes and kernels know.
 
     h = x.float();  n = h · rsqrt(mean(h²) + eps)
     weight · n.to(x.dtype)  |  (weight · n).to(x.dtype)  |  n  |  n · (1 + weight)   →   rms_norm(x, weight, eps)
 
-`torch.rms_norm` computes in float32 and rounds once, so its result is at least as near to the exact one as any of these. It is
-left alone where the dtypes say otherwise: a float32 weight that makes the result float32 or would have to be rounded to the
-activations' dtype, and a norm that is not computed in float32.
+`torch.rms_norm` computes in float32 with one rounding, so it is at least as accurate as any of these. Some dtypes are not supported: a
+float32 weight, which would make the result float32 or would have to be rounded to the activations' dtype, and a norm that is not computed
+in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _one_plus(weight: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Norm:
-    """x / sqrt(mean(x²) + eps) of the last dimension: `out` is the last node of it and of the product with the weight."""
+    """x / sqrt(mean(x²) + eps) over the last dimension. out: the last node, with the product with the weight."""
 
     x: Node
     eps: float
@@ -47,7 +47,7 @@ class _Norm:
 
 
 class _Mismatch(Exception):
-    """Why something that divides by a root mean square is not a norm that can be lifted."""
+    """Why a division by a root mean square is not a norm that can be lifted."""
 
 
 class LiftNorms(BasePass):
@@ -71,7 +71,7 @@ class LiftNorms(BasePass):
 
 
 def _inverse_root_mean_square(node: Node) -> tuple[Node, float] | None:
-    """(h, eps) where the node is 1 / sqrt(mean(h², -1, keepdim=True) + eps)."""
+    """(h, eps) if the node is 1 / sqrt(mean(h², -1, keepdim=True) + eps), else None."""
     if is_call(node, torch.pow):
         if node.args[1] != -0.5:
             return None
@@ -99,7 +99,7 @@ def _match(inverse: Node, wide: Node, eps: float) -> _Norm:
     """The norm around 1 / sqrt(mean(wide²) + eps)."""
     product = only_user(inverse)
     if product is None or not is_call(product, torch.mul) or set(product.args) != {wide, inverse}:
-        raise _Mismatch("the inverse root mean square is not used for one product with the values that it is of")
+        raise _Mismatch("the inverse root mean square does more than multiply its own input")
     if tensor_of(wide).dtype != torch.float32:
         raise _Mismatch(f"it is computed in {tensor_of(wide).dtype}, not in float32")
     x = wide.args[0] if is_call(wide, torch.Tensor.to) else wide
@@ -123,7 +123,7 @@ def _match(inverse: Node, wide: Node, eps: float) -> _Norm:
     base: Any = next(arg for arg in arguments(weight) if arg != 1.0) if plus_one else weight
     base = base.args[0] if is_call(base, torch.Tensor.to) else base
     if plus_one and dtype != torch.float32:
-        raise _Mismatch(f"1 + weight is computed in float32: rounded to {dtype} it would be another weight")
+        raise _Mismatch(f"1 + weight is computed in float32 and would have to be rounded to {dtype}")
     if tensor_of(base).dtype != dtype:
         raise _Mismatch(f"its weight is {tensor_of(base).dtype}, and its input {dtype}")
     if tensor_of(out).dtype != dtype:
@@ -134,13 +134,13 @@ def _match(inverse: Node, wide: Node, eps: float) -> _Norm:
 
 
 def _cast_of(node: Node, dtype: torch.dtype) -> Node | None:
-    """The cast of `node` to `dtype`, where nothing else reads it."""
+    """The cast of `node` to `dtype` if that is its only reader, else None."""
     user = only_user(node)
     return user if user is not None and is_call(user, torch.Tensor.to) and tensor_of(user).dtype == dtype else None
 
 
 def _weighted(node: Node) -> tuple[Node, Node | None]:
-    """(product, weight) where the only reader of `node` multiplies it by a parameter, else (node, None)."""
+    """(product, weight) if the only reader of `node` multiplies it by a parameter, else (node, None)."""
     product = only_user(node)
     if product is None or not is_call(product, torch.mul):
         return node, None

@@ -1,4 +1,4 @@
-"""What the passes share that put an op of ours where Inductor has a fusion of its own: each shape is measured, the faster one stays."""
+"""Base of the passes that insert an op of ours where Inductor would fuse, too. Each shape is measured, and the faster one is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """inputs, constants: arguments of the op. out: the node that stands for the site in the report."""
+    """inputs, constants: arguments of the op. out: the node that the report names."""
 
     inputs: tuple[Node, ...]
     out: Node
@@ -30,8 +30,8 @@ class Site:
 
 
 class MeasuredFusion(BasePass):
-    """kernel: name of the `cas` op. operation: what a user calls it. ours, plain: functions of (*inputs, *constants) that return
-    tuples of tensors.
+    """kernel: name of the `cas` op. operation: its name for users. ours, plain: functions of (*inputs, *constants) that return tuples
+    of tensors.
     """
 
     kernel: str
@@ -45,16 +45,16 @@ class MeasuredFusion(BasePass):
         return SkipReason(sentence=f"there is no {self.operation} kernel for {ctx.dtype} on {ctx.device.type}")
 
     def sites(self, gm: GraphModule) -> Iterator[Site | NearMiss]:
-        """Every place where the op fits, or nearly does."""
+        """Every site of the op, and every near miss."""
         raise NotImplementedError
 
     def replace(self, gm: GraphModule, site: Site, ctx: PassContext) -> None:
-        """Let the op take the site's place."""
+        """Replace the site by the op."""
         raise NotImplementedError
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses, left, measured = 0, [], [], set[str]()
-        for site in self.sites(gm):  # one after the other: the op of one may be the input of the next
+        for site in self.sites(gm):  # lazily: a replaced site may be the input of the next
             if isinstance(site, NearMiss):
                 near_misses.append(site)
                 continue

@@ -2,8 +2,8 @@
 
     F.linear(x, a), F.linear(x, b)  →  F.linear(x, cat(a, b)).split(…)
 
-One read of x and one kernel instead of two or three; at small batches the sum of the small products is slower than the big one.
-The weights are concatenated once, while they stream in.
+One kernel reads x once, instead of two or three kernels; for small batches, one large product is faster than several small ones. The
+weights are concatenated once, while they are loaded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _merge(gm: GraphModule, group: list[Node], ctx: PassContext) -> None:
 
 
 def _merged_name(weights: list[Any]) -> str:
-    """`a.q_proj.weight`, `a.k_proj.weight` → `a.q_proj+k_proj.weight`."""
+    """The merged weight's name: `a.q_proj.weight`, `a.k_proj.weight` → `a.q_proj+k_proj.weight`."""
     names = [weight_of(weight) or "" for weight in weights]
     owners = [name.rsplit(".", 1)[0].split(".") for name in names]
     shared = 0

@@ -1,10 +1,10 @@
-"""Linears over weights of 8 bits: half the bytes to read, and twice the products a second where activations are rounded too.
+"""Linears over 8-bit weights: half the bytes to read, and twice the products per second if activations are quantized, too.
 
     F.linear(x, W, bias)  →  quantized_linear(x, pack(Q), scale, …)        W ≈ scale · Q
 
-Either every linear that is not excluded is quantized while its weight streams in (`--quantization`), or those are that the
-checkpoint holds quantized, with the checkpoint's own values and scales. How Q and the scales come of a merged or sharded weight:
-`compiler/weights/quantized_expressions.py`. An embedding that shares its weight with the output head is looked up unrounded.
+With `--quantization`, every linear that is not excluded is quantized while its weight is loaded. Without it, the linears whose weights
+are quantized in the checkpoint keep the checkpoint's values and scales. `compiler/weights/quantized_expressions.py` derives Q and the
+scales of merged and sharded weights. An embedding that shares its weight with the output head uses the unquantized weight.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ QUANTIZED_LINEAR = torch.ops.cas.quantized_linear.default
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """What `--quantization` makes of a linear. exclude: the modules that it leaves alone by default, as globs."""
+    """A value of `--quantization`. exclude: modules that are not quantized by default, as globs."""
 
     dtype: torch.dtype
     scales: Scales
@@ -59,8 +59,8 @@ class Scheme:
     exclude: tuple[str, ...]
 
 
-# The output head decides between tokens that are close, and everyone leaves it alone; with int8 weights and nothing else rounded it
-# is near enough, and in a small model it is a fifth of the bytes.
+# The output head decides between close logits, so other engines do not quantize it either. With int8 weights alone it is accurate enough,
+# and in a small model it is a fifth of the bytes.
 SCHEMES: Mapping[Quantization, Scheme] = {
     "fp8": Scheme(dtype=torch.float8_e4m3fn, scales="row", activations="dynamic", exclude=("lm_head",)),
     "fp8-block": Scheme(dtype=torch.float8_e4m3fn, scales="block", activations="dynamic", exclude=("lm_head",)),
@@ -73,9 +73,9 @@ SCHEMES: Mapping[Quantization, Scheme] = {
 def slow_reason(
     quantization: Quantization | None, stored: Mapping[str, QuantizedWeight], device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Why quantized linears run as plain torch here, in one sentence; None where kernels run them, or nothing is quantized.
+    """Why quantized linears run as plain torch here, in one sentence. None where kernels run them, or nothing is quantized.
 
-    stored: what the checkpoint holds quantized. dtype: of the activations.
+    stored: the checkpoint's quantized weights. dtype: of the activations.
     """
     kinds = {(weight.dtype, weight.per_block) for weight in stored.values()}
     if quantization is not None:
@@ -89,7 +89,7 @@ def slow_reason(
 
 
 class QuantizeLinears(BasePass):
-    """quantization: a name of `SCHEMES`; None: as the checkpoint is. exclude: globs over module names; None: the scheme's own."""
+    """quantization: a name of `SCHEMES`; None: as in the checkpoint. exclude: globs over module names; None: the scheme's."""
 
     name = "quantize_linears"
 
@@ -103,7 +103,7 @@ class QuantizeLinears(BasePass):
         return f"{super().cache_key()}({self.quantization}, exclude={','.join(self.exclude)})"
 
     def round_weight(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """What a weight counts for once it is quantized."""
+        """The weight after quantizing and dequantizing it."""
         if self.scheme is None:
             return weight_OI
         scale = (row_scales if self.scheme.scales == "row" else block_scales)(weight_OI, self.scheme.dtype)
@@ -111,7 +111,7 @@ class QuantizeLinears(BasePass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         if self.scheme is None and not ctx.quantized_weights:
-            return PassResult(matched=0)  # nobody asks for it
+            return PassResult(matched=0)
         matched, near_misses, seen = 0, [], set[str]()
         for node in gm.graph.find_nodes(op="call_function", target=F.linear):
             weight = weight_of(arguments(node)[1])
@@ -178,6 +178,6 @@ class QuantizeLinears(BasePass):
 
 
 def _modules(parameter: str, ctx: PassContext) -> tuple[str, ...]:
-    """Names of the modules that hold a parameter; a tied one has several."""
+    """Names of the modules with this parameter; a tied one has several."""
     names = (parameter, *ctx.weights.aliases.get(parameter, ()))
     return tuple(name.rpartition(".")[0] for name in names)

@@ -1,10 +1,10 @@
-"""Rows that nobody reads are not computed: the selection of logits rows moves up to the last attention.
+"""Unused rows are not computed: the selection of logits rows moves up to the last attention.
 
-    f(g(a), b)[rows]  →  f(g(a[rows]), b[rows])       where f and g work on each row for itself
+    f(g(a), b)[rows]  →  f(g(a[rows]), b[rows])       where f and g work row by row
 
-A step of T prompt tokens wants one row of logits a sequence. The last layer's output projection and MLP, which come after the
-last op that mixes rows, then run on those rows alone: 1/L of a prefill's linears saved for L layers. A decode step wants all its rows and
-gains nothing (0.94 to 1.01 times the speed on two CPU cores, `cpu-passes-smollm2-2026-11-20.jsonl`, runs differing by some per cent).
+A prompt needs one row of logits. The last layer's output projection and MLP come after the last op that mixes rows, so they run only on
+those rows, which saves 1/L of a prefill's linears for L layers. A decode step needs all rows and gains nothing (0.94 to 1.01 times the
+speed on two CPU cores, `cpu-passes-smollm2-2026-11-20.jsonl`, where runs differ by some per cent).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
 )
 
-# Row i of the result depends on row i of the first argument, and of a second that has as many rows.
+# Row i of the result depends only on row i of the first argument, and of a second one with as many rows.
 ROW_WISE = (
     F.linear, torch.rms_norm, F.layer_norm, F.silu, F.gelu, F.relu, torch.add, torch.sub, torch.mul, torch.div, torch.neg,
     torch.pow, torch.square, torch.rsqrt, torch.tanh, torch.sigmoid, torch.split, torch.chunk, torch.Tensor.to,
@@ -48,7 +48,7 @@ class SelectRowsEarly(BasePass):
             if not cone:
                 continue
             if any(tensor_of(n).dim() != 2 for n in cone if not is_call(n, torch.split, torch.chunk)):
-                near_misses.append(NearMiss.at(node, "what it selects from is not [tokens, features] all the way"))
+                near_misses.append(NearMiss.at(node, "a value before the selection is not [tokens, features]"))
                 continue
             _move(gm, node, cone, ctx)
             matched += 1
@@ -61,14 +61,14 @@ def _selects_rows(node: Node) -> bool:
 
 
 def _cone(selection: Node) -> list[Node]:
-    """Row-wise nodes above the selection whose every reader is the selection or in the cone, in the graph's order."""
+    """Row-wise nodes above the selection whose readers are all the selection or in the cone, in the graph's order."""
     inside = {selection}
     found = []
     for node in _reversed_before(selection):
         if all(user in inside for user in node.users) and node.users and _is_row_wise(node):
             inside.add(node)
             found.append(node)
-    # A part of what is split outside is taken there.
+    # A getitem of a split outside of the cone is outside, too.
     return [node for node in reversed(found) if not is_call(node, operator.getitem) or node.args[0] in inside]
 
 
@@ -96,8 +96,8 @@ def _move(gm: GraphModule, selection: Node, cone: list[Node], ctx: PassContext) 
     for node in cone:
         for value in node.all_input_nodes:
             if value in inside or value in selected or str(next(iter(tensor_of(value).shape), "")) != num_tokens:
-                continue  # a weight or a scalar, or in the cone itself
-            with gm.graph.inserting_before(node):  # its first reader: not in an earlier piece
+                continue  # a weight, a scalar, or a node of the cone
+            with gm.graph.inserting_before(node):  # before its first reader, so that it is not in an earlier piece
                 selected[value] = ctx.call(gm, operator.getitem, value, rows, origin=selection)
     for node in cone:
         for value, chosen in selected.items():

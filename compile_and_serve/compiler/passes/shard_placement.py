@@ -1,7 +1,7 @@
-"""Which dimension of a value is cut over ranks, followed through the ops between a colwise and a rowwise linear.
+"""Which dimension of a value is sharded over ranks, through the ops between a colwise and a rowwise linear.
 
-An op that would mix what lies on different ranks, or that is not known here, is an error with its place in the model: a sum over
-a cut dimension would otherwise be a silent wrong result.
+An op that would combine values of different ranks, or that is not known here, is an error with its source line. Otherwise, for example, a
+sum over a sharded dimension would silently be wrong.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
-    """The dimension (≥ 0) along which `node`'s value is cut, None where every rank has the whole value.
+    """The sharded dimension (≥ 0) of `node`'s value; None: every rank has the whole value.
 
-    dimensions: of the nodes before it that are cut; their `example_value` has the shard's shape. Raises `PassError`.
+    dimensions: of earlier sharded nodes, whose `example_value` has the shard's shape. Raises `PassError`.
     """
     cut = [value for value in node.all_input_nodes if value in dimensions]
     if not cut:
@@ -57,7 +57,7 @@ def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
         return dimension
     raise PassError(
         f"Tensor parallelism cannot follow {_name(node)} at {node_source_line(node)}: dimension {dimension} of its input is "
-        "cut over the ranks; put a 'rowwise' linear before it in the tp_plan, or leave the linear before it out."
+        "sharded over the ranks; make a linear before it 'rowwise' in the tp_plan, or remove the linear before it from the plan."
     )
 
 
@@ -71,7 +71,7 @@ def _dims(node: Node) -> int:
 
 
 def _agree(node: Node, dimensions: Mapping[Node, int]) -> bool:
-    """All operands are cut along one dimension, counted from the right, or are broadcast along it."""
+    """Whether all operands are sharded along one dimension, counted from the right, or broadcast along it."""
     operands = [value for value in node.all_input_nodes if isinstance(value.meta["example_value"], torch.Tensor)]
     from_right = {dimensions[value] - _dims(value) for value in operands if value in dimensions}
     if len(from_right) != 1:
@@ -82,13 +82,13 @@ def _agree(node: Node, dimensions: Mapping[Node, int]) -> bool:
 
 
 def _keeps_rows(node: Node, source: Node) -> bool:
-    """[T, X·E] as [T, X, E] or back: dimension 1 is cut before and after."""
+    """Whether this views [T, X·E] as [T, X, E] or back, where dimension 1 is sharded before and after."""
     before, after = tensor_of(source), tensor_of(node)
     return after.dim() > 1 and str(before.shape[0]) == str(after.shape[0])
 
 
 def _order(node: Node, source: Node) -> list[int]:
-    """The source's dimensions in the order of the result."""
+    """The source's dimensions in the result's order."""
     order = list(range(_dims(source)))
     if is_call(node, torch.transpose):
         _, first, second = arguments(node)
@@ -99,7 +99,7 @@ def _order(node: Node, source: Node) -> list[int]:
 
 
 def _along(node: Node, source: Node) -> int:
-    """The dimension that an op works along."""
+    """The dimension argument of an op."""
     positional = arguments(node)
     if is_call(node, torch.chunk, torch.split):
         dim: Any = positional[2] if len(positional) > 2 else 0
@@ -109,7 +109,7 @@ def _along(node: Node, source: Node) -> int:
 
 
 def _leaves_whole(node: Node, source: Node, dimension: int) -> bool:
-    """One of several results; chosen rows; or a slice of the last dimension where another is cut."""
+    """Whether an index keeps the sharded dimension: one of several results, selected rows, or a slice of another last dimension."""
     item = arguments(node)[1]
     if isinstance(source.meta["example_value"], list | tuple):
         return True

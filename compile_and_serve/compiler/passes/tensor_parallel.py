@@ -1,11 +1,11 @@
-"""The model's weights are cut over tensor-parallel ranks, and collectives are put in where a whole value is needed again.
+"""Shards the model's weights over tensor-parallel ranks, and inserts collectives where a whole value is needed.
 
-    colwise   F.linear(x, W)       →  F.linear(x, rows of W)                                   its output is a shard
+    colwise   F.linear(x, W)       →  F.linear(x, rows of W)                                   the output is a shard
     rowwise   F.linear(shard, W)   →  all_reduce(F.linear(shard, columns of W))
     vocab     F.embedding(ids, W)  →  all_reduce(the rows that this rank has, zero for the others)
               F.linear(x, W)       →  all_gather(F.linear(x, rows of W))
 
-The graph is the same for every rank: which rows and columns a rank has enters where weights are loaded (Megatron-LM's scheme,
+The graph is the same for every rank. A rank's rows and columns are selected when its weights are loaded (Megatron-LM's scheme,
 arXiv:1909.08053). The plan is the model's `tp_plan`; a linear or embedding that it does not name stays whole on every rank.
 """
 
@@ -39,14 +39,14 @@ from compile_and_serve.compiler.weights.transforms import depends_on_rank, weigh
 
 ALL_REDUCE = torch.ops.cas.all_reduce.default
 ALL_GATHER = torch.ops.cas.all_gather.default
-LARGEST_SIZE = 64  # that an error message proposes
+LARGEST_SIZE = 64  # in proposals of error messages
 
 
 @weight_function("shard_rows", by_rank=True, selects=0)
 def shard_rows(weight: torch.Tensor, parts: int, size: int, *, rank: int) -> torch.Tensor:
-    """A rank's of `parts` equal parts along dimension 0; size / parts ranks after one another have the same one.
+    """A rank's part of `parts` equal parts along dimension 0. size / parts consecutive ranks have the same part.
 
-    The last parts are padded with zeros where the rows do not divide. [O, …] → [ceil(O / parts), …]
+    If `parts` does not divide the rows, the last parts are padded with zeros. [O, …] → [ceil(O / parts), …]
     """
     rows, part = -(-weight.shape[0] // parts), rank * parts // size
     shard = weight[part * rows : (part + 1) * rows]
@@ -63,13 +63,13 @@ def shard_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor
 
 @weight_function("first_row", by_rank=True)
 def first_row(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
-    """Where a rank's rows of `shard_rows(weight, size, size)` begin. → int64 [1]"""
+    """The first row of a rank's part of `shard_rows(weight, size, size)`. → int64 [1]"""
     return torch.full((1,), rank * -(-weight.shape[0] // size), dtype=torch.int64, device=weight.device)
 
 
 @weight_function("on_first_rank", by_rank=True)
 def on_first_rank(bias: torch.Tensor, *, rank: int) -> torch.Tensor:
-    """The bias on rank 0 and zeros on the others: their sum is the bias, once."""
+    """The bias on rank 0, zeros on other ranks, so that the sum over ranks is the bias."""
     return bias if rank == 0 else torch.zeros_like(bias)
 
 
@@ -77,7 +77,7 @@ def on_first_rank(bias: torch.Tensor, *, rank: int) -> torch.Tensor:
 class _Site:
     """A linear or an embedding whose weight is sharded.
 
-    units: how many indivisible stretches the sharded dimension has: heads, or single rows or columns.
+    units: number of indivisible units of the sharded dimension: heads, or single rows or columns.
     shared_by_ranks: several ranks may have the same unit (a key/value head).
     """
 
@@ -89,7 +89,7 @@ class _Site:
     shared_by_ranks: bool = False
 
     def parts(self, size: int) -> int | None:
-        """Number of different shards over `size` ranks; None where there is no way."""
+        """Number of different shards over `size` ranks; None if it cannot be sharded."""
         if self.style == "vocab" or self.units % size == 0:
             return size
         return self.units if self.shared_by_ranks and size % self.units == 0 else None
@@ -97,7 +97,7 @@ class _Site:
 
 class TensorParallel(BasePass):
     name = "tensor_parallel"
-    required = True  # ranks that load shards cannot run the whole graph
+    required = True  # ranks with shards cannot run the original graph
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
         return SkipReason(sentence="the model runs on one rank") if ctx.tensor_parallel_size == 1 else None
@@ -141,9 +141,7 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
         others = [user for user in site.weight.users if user not in sites]
         if others:
             where = node_source_line(others[0])
-            raise PassError(
-                f"{weight_of(site.weight)} cannot be sharded: it is used for something else, too, at {where}."
-            )
+            raise PassError(f"{weight_of(site.weight)} cannot be sharded: it is also used at {where}.")
     return sites, near_misses
 
 
@@ -170,13 +168,13 @@ def _site(node: Node, weight: Node, style: str, shared_by_ranks: bool) -> _Site:
 
 
 def _head_dim(linear: Node) -> int | None:
-    """E where the output is looked at as [T, heads, E]."""
+    """E if the output is viewed as [T, heads, E], else None."""
     views = [user for user in linear.users if is_call(user, *HEAD_VIEWS) and tensor_of(user).dim() == 3]
     return tensor_of(views[0]).shape[2] if views else None
 
 
 def _keys_and_values(gm: GraphModule) -> set[Node]:
-    """The linears that attention takes its keys and values from."""
+    """The linears that compute attention's keys and values."""
     found = set()
     for node in gm.graph.find_nodes(op="call_function", target=ATTENTION):
         pending = [node.args[1], node.args[2]]
@@ -205,13 +203,13 @@ def _bias_of(node: Node) -> Any:
 
 
 def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> None:
-    """Let the placeholders stand for one rank's part."""
+    """Replace the weights' placeholders by one rank's part."""
     size = ctx.tensor_parallel_size
     for site in {site.weight: site for site in sites.values()}.values():
         if site.style == "rowwise":
             ctx.replace_weight(site.weight, "shard_columns", size)
             continue
-        if site.style == "vocab":  # while the weight is still the whole one
+        if site.style == "vocab":  # before the weight is sharded
             ctx.derived_weight(gm, _first_row_name(site), "first_row", site.weight, size)
         ctx.replace_weight(site.weight, "shard_rows", site.parts(size) or size, size)
     for node, site in sites.items():
@@ -231,8 +229,8 @@ def _first_row_name(site: _Site) -> str:
 
 
 def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> None:
-    """Walk the graph in order: shapes follow the shards, and collectives are put in where a site gives part of a value."""
-    dimensions: dict[Node, int] = {}  # of values that differ from rank to rank: the dimension that is cut
+    """Go through the graph in order: propagate the shards' shapes, and insert collectives after sites with partial values."""
+    dimensions: dict[Node, int] = {}  # sharded dimension of the values that differ between ranks
     for node in list(gm.graph.nodes):
         if node.op == "placeholder":
             continue
@@ -260,29 +258,29 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
 
 def _whole_attention(place: str) -> str:
     return (
-        f"The model's tp_plan does not shard the attention of {place}, and ranks keep their own heads alone: "
+        f"The model's tp_plan does not shard the attention of {place}, but each rank has only its own heads: "
         "this model runs with a tensor parallel size of 1."
     )
 
 
 def _check_others_kept(node: Node, before: Any, dimension: int) -> None:
-    """Only the cut dimension may have become smaller: `view(T, heads, -1)` would cut the heads' size instead of their number."""
+    """Check that only the sharded dimension is smaller: `view(T, heads, -1)` would shard the heads' size instead of their number."""
     if not isinstance(before, torch.Tensor):
         return
     sizes = zip(map(str, before.shape), map(str, tensor_of(node).shape), strict=True)
     if any(old != new for i, (old, new) in enumerate(sizes) if i != dimension % before.dim()):
         raise PassError(
-            f"{node_source_line(node)} does not run on a shard: is a size written out that should be -1, or -1 in another's place?"
+            f"{node_source_line(node)} does not run on a shard: should a constant size be -1, or is -1 at the wrong position?"
         )
 
 
 def _recompute(node: Node, ctx: PassContext) -> None:
     try:
         set_example_value(node, ctx.fake_mode)
-    except (RuntimeError, TypeError, ValueError) as error:  # what torch raises for sizes that do not go together
+    except (RuntimeError, TypeError, ValueError) as error:  # torch's errors for sizes that do not match
         reason = str(error).splitlines()[0]
         raise PassError(
-            f"{node_source_line(node)} does not run on a shard ({reason}): is a size written out that should be -1?"
+            f"{node_source_line(node)} does not run on a shard ({reason}): should a constant size be -1?"
         ) from error
 
 
@@ -295,7 +293,7 @@ def _rewrite_site(gm: GraphModule, site: _Site, dimensions: dict[Node, int], ctx
     assert isinstance(x, Node)
     is_cut = dimensions.get(x) == tensor_of(x).dim() - 1
     if is_cut != (site.style == "rowwise"):
-        what = "a shard, which only 'rowwise' takes" if is_cut else "whole, but 'rowwise' takes a shard"
+        what = "a shard, but only 'rowwise' takes a shard" if is_cut else "whole, but 'rowwise' takes a shard"
         raise PassError(f"{weight_of(site.weight)} is {site.style!r} in the model's tp_plan, and its input is {what}.")
     whole_columns = tensor_of(node).shape[-1]
     _recompute(node, ctx)
@@ -338,7 +336,7 @@ def _look_up_own_rows(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
 
 
 def _shard_cache(attention: Node, ctx: PassContext) -> None:
-    """The layer's cache holds as many heads as this rank's keys have."""
+    """Give the layer's cache as many heads as this rank's keys have."""
     keys, cache = attention.args[1], attention.args[3]
     assert isinstance(cache, Node)
     shape = list(tensor_of(cache).shape)

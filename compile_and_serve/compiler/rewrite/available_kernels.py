@@ -1,4 +1,4 @@
-"""Which fused ops have a kernel on a device: what decides whether the passes that make them run."""
+"""Which fused ops have a kernel on a device. Passes that insert other ops do not run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsuppo
 def available_kernels(
     *, device: torch.device, dtype: torch.dtype, attention_backends: Iterable[AttentionBackend]
 ) -> frozenset[str]:
-    """Names of the `cas` ops that passes may introduce for a model that runs here with these attention backends."""
+    """Names of the `cas` ops that passes may insert for a model on this device, with these attention backends."""
     kernels = set()
     if all(hasattr(backend, "rope_forward") for backend in attention_backends):
         kernels.add("rope_attention")

@@ -1,4 +1,4 @@
-"""The protocol of a graph pass, what a pass must tell of itself, and the few graph edits that passes share."""
+"""The protocol of a graph pass, its result, and the graph edits that passes share."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from compile_and_serve.custom_ops.quantization import QuantizedWeight
 
 
 class PassError(ValueError):
-    """The compilation cannot go on as it was asked for; the message says what to change."""
+    """The requested compilation is not possible; the message says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipReason:
-    """Why a pass does not run at all in this compilation."""
+    """Why a pass does not run in this compilation."""
 
     sentence: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NearMiss:
-    """A place that looked like a site of the pass, and the sentence why it was left alone."""
+    """A node that looked like a site of the pass, and why the pass did not rewrite it."""
 
     node: str
     source: str
@@ -49,10 +49,10 @@ class NearMiss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassResult:
-    """What a pass did: sites rewritten, and the places that it expected to rewrite and did not.
+    """What a pass did: the number of rewritten sites, and the near misses, which it expected to rewrite.
 
-    left_to_inductor: sites that it could have rewritten and that were measured to be better off as they are.
-    measured: what was measured for all of them, a sentence a shape.
+    left_to_inductor: sites that it could have rewritten, but for which Inductor's code was measured to be faster.
+    measured: one sentence for each measured shape.
     """
 
     matched: int
@@ -67,13 +67,13 @@ class PassResult:
 
 @dataclass(kw_only=True, slots=True)
 class PassContext:
-    """What a pass may know: where the graph will run, and the weights that it may derive.
+    """What a pass knows besides the graph, and the edits that it can make.
 
-    device, dtype: of the finished model (while passes run, the graph's own tensors are fakes on the meta device).
-    kernels: names of the `cas` ops that have a kernel of their own for this device and dtype.
-    tuner: measures whether a fusion pays; None: every fusion is made.
-    tensor_parallel_size: number of ranks that the graph will run on. tp_plan: the model's, glob over module names → style.
-    quantized_weights: how the checkpoint holds the parameters that it holds quantized.
+    device, dtype: of the finished model (while passes run, the graph's tensors are fakes on the meta device).
+    kernels: names of the `cas` ops with a kernel for this device and dtype.
+    tuner: measures whether a fusion is faster; None: every fusion is made.
+    tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
+    quantized_weights: the checkpoint's quantized parameters.
     """
 
     device: torch.device
@@ -86,7 +86,7 @@ class PassContext:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
-    _values: dict[Any, Any] = field(default_factory=dict)  # of calls on equal shapes: layers repeat each other
+    _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat
 
     def call(
         self,
@@ -96,9 +96,9 @@ class PassContext:
         origin: Node,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Node:
-        """Insert `target(*args)` at the graph's insertion point; shape and dtype are computed, the source line is `origin`'s.
+        """Insert `target(*args)` at the graph's insertion point, with its computed shape and dtype and the source line of `origin`.
 
-        Raises what the op raises on values of these shapes; nothing is inserted then.
+        Raises what the op raises for these shapes; then nothing is inserted.
         """
         node = gm.graph.call_function(target, args, dict(kwargs or {}))
         node.stack_trace = origin.stack_trace
@@ -129,7 +129,7 @@ class PassContext:
         return self.tuner.choose(pass_name, ours, plain, tensors, *constants)
 
     def derived_weight(self, gm: GraphModule, target: str, function: str, weight: Node, *others: Node | int) -> Node:
-        """Placeholder of the weight `target` = function(weight, *others); made once, shared by later calls with the same target.
+        """The placeholder of the weight `target` = function(weight, *others). Later calls with the same target return the same one.
 
         An integer among `others` is a constant of the expression.
         """
@@ -141,7 +141,7 @@ class PassContext:
         return self._weight_node(gm, target, spec, weight)
 
     def defined_weight(self, gm: GraphModule, target: str, expression: Expression, *, near: Node) -> Node:
-        """Placeholder of the weight `target`, an expression over the checkpoint's tensors; made once, beside the weight `near`."""
+        """The placeholder of the weight `target`, an expression over the checkpoint's tensors. A new one is inserted at `near`."""
         if target in self._weight_nodes:
             return self._weight_nodes[target]
         spec = expression_spec(expression, self.weights.sources, self.device)
@@ -157,9 +157,9 @@ class PassContext:
         return node
 
     def replace_weight(self, weight: Node, function: str, *constants: int) -> None:
-        """Let a weight's placeholder stand for function(what it was, *constants), under the name that it has.
+        """Replace a weight by function(weight, *constants), under the same name and placeholder.
 
-        Whoever does it recomputes the nodes that read it (`set_example_value`).
+        The caller recomputes the nodes that read it (`set_example_value`).
         """
         name = weight.meta["weight"]
         spec = self._spec(function, [name, *constants])
@@ -172,7 +172,7 @@ class PassContext:
         return evaluate_spec(function, specs, self.device)
 
     def checkpoint(self, gm: GraphModule) -> Callable[[], None]:
-        """What takes the graph and the weights back to how they are now, whatever passes do to them meanwhile."""
+        """A function that restores the graph and the weights to their current state."""
         copy, copies = Graph(), dict[Node, Node]()
         copy.output(copy.graph_copy(gm.graph, copies))
         output, copied_output = (next(iter(reversed(graph.nodes))) for graph in (gm.graph, copy))
@@ -193,25 +193,25 @@ class GraphPass(Protocol):
 
     name: str
     version: int
-    required: bool  # where its guard lets it run, there is no way without it
+    required: bool  # if its guard lets it run, it cannot be disabled
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
-        """The reason why this pass has nothing to do in this compilation, or None to run it."""
+        """Why this pass does not run in this compilation; None: it runs."""
         ...
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        """Rewrite `gm` and say what was done; running it again must match nothing."""
+        """Rewrite `gm`. A second run must match nothing."""
         ...
 
     def cache_key(self) -> str:
-        """Everything that the result depends on beyond the graph and the context; enters artifact keys."""
+        """Everything that the result depends on besides the graph and the context; part of artifact keys."""
         ...
 
 
 class BasePass:
-    """Defaults of a pass: it always runs, and its cache key is its name and version.
+    """Defaults: the pass always runs, and its cache key is its name and version.
 
-    after: of a user's pass, the name of the one that it follows; None: it comes last.
+    after: for a user's pass, the name of the pass before it; None: it comes last.
     """
 
     name: str
@@ -227,12 +227,12 @@ class BasePass:
 
 
 def set_example_value(node: Node, fake_mode: FakeTensorMode) -> None:
-    """Keep a node's `example_value`, computed from its arguments'."""
+    """Compute and set a node's `example_value`."""
     node.meta["example_value"] = example_value(node, fake_mode)
 
 
 def example_value(node: Node, fake_mode: FakeTensorMode) -> Any:
-    """What a call gives on its arguments' example values: a fake tensor, a tuple of them, or a number."""
+    """The result of a call on its arguments' example values: a fake tensor, a tuple of them, or a number."""
     args: Any = map_arg(node.args, tensor_of)
     kwargs: Any = map_arg(node.kwargs, tensor_of)
     function = getattr(type(args[0]), node.target) if isinstance(node.target, str) else node.target
@@ -256,17 +256,17 @@ def _call_signature(node: Node) -> Any:
 
 
 def weight_of(node: object) -> str | None:
-    """Name of the weight that a placeholder stands for, or None for anything else."""
+    """Name of a placeholder's weight; None for any other node."""
     return node.meta.get("weight") if isinstance(node, Node) and node.op == "placeholder" else None
 
 
 def tensor_of(node: Any) -> torch.Tensor:
-    """The fake tensor that stands for a node's value: shape, dtype and strides, no data."""
+    """The fake tensor of a node's value: shape, dtype and strides, no data."""
     return node.meta["example_value"]
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
-    """Positional arguments, then keyword arguments in the order in which they were written."""
+    """Positional arguments, then keyword arguments in their order."""
     return (*node.args, *node.kwargs.values())
 
 
@@ -275,5 +275,5 @@ def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[Node]:
 
 
 def only_user(node: Node) -> Node | None:
-    """The one node that reads `node`, or None if there are several or none."""
+    """The only node that reads `node`; None if there are several or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None

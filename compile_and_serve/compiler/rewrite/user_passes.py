@@ -1,4 +1,4 @@
-"""Passes that a user brings: found by `package.module:Class` or by an entry point's name, put into the pipeline at their place."""
+"""Passes of users: loads them by `package.module:Class` or by the name of an entry point, and inserts them into the pipeline."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from importlib.metadata import entry_points
 
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassError
 
-ENTRY_POINTS = "compile_and_serve.passes"  # group in which a package may name its passes
+ENTRY_POINTS = "compile_and_serve.passes"  # the group of entry points
 
 
 def with_user_passes(pipeline: Sequence[GraphPass], names: Sequence[str]) -> tuple[GraphPass, ...]:
-    """The pipeline with each named pass after the one that its attribute `after` names, by default at the end.
+    """The pipeline with each named pass after the pass that its attribute `after` names, by default at the end.
 
-    Passes with the same place keep the order in which they are named. Raises `PassError` for one that cannot be imported, is no
-    pass, has the name of another, or names a place that there is not.
+    Passes with the same `after` keep their order. Raises `PassError` for one that cannot be imported, is not a pass, has another pass's
+    name, or has an unknown `after`.
     """
     passes = list(pipeline)
-    placed_after: dict[str, int] = {}  # place → how many stand there already
+    placed_after: dict[str, int] = {}  # name in `after` → number of passes inserted there
     for name in names:
         new = load_pass(name)
         known = [graph_pass.name for graph_pass in passes]
         if new.name in known:
-            raise PassError(f"Pass {name} is called {new.name!r} as another pass is: give it a name of its own.")
+            raise PassError(f"Pass {name} has the name {new.name!r} of another pass: give it a name of its own.")
         after = getattr(new, "after", None) or (pipeline[-1].name if pipeline else None)
         if after is not None and after not in known:
             raise PassError(
-                f"Pass {name} wants its place after {after!r}, which is no pass: these are {', '.join(known)}."
+                f"Pass {name} is to run after {after!r}, which is not a pass: the passes are {', '.join(known)}."
             )
         at = known.index(after) + 1 + placed_after.get(after, 0) if after is not None else len(passes)
         if after is not None:
@@ -40,9 +40,9 @@ def with_user_passes(pipeline: Sequence[GraphPass], names: Sequence[str]) -> tup
 
 
 def load_pass(name: str) -> GraphPass:
-    """An instance of the pass class `package.module:Class`, or of the one that an installed package declares as `name`.
+    """An instance of the pass class `package.module:Class`, or of the entry point `name` of an installed package.
 
-    Modules are looked for in the current folder, too. Raises `PassError` with one sentence.
+    Modules of the current folder are found, too. Raises `PassError`.
     """
     if ":" in name:
         found = _imported(name)
@@ -62,7 +62,7 @@ def load_pass(name: str) -> GraphPass:
     try:
         made = found()
     except Exception as error:
-        raise PassError(f"Pass {name} cannot be made without arguments: {_said(error)}.") from error
+        raise PassError(f"Pass {name} cannot be constructed without arguments: {_said(error)}.") from error
     missing = [attribute for attribute in ("guard", "run", "cache_key") if not callable(getattr(made, attribute, None))]
     missing += [a for a, kind in (("name", str), ("version", int)) if not isinstance(getattr(made, a, None), kind)]
     if missing:
@@ -73,7 +73,7 @@ def load_pass(name: str) -> GraphPass:
 
 
 def source_of(graph_pass: GraphPass) -> str | None:
-    """Text of the file that defines a pass; None where there is no such file (a class made at run time)."""
+    """Text of the file that defines a pass; None if there is no such file (a class created at run time)."""
     try:
         return inspect.getsource(sys.modules[type(graph_pass).__module__])
     except (KeyError, OSError, TypeError):
@@ -83,11 +83,11 @@ def source_of(graph_pass: GraphPass) -> str | None:
 def _imported(name: str) -> object:
     module_name, _, attribute = name.partition(":")
     folder = os.getcwd()
-    if folder not in sys.path:  # last: nothing there takes the place of an installed package
+    if folder not in sys.path:  # last, so that it cannot shadow installed packages
         sys.path.append(folder)
     try:
         module = import_module(module_name)
-    except Exception as error:  # whatever the user's module does
+    except Exception as error:  # the user's module may raise anything
         raise PassError(f"Pass {name} cannot be imported: {_said(error)}.{_import_hint(error)}") from error
     if not hasattr(module, attribute):
         raise PassError(f"Pass {name} cannot be imported: {module.__file__ or module_name} has no {attribute!r}.")

@@ -1,8 +1,8 @@
-// Matrix products of float8 inputs with their scales, on Hopper's tensor cores (CUTLASS, sm_90a).
+// Scaled matrix products of float8 inputs on Hopper's tensor cores (CUTLASS, sm_90a).
 //
-// Compiled once for each configuration, all at a time (CAS_CONFIG, see configurations below): one takes half a minute.
-// Scales by row and column are multiplied into the finished sums: out = bf16(a_scale[m] · (b_scale[n] · Σ) + residual). Scales by
-// blocks of 128 inputs are multiplied into the sum of each block.
+// The file is compiled once per configuration (CAS_CONFIG, see below), in parallel; each takes half a minute.
+// Scales per row and column are multiplied into the finished sums: out = bf16(a_scale[m] · (b_scale[n] · Σ) + residual). Scales per
+// block of 128 inputs are multiplied into the sum of each block.
 #include "scaled_gemm.h"
 
 #include <cuda_runtime.h>
@@ -27,7 +27,7 @@ using Bf16 = cutlass::bfloat16_t;
 using RowMajor = cutlass::layout::RowMajor;
 using ColumnMajor = cutlass::layout::ColumnMajor;
 
-constexpr int kAlignFp8 = 16, kAlignBf16 = 8;  // 16 bytes, what a bulk copy takes
+constexpr int kAlignFp8 = 16, kAlignBf16 = 8;  // 16 bytes, the alignment of a bulk copy
 
 template <class Tile_, class Cluster_, class Mainloop_, class Epilogue_, bool by_block_, class Scheduler_ = void>
 struct Config {
@@ -46,8 +46,8 @@ using FastCooperative = schedule::KernelTmaWarpSpecializedCooperativeFP8FastAccu
 using BlockPingpong = schedule::KernelTmaWarpSpecializedPingpongFP8Blockwise;
 using BlockCooperative = schedule::KernelTmaWarpSpecializedCooperativeFP8Blockwise;
 
-// The configurations. custom_ops/quantized/cutlass_gemm.py has the same names; which one runs is found by measuring.
-#if CAS_CONFIG == 0  // few tokens: narrow tiles, the clusters share the tokens
+// The configurations, under the same names as in custom_ops/quantized/cutlass_gemm.py. The tuner chooses among them.
+#if CAS_CONFIG == 0  // few tokens: narrow tiles; a cluster shares the tokens
 #define CAS_NAME rows_64x64
 using Chosen = Config<Shape<_64, _64, _128>, Shape<_1, _4, _1>, FastPingpong, Pingpong, false>;
 #elif CAS_CONFIG == 1
@@ -59,7 +59,7 @@ using Chosen = Config<Shape<_128, _128, _128>, Shape<_2, _1, _1>, FastPingpong, 
 #elif CAS_CONFIG == 3  // many tokens: the largest tile whose sums fit the registers of two warp groups
 #define CAS_NAME rows_128x256
 using Chosen = Config<Shape<_128, _256, _128>, Shape<_2, _1, _1>, FastCooperative, Cooperative, false>;
-#elif CAS_CONFIG == 4  // few tiles: the inputs are split among the multiprocessors that would be idle
+#elif CAS_CONFIG == 4  // few tiles: the inputs are split among multiprocessors that would be idle
 #define CAS_NAME rows_128x64_split
 using Chosen = Config<Shape<_128, _64, _128>, Shape<_1, _1, _1>, FastCooperative, Cooperative, false, schedule::StreamKScheduler>;
 #elif CAS_CONFIG == 5
@@ -72,7 +72,7 @@ using Chosen = Config<Shape<_128, _128, _128>, Shape<_1, _2, _1>, BlockCooperati
 #error "CAS_CONFIG must be the number of a configuration"
 #endif
 
-// bf16(beta · residual + a_scale[m] · (b_scale[n] · sum)), each scale a vector or (stride 0) one number; the residual is read where
+// bf16(beta · residual + a_scale[m] · (b_scale[n] · sum)). Each scale is a vector or (stride 0) one number. The residual is read only if
 // beta is not 0.
 using AScale = fusion::Sm90ColBroadcast<0, Chosen::Tile, float, float, Stride<bool, _0, int64_t>>;
 using BScale = fusion::Sm90RowBroadcast<0, Chosen::Tile, float, float, Stride<_0, bool, int64_t>>;
@@ -112,7 +112,7 @@ Stride_ row_stride(int64_t elements) {
     return stride;
 }
 
-template <class Arguments>  // a template, so that only the chosen way of scaling is compiled
+template <class Arguments>  // a template, so that only the configuration's kind of scales is compiled
 Arguments make_arguments(const CasScaledGemm& args) {
     const auto problem = make_shape(static_cast<int>(args.m), static_cast<int>(args.n), static_cast<int>(args.k), 1);
     const auto* a = static_cast<const Fp8*>(args.a);
@@ -141,7 +141,7 @@ Arguments make_arguments(const CasScaledGemm& args) {
             {},
         };
     }
-    all.epilogue.ptr_C = static_cast<const Bf16*>(args.residual ? args.residual : args.out);  // described to the hardware in any case
+    all.epilogue.ptr_C = static_cast<const Bf16*>(args.residual ? args.residual : args.out);  // the TMA descriptor needs a valid pointer
     all.epilogue.dC = row_stride<typename Kernel::StrideC>(args.residual ? args.residual_stride : args.out_stride);
     all.epilogue.ptr_D = static_cast<Bf16*>(args.out);
     all.epilogue.dD = row_stride<typename Kernel::StrideD>(args.out_stride);
@@ -157,12 +157,12 @@ typename Gemm::Arguments arguments(const CasScaledGemm& args) { return make_argu
 
 extern "C" {
 
-// Bytes of device memory that the product needs while it runs.
+// Bytes of device memory that the product uses as workspace.
 int64_t CAS_JOIN(cas_scaled_gemm_workspace_, CAS_NAME)(const CasScaledGemm* args) {
     return static_cast<int64_t>(Gemm::get_workspace_size(arguments(*args)));
 }
 
-// Launch the product on args->stream; null, or why it was not launched.
+// Launches the product on args->stream. Returns null, or an error message if nothing was launched.
 const char* CAS_JOIN(cas_scaled_gemm_, CAS_NAME)(const CasScaledGemm* args) {
     Gemm gemm;
     const auto all = arguments(*args);

@@ -1,7 +1,7 @@
-// An epilogue for CUTLASS' sm90 kernels: the left half of a tile's columns are gates, the right half the up-projections of the same
-// outputs, and silu(gate) · up is stored, half as wide as the tile.
-// Products go through shared memory, from where bulk copies store them while the next tile is multiplied; those also clip what lies
-// beyond the last row and column.
+// An epilogue for CUTLASS' sm90 kernels. The left half of a tile's columns holds gates, the right half the up-projections of the same
+// outputs; the epilogue stores silu(gate) · up, half as wide as the tile.
+// Products go through shared memory. Bulk copies store them from there while the next tile is multiplied, and clip rows and columns
+// beyond the matrix.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -17,13 +17,13 @@ namespace cas {
 
 using namespace cute;
 
-template <class TileShape_, int kWarpGroups_>  // kWarpGroups: how many share a tile, each 64 rows at a time
+template <class TileShape_, int kWarpGroups_>  // kWarpGroups: warp groups that share a tile, 64 rows each at a time
 class SiluMulEpilogue {
     using Bf16 = cutlass::bfloat16_t;
     static constexpr int kWarpGroups = kWarpGroups_;
     static constexpr int kTileRows = size<0>(TileShape_{});
     static constexpr int kTileColumns = size<1>(TileShape_{}) / 2;
-    static constexpr int kRowBlocks = kTileRows / SiluMulLayout::kRows / kWarpGroups;  // of a warp group
+    static constexpr int kRowBlocks = kTileRows / SiluMulLayout::kRows / kWarpGroups;  // per warp group
     static constexpr int kColumnBlocks = kTileColumns / SiluMulLayout::kColumns;
     static constexpr int kGroups = kTileColumns / 8;
     static constexpr int kThreads = cutlass::NumThreadsPerWarpGroup;
@@ -34,13 +34,13 @@ class SiluMulEpilogue {
         GMMA::Layout_K_SW128_Atom<Bf16>{}, Shape<Int<SiluMulLayout::kRows>, Int<SiluMulLayout::kColumns>>{}));
 
    public:
-    // What the kernel and its adapter ask for.
+    // Types and constants that the kernel and its adapter require.
     using EpilogueSchedule = cutlass::gemm::EpilogueDefault;
     using DispatchPolicy = EpilogueSchedule;
     using ThreadEpilogueOp = SiluMulEpilogue;
     using ElementAccumulator = float;
     using ElementOutput = Bf16;
-    using ElementC = Bf16;  // none is read
+    using ElementC = Bf16;  // never read
     using ElementD = Bf16;
     using StrideC = Stride<int64_t, _1, _0>;
     using StrideD = StrideC;
@@ -122,13 +122,13 @@ class SiluMulEpilogue {
     CUTLASS_DEVICE auto store(LoadPipeline, LoadPipelineState load_state, StorePipeline, StorePipelineState store_state, Problem const&,
                               Tile const&, TileCoord const& tile_coord, Tensor<Engine, Layout_> const& sums, TiledMma const&,
                               int thread, TensorStorage& shared, int = -1) {
-        static_assert(size(Layout_{}) == kRowBlocks * 4 * 2 * kGroups, "sums of a lane: 2 × 2 × groups, gates and ups, a row block");
+        static_assert(size(Layout_{}) == kRowBlocks * 4 * 2 * kGroups, "a lane holds 2 × 2 × groups sums of gates and of ups per row block");
         const int warp_group = thread / kThreads, warp = thread / 32 % 4, lane = thread % 32;
         const bool stores = thread % kThreads == 0;
         const int first_row = static_cast<int>(get<0>(tile_coord)) * kTileRows;
         const int first_column = static_cast<int>(get<1, 0>(tile_coord)) * kTileColumns;
         auto& blocks = shared.blocks[warp_group];
-        // What the last tile's bulk copies read is written now.
+        // The last tile's bulk copies must have read the shared memory before it is overwritten.
         if (stores) tma_store_wait<0>();
         cutlass::arch::NamedBarrier::sync(kThreads, warp_group);
         CUTLASS_PRAGMA_UNROLL
@@ -136,7 +136,7 @@ class SiluMulEpilogue {
             Bf16* const base = &blocks[m][0][0];
             CUTLASS_PRAGMA_UNROLL
             for (int group = 0; group < kGroups; group += 2) {
-                uint32_t pairs[4];  // of the four matrices, as `address` has them
+                uint32_t pairs[4];  // of four matrices, in the order of SiluMulLayout::address
                 CUTLASS_PRAGMA_UNROLL
                 for (int matrix = 0; matrix < 4; ++matrix) {
                     const int half = matrix % 2, g = group + matrix / 2;
@@ -168,7 +168,7 @@ class SiluMulEpilogue {
         return make_tuple(load_state, store_state);
     }
 
-    // The next writer of the shared memory may be another warp group, and it must outlive the bulk copies.
+    // The bulk copies must finish before another warp group overwrites the shared memory and before the block ends.
     CUTLASS_DEVICE auto store_tail(LoadPipeline, LoadPipelineState load_state, StorePipeline, StorePipelineState store_state) {
         tma_store_wait<0>();
         return make_tuple(load_state, store_state);

@@ -1,9 +1,11 @@
-// A gated MLP's first half in one kernel on Hopper's tensor cores (CUTLASS, sm_90a): silu(x Wgᵀ) · (x Wuᵀ) from W = [Wg; Wu] as it is.
+// The first half of a gated MLP in one kernel on Hopper's tensor cores (CUTLASS, sm_90a): silu(x Wgᵀ) · (x Wuᵀ), where W = [Wg; Wu] is
+// not reordered.
 //
-// To CUTLASS, W's rows are one mode (hidden, 2) of strides (inputs, hidden · inputs), and a tile takes (columns / 2, 2) of it: gates left,
-// the same outputs' up-projections right, which silu_mul_epilogue.h multiplies in registers. A tile's index beyond the last column of
-// tiles (their number is rounded up to whole clusters) wraps to the first ones: those are stored twice, with the same bits.
-// Compiled once for each configuration, all at a time (CAS_CONFIG, see configurations below).
+// CUTLASS sees W's rows as one mode (hidden, 2) of strides (inputs, hidden · inputs). A tile takes (columns / 2, 2) of it: gates on the
+// left, the up-projections of the same outputs on the right; silu_mul_epilogue.h multiplies them in registers. The number of tile columns
+// is rounded up to whole clusters. Indices beyond the last column wrap to the first ones, whose tiles are stored twice, with the same
+// bits.
+// The file is compiled once per configuration (CAS_CONFIG, see below), in parallel.
 #include "silu_mul_gemm.h"
 
 #include <cuda_runtime.h>
@@ -31,13 +33,13 @@ struct Config {
     using Schedule = Schedule_;
 };
 
-// The configurations. custom_ops/linear/silu_mul_gemm.py has the same names; which one runs is found by measuring. Others were never the
-// fastest by more than a percent: 256x128, a cluster along the tokens, neighbouring tiles in blocks instead of strips (up to three times
-// slower where there are few).
+// The configurations, under the same names as in custom_ops/linear/silu_mul_gemm.py. The tuner chooses among them. Measured and never
+// more than a percent faster: 256x128, a cluster along the tokens, and blocks instead of strips of neighbouring tiles (up to three times
+// slower if there are few tiles).
 #if CAS_CONFIG == 0  // very many tokens: the largest tile whose sums fit the registers of two warp groups
 #define CAS_NAME 128x256
 using Chosen = Config<128, 256, Cooperative>;
-#elif CAS_CONFIG == 1  // one warp group multiplies while the other one stores
+#elif CAS_CONFIG == 1  // one warp group multiplies while the other stores
 #define CAS_NAME 128x128_pingpong
 using Chosen = Config<128, 128, Pingpong>;
 #else
@@ -66,7 +68,7 @@ using Gemm = schedule::device::GemmUniversalAdapter<Kernel>;
 
 extern "C" {
 
-// Launch on args->stream; null, or why it was not launched.
+// Launches the kernel on args->stream. Returns null, or an error message if nothing was launched.
 const char* CAS_JOIN(cas_silu_mul_gemm_, CAS_NAME)(const CasSiluMulGemm* args) {
     const int tokens = static_cast<int>(args->tokens), hidden = static_cast<int>(args->hidden), inputs = static_cast<int>(args->inputs);
     typename Gemm::Arguments all{};

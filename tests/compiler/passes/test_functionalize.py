@@ -297,17 +297,17 @@ def list_of_tensors(m: Writes, h: torch.Tensor) -> torch.Tensor:
     ("body", "sentence"),
     [
         (view_taken_before, r"^add_ at .*test_functionalize.py:\d+, in view_taken_before writes in place to a tensor that is read "
-                            r"through another view at .*test_functionalize.py:\d+, in view_taken_before: take a copy first"),
+                            r"through another view at .*test_functionalize.py:\d+, in view_taken_before: copy it first"),
         (base_read_after, "^mul_ at .* read through another view"),
         (same_tensor_after_a_cast, "^add_ at .* read through another view"),
         (part_kept_after_it_is_put_back, "^add_ at .* read through another view"),
         (parameter, "^add_ at .* writes in place to 'wide', which is the same in every step: make a new tensor instead"),
         (part_of_a_parameter, "^zero_ at .* writes in place to 'square'"),
-        (shape, r"^unsqueeze_ at .* what tensor it is: write `x = x.unsqueeze\(…\)`"),
-        (random, "^normal_ at .* no function makes a new tensor of these arguments: put it together with torch.where"),
-        (rows, r"^x\[…\] = … at .* no function .* \(indices are numbers and slices, or one mask"),
-        (sum_in_another_dtype, r"^sum\(out=…\) at .* of torch.float64 what is torch.float32: cast the result instead"),
-        (list_of_tensors, "^_foreach_add_ at .* no function makes a new tensor"),
+        (shape, r"^unsqueeze_ at .* the shape of a tensor: write `x = x.unsqueeze\(…\)`"),
+        (random, "^normal_ at .* no function returns a new tensor for these arguments: build it with torch.where"),
+        (rows, r"^x\[…\] = … at .* no function .* \(indices have to be numbers and slices, or one mask"),
+        (sum_in_another_dtype, r"^sum\(out=…\) at .* a result of torch.float32 to a tensor of torch.float64: cast the result instead"),
+        (list_of_tensors, "^_foreach_add_ at .* no function returns a new tensor"),
     ],
 )  # fmt: skip
 def test_what_would_be_wrong_is_refused_with_its_line(body: Body, sentence: str) -> None:
@@ -429,7 +429,7 @@ def into_a_computed_one(m: Writes, h: torch.Tensor) -> torch.Tensor:
 
 def test_a_custom_op_may_write_to_what_is_empty() -> None:
     check(lambda: Writes(into_an_empty_one), 0)
-    with pytest.raises(PassError, match="^double_into at .* to a computed tensor: let it return a new one"):
+    with pytest.raises(PassError, match="^double_into at .* to a computed tensor: let it return a new tensor"):
         rewritten(lambda: Writes(into_a_computed_one))
 
 
@@ -438,7 +438,7 @@ def test_a_triton_kernel_is_no_op() -> None:
     output = captured.gm.graph.output_node()
     with captured.gm.graph.inserting_before(output):
         captured.gm.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, ())
-    with pytest.raises(PassError, match="does not say what it writes: call it in a `torch.library.triton_op`"):
+    with pytest.raises(PassError, match="does not declare what it writes: call it in a `torch.library.triton_op`"):
         Functionalize().run(captured.gm, ctx)
 
 

@@ -50,7 +50,7 @@ def test_it_runs_where_there_are_ranks_and_a_kernel() -> None:
     assert NAME not in records
     assert FuseAllreduceAddRmsNorm().guard(ctx) == SkipReason(sentence="the model runs on one rank")
     _, _, records = run(2, verify=False)
-    assert records[NAME].result == SkipReason(sentence="there is no kernel of it for torch.bfloat16 on cpu")
+    assert records[NAME].result == SkipReason(sentence="there is no kernel for it for torch.bfloat16 on cpu")
     assert records["fuse_linears"].result == PassResult(matched=4 * LAYERS + 1)
 
 
@@ -75,7 +75,7 @@ def test_near_misses_say_why() -> None:
         norm.weight.data = norm.weight.data.float()
 
     for change, count, reason in (
-        (scaled, LAYERS, "read by something else than the addition of a residual"),
+        (scaled, LAYERS, "not read by a residual addition alone"),
         (float32_norm, 1, "the norm's weight is not a parameter of the activations' dtype"),
     ):
         _, _, records = run(2, kernels=WITH_IT, change=change)

@@ -1,4 +1,4 @@
-"""The pass `fuse_allreduce_quantize`: where every linear behind a sum of ranks rounds its input to float8, it comes rounded."""
+"""The pass `fuse_allreduce_quantize`: the all-reduce quantizes the norm if all linears that read it quantize it to float8."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }  # blocks of 128 on each rank
-SITES = 2 * LAYERS - 1  # all but the last, whose norm the output head reads unrounded
+SITES = 2 * LAYERS - 1  # all but the last, whose norm the output head reads unquantized
 
 
 def run(quantization: Any = "fp8", kernels: frozenset[str] = WITH_IT, ranks: int = 2, **options: Any) -> Any:
@@ -52,7 +52,7 @@ def calls(gm: GraphModule, target: Any) -> list[Node]:
     return list(gm.graph.find_nodes(op="call_function", target=target))
 
 
-def test_every_norm_that_is_rounded_comes_rounded() -> None:
+def test_every_norm_that_linears_quantize_is_quantized_once() -> None:
     captured, ctx, records = run(kernels=WITH_IT)
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS)
     assert records[NAME].result == PassResult(matched=SITES)
@@ -83,12 +83,12 @@ def test_it_runs_where_there_are_ranks_and_a_kernel() -> None:
     assert NAME not in records
     assert FuseAllreduceQuantize().guard(ctx) == SkipReason(sentence="the model runs on one rank")
     captured, _, records = run(kernels=ALLREDUCE, verify=False)
-    assert records[NAME].result == SkipReason(sentence="there is no kernel of it for torch.bfloat16 on cpu")
+    assert records[NAME].result == SkipReason(sentence="there is no kernel for it for torch.bfloat16 on cpu")
     assert not calls(captured.gm, FUSED_QUANTIZE)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8-weight-only", "int8-weight-only"])
-def test_nothing_is_expected_where_nothing_is_rounded(quantization: Any) -> None:
+def test_nothing_is_expected_without_quantized_activations(quantization: Any) -> None:
     _, _, records = run(quantization, verify=False)
     assert records[NAME].result == PassResult(matched=0)
 
@@ -96,11 +96,11 @@ def test_nothing_is_expected_where_nothing_is_rounded(quantization: Any) -> None
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ("int8", "a linear rounds the norm to int8, not to float8_e4m3fn"),
-        ("fp8-block", "with a scale for each 128 features"),
+        ("int8", "a linear quantizes the norm to int8, not to float8_e4m3fn"),
+        ("fp8-block", "with a scale per 128 features"),
     ],
 )
-def test_what_is_rounded_otherwise_says_so(quantization: Any, reason: str) -> None:
+def test_other_quantizations_are_near_misses(quantization: Any, reason: str) -> None:
     captured, _, records = run(quantization, verify=False)
     result = records[NAME].result
     assert (result.matched, len(result.near_misses)) == (0, SITES)
@@ -119,12 +119,12 @@ def test_other_readers_and_static_scales_are_near_misses() -> None:
     result = FuseAllreduceQuantize().run(captured.gm, ctx)
     assert (result.matched, len(result.near_misses)) == (1, 2)
     assert [norm.args[0].target for norm in norms] == [FUSED, FUSED, FUSED_QUANTIZE, FUSED]
-    assert "read by something else than linears that round it" in result.near_misses[0].reason
-    assert "a scale that its checkpoint brings" in result.near_misses[1].reason
+    assert "not only linears that quantize the norm read it" in result.near_misses[0].reason
+    assert "a scale from its checkpoint" in result.near_misses[1].reason
 
 
 def fuse(rank: int) -> list[tuple[torch.Tensor, ...]]:
-    """The op and the one that does not round; float8 as bytes, which can be sent."""
+    """The op with and without quantization; float8 as bytes, which can be sent."""
     outs: list[tuple[torch.Tensor, ...]] = []
     for dtype in (torch.float32, torch.bfloat16):
         total, normed, values, scale = allreduce_add_rms_norm_quantize(*operands(rank, dtype), 1e-5)
@@ -133,8 +133,8 @@ def fuse(rank: int) -> list[tuple[torch.Tensor, ...]]:
     return outs
 
 
-def test_the_op_is_the_sum_and_then_the_rounding(tmp_path: Path) -> None:
-    """To the bit, on every rank; the sum and the norm have tests of their own."""
+def test_the_op_is_the_sum_and_then_the_quantization(tmp_path: Path) -> None:
+    """Bit-identical on every rank. The sum and the norm have their own tests."""
     by_rank = run_ranks(2, fuse, folder=tmp_path)
     for outs in by_rank:
         for (total, normed), ours in zip(outs[::2], outs[1::2], strict=True):
@@ -168,7 +168,7 @@ def generate(rank: int, cache_dir: str) -> list[tuple[torch.Tensor, list[int], i
 
 
 @pytest.mark.slow
-def test_ranks_say_the_same_with_and_without_it(tmp_path: Path) -> None:
+def test_ranks_agree_with_and_without_it(tmp_path: Path) -> None:
     by_rank = run_ranks(2, generate, str(tmp_path / "artifacts"), folder=tmp_path)
     for (logits, tokens, without), (ours, our_tokens, sites) in by_rank:
         assert (without, sites) == (0, SITES)

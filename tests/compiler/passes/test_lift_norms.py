@@ -144,7 +144,7 @@ def test_one_plus_weight_is_a_weight_of_its_own() -> None:
         (like_llama, torch.float32, "its weight is torch.float32, and its input torch.bfloat16"),
         (like_olmo, torch.float32, "its weight is torch.float32, and its input torch.bfloat16"),
         (in_the_activations_dtype, torch.bfloat16, "it is computed in torch.bfloat16, not in float32"),
-        (read_twice, torch.bfloat16, "is not used for one product"),
+        (read_twice, torch.bfloat16, "the inverse root mean square does more than multiply its own input"),
     ],
 )
 def test_what_is_left_alone_says_why(norm: Spelling, weight_dtype: torch.dtype, reason: str) -> None:

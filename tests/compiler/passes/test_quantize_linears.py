@@ -105,7 +105,7 @@ def test_a_merged_weight_is_its_parts_each_quantized_alone() -> None:
     assert ctx.weights[f"{name}.packed"].expression == packed
 
 
-def test_a_tied_embedding_is_looked_up_unrounded() -> None:
+def test_a_tied_embedding_is_looked_up_unquantized() -> None:
     captured, _, records = run(quantization="int8-weight-only", model={"tie_word_embeddings": True})
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS + 1)
     embedding = captured.gm.graph.find_nodes(op="call_function", target=F.embedding)[0]
@@ -184,7 +184,7 @@ def test_float32_norms_stay_outside() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "fp8-weight-only", "int8-weight-only"])
-def test_a_compiled_model_computes_with_the_rounded_weights(tmp_path: Path, scheme: Quantization) -> None:
+def test_a_compiled_model_computes_with_the_quantized_weights(tmp_path: Path, scheme: Quantization) -> None:
     model = {"tie_word_embeddings": True, **(WIDE if scheme == "fp8-block" else {})}
     spec = tiny_spec(layers=LAYERS, **model)
     config = CompileConfig(cache_dir=tmp_path, quantization=scheme)
@@ -198,14 +198,14 @@ def test_a_compiled_model_computes_with_the_rounded_weights(tmp_path: Path, sche
     for name, module in eager_spec.module.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             module.weight.data = rounding(module.weight.data)
-    rounded = step(eager, [5, 6, 7, 8], 0, caches(spec, torch.float32))
+    quantized = step(eager, [5, 6, 7, 8], 0, caches(spec, torch.float32))
     logits = step(ours, [5, 6, 7, 8], 0, caches(spec, torch.float32))
-    error = ((logits - rounded).norm() / rounded.norm()).item()
+    error = ((logits - quantized).norm() / quantized.norm()).item()
     if scheme == "fp8-weight-only":
         assert error < 1e-5
-    else:  # the activations are rounded, or the head is
+    else:  # the activations are quantized, or the head is
         assert 1e-4 < error < (0.2 if scheme == "fp8-block" else 0.1)
-    assert (rounded - exact).norm() / exact.norm() > 1e-3
+    assert (quantized - exact).norm() / exact.norm() > 1e-3
     slow = ours.report.get("slow_quantized_linears")
     assert "not per block" in slow if scheme == "fp8-block" else slow is None
 
@@ -234,7 +234,7 @@ def test_verification_compares_all_but_the_rounding(architecture: str, scheme: Q
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "int8-weight-only"])
 def test_ranks_share_the_scales_of_the_whole_weight(scheme: Quantization) -> None:
-    """Columns and rows of a rank are rounded as the whole tensor's would be, padding of the tied head's last rows included."""
+    """A rank's columns and rows are quantized as those of the whole tensor, including the padding of the tied head's last rows."""
     model = WIDE | {
         "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
         "tie_word_embeddings": True, "vocab_size": 321,

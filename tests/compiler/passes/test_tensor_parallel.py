@@ -245,9 +245,9 @@ class CutGroupsMlp(NormalizedMlp):
 @pytest.mark.parametrize(
     ("mlp", "message"),
     [
-        (CutGroupsMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard: is a size written out"),
-        (NormalizedMlp, r"cannot follow softmax at .*test_tensor_parallel.py:\d+, in forward: dimension 1 of its input is cut"),
-        (WrittenOutMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard .* is a size written out"),
+        (CutGroupsMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard: should a constant size be -1"),
+        (NormalizedMlp, r"cannot follow softmax at .*test_tensor_parallel.py:\d+, in forward: dimension 1 of its input is sharded over"),
+        (WrittenOutMlp, r"test_tensor_parallel.py:\d+, in forward does not run on a shard .* should a constant size be -1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sharded_is_an_error_with_its_place(mlp: type, message: str) -> None:

@@ -97,12 +97,12 @@ def test_an_installed_package_declares_one(module: Path, monkeypatch: pytest.Mon
         (["brought_passes"], "There is no pass 'brought_passes': expected package.module:Class"),
         (["brought_passes:made"], "brought_passes:made is not a pass: expected a class, got a Last"),
         (["brought_passes:NotAPass"], "is not a pass, it lacks guard, run, cache_key, version: derive it from"),
-        (["brought_passes:WantsMore"], "cannot be made without arguments: TypeError"),
-        (["brought_passes:Taken"], "is called 'merge_linears' as another pass is"),
-        (["brought_passes:Last", "brought_passes:Last"], "is called 'last' as another pass is"),
+        (["brought_passes:WantsMore"], "cannot be constructed without arguments: TypeError"),
+        (["brought_passes:Taken"], "has the name 'merge_linears' of another pass"),
+        (["brought_passes:Last", "brought_passes:Last"], "has the name 'last' of another pass"),
         (
             ["brought_passes:Nowhere"],
-            "wants its place after 'nonsense', which is no pass: these are functionalize, canonicalize, ",
+            "is to run after 'nonsense', which is not a pass: the passes are functionalize, canonicalize, ",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The all-reduces over peer memory in Triton's interpreter: ranks are processes, their buffers shared memory, waiting as on GPUs."""
+"""The all-reduces over symmetric memory in Triton's interpreter. Ranks are processes with shared-memory buffers and wait as on GPUs."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from compile_and_serve.custom_ops.collectives.triton_allreduce import (
 from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
 from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.triton_quantize import quantize_rows
-from tests.support.peer_ranks import run_peers
+from tests.support.symmetric_ranks import run_symmetric_ranks
 
 KERNELS = (
     one_shot_allreduce_add_rms_norm,
     two_shot_allreduce_add_rms_norm,
     two_shot_stores_allreduce_add_rms_norm,
 )
-# Launches by turns of all kernels, with more rows than programs and fewer: programs count each for itself, and all places are used.
+# All kernels take turns, with more and with fewer rows than programs: each program has its own count, and all slots are used.
 ROWS = (3, 1, 8, 7, 7, 3, 0, 2)
 FEATURES = (24, 24, 33, 33, 33, 33, 24, 24)
 PUSHES = 4  # of each message that can be pushed: those of 16 bits, at odd steps
 NAN_STEPS = (4, 5)
-# A count that is about to wrap around: it has to go on as if nothing had been.
+# Counts are about to wrap around, which must not matter.
 FIRST_LAUNCH = 2**31 - 3
 
 
 def kernel_of(step: int) -> int:
-    """That begins a step: each of them steps of both dtypes."""
+    """The first kernel of a step. Each kernel comes first in steps of both dtypes."""
     return step // 2 % len(KERNELS)
 
 
 def quantizes(launch: int) -> bool:
-    """Every other launch of a step: in one step or another each kernel does."""
+    """Every other launch of a step. Each kernel quantizes in some step."""
     return launch % 2 == 1
 
 
 def operands(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x differs from rank to rank, residual and weight do not; rows are strided."""
+    """x differs between ranks; residual and weight are equal. Rows are strided."""
     dtype = torch.bfloat16 if step % 2 else torch.float32
     rows, features = ROWS[step], FEATURES[step]
     shared = torch.Generator().manual_seed(step)
@@ -77,9 +77,9 @@ def layout(size: int) -> BufferLayout:
 
 
 def arrays_of(kernel: Any, rank: int, step: int, memory: Any, *, quantize: bool) -> list[Any]:
-    """One launch: the sum, the norm, and with `quantize` what that is rounded to and its scales."""
+    """One launch: the sum and the norm; with `quantize` also the quantized norm and its scales."""
     x, residual, weight = operands(rank, step)
-    # Buffers that are not empty: every value has to be written.
+    # The buffers are not zero, so a value that is not written shows.
     quantized = (torch.full(x.shape, 7.0).to(torch.float8_e4m3fn), torch.full((len(x), 1), 7.0)) if quantize else None
     result = kernel(x, residual, weight, 1e-5, memory, quantized)
     return [part.float().numpy() for part in (*result, *(quantized or ()))]
@@ -101,7 +101,7 @@ def outputs(memory: SymmetricMemory) -> list[Any]:
 
 
 def differing_bits(ours: Any, theirs: Any) -> list[tuple[Any, str, str]]:
-    """Where they differ, and how; the sign and payload of a NaN are nobody's promise."""
+    """The indices and bits that differ. The sign and payload of a NaN are ignored."""
     both = [np.where(np.isnan(values), np.float32("nan"), values).view(np.uint32) for values in (ours, theirs)]
     return [
         (index, hex(both[0][tuple(index)]), hex(both[1][tuple(index)])) for index in np.argwhere(both[0] != both[1])
@@ -110,7 +110,7 @@ def differing_bits(ours: Any, theirs: Any) -> list[tuple[Any, str, str]]:
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def by_rank(request: pytest.FixtureRequest) -> list[list[Any]]:
-    return run_peers(layout(request.param), outputs, first_count=FIRST_LAUNCH)
+    return run_symmetric_ranks(layout(request.param), outputs, first_count=FIRST_LAUNCH)
 
 
 def test_ranks_sum_wait_and_normalize(by_rank: list[list[Any]]) -> None:
@@ -136,24 +136,24 @@ def test_ranks_sum_wait_and_normalize(by_rank: list[list[Any]]) -> None:
                     )
 
 
-def test_the_norm_comes_rounded_to_float8(by_rank: list[list[Any]]) -> None:
-    """To the bit as a kernel of its own would round it behind, in the rows that are not numbers, too."""
+def test_the_norm_is_quantized_to_float8(by_rank: list[list[Any]]) -> None:
+    """Bit-identical to a separate quantization of the norm, also in rows with NaN."""
     for step in range(len(ROWS)):
         for rank, of_rank in enumerate(by_rank):
-            for number, (_, normed, *rounded) in enumerate(of_rank[step]):
-                assert len(rounded) == 2 * quantizes(number)
-                if not rounded:
+            for number, (_, normed, *quantized) in enumerate(of_rank[step]):
+                assert len(quantized) == 2 * quantizes(number)
+                if not quantized:
                     continue
                 normed_TD = torch.from_numpy(normed).to(operands(rank, step)[0].dtype)
                 values_TD, scale_T1 = quantize_rows(normed_TD, torch.float8_e4m3fn)
                 where = f"launch {number} of step {step} on rank {rank}"
-                assert differing_bits(rounded[0], values_TD.float().numpy()) == [], where
+                assert differing_bits(quantized[0], values_TD.float().numpy()) == [], where
                 for scale in (scale_T1, quantize_activations(normed_TD, torch.float8_e4m3fn)[1]):
-                    assert differing_bits(rounded[1], scale.numpy()) == [], where
+                    assert differing_bits(quantized[1], scale.numpy()) == [], where
 
 
 def test_the_order_of_addition_is_that_of_ranks(by_rank: list[list[Any]]) -> None:
-    """In float32 and from the residual on, so that all ranks and kernels round alike."""
+    """In float32, starting from the residual, so that all ranks and kernels round alike."""
     for step in range(0, len(ROWS), 2):  # float32: nothing hides the order
         total = operands(0, step)[1]
         for rank in range(len(by_rank)):

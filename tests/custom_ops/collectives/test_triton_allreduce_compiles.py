@@ -1,4 +1,4 @@
-"""The all-reduces over peer memory compile for a Hopper GPU (none is needed), with the memory accesses that they rely on."""
+"""The all-reduces over symmetric memory compile for a Hopper GPU (none is needed), with the memory accesses that they rely on."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ TYPES = {"addresses_ptr": "*i64", "launches_ptr": "*i32", "turns_ptr": "*i32", "
          "quantized_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 CONSTANTS = {"RANK": 1, "SIZE": 2, "PADDED_SIZE": 2, "NUM_PROGRAMS": 128, "PUSHED_ROWS": 4, "BLOCK": 4096, "ROW_BLOCK": 4096,
              "ROW_VALUES": 4096, "EMPTY_BITS": -32768, "ROUNDS": 2, "MAX_CHUNKS": 8, "PDL": True}
-ROUNDING = {False: {"QUANTIZE": False, "LARGEST_VALUE": None, "quantized_ptr": None, "scale_ptr": None},
+QUANTIZATION = {False: {"QUANTIZE": False, "LARGEST_VALUE": None, "quantized_ptr": None, "scale_ptr": None},
             True: {"QUANTIZE": True, "LARGEST_VALUE": 448.0}}
 found = {}
 for kernel in (_pushed_kernel, _one_shot_kernel, _two_shot_kernel, _two_shot_stores_kernel):
     type_of = lambda n: TYPES.get(n, "*bf16" if n.endswith("_ptr") else "i32")
-    for quantize, rounding in ROUNDING.items():
-        made = compiled(kernel, CONSTANTS | rounding, type_of, num_warps=8)
+    for quantize, quantization in QUANTIZATION.items():
+        made = compiled(kernel, CONSTANTS | quantization, type_of, num_warps=8)
         found[kernel.fn.__name__ + " quantize" * quantize] = made.asm["ptx"]
 print(json.dumps(found))
 """
 
 
-# Where each tells the others of something, and where it waits for that.
+# The number of signals of each kernel to the other ranks, and of waits for them.
 TOLD = {"_pushed_kernel": 0, "_one_shot_kernel": 1, "_two_shot_kernel": 2, "_two_shot_stores_kernel": 2}
-WAITED = TOLD | {"_two_shot_stores_kernel": 1}  # which tells of its launch only for those that come after
+WAITED = TOLD | {"_two_shot_stores_kernel": 1}  # its second signal is for later launches
 READS = dict.fromkeys(TOLD, "ld.volatile.global") | {"_two_shot_stores_kernel": "ld.global.cg"}
 NAMES = [name + quantize for name in TOLD for quantize in ("", " quantize")]
 
@@ -47,10 +47,10 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_others_are_read_past_the_cache_16_bytes_at_a_time(ptx: dict[str, str], name: str) -> None:
-    way = READS[name.removesuffix(" quantize")]
-    reads = [line for line in ptx[name].splitlines() if way in line]
+    load = READS[name.removesuffix(" quantize")]
+    reads = [line for line in ptx[name].splitlines() if load in line]
     assert reads
-    assert all(f"{way}.v4.b32" in line for line in reads)
+    assert all(f"{load}.v4.b32" in line for line in reads)
     assert "griddepcontrol.launch_dependents" in ptx[name]
     assert "griddepcontrol.wait" in ptx[name]
 
@@ -78,8 +78,8 @@ def test_rows_sent_by_stores_are_loaded_together_before_the_first_is_stored(ptx:
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_rows_are_rounded_to_float8_where_that_is_wanted(ptx: dict[str, str], name: str) -> None:
-    """By the device's own conversion, two values at a time, after an exact division."""
+def test_rows_are_quantized_to_float8_if_asked(ptx: dict[str, str], name: str) -> None:
+    """By the conversion instruction for two values, after an exact division."""
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx[f"{name} quantize"]
     assert "div.rn.f32" in ptx[f"{name} quantize"]
     assert "e4m3" not in ptx[name]

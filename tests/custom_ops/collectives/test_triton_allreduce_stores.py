@@ -1,4 +1,5 @@
-"""Two shots by stores among the other kernels on the same places, in random order, in Triton's interpreter: to the bit as one shot."""
+"""The two-shot kernel with stores, among the other kernels on the same slots, in random order, in Triton's interpreter: all give the bits
+of one shot."""
 
 from __future__ import annotations
 
@@ -34,24 +35,24 @@ from compile_and_serve.custom_ops.collectives.triton_allreduce import (
 )
 from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
 from compile_and_serve.custom_ops.triton_quantize import quantize_rows
-from tests.support.peer_ranks import run_peers
+from tests.support.symmetric_ranks import run_symmetric_ranks
 
 KERNELS = {
     "one shot": one_shot_allreduce_add_rms_norm,
     "two shots": two_shot_allreduce_add_rms_norm,
     "by stores": two_shot_stores_allreduce_add_rms_norm,
     "by stores again": two_shot_stores_allreduce_add_rms_norm,
-    "by stores rounded": two_shot_stores_allreduce_add_rms_norm,
+    "by stores quantized": two_shot_stores_allreduce_add_rms_norm,
     "pushed": pushed_allreduce_add_rms_norm,
 }
 PROBLEMS, EPS = 9, 1e-5
-FIRST_COUNT = 2**31 - 20  # which wraps around on the way
-LONGEST_DELAY = 0.01  # seconds by which a rank is late, now and then
+FIRST_COUNT = 2**31 - 20  # wraps around during the test
+LONGEST_DELAY = 0.01  # seconds, of a rank that is sometimes late
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What all ranks launch, the kernels in this order. max_chunks, widest_pair: for two shots by stores."""
+    """A problem that all ranks run with the kernels in this order. max_chunks, widest_pair: for two shots by stores."""
 
     seed: int
     rows: int
@@ -67,7 +68,7 @@ def layout(size: int) -> BufferLayout:
 
 
 def problems(size: int, seed: int) -> list[Problem]:
-    """The same on all ranks: one row, fewer than ranks, as many as there is room for, and any number between."""
+    """Equal on all ranks: one row, fewer rows than ranks, the most rows that fit, and random numbers of rows."""
     chance, most = random.Random(seed), layout(size).max_rows
     rows = [1, size - 1, most, *(chance.randint(1, most) for _ in range(PROBLEMS - 3))]
     chance.shuffle(rows)
@@ -83,7 +84,7 @@ def problems(size: int, seed: int) -> list[Problem]:
 
 
 def operands(rank: int, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x differs from rank to rank, residual and weight do not; rows are strided."""
+    """x differs between ranks; residual and weight are equal. Rows are strided."""
     shape, features = (problem.rows, problem.features + 3), problem.features
     shared = torch.Generator().manual_seed(1000 * problem.seed)
     residual, weight = torch.randn(shape, generator=shared)[:, :features], torch.randn(features, generator=shared)
@@ -106,16 +107,16 @@ def outputs(memory: SymmetricMemory, seed: int) -> list[dict[str, list[Any]]]:
                     continue
                 if chance.random() < 0.2:
                     time.sleep(chance.random() * LONGEST_DELAY)
-                rounded = None
-                if name == "by stores rounded":
-                    rounded = (torch.full(x.shape, 7.0).to(torch.float8_e4m3fn), torch.full((len(x), 1), 7.0))
-                made = KERNELS[name](x, residual, weight, EPS, memory, rounded)
-                results[-1][name] = [tensor.float().numpy() for tensor in (*made, *(rounded or ()))]
+                quantized = None
+                if name == "by stores quantized":
+                    quantized = (torch.full(x.shape, 7.0).to(torch.float8_e4m3fn), torch.full((len(x), 1), 7.0))
+                made = KERNELS[name](x, residual, weight, EPS, memory, quantized)
+                results[-1][name] = [tensor.float().numpy() for tensor in (*made, *(quantized or ()))]
     return results
 
 
 def launches_told(memory: SymmetricMemory) -> None:
-    """By stores alone, as the others' launches must find it: all have told us of the launch that we have ended."""
+    """Only launches with stores: after each, all ranks have signalled the launch, as the other kernels require."""
     layout = memory.layout
     first = int(memory.addresses_N[memory.rank]) + layout.flags_offset
     flags = np.ctypeslib.as_array(
@@ -125,12 +126,12 @@ def launches_told(memory: SymmetricMemory) -> None:
     for problem in problems(layout.size, 0):
         two_shot_stores_allreduce_add_rms_norm(*operands(memory.rank, problem), EPS, memory)
         behind = flags[:, others] - memory.launches.numpy()[:, None]
-        assert ((behind == 0) | (behind == 1)).all()  # where a rank is at its next launch already
+        assert ((behind == 0) | (behind == 1)).all()  # 1: that rank is at its next launch already
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_parts_have_room_behind_what_the_other_kernels_use(size: int) -> None:
-    """For all rows of a program that one rank may own, and no more of it than half as much as the two places of each row take."""
+    """Room for all rows of a program that one rank may own, at most half the size of the two slots of each row."""
     made = layout_for(size, 4096, torch.bfloat16, 1 << 14, num_sms=132)
     assert made.owned_rows * size >= made.rows_per_program > (made.owned_rows - 1) * size
     assert made.num_bytes - made.parts_offset == made.num_programs * made.owned_rows * (size - 1) * made.row_bytes
@@ -144,7 +145,7 @@ def test_parts_have_room_behind_what_the_other_kernels_use(size: int) -> None:
 
 
 def test_other_kernels_are_told_of_launches_that_go_by_stores() -> None:
-    run_peers(layout(2), launches_told, first_count=FIRST_COUNT)
+    run_symmetric_ranks(layout(2), launches_told, first_count=FIRST_COUNT)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_other_kernels_are_told_of_launches_that_go_by_stores() -> None:
     [pytest.param(2, 0, marks=pytest.mark.slow), (3, 1), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
 def test_all_kernels_by_turns_give_the_bits_of_one_shot(size: int, seed: int) -> None:
-    by_rank = run_peers(layout(size), outputs, seed, first_count=FIRST_COUNT, seconds=200.0)
+    by_rank = run_symmetric_ranks(layout(size), outputs, seed, first_count=FIRST_COUNT, seconds=200.0)
     for i, problem in enumerate(problems(size, seed)):
         total, normed = (torch.from_numpy(part) for part in by_rank[0][i]["one shot"])
         if problem.dtype == torch.float32:  # nothing hides the order of addition
@@ -160,7 +161,7 @@ def test_all_kernels_by_turns_give_the_bits_of_one_shot(size: int, seed: int) ->
             for rank in range(size):
                 expected = expected + operands(rank, problem)[0]
             assert torch.equal(total, expected)
-        rounded = [part.float() for part in quantize_rows(normed.to(problem.dtype), torch.float8_e4m3fn)]
+        quantized = [part.float() for part in quantize_rows(normed.to(problem.dtype), torch.float8_e4m3fn)]
         for rank in range(size):
             made = by_rank[rank][i]
             assert set(KERNELS) - {"pushed"} <= set(made)
@@ -168,7 +169,7 @@ def test_all_kernels_by_turns_give_the_bits_of_one_shot(size: int, seed: int) ->
                 problem.dtype != torch.float32 and problem.rows <= layout(size).max_pushed_rows
             )
             for name, parts in made.items():
-                right = [total, normed, *(rounded if name == "by stores rounded" else ())]
+                right = [total, normed, *(quantized if name == "by stores quantized" else ())]
                 assert len(parts) == len(right)
                 for what, ours, theirs in zip(("sum", "norm", "8 bits", "scale"), parts, right, strict=False):
                     assert torch.equal(torch.from_numpy(ours), theirs), f"{what} of {name} on rank {rank} of {problem}"

@@ -184,8 +184,8 @@ def test_every_float8_value(dtype: torch.dtype) -> None:
     assert torch.equal(back.view(torch.uint8), weight.view(torch.uint8))
 
 
-def test_activations_are_rounded_to_float8_as_torch_does() -> None:
-    """Over the identity the rounded activations come out again."""
+def test_activations_are_quantized_to_float8_as_by_torch() -> None:
+    """With the identity as weight, the output is the quantized activations."""
     x = (torch.randn(50, 64) * torch.logspace(-4, 3, 64)).clamp(-448, 448)
     x[0] = torch.arange(64) * 2**-10  # ties between subnormals, and up to the smallest normals
     x[1] = torch.arange(64) * 1.03125 + 16.5  # ties between normals

@@ -89,7 +89,7 @@ def test_without_nvcc_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(bool(unbuildable()), reason=unbuildable())
 def test_it_builds_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One configuration of each way of scaling; they differ in tile shapes."""
+    """One configuration per kind of scales; the others differ only in tile shapes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     whole = gemm_library()
     library = replace(whole, variants=(whole.variants[1], whole.variants[len(ROWS)]))

@@ -16,7 +16,7 @@ from compile_and_serve.custom_ops.quantization import (
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight, quantized_linear
 
 DTYPES = [torch.float8_e4m3fn, torch.int8]
-# Rounding of the output, 2^-8 at most, and float32 sums; the rounded activations are the reference's own.
+# Rounding of the output, 2^-8 at most, and float32 sums; the quantized activations are the reference's own.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), ("none", block_scales),
          ("dynamic", block_scales)]  # fmt: skip
@@ -29,7 +29,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def reference(
     x, weight, scale, activations, input_scale, norm_weight=None, eps=1e-6, bias=None, silu_mul=False, residual=None
 ) -> torch.Tensor:
-    """In float64 over the dequantized weight; activations are rounded first, as the op says."""
+    """In float64 over the dequantized weight; activations are quantized first, as the op does."""
     if norm_weight is not None:
         normed = F.rms_norm(x.double(), (x.shape[1],), norm_weight.double(), eps)
         x = F.rms_norm(x, (x.shape[1],), norm_weight, eps)
@@ -78,17 +78,17 @@ def test_op(num_tokens, out_features, in_features, scales, activations, dtype, w
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize(("activations", "scales"), [kind for kind in KINDS if kind[0] != "none"])
-def test_x_may_come_rounded(scales, activations, weight_dtype) -> None:
+def test_x_may_be_quantized_already(scales, activations, weight_dtype) -> None:
     """The same result, and x itself is not read for it."""
     weight, x, norm = torch.randn(40, 300), torch.randn(9, 300).bfloat16(), torch.randn(300).bfloat16()
     scale = scales(weight, weight_dtype)
     packed = pack_quantized_weight(quantize_weight(weight, scale, weight_dtype), scale)
     input_scale = torch.tensor([0.02]) if activations == "static" else None
     normed = F.rms_norm(x, (300,), norm, 1e-5)
-    rounded = quantize_activations(normed, weight_dtype, per_group=scale.dim() == 2, input_scale=input_scale)
+    quantized = quantize_activations(normed, weight_dtype, per_group=scale.dim() == 2, input_scale=input_scale)
     options = (packed, scale, 40, norm, 1e-5, None, False, None, activations, input_scale)
     expected = torch.ops.cas.quantized_linear_reference(x, *options)
-    assert torch.equal(quantized_linear(torch.zeros_like(x), *options, quantized=rounded), expected)
+    assert torch.equal(quantized_linear(torch.zeros_like(x), *options, quantized=quantized), expected)
 
 
 @pytest.mark.parametrize(

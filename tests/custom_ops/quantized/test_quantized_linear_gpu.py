@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (Triton may be missing where there is no GPU)
-"""Linears over 8-bit weights on a GPU, by every way to compute them, against the op's torch reference in float32."""
+"""Linears over 8-bit weights on a GPU, with each kernel, against the op's torch reference in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = [("none", row_scales), ("dynamic", row_scales), ("static", row_scales), 
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ops take the first way (choosing has tests of its own)."""
+    """The ops use the first kernel. (Choosing has its own tests.)"""
     monkeypatch.setattr(quantized_linear_cuda, "fastest_kernel", lambda problem, runs, *_, **__: next(iter(runs)))
 
 
@@ -65,10 +65,10 @@ def test_like_the_reference(weight_dtype, scales, activations, extras, out, inne
         residual_TO=residual, activations=activations, input_scale=input_scale,
     )  # fmt: skip
     quantized_input = linear if activations == "none" else replace(linear, quantized=linear.operand())
-    for way in linear.ways():
-        y = linear.run(way)
-        assert relative_error(y, expected) < tolerance, way
-        assert relative_error(quantized_input.run(way), y) < 1e-3, way
+    for kernel in linear.kernels():
+        y = linear.run(kernel)
+        assert relative_error(y, expected) < tolerance, kernel
+        assert relative_error(quantized_input.run(kernel), y) < 1e-3, kernel
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33, 300])

@@ -99,7 +99,9 @@ def test_like_float64(num_tokens, out, inner, silu_mul, extras, scales, activati
 @pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("inner", [96, 4104])
-def test_one_token_is_rounded_as_by_the_kernel_for_many(inner: int, norm: bool, activations: str, weight_dtype) -> None:
+def test_one_token_is_quantized_as_by_the_kernel_for_many(
+    inner: int, norm: bool, activations: str, weight_dtype
+) -> None:
     """To the bit: what the kernel makes of x by itself is what the kernels before it would hand to it."""
     torch.manual_seed(inner)
     a = arguments(1, 20, inner, False, True, activations, row_scales, weight_dtype, torch.float16)
@@ -157,21 +159,21 @@ def test_every_kernel_computes_the_same(weight_dtype: torch.dtype, activations: 
 
 
 @pytest.mark.parametrize(("num_tokens", "scales"), [(1, row_scales), (80, row_scales), (5, block_scales)])
-def test_x_that_quantized_input_is_not_rounded_again(num_tokens: int, scales, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_x_is_not_quantized_again(num_tokens: int, scales, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, by every kernel, and as a choice of its own: less is left to do."""
     torch.manual_seed(num_tokens)
     a = arguments(num_tokens, 64, 96, True, True, "dynamic", scales, torch.float8_e4m3fn, torch.float32)
     linear = linear_of(a)
     expected = {kernel: linear.run(kernel) for kernel in linear.kernels()}
-    rounded = linear_of(a | {"quantized": linear.operand()})
+    quantized = linear_of(a | {"quantized": linear.operand()})
     monkeypatch.setattr(quantized_linear_cuda, "quantize_rows", None)
-    assert rounded.kernels() == linear.kernels()
+    assert quantized.kernels() == linear.kernels()
     for kernel, y in expected.items():
-        assert torch.equal(rounded.run(kernel), y), kernel
-    assert rounded.problem().name == f"{linear.problem().name} quantized_input"
+        assert torch.equal(quantized.run(kernel), y), kernel
+    assert quantized.problem().name == f"{linear.problem().name} quantized_input"
     monkeypatch.setattr(quantized_linear_cuda, "fastest_kernel", lambda *_, **__: next(iter(expected)))
     assert torch.equal(
-        quantized_linear(**a, quantized_TI=rounded.quantized[0], quantized_scale=rounded.quantized[1]),  # type: ignore[index]
+        quantized_linear(**a, quantized_TI=quantized.quantized[0], quantized_scale=quantized.quantized[1]),  # type: ignore[index]
         next(iter(expected.values())),
     )
 

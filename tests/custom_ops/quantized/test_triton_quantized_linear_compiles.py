@@ -82,7 +82,7 @@ def test_one_token_reads_weights_16_bytes_at_a_time_and_widens_two_at_once(compi
         assert lines(compiled, kernel, "griddepcontrol.wait")
         assert lines(compiled, kernel, "cp.async.bulk.prefetch.L2")
     assert lines(compiled, float8, "cvt.rn.f16x2.e4m3x2")
-    assert lines(compiled, float8, "cvt.rn.satfinite.e4m3x2.f32")  # x is rounded here
+    assert lines(compiled, float8, "cvt.rn.satfinite.e4m3x2.f32")  # x is quantized here
     assert lines(compiled, float8, "fma.rn.f16x2")  # two products at once
 
 

@@ -1,4 +1,4 @@
-"""Ranks whose peer memory is shared memory of processes, where kernels run in Triton's interpreter and wait as on GPUs."""
+"""Ranks as processes whose symmetric memory is shared memory. Kernels run in Triton's interpreter and wait as on GPUs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from compile_and_serve.custom_ops.collectives.symmetric_memory import FLAG_KINDS
 from tests.support.forkserver import forkserver
 
 
-def run_peers(
+def run_symmetric_ranks(
     layout: BufferLayout, work: Callable[..., Any], *args: Any, first_count: int, seconds: float = 300.0
 ) -> list[Any]:
-    """`work(memory, *args)` in a process a rank, as if every program had launched and stepped first_count times. → results by rank
+    """Run `work(memory, *args)` in one process per rank, with launch and step counts starting at first_count. → results by rank
 
-    work: a function of a module. Raises with a rank's traceback if one fails, and where one takes longer than `seconds`.
+    work: a module-level function. Raises with a rank's traceback if it fails, and if a rank takes longer than `seconds`.
     """
     context = forkserver()
     results = context.Queue()
