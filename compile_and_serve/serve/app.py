@@ -21,6 +21,7 @@ from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from compile_and_serve.serve.routers import chat, completions, health, models, tokens
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.template_pool import TemplatePool
 
 ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
 
@@ -32,10 +33,12 @@ def create_app(
     *,
     num_replicas: int = 1,
     on_engine_death: Callable[[str], None] | None = None,
+    templates: TemplatePool | None = None,
 ) -> FastAPI:
     """The application for an engine that is ready. Its lifespan reads the engine's outputs and finally stops the engine.
 
     tokenizer: None if the engine works on token ids only (skip_tokenizer_init). on_engine_death: called with the reason.
+    templates: renders chat templates; by default a pool that the lifespan closes.
     """
     inputs = InputProcessor(tokenizer, client.info)
     metrics = Metrics(settings.served_model_names[0])
@@ -43,12 +46,15 @@ def create_app(
     if num_replicas > 1:
         metrics.describe_replicas(num_replicas)
     engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death)
+    pool = templates or TemplatePool(seconds=settings.template_timeout)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
         await engine.shutdown(drain=False)  # `server._finish` has already let running requests finish
+        if templates is None:
+            pool.close()
 
     app = FastAPIOffline(
         title="compile-and-serve",
@@ -59,7 +65,7 @@ def create_app(
         swagger_ui_parameters={"tryItOutEnabled": True, "persistAuthorization": True},
     )
     app.router.strict_content_type = False  # `JsonRoute` checks the header
-    app.state.context = ServerContext(settings=settings, engine=engine, inputs=inputs, metrics=metrics)
+    app.state.context = ServerContext(settings=settings, engine=engine, inputs=inputs, metrics=metrics, templates=pool)
     for router in ROUTERS:
         app.include_router(router)
     if settings.graphs_dir is not None:

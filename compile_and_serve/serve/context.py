@@ -21,6 +21,7 @@ from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import tenant_of
 from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.template_pool import TemplatePool
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class ServerContext:
     engine: AsyncEngine
     inputs: InputProcessor
     metrics: Metrics
+    templates: TemplatePool
     started: int = field(default_factory=lambda: int(time.time()))
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_LARGE_BODIES))
 
@@ -94,17 +96,18 @@ class ServerContext:
                 max_tokens=params.max_tokens,
             )
 
-    async def prepare(self, request: Request, work: Callable[[], T]) -> T:
-        """The result of `work`, which turns the request's body into the engine's input.
+    async def prepare(self, request: Request, work: Callable[[], T], *, renders: bool = False) -> T:
+        """The result of `work`, which turns the request's body into the engine's input. renders: it calls `templates`.
 
-        Work on a large body runs in a thread, so that streams continue meanwhile; it is refused at once if the server
-        accepts no request now.
+        Work that renders, and work on a large body, runs in a thread, so that streams continue meanwhile. A large body is
+        refused at once if the server accepts no request now.
         """
-        if len(await request.body()) <= _INLINE_BYTES:
-            return work()
-        self.engine.check_accepts(())
-        async with self.large_bodies:
-            return await asyncio.to_thread(work)
+        executor = self.templates.executor if renders else None
+        if len(await request.body()) > _INLINE_BYTES:
+            self.engine.check_accepts(())
+            async with self.large_bodies:
+                return await asyncio.get_running_loop().run_in_executor(executor, work)
+        return await asyncio.get_running_loop().run_in_executor(executor, work) if renders else work()
 
 
 def get_context(request: Request) -> ServerContext:

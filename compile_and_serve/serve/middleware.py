@@ -89,7 +89,7 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        message = f"The body is larger than this server's limit of {self._max_bytes} bytes."
+        message = f"The body is larger than this server's limit of {self._max_bytes} bytes (--max-body-size)."
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > self._max_bytes:
             await error_response(413, message, headers=_CLOSE)(scope, receive, send)

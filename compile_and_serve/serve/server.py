@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineSta
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.text.chat_template import ChatTemplateError, check_template
+from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_tokenizer
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.http_protocol import limited_protocol
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.template_pool import TemplatePool
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def run(
         listener.close()
 
 
-def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerSettings:
+def complete_settings(config: EngineConfig, settings: ServerSettings, templates: TemplatePool) -> ServerSettings:
     """`settings` with the chat template's source, the model's sampling defaults, and whether priorities are allowed.
 
     Raises a `ValueError` if the template or the defaults are invalid.
@@ -76,7 +77,7 @@ def complete_settings(config: EngineConfig, settings: ServerSettings) -> ServerS
     changes: dict[str, Any] = {"priorities": config.scheduler.policy == "priority"}
     if settings.chat_template is not None:
         template = changes["chat_template"] = read_chat_template(settings.chat_template)
-        check_template(template)
+        templates.check(template)
     if not settings.default_sampling:
         changes["default_sampling"] = defaults = load_generation_defaults(config.model.path)
         try:
@@ -127,8 +128,9 @@ async def _serve(
     on_ready: Callable[[str, EngineInfo], None] | None,
 ) -> int:
     client = make_client(config, on_stage)
-    with _Signals() as signals:
-        starting = asyncio.create_task(_start(client, config, settings))
+    templates = TemplatePool(seconds=settings.template_timeout)
+    with _Signals() as signals, closing(templates):
+        starting = asyncio.create_task(_start(client, config, settings, templates))
         await _wait_any(starting, signals.stop)
         if not starting.done():
             starting.cancel()
@@ -142,7 +144,12 @@ async def _serve(
             signals.stop.set()
 
         app = create_app(
-            client, tokenizer, settings, num_replicas=config.parallel.data_parallel_size, on_engine_death=on_death
+            client,
+            tokenizer,
+            settings,
+            num_replicas=config.parallel.data_parallel_size,
+            on_engine_death=on_death,
+            templates=templates,
         )
         server = _Server(_uvicorn_config(app, settings))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -156,11 +163,14 @@ async def _serve(
 
 
 async def _start(
-    client: AsyncEngineClient | DataParallelClient, config: EngineConfig, settings: ServerSettings
+    client: AsyncEngineClient | DataParallelClient,
+    config: EngineConfig,
+    settings: ServerSettings,
+    templates: TemplatePool,
 ) -> tuple[Tokenizer | None, ServerSettings]:
     """Start the engine and read the tokenizer at the same time. The first error stops both."""
     engine = asyncio.create_task(client.start())
-    files = asyncio.create_task(asyncio.to_thread(_read_files, config, settings))
+    files = asyncio.create_task(asyncio.to_thread(_read_files, config, settings, templates))
     try:
         await asyncio.gather(engine, files)
         tokenizer, settings = files.result()
@@ -264,15 +274,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _read_files(config: EngineConfig, settings: ServerSettings) -> tuple[Tokenizer | None, ServerSettings]:
-    settings = complete_settings(config, settings)
+def _read_files(
+    config: EngineConfig, settings: ServerSettings, templates: TemplatePool
+) -> tuple[Tokenizer | None, ServerSettings]:
+    settings = complete_settings(config, settings, templates)
     if config.model.skip_tokenizer_init:
         return None, settings
     given = config.model.tokenizer
     tokenizer = load_tokenizer(config.model.path if given is None else Path(given))
     if settings.chat_template is None and "default" in tokenizer.chat_templates:
         try:
-            check_template(tokenizer.chat_templates["default"])
+            templates.check(tokenizer.chat_templates["default"])
         except ChatTemplateError as error:  # completions need no template
             logger.warning("Chat requests will be refused unless you set another --chat-template. %s", error)
     return tokenizer, settings

@@ -22,10 +22,11 @@ class ServerSettings:
     chat_template: source or file of a template that replaces the model's own.
     default_sampling: values for sampling fields that a request leaves out, from the model's generation_config.json.
     priorities: whether requests may have a priority (scheduling policy "priority").
-    max_body_bytes: larger request bodies are refused.
+    max_body_bytes: larger request bodies are refused. A body takes up to about 20 times its size in memory while it is read.
     shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM.
     health_timeout: seconds in which the engine must answer /health.
     graphs_dir: the dump of the model's compilation, shown at /graphs. None: no such page.
+    template_timeout: seconds in which the chat template must render a conversation.
     prompt_tokens_details: whether usage includes the number of cached prompt tokens, which reveals whether another request
         had the same prefix.
     """
@@ -44,7 +45,7 @@ class ServerSettings:
     return_tokens_as_token_ids: bool = False
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
     priorities: bool = False
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
     shutdown_timeout: float = 30.0
     health_timeout: float = 10.0
     log_level: str = "info"
@@ -52,6 +53,7 @@ class ServerSettings:
     graphs_dir: Path | None = None
     prompt_tokens_details: bool = False
     connection_limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    template_timeout: float = 10.0
 
     @property
     def is_local(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.template_pool import TemplatePool
 from tests.support.fake_engine import FakeEngineClient, Script, says
 from tests.support.tokenizers import byte_level_tokenizer
 
@@ -51,6 +52,14 @@ def tokenizer() -> Tokenizer:
     return byte_level_tokenizer([ANSWER, "the quick brown fox"])
 
 
+@pytest.fixture(scope="session")
+def templates() -> Iterator[TemplatePool]:
+    """One pool for all tests, because a process takes a while to start."""
+    pool = TemplatePool()
+    yield pool
+    pool.close()
+
+
 @asynccontextmanager
 async def _running(app: FastAPI) -> AsyncIterator[None]:
     async with app.router.lifespan_context(app):
@@ -58,7 +67,7 @@ async def _running(app: FastAPI) -> AsyncIterator[None]:
 
 
 @pytest_asyncio.fixture
-async def start_server(tokenizer: Tokenizer) -> AsyncIterator[StartServer]:
+async def start_server(tokenizer: Tokenizer, templates: TemplatePool) -> AsyncIterator[StartServer]:
     """Start an application: `await start_server(script=..., engine={...}, **settings)`."""
     async with AsyncExitStack() as stack:
 
@@ -72,7 +81,9 @@ async def start_server(tokenizer: Tokenizer) -> AsyncIterator[StartServer]:
             client = FakeEngineClient(tokenizer, script or says(tokenizer, ANSWER), **(engine or {}))
             deaths: list[str] = []
             options = {"served_model_names": ("test-model", "alias"), **settings}
-            app = create_app(client, with_tokenizer, ServerSettings(**options), on_engine_death=deaths.append)
+            app = create_app(
+                client, with_tokenizer, ServerSettings(**options), on_engine_death=deaths.append, templates=templates
+            )
             await stack.enter_async_context(_running(app))
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server"))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-import compile_and_serve.serve.routers.chat
-import compile_and_serve.serve.routers.tokens
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.template_pool import TemplatePool
 from tests.serve.conftest import Server, eventually
 
 LONG = "word " * 2000
@@ -34,21 +33,20 @@ class Gate:
     "path,body,held",
     [
         (CHAT, {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": -1}, "encode"),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}] * 200, "truncate_prompt_tokens": -1}, "render_chat"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}] * 200, "truncate_prompt_tokens": -1}, "render"),
         (COMPLETIONS, {"prompt": LONG, "truncate_prompt_tokens": -1}, "encode"),
         (COMPLETIONS, {"prompt": [5] * 3000, "truncate_prompt_tokens": -1, "bad_words": ["fox"]}, "encode"),
         ("/tokenize", {"prompt": LONG}, "encode"),
-        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "render_chat"),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "render"),
         ("/detokenize", {"tokens": [5] * 5000}, "decode"),
     ],
 )
 async def test_other_requests_are_answered_while_a_large_body_is_prepared(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], held: str
 ) -> None:
-    if held == "render_chat":
-        gate = Gate(compile_and_serve.serve.routers.chat.render_chat)
-        monkeypatch.setattr(compile_and_serve.serve.routers.chat, held, gate)
-        monkeypatch.setattr(compile_and_serve.serve.routers.tokens, held, gate)
+    if held == "render":
+        gate = Gate(server.app.state.context.templates.render)
+        monkeypatch.setattr(TemplatePool, held, lambda self, *args, **kwargs: gate(*args, **kwargs))
     else:
         gate = Gate(getattr(server.tokenizer, held))
         monkeypatch.setattr(Tokenizer, held, lambda self, *args, **kwargs: gate(*args, **kwargs))

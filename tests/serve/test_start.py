@@ -11,6 +11,7 @@ from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.serve.server import ServerStartError, _start, complete_settings
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.template_pool import TemplatePool
 from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.tokenizers import byte_level_tokenizer
 
@@ -40,39 +41,39 @@ def model_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def test_invalid_chat_template(model_dir: Path) -> None:
+def test_invalid_chat_template(model_dir: Path, templates: TemplatePool) -> None:
     settings = ServerSettings(served_model_names=("m",), chat_template="{% if %}")
     with pytest.raises(ChatTemplateError, match="The chat template is not valid Jinja"):
-        complete_settings(tiny_config(model_dir), settings)
+        complete_settings(tiny_config(model_dir), settings, templates)
 
 
-def test_priorities_need_the_priority_policy(model_dir: Path) -> None:
-    assert not complete_settings(tiny_config(model_dir), SETTINGS).priorities
-    assert complete_settings(tiny_config(model_dir, scheduling_policy="priority"), SETTINGS).priorities
+def test_priorities_need_the_priority_policy(model_dir: Path, templates: TemplatePool) -> None:
+    assert not complete_settings(tiny_config(model_dir), SETTINGS, templates).priorities
+    assert complete_settings(tiny_config(model_dir, scheduling_policy="priority"), SETTINGS, templates).priorities
 
 
-def test_sampling_defaults_out_of_range(model_dir: Path) -> None:
+def test_sampling_defaults_out_of_range(model_dir: Path, templates: TemplatePool) -> None:
     (model_dir / "generation_config.json").write_text('{"temperature": 3.0}')
     with pytest.raises(
         ServerStartError, match=r"generation_config.json cannot be used: temperature must be in \[0, 2\]"
     ):
-        complete_settings(tiny_config(model_dir), SETTINGS)
+        complete_settings(tiny_config(model_dir), SETTINGS, templates)
 
 
-async def test_end_of_sequence_id_outside_the_vocabulary(model_dir: Path) -> None:
+async def test_end_of_sequence_id_outside_the_vocabulary(model_dir: Path, templates: TemplatePool) -> None:
     (model_dir / "generation_config.json").write_text('{"eos_token_id": [2, 9999]}')
     client = Client(vocab_size=320)
     with pytest.raises(ValueError, match="id 9999 is not an id of the model, whose ids are 0 to 319"):
-        await _start(client, tiny_config(model_dir), SETTINGS)  # type: ignore[arg-type]
+        await _start(client, tiny_config(model_dir), SETTINGS, templates)  # type: ignore[arg-type]
     assert client.is_stopped
 
 
 async def test_a_model_whose_own_template_is_broken_serves_completions(
-    model_dir: Path, caplog: pytest.LogCaptureFixture
+    model_dir: Path, templates: TemplatePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
     client = Client(vocab_size=320)
-    await _start(client, tiny_config(model_dir), SETTINGS)  # type: ignore[arg-type]
+    await _start(client, tiny_config(model_dir), SETTINGS, templates)  # type: ignore[arg-type]
     [record] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert record.message.startswith("Chat requests will be refused unless you set another --chat-template. The chat")
     assert not client.is_stopped

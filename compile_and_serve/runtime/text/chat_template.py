@@ -8,15 +8,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +25,24 @@ _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 class ChatTemplateError(ValueError):
     """The messages cannot be rendered. The message is one sentence for the user."""
+
+
+class HasTemplates(Protocol):
+    """What rendering needs of a tokenizer."""
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]: ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]: ...
+
+
+class _Compiled(NamedTuple):
+    """A template, whether it iterates over a message's content parts itself, and its string constants."""
+
+    template: jinja2.Template
+    iterates_parts: bool
+    constants: frozenset[str]
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -69,11 +85,13 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 @lru_cache(maxsize=32)
-def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """The template, and whether it iterates over a message's content parts itself."""
+def _compile(source: str) -> _Compiled:
     environment = _environment()
     try:
-        return environment.from_string(source), _iterates_content(environment.parse(source))
+        tree = environment.parse(source)
+        constants = (node.value for node in tree.find_all(jinja2.nodes.Const))
+        strings = frozenset(value for value in constants if isinstance(value, str))
+        return _Compiled(environment.from_string(source), _iterates_content(tree), strings)
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"The chat template is not valid Jinja: {error}") from error
 
@@ -99,7 +117,7 @@ def check_template(source: str) -> None:
 
 
 def render_chat(
-    tokenizer: Tokenizer,
+    tokenizer: HasTemplates,
     messages: Sequence[Mapping[str, Any]],
     *,
     template: str | None = None,
@@ -127,8 +145,8 @@ def render_chat(
             f"chat_template_kwargs must not set {', '.join(sorted(taken))}, which the conversation defines."
         )
     source = template if template is not None else _choose(tokenizer, has_tools=bool(tools))
-    compiled, iterates_parts = _compile(source)
-    conversation = [_normalize(message, index, iterates_parts, source) for index, message in enumerate(messages)]
+    compiled = _compile(source)
+    conversation = [_normalize(message, index, compiled) for index, message in enumerate(messages)]
     if not conversation:
         raise ChatTemplateError("messages must hold at least one message.")
     if continue_final_message:
@@ -142,7 +160,7 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        text = compiled.render(variables)
+        text = compiled.template.render(variables)
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"The chat template refused the messages: {error!s:.200}") from error
     except Exception as error:  # a template is a foreign program and may raise anything
@@ -153,7 +171,7 @@ def render_chat(
     return _cut_at_mark(text) if continue_final_message else text
 
 
-def _choose(tokenizer: Tokenizer, *, has_tools: bool) -> str:
+def _choose(tokenizer: HasTemplates, *, has_tools: bool) -> str:
     templates = tokenizer.chat_templates
     name = "tool_use" if has_tools and "tool_use" in templates else "default"
     if name not in templates:
@@ -163,7 +181,7 @@ def _choose(tokenizer: Tokenizer, *, has_tools: bool) -> str:
     return templates[name]
 
 
-def _normalize(message: Mapping[str, Any], index: int, iterates_parts: bool, source: str) -> dict[str, Any]:
+def _normalize(message: Mapping[str, Any], index: int, compiled: _Compiled) -> dict[str, Any]:
     """A copy of a message, with its content in the form that the template expects and tool arguments as objects."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -171,13 +189,15 @@ def _normalize(message: Mapping[str, Any], index: int, iterates_parts: bool, sou
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise ChatTemplateError(f"{where}.role must be a string such as 'user', got {message.get('role')!r:.200}.")
     result = copy.deepcopy(dict(message))
-    result["role"] = _known_role(message["role"], where, source)
+    result["role"] = _known_role(message["role"], where, compiled.constants)
     content = result.get("content")
     if content is None:
         result["content"] = ""
     elif isinstance(content, list):
         texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        result["content"] = [{"type": "text", "text": text} for text in texts] if iterates_parts else "\n".join(texts)
+        result["content"] = (
+            [{"type": "text", "text": text} for text in texts] if compiled.iterates_parts else "\n".join(texts)
+        )
     elif not isinstance(content, str):
         raise ChatTemplateError(f"{where}.content must be a string or a list of parts, got a {type(content).__name__}.")
     calls = result.get("tool_calls") or []
@@ -188,10 +208,11 @@ def _normalize(message: Mapping[str, Any], index: int, iterates_parts: bool, sou
     return result
 
 
-def _known_role(role: str, where: str, source: str) -> str:
-    if role in _ROLES or role in source:
+def _known_role(role: str, where: str, constants: frozenset[str]) -> str:
+    # A template that treats a role in a special manner contains its name as a string.
+    if role in _ROLES or role in constants:
         # "developer" is OpenAI's newer name of "system". Templates that do not know it use the older one.
-        return "system" if role == "developer" and role not in source else role
+        return "system" if role == "developer" and role not in constants else role
     raise ChatTemplateError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.200}.")
 
 

@@ -58,7 +58,7 @@ def serve_command(
         typer.Option(
             metavar="SIZE", help="Largest request body; larger ones get HTTP 413.", rich_help_panel=SERVER_PANEL
         ),
-    ] = "8MiB",
+    ] = "4MiB",
     enable_prompt_tokens_details: Annotated[
         bool,
         typer.Option(

@@ -53,7 +53,7 @@ class ChatFields(RequestModel):
             raise ApiError(400, "tool_choice needs tools.", "tool_choice")
 
     def template_options(self) -> dict[str, Any]:
-        """Keyword arguments of `compile_and_serve.runtime.text.chat_template.render_chat`."""
+        """Keyword arguments of `TemplatePool.render`."""
         continues = bool(self.continue_final_message)
         opens = self.add_generation_prompt
         variables = dict(self.chat_template_kwargs or {})

@@ -10,7 +10,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.text.chat_template import render_chat
 from compile_and_serve.runtime.text.output_processor import CompletionOutput
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.engine import Generation
@@ -33,7 +32,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
-    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
+    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context), renders=True)
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -80,7 +79,7 @@ class _Answer:
             names=names,
         )
         with user_errors():
-            text = render_chat(
+            text = context.templates.render(
                 context.inputs.require_tokenizer("a conversation"),
                 body.messages,
                 template=context.settings.chat_template,

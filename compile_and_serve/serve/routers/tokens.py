@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from compile_and_serve.runtime.text.chat_template import render_chat
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.errors import ApiError, user_errors
 from compile_and_serve.serve.json_body import JsonRoute
@@ -24,7 +23,7 @@ async def tokenize(body: TokenizeRequest, request: Request, context: Context) ->
     check_fields(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", "prompt")
-    return await context.prepare(request, lambda: _tokenize(body, context))
+    return await context.prepare(request, lambda: _tokenize(body, context), renders=body.messages is not None)
 
 
 def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
@@ -35,7 +34,9 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
         else:
             template = context.settings.chat_template
             options = body.template_options()
-            text = render_chat(tokenizer, body.messages or [], template=template, tools=body.tools, **options)
+            text = context.templates.render(
+                tokenizer, body.messages or [], template=template, tools=body.tools, **options
+            )
             add = bool(body.add_special_tokens)
     if len(text) > MAX_CHARACTERS:
         sentence = f"The text has {len(text)} characters, but /tokenize accepts at most {MAX_CHARACTERS}."

@@ -83,7 +83,19 @@ def test_arguments_of_tool_calls_are_objects_in_the_template(tokenizer: Tokenize
 def test_developer_becomes_system_unless_the_template_knows_it(tokenizer: Tokenizer) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert render_chat(tokenizer, messages, template="{{ messages[0].role }}") == "system"
-    assert render_chat(tokenizer, messages, template="{# developer #}{{ messages[0].role }}") == "developer"
+    unrelated = "{# developer #}developer{% set developer_mode = 'developers' %} {{ messages[0].role }}"
+    assert render_chat(tokenizer, messages, template=unrelated).endswith(" system")
+    knows = "{{ messages[0].role }}{% if messages[0]['role'] == 'developer' %}!{% endif %}"
+    assert render_chat(tokenizer, messages, template=knows) == "developer!"
+
+
+def test_a_role_must_be_a_string_of_the_template(tokenizer: Tokenizer) -> None:
+    """Parts of the template's source are not roles."""
+    template = "{% for message in messages %}{% if message.role in ['ipython', 'x'] %}I{% endif %}{% endfor %}"
+    assert render_chat(tokenizer, [{"role": "ipython", "content": ""}], template=template) == "I"
+    for role in ("message", "endfor", "python", "{%", "i", "role"):
+        with pytest.raises(ChatTemplateError, match="role must be one of"):
+            render_chat(tokenizer, [{"role": role, "content": ""}], template=template)
 
 
 def test_the_tool_template_is_used_with_tools(tokenizer: Tokenizer) -> None:

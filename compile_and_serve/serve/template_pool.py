@@ -1,0 +1,177 @@
+"""Renders chat templates in processes with a deadline and a memory limit (`template_worker`)."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+import msgspec
+
+from compile_and_serve.runtime.distributed.child_process import boot_code, boot_input
+from compile_and_serve.runtime.text.chat_template import ChatTemplateError
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.template_worker import RenderAnswer, RenderRequest, frame
+
+MAX_PROCESSES = 4
+# The template must not see the server's secrets.
+_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
+_BOOT = boot_code("compile_and_serve.serve.template_worker")
+
+
+class TemplatePool:
+    """Up to `MAX_PROCESSES` processes, which are started when they are needed.
+
+    seconds: deadline for one conversation; includes the start of a process. executor: threads for calls of `render`, as
+    many as processes.
+    """
+
+    def __init__(self, *, seconds: float = 10.0) -> None:
+        self.seconds = seconds
+        self.executor = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="chat-template")
+        self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
+        self._lock = threading.Lock()
+        self._slots = threading.Semaphore(MAX_PROCESSES)
+        self._is_closed = False
+
+    def check(self, template: str) -> None:
+        """Raise `ChatTemplateError` if the template is not valid Jinja."""
+        self._ask(RenderRequest(self._cpu_seconds, template))
+
+    def render(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        **options: Any,
+    ) -> str:
+        """`compile_and_serve.runtime.text.chat_template.render_chat` in another process. Blocks the calling thread.
+
+        Raises `ChatTemplateError`, also if the template exceeds its time or memory.
+        """
+        templates = tokenizer.chat_templates if template is None else {}
+        request = RenderRequest(
+            self._cpu_seconds, template, templates, tokenizer.special_tokens, messages, options
+        )  # fmt: skip
+        return self._ask(request)
+
+    def close(self) -> None:
+        """End the processes."""
+        with self._lock:
+            self._is_closed = True
+            for process in self._busy:  # the thread that waits for it then closes it
+                process.kill()
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.close()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _cpu_seconds(self) -> int:
+        return int(self.seconds) + 1
+
+    def _ask(self, request: RenderRequest) -> str:
+        try:
+            parts = list(frame(request))
+        except (ValueError, OverflowError, TypeError, RecursionError) as error:
+            raise ChatTemplateError(f"The messages cannot be rendered: {error}.") from error
+        with self._slots:
+            process = self._take()
+            is_usable = False
+            try:
+                answer = process.ask(parts, self.seconds)
+                is_usable = True
+            except TimeoutError:
+                raise ChatTemplateError(
+                    f"The chat template did not finish these messages within {self.seconds:g} seconds."
+                ) from None
+            except OSError:
+                raise ChatTemplateError("The chat template's process ended, probably for lack of memory.") from None
+            finally:
+                self._give_back(process, is_usable)
+        if answer.error is not None:
+            raise ChatTemplateError(answer.error)
+        return answer.text
+
+    def _take(self) -> _Process:
+        with self._lock:
+            process = self._idle.pop() if self._idle else _Process()
+            self._busy.add(process)
+            return process
+
+    def _give_back(self, process: _Process, is_usable: bool) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            if is_usable and not self._is_closed:
+                self._idle.append(process)
+                return
+        process.close()
+
+
+class _Process:
+    """One process of the pool. It answers one request at a time."""
+
+    def __init__(self) -> None:
+        environment = {name: value for name in _ENVIRONMENT if (value := os.environ.get(name)) is not None}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin: IO[bytes] = self._process.stdin
+        self._stdout: IO[bytes] = self._process.stdout
+        self._boot = boot_input(None)
+        os.set_blocking(self._stdin.fileno(), False)
+
+    def ask(self, parts: list[bytes], seconds: float) -> RenderAnswer:
+        """Send the parts of a request, which frees them, and wait for the answer.
+
+        Raises `TimeoutError`, or another `OSError` if the process ends.
+        """
+        deadline = time.monotonic() + seconds
+        boot, self._boot = self._boot, b""
+        self._write(memoryview(boot), deadline)
+        while parts:
+            self._write(memoryview(parts.pop(0)), deadline)
+        head = self._read(8, deadline)
+        return msgspec.msgpack.decode(self._read(int.from_bytes(head, "little"), deadline), type=RenderAnswer)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._stdin.close()
+        self._stdout.close()
+        self._process.wait()
+
+    def _write(self, data: memoryview, deadline: float) -> None:
+        while data:
+            self._wait(self._stdin, select.POLLOUT, deadline)
+            data = data[os.write(self._stdin.fileno(), data[: 1 << 20]) :]
+
+    def _read(self, size: int, deadline: float) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            self._wait(self._stdout, select.POLLIN, deadline)
+            count = os.readv(self._stdout.fileno(), [rest])
+            if not count:
+                raise ConnectionResetError
+            rest = rest[count:]
+        return data
+
+    @staticmethod
+    def _wait(stream: IO[bytes], event: int, deadline: float) -> None:
+        poll = select.poll()  # unlike `select.select`, takes file descriptors above 1023
+        poll.register(stream, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            raise TimeoutError
