@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import commit
-from compile_and_serve.custom_ops.tuning.timer import capture, event_seconds
+from compile_and_serve.custom_ops.platform import CapturedGraph, platform_of
 
 
 @functools.cache
@@ -29,7 +29,22 @@ def emit(**row: Any) -> None:
     print(json.dumps({**row, **environment()}), flush=True)
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int = 5) -> float:
+def capture(work: Callable[[], object], warm_up: int = 1) -> CapturedGraph:
+    """`work` as a graph of the current device: see `Platform.capture`."""
+    return platform_of(torch.device("cuda")).capture(work, warm_up)
+
+
+def event_seconds(work: Callable[[], object]) -> float:
+    """Device seconds between events around `work` on the current stream."""
+    platform = platform_of(torch.device("cuda"))
+    start = platform.record_timed_event()
+    work()
+    end = platform.record_timed_event()
+    end.synchronize()
+    return end.seconds_since(start)
+
+
+def replay_ms(graph: CapturedGraph, budget_ms: float = 60.0, groups: int = 5) -> float:
     """Milliseconds of one replay, between device events: the median over groups of replays."""
     graph.replay()
     repeats = max(1, min(200, int(budget_ms / groups / max(event_seconds(graph.replay) * 1e3, 1e-3))))
@@ -41,9 +56,7 @@ def replay_ms(graph: torch.cuda.CUDAGraph, budget_ms: float = 60.0, groups: int 
     return sorted(event_seconds(group) * 1e3 / repeats for _ in range(groups))[groups // 2]
 
 
-def in_turns_ms(
-    graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = 3, heat_ms: float = 300.0
-) -> dict[str, float]:
+def in_turns_ms(graphs: Mapping[str, CapturedGraph], rounds: int = 3, heat_ms: float = 300.0) -> dict[str, float]:
     """→ milliseconds of one replay by name: the median over rounds.
 
     The device is warmed up for heat_ms, and graphs take turns, so that none runs on a cooler device.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_timing import emit, in_turns_ms, time_ms
+from benchmarks.gpu_timing import capture, emit, in_turns_ms, time_ms
 from benchmarks.ops_gpu import (
     ARGS,
     DTYPE,
@@ -42,7 +42,6 @@ from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, sil
 from compile_and_serve.custom_ops.linear.triton_linear import _gemv, _small_batch, fused_linear
 from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
 from compile_and_serve.custom_ops.triton_common import num_sms
-from compile_and_serve.custom_ops.tuning.timer import capture
 
 DECODE_CONFIGS = [
     (128, 2, 1, 4, 128),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_timing import emit, in_turns_ms
+from benchmarks.gpu_timing import capture, emit, in_turns_ms
 from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     KERNELS,
     load_silu_mul_gemms,
@@ -24,7 +24,6 @@ from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     silu_mul_library,
 )
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
-from compile_and_serve.custom_ops.tuning.timer import capture
 
 
 def measure(model: str, num_tokens: int, hidden: int, inputs: int) -> None:

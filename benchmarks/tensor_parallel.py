@@ -177,7 +177,7 @@ def measure(operands: Operands, variant: str, choice: AllreduceChoice | None) ->
     if choice is not None and fused is not None:
         use_symmetric_memory(fused.memory, choice)
     if operands.x.is_cuda:
-        seconds, [(_, normed)] = rank_seconds(variant, [work], repeats=REPEATS, rounds=ROUNDS)
+        seconds, [(_, normed)] = rank_seconds(variant, [work], operands.x.device, repeats=REPEATS, rounds=ROUNDS)
     else:
         seconds, normed = _host_seconds(work), work()[1]
     error = ((normed.double() - operands.expected).norm() / operands.expected.norm()).item()

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compile_and_serve.custom_ops.platform import platform_of
+
 SPLIT_COUNTERS = 1 << 16  # output tiles that one split launch may have
 TRITON_TYPES = {
     torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int8: tl.int8,
@@ -120,13 +122,13 @@ def next_power_of_2(n: int) -> int:
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether kernels on this device may be launched with `launch_pdl`."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return platform_of(device).compute_capability >= (9, 0)
 
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device (1 for a CPU, where kernels run in Triton's interpreter)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return platform_of(device).num_multiprocessors
 
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -138,14 +140,13 @@ def split_counters(device: torch.device) -> torch.Tensor:
     They are allocated at the first use, which must not be in a graph capture: run a kernel before capturing it, on any stream. A
     capture uses the buffer of any stream, because all graphs are replayed on one stream.
     """
-    if device.type != "cuda":
-        return _counters.setdefault((device, 0), torch.zeros(SPLIT_COUNTERS, dtype=torch.int32))
-    if torch.cuda.is_current_stream_capturing():
+    platform = platform_of(device)
+    if platform.is_capturing():
         for (owner, _), buffer in _counters.items():
             if owner == device:
                 return buffer
         raise AssertionError("a split kernel was captured before its first run")
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    key = (device, platform.current_stream())
     if key not in _counters:
         _counters[key] = torch.zeros(SPLIT_COUNTERS, dtype=torch.int32, device=device)
     return _counters[key]

@@ -24,7 +24,7 @@ from compile_and_serve.compiler.compat import FakeTensorMode
 from compile_and_serve.compiler.inductor import PieceCallable, compile_piece
 from compile_and_serve.compiler.rewrite.fusion_choice import TOKENS, FusionChoice, mean_ratio
 from compile_and_serve.custom_ops.build.sources import digest
-from compile_and_serve.custom_ops.tuning.timer import cpu_seconds, cuda_seconds
+from compile_and_serve.custom_ops.tuning.timer import call_seconds
 from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tuner, device_name
 
 log = logging.getLogger(__name__)
@@ -108,10 +108,7 @@ class Autotuner:
         ]  # fmt: skip
         lengths = [num_tokens] if any(isinstance(t.shape[0], torch.SymInt) for t in tensors) else []
         calls = [lambda number, run=run: run([*lengths, *values]) for run in runs]
-        if self._device.type == "cuda":
-            rounds = cuda_seconds(calls, num_calls=GRAPH_CALLS, num_rounds=ROUNDS)
-        else:
-            rounds = cpu_seconds(calls, num_rounds=ROUNDS)
+        rounds = call_seconds(calls, self._device, num_calls=GRAPH_CALLS, num_rounds=ROUNDS)
         return [min(seconds) for seconds in rounds]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from compile_and_serve.custom_ops.platform import platform_of
 
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 96
@@ -34,7 +35,7 @@ class CpuAttention:
         block_size: int,
     ) -> str | None:
         """As `AttentionBackend.unsupported_reason`. Builds the kernels at the first call."""
-        if device.type != "cpu":
+        if not platform_of(device).runs_cpp_kernels:
             return f"the cpu attention backend runs on the CPU only, not on {device.type}"
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the cpu attention backend takes float32 and bfloat16, not {dtype}"

@@ -31,6 +31,7 @@ from compile_and_serve.custom_ops.attention.flashinfer_modules import (
     flashinfer_unavailable_reason,
 )
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
+from compile_and_serve.custom_ops.platform import Event, platform_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class FlashInferAttention(TritonAttention):
         self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
         self._wrappers: dict[tuple[Variant, bool], Any] = {}
         # Recorded after the device has read a wrapper's last plan.
-        self._copied: dict[tuple[Variant, bool], torch.cuda.Event] = {}
+        self._copied: dict[tuple[Variant, bool], Event | None] = {}
         self._workspace: torch.Tensor | None = None
         self._uses_modules = True
         self._step: _StepPlan | None = None
@@ -260,11 +261,11 @@ class FlashInferAttention(TritonAttention):
         assert not any(w is wrapper for w in step.wrappers.values()), (
             "layers with different heads share one FlashInfer plan"
         )
-        if (variant, is_ragged) in self._copied:
+        if (copied := self._copied.get((variant, is_ragged))) is not None:
             # A wrapper writes every plan to the same host memory, which the previous step may not have copied yet.
-            self._copied[variant, is_ragged].synchronize()
+            copied.synchronize()
         self._plan(wrapper, is_ragged, shape, device, step)
-        self._copied.setdefault((variant, is_ragged), torch.cuda.Event()).record()
+        self._copied[variant, is_ragged] = platform_of(device).record_event()
         return wrapper
 
     def _plan(self, wrapper: Any, is_ragged: bool, shape: _Shape, device: torch.device, step: _StepPlan) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from compile_and_serve.custom_ops.build.background_thread import run_in_background
+from compile_and_serve.custom_ops.platform import platform_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,13 @@ _LONGEST_CAUSE = 300  # characters
 
 def flashinfer_unavailable_reason(device: torch.device) -> str | None:
     """None when FlashInfer runs on the device, else the reason in one sentence. Does not import it."""
-    if device.type != "cuda":
+    platform = platform_of(device)
+    if not platform.runs_cuda_kernels:
         return f"FlashInfer runs on CUDA devices only, not on {device.type}"
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed (package flashinfer-python, extra [cuda])"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"FlashInfer needs compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} is older"
+    if platform.compute_capability < (8, 0):
+        return f"FlashInfer needs compute capability 8.0 or newer, {platform.name} is older"
     return None
 
 
@@ -45,7 +47,7 @@ class FlashInferModules:
     def __init__(self, dtype: torch.dtype, head_dim: int, device: torch.device, module_dir: Path | None = None) -> None:
         from importlib.metadata import version
 
-        major, minor = torch.cuda.get_device_capability(device)
+        major, minor = platform_of(device).compute_capability
         self.key = f"flashinfer-{version('flashinfer-python')}-sm{major}{minor}"
         default_dir = (
             Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile-and-serve" / "flashinfer"

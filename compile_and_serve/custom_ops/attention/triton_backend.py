@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.platform import platform_of
 
 MAX_HEAD_DIM = 256
 
@@ -18,11 +19,12 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
         import triton
     except ImportError:
         return "Triton is not installed"
-    if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return f"the Triton kernels need compute capability 8.0 or newer, {torch.cuda.get_device_name(device)} is older"
+    platform = platform_of(device)
+    if platform.runs_triton_kernels:
+        if platform.compute_capability < (8, 0):
+            return f"the Triton kernels need compute capability 8.0 or newer, {platform.name} is older"
         return None
-    if device.type == "cpu" and triton.knobs.runtime.interpret:
+    if platform.shares_host_memory and triton.knobs.runtime.interpret:
         return None
     return f"Triton has no {device.type} target here (on the CPU it runs in the interpreter only: TRITON_INTERPRET=1)"
 
@@ -51,9 +53,11 @@ class TritonAttention:
             return f"the Triton kernels compute in bfloat16, float16 or float32, not {dtype}"
         if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
             return f"the KV cache of a model in {dtype} is in {dtype} or torch.float8_e4m3fn, not {kv_cache_dtype}"
-        if kv_cache_dtype != dtype and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            name = torch.cuda.get_device_name(device)
-            return f"Triton quantizes to float8_e4m3fn on compute capability 8.9 or newer only, {name} is older"
+        platform = platform_of(device)
+        if kv_cache_dtype != dtype and platform.runs_triton_kernels and not platform.computes_in(kv_cache_dtype):
+            return (
+                f"Triton quantizes to float8_e4m3fn on compute capability 8.9 or newer only, {platform.name} is older"
+            )
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:
             return f"the Triton kernels need an even head size of at most {MAX_HEAD_DIM}, not {head_dim}"
         if num_heads % num_kv_heads:

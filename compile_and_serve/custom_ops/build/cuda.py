@@ -24,6 +24,7 @@ from compile_and_serve.custom_ops.build.background_thread import run_in_backgrou
 from compile_and_serve.custom_ops.build.checked_library import is_intact
 from compile_and_serve.custom_ops.build.cpp import BuildError, build_once, cache_folder, run_all
 from compile_and_serve.custom_ops.build.sources import CSRC
+from compile_and_serve.custom_ops.platform import platform_of
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def cutlass_library(name: str, num_configs: int, headers: Sequence[str] = ()) ->
 
 def load_or_build(device: torch.device, what: str, make_library: Callable[[], NvccLibrary]) -> ctypes.CDLL | None:
     """The built library. None with the reason in the log; it is then built in the background if possible."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if platform_of(device).compute_capability != (9, 0):
         log.info("%s need compute capability 9.0; torch's kernels are used.", what)
         return None
     try:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_and_serve.custom_ops.build.sources import digest, kernel_digest, source_digest
+from compile_and_serve.custom_ops.platform import platform_of
 
 if TYPE_CHECKING:  # Triton may be missing where there is no GPU
     import triton
@@ -122,7 +123,7 @@ def _marker(known_as: str, device: torch.device, sources: Path | None) -> Path:
     import triton
 
     caller = "" if sources is None else source_digest(sources)
-    name = digest(known_as, torch.cuda.get_device_name(device), triton.__version__, kernel_digest(), caller)
+    name = digest(known_as, platform_of(device).name, triton.__version__, kernel_digest(), caller)
     return Path(triton.knobs.cache.dir) / f"compiled-ahead-{name}"
 
 
@@ -130,7 +131,7 @@ class _Compilers(ThreadPoolExecutor):
     """Threads that compile kernels and load them onto a device."""
 
     def __init__(self, threads: int, device: torch.device) -> None:
-        super().__init__(threads, thread_name_prefix="compile", initializer=torch.cuda.set_device, initargs=(device,))
+        super().__init__(threads, thread_name_prefix="compile", initializer=platform_of(device).make_current)
         self.count = 0
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]

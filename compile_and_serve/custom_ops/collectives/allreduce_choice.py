@@ -29,7 +29,8 @@ from compile_and_serve.custom_ops.collectives.symmetric_memory import (
     layout_for,
     map_symmetric_memory,
 )
-from compile_and_serve.custom_ops.tuning.timer import cuda_seconds
+from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.custom_ops.tuning.timer import call_seconds
 from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tuner, tuner_of
 
 log = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ def runs(
 
 
 def rank_seconds(
-    kernel: str, calls: Sequence[Run], *, repeats: int, rounds: int
+    kernel: str, calls: Sequence[Run], device: torch.device, *, repeats: int, rounds: int
 ) -> tuple[list[float], list[tuple[torch.Tensor, torch.Tensor]]]:
     """Device seconds of one call in each round, on this rank, and the last result of each call.
 
@@ -217,8 +218,8 @@ def rank_seconds(
     def call(number: int) -> None:
         results[number % len(calls)] = calls[number % len(calls)]()
 
-    [seconds] = cuda_seconds(
-        [call], num_calls=repeats, num_rounds=rounds, before_round=dist.barrier, wait=partial(_wait, kernel)
+    [seconds] = call_seconds(
+        [call], device, num_calls=repeats, num_rounds=rounds, before_round=dist.barrier, wait=partial(_wait, kernel)
     )
     return seconds, [(total.clone(), normed.clone()) for total, normed in results]
 
@@ -252,7 +253,7 @@ def _measured(
             if kernel not in by_kernel:
                 seconds[kernel].append(math.inf)
                 continue
-            times, results = rank_seconds(kernel, by_kernel[kernel], repeats=REPEATS, rounds=ROUNDS)
+            times, results = rank_seconds(kernel, by_kernel[kernel], device, repeats=REPEATS, rounds=ROUNDS)
             expected = results if expected is None else expected  # NCCL's, which is the first
             error = max(
                 _relative_error(ours, theirs)
@@ -269,7 +270,7 @@ def _measured(
                 del seconds[kernel]
             else:
                 seconds[kernel].append(min(slowest))
-    torch.cuda.empty_cache()
+    platform_of(device).release_cached()
     if group.rank == 0:
         table = {
             kernel: {n: round(s * 1e6, 1) for n, s in zip(sizes, times, strict=True) if math.isfinite(s)}
@@ -279,7 +280,7 @@ def _measured(
     return Measurement(seconds=seconds)
 
 
-def _wait(kernel: str, event: torch.cuda.Event) -> None:
+def _wait(kernel: str, event: TimedEvent) -> None:
     """Wait for an event, but not for ever."""
     until = time.monotonic() + MAX_SECONDS
     while not event.query():

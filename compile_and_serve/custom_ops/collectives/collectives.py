@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.platform import platform_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,16 +46,15 @@ def join_tensor_parallel_group(
     global _group
     assert 0 <= rank < size, f"rank {rank} of {size}"
     assert _group is None, f"this process is already rank {_group.rank} of a group"
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.set_device(device)  # the device of NCCL's and Triton's launches
+    platform = platform_of(device)
+    platform.make_current()  # the device of NCCL's and Triton's launches
     dist.init_process_group(
-        "nccl" if is_cuda else "gloo",
+        platform.collectives,
         init_method=init_method,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if is_cuda else None,
+        device_id=None if platform.shares_host_memory else device,
     )
     everyone = dist.group.WORLD
     assert everyone is not None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from compile_and_serve.custom_ops.collectives.collectives import gather_objects
 from compile_and_serve.custom_ops.compat import empty_symmetric, rendezvous
+from compile_and_serve.custom_ops.platform import platform_of
 
 # Programs of a kernel per multiprocessor. All have to be resident at once, because they wait for other ranks' programs. Each waits for its
 # own row, so more programs keep the link busier.
@@ -163,7 +164,7 @@ def map_symmetric_memory(
 def _map(rank: int, layout: BufferLayout, group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
     buffer = empty_symmetric(layout.num_bytes, device)
     clear(buffer, layout)
-    torch.cuda.synchronize(device)  # before the mapping: other ranks may set flags as soon as it is mapped
+    platform_of(device).synchronize()  # before the mapping: other ranks may set flags as soon as it is mapped
     addresses, handle = rendezvous(buffer, group)
     begin = buffer.data_ptr() - addresses[rank]  # not 0 if the tensor is part of a larger allocation
     return symmetric_memory(rank, layout, [address + begin for address in addresses], device, (buffer, handle))

@@ -32,6 +32,7 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.collectives.symmetric_memory import EMPTY, PROGRAMS_PER_SM, SymmetricMemory
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.triton_common import (
     launch_options,
@@ -312,7 +313,11 @@ def takes_pushed(x_TD: torch.Tensor, memory: SymmetricMemory) -> bool:
 def _resident(block: int, device: torch.device) -> dict[str, int]:
     """Warps of a program over `block` features, and a limit of registers with which all programs are resident at once."""
     warps = max(1, min(16, block // 512))
-    limit = {"maxnreg": min(255, 65536 // (PROGRAMS_PER_SM * 32 * warps))} if device.type == "cuda" else {}
+    limit = (
+        {"maxnreg": min(255, 65536 // (PROGRAMS_PER_SM * 32 * warps))}
+        if platform_of(device).runs_triton_kernels
+        else {}
+    )
     return {"num_warps": warps} | limit
 
 

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.platform import platform_of
 
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 def elementwise_unsupported_reason(*, device: torch.device, dtype: torch.dtype) -> str | None:
     """None when both ops have a CPU kernel, else the reason in one sentence. (The ops themselves run anywhere.)"""
-    if device.type != "cpu":
+    if not platform_of(device).runs_cpp_kernels:
         return f"these kernels run on the CPU only, not on {device.type}"
     if dtype not in DTYPES:
         return f"the row-wise CPU kernels take bfloat16 and float32, not {dtype}"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.platform import platform_of
 
 BLOCK_OUTPUTS = 16
 # Adjacent inputs of one output: two bfloat16 values fill a 32-bit lane of the dot product.
@@ -28,7 +29,7 @@ def packed_linear_unsupported_reason(*, device: torch.device, dtype: torch.dtype
 
     The op itself runs anywhere. The first call builds the kernels.
     """
-    if device.type != "cpu":
+    if not platform_of(device).runs_cpp_kernels:
         return f"packed linears run on the CPU only, not on {device.type}"
     if dtype not in _INPUTS_PER_LANE:
         return f"packed linears take bfloat16 and float32, not {dtype}"

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
 from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import silu_mul_rows
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 from compile_and_serve.custom_ops.tuning.tuner import Problem
 
@@ -81,7 +82,7 @@ def run_silu_mul_gemm(
         out_TH = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=x_TI.device)
     args = _Arguments(
         out=out_TH.data_ptr(), x=x_TI.data_ptr(), weight=weight_OI.data_ptr(), tokens=num_tokens, hidden=hidden, inputs=inputs,
-        out_stride=hidden, x_stride=x_TI.stride(0), stream=torch.cuda.current_stream(x_TI.device).cuda_stream,
+        out_stride=hidden, x_stride=x_TI.stride(0), stream=platform_of(x_TI.device).current_stream(),
     )  # fmt: skip
     error = getattr(library, f"cas_silu_mul_gemm_{kernel}")(ctypes.byref(args))
     if error is not None:
@@ -116,7 +117,7 @@ def _silu_mul_chunk(
     def separate(weight_OI: torch.Tensor) -> torch.Tensor:
         return silu_mul_rows(F.linear(x_TI, weight_OI), out_TH)
 
-    is_taken = x_TI.is_cuda and unsupported_reason(x_TI, weight_OI) is None
+    is_taken = platform_of(x_TI.device).runs_cuda_kernels and unsupported_reason(x_TI, weight_OI) is None
     library = load_silu_mul_gemms(x_TI.device) if is_taken else None
     if library is None:
         separate(weight_OI)

@@ -20,6 +20,7 @@ import torch
 
 from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import Activations, Quantized
 from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import load_gemms
@@ -80,8 +81,9 @@ class QuantizedLinear:
         return Problem(kind="quantized_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
 
     def _has_cutlass(self) -> bool:
-        is_float8 = self.weight_OI.is_cuda and self.weight_OI.dtype == torch.float8_e4m3fn
-        return is_float8 and load_gemms(self.weight_OI.device) is not None
+        device, dtype = self.weight_OI.device, self.weight_OI.dtype
+        is_taken = dtype == torch.float8_e4m3fn and platform_of(device).runs_cuda_kernels
+        return is_taken and load_gemms(device) is not None
 
     def fastest(self, max_tokens: int = 1) -> str:
         """Name of the kernel to run. max_tokens: the most tokens that another call may have."""

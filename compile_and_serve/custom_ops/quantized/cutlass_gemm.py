@@ -11,6 +11,7 @@ import functools
 import torch
 
 from compile_and_serve.custom_ops.build.cuda import NvccLibrary, cutlass_library, load_or_build
+from compile_and_serve.custom_ops.platform import platform_of
 
 # Configurations for scales per row and per block, in the order of CAS_CONFIG in csrc/cuda/scaled_gemm.cu.
 ROWS = ("rows_64x64", "rows_64x128", "rows_128x128", "rows_128x256", "rows_128x64_split")
@@ -79,7 +80,7 @@ def run_gemm(
         m=num_tokens, n=out_features, k=a_TI.shape[1], out_stride=out_features, a_stride=a_TI.stride(0), b_stride=b_OI.stride(0),
         residual=None if residual_TO is None else residual_TO.data_ptr(),
         residual_stride=0 if residual_TO is None else residual_TO.stride(0),
-        a_per_row=a_scale.numel() > 1, b_per_row=b_scale.numel() > 1, stream=torch.cuda.current_stream(a_TI.device).cuda_stream,
+        a_per_row=a_scale.numel() > 1, b_per_row=b_scale.numel() > 1, stream=platform_of(a_TI.device).current_stream(),
     )  # fmt: skip
     workspace_bytes = getattr(library, f"cas_scaled_gemm_workspace_{config}")
     workspace_bytes.restype = ctypes.c_int64

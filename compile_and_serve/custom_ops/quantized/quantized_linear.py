@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.linear.fused_linear import finish_linear
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import (
     Activations,
     Quantized,
@@ -42,9 +43,10 @@ def quantized_linear_unsupported_reason(
 
     dtype: of the activations. per_block: whether the weight has scales per block.
     """
-    if device.type == "cuda":
+    platform = platform_of(device)
+    if platform.runs_cuda_kernels:
         return cuda_unsupported_reason(device, weight_dtype)
-    if device.type != "cpu":
+    if not platform.runs_cpp_kernels:
         return f"there is no kernel for {_name(weight_dtype)} weights on {device.type}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"the CPU kernel takes bfloat16 and float32, not {dtype}"
@@ -54,8 +56,9 @@ def quantized_linear_unsupported_reason(
 @cache
 def cuda_unsupported_reason(device: torch.device, weight_dtype: torch.dtype) -> str | None:
     """None when the CUDA kernels take weights of this dtype on this device, else the reason in one sentence."""
-    if weight_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
-        return f"float8 needs compute capability 8.9 or newer, {torch.cuda.get_device_name(device)} is older"
+    platform = platform_of(device)
+    if not platform.computes_in(weight_dtype):
+        return f"float8 needs compute capability 8.9 or newer, {platform.name} is older"
     return None
 
 
@@ -64,7 +67,7 @@ def pack_quantized_weight(quantized_OI: torch.Tensor, scale: torch.Tensor) -> to
 
     quantized_OI: float8_e4m3fn or int8 [O, I]; scale: float32 [O] or [ceil(O / 128), ceil(I / 128)].
     """
-    if quantized_OI.device.type != "cpu":
+    if not platform_of(quantized_OI.device).runs_cpp_kernels:
         return quantized_OI
     reason = cpu_unsupported_reason(
         weight_dtype=quantized_OI.dtype, per_block=scale.dim() == 2, in_features=quantized_OI.shape[1]
@@ -150,8 +153,9 @@ def _quantized_linear_fake(
 
 
 def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if x_TI.device.type != "cpu":  # on the CPU, packing the weight has warned
-        reason = cuda_unsupported_reason(packed.device, packed.dtype) if x_TI.device.type == "cuda" else None
+    platform = platform_of(x_TI.device)
+    if not platform.runs_cpp_kernels:  # on the CPU, packing the weight has warned
+        reason = cuda_unsupported_reason(packed.device, packed.dtype) if platform.runs_cuda_kernels else None
         _warn_slow(reason or f"there is no kernel for {_name(packed.dtype)} weights on {x_TI.device.type}")
     return _quantized_linear(x_TI, packed, *args, **kwargs)
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.triton_common import (
     TRITON_TYPES,
@@ -313,7 +314,7 @@ def gemv(
     # Each thread prefetches a part of a block, of at least 16 bytes.
     prefetch_blocks = (prefetch_mib << 20) // round_bytes if block_bytes % (16 * 32 * warps) == 0 else 0
     # A multiprocessor has 65,536 registers.
-    limit = {"maxnreg": min(255, 65536 // (per_sm * 32 * warps))} if device.type == "cuda" else {}
+    limit = {"maxnreg": min(255, 65536 // (per_sm * 32 * warps))} if platform_of(device).runs_triton_kernels else {}
     launch(
         _gemv_kernel, (num_programs,),
         x_1I, weight_OI.view(torch.int32), out, scale_O, norm_weight_I, input_scale, bias_O, residual_1O, num_rows, in_features,

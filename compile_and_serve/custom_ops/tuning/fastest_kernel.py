@@ -8,7 +8,8 @@ from contextlib import suppress
 import torch
 
 from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead
-from compile_and_serve.custom_ops.tuning.timer import cuda_seconds
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.tuning.timer import call_seconds
 from compile_and_serve.custom_ops.tuning.tuner import Problem, is_tuning_on, tuner_of
 
 Kernel = Callable[[torch.Tensor], object]  # a function of the weight
@@ -27,12 +28,13 @@ def fastest_kernel(
     kernels: the first is the default where nothing is kept: on other devices, in `compile_ahead`, in `tuning_off` and inside a graph's
     capture, where nothing may wait for the device. min_tokens, max_tokens: as in `Tuner.fastest`.
     """
-    if weight.device.type != "cuda":
+    platform = platform_of(weight.device)
+    if not platform.runs_triton_kernels:
         return next(iter(kernels))
     tuner = tuner_of(weight.device)
     if is_compiling_ahead() and is_tuning_on() and tuner.kept(problem) is None:
         _compile_all(kernels, weight)
-    if is_compiling_ahead() or not is_tuning_on() or torch.cuda.is_current_stream_capturing():
+    if is_compiling_ahead() or not is_tuning_on() or platform.is_capturing():
         return tuner.fastest(problem, kernels, None, min_tokens=min_tokens, max_tokens=max_tokens)
     assert problem.num_tokens is not None
     timer = _WeightTimer(weight, is_cold=problem.num_tokens <= _MAX_COLD_TOKENS)
@@ -59,8 +61,8 @@ class _WeightTimer:
         if not self._copies:
             self._copies = self._make_copies()
         copies = self._copies
-        rounds = cuda_seconds(
-            [lambda number: kernel(copies[number % len(copies)])],
+        rounds = call_seconds(
+            [lambda number: kernel(copies[number % len(copies)])], self._weight.device,
             num_calls=max(_MIN_CALLS, len(copies)), num_rounds=_ROUNDS, long_call_seconds=_LONG_CALL_SECONDS,
         )  # fmt: skip
         return min(rounds[0])
@@ -69,11 +71,11 @@ class _WeightTimer:
         """Free the memory that measuring took: the engine counts on it."""
         if self._copies:
             self._copies = []
-            torch.cuda.empty_cache()
+            platform_of(self._weight.device).release_cached()
 
     def _make_copies(self) -> list[torch.Tensor]:
         if not self._is_cold:
             return [self._weight]
-        l2_bytes = torch.cuda.get_device_properties(self._weight.device).L2_cache_size
+        l2_bytes = platform_of(self._weight.device).l2_bytes
         others = -(-2 * l2_bytes // (self._weight.numel() * self._weight.element_size()))
         return [self._weight, *(self._weight.clone() for _ in range(min(others, _MAX_COPIES - 1)))]

@@ -15,6 +15,7 @@ import torch
 
 from compile_and_serve.custom_ops.build.cpp import cpu_identity
 from compile_and_serve.custom_ops.build.sources import digest
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.tuning.store import MeasurementStore, tuning_folder
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
 
@@ -183,26 +184,27 @@ def _time_each(
 
 def device_name(device: torch.device) -> str:
     """The device's name in the store. CPUs differ by model, instructions and number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    platform = platform_of(device)
+    if not platform.runs_cpp_kernels:
+        return platform.name
     lines = cpu_identity().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), device.type)
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.name)
     return f"{model}, {torch.get_num_threads()} threads, {digest(cpu_identity())}"
 
 
 def tuner_of(device: torch.device) -> Tuner:
     """This process's tuner of a CUDA device, over the user's store."""
-    return _tuner_of(torch.cuda.current_device() if device.index is None else device.index)
+    return _tuner_of(platform_of(device).indexed_device)
 
 
 @functools.cache
-def _tuner_of(index: int) -> Tuner:
-    return Tuner(device_name(torch.device("cuda", index)), [tuning_folder()])
+def _tuner_of(device: torch.device) -> Tuner:
+    return Tuner(device_name(device), [tuning_folder()])
 
 
 def unmeasured_token_counts(device: torch.device, max_tokens: int) -> tuple[int, ...]:
     """`Tuner.unmeasured_token_counts` of the device: a step of each before serving, and no request waits for a measurement."""
-    return tuner_of(device).unmeasured_token_counts(max_tokens) if device.type == "cuda" else ()
+    return tuner_of(device).unmeasured_token_counts(max_tokens) if platform_of(device).runs_triton_kernels else ()
 
 
 _is_tuning_on = True

@@ -96,7 +96,7 @@ def test_what_cannot_be_measured_is_left_to_inductor(tmp_path: Path, monkeypatch
 def test_a_fusion_has_to_earn_its_place(
     ours: float, use_ours: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autotune, "cpu_seconds", lambda calls, num_rounds: [[2e-6, 1e-6], [ours * 1e-6, 1.0]])
+    monkeypatch.setattr(autotune, "call_seconds", lambda calls, device, **options: [[2e-6, 1e-6], [ours * 1e-6, 1.0]])
     choice = Autotuner(CPU, []).choose("any", quick, quick, [activations()], 1.0)
     assert choice.use_ours is use_ours
     assert words in choice.sentence()

@@ -16,6 +16,7 @@ from compile_and_serve.custom_ops.attention.flashinfer_backend import (
     _Shape,
     _StepPlan,
 )
+from compile_and_serve.custom_ops.platform import CpuPlatform
 from tests.support import attention_cases as cases
 
 CPU = torch.device("cpu")
@@ -93,13 +94,13 @@ def test_a_plan_is_not_written_over_before_the_device_has_read_it(monkeypatch: p
             happened.append("plan")
 
     class Event:
-        def record(self) -> None:
+        def __init__(self) -> None:
             happened.append("record")
 
         def synchronize(self) -> None:
             happened.append("wait")
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(CpuPlatform, "record_event", lambda platform: Event())
     backend = FlashInferAttention(build=False)
     backend._workspace = torch.empty(1)
     wrapper = backend._wrappers["fa3", True] = Wrapper()

@@ -13,7 +13,7 @@ from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
 from compile_and_serve.custom_ops.tuning.tuner import Problem, Tuner, tuning_off
 
 PROBLEM = Problem(kind="linear", name="x", num_tokens=100)
-WEIGHT = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
+WEIGHT = types.SimpleNamespace(device=torch.device("cuda"))
 
 
 @pytest.fixture
