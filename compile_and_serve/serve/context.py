@@ -25,7 +25,7 @@ from compile_and_serve.serve.template_pool import TemplatePool
 
 T = TypeVar("T")
 
-# Smaller bodies are prepared on the event loop: rendering and tokenizing them takes about a millisecond.
+# Smaller bodies are prepared on the event loop: checking and tokenizing them takes about a millisecond.
 _INLINE_BYTES = 4096
 _MAX_LARGE_BODIES = 4  # prepared at the same time; each may take up to about 100 MB
 
