@@ -131,7 +131,7 @@ def test_a_wrong_config_is_one_sentence(plain: Path, tmp_path: Path) -> None:
 def test_contradicting_options_are_one_sentence(plain: Path, tmp_path: Path) -> None:
     quantized, _ = write_quantized(plain, tmp_path, FORMATS["int8-channel"])
     with pytest.raises(
-        PassError, match="is quantized already and cannot be quantized to fp8: leave out --quantization"
+        PassError, match="is already quantized, so it cannot be quantized to fp8: leave out --quantization"
     ):
         load(quantized, CompileConfig(quantization="fp8"))
     with pytest.raises(PassError, match="leave out --quantization or --enforce-eager"):
