@@ -29,6 +29,7 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler.compat import fake_mode_with_symbols
 from compile_and_serve.compiler.pieces.plan import symbolic_lengths
+from compile_and_serve.custom_ops.platform import platform_of
 
 log = logging.getLogger(__name__)
 
@@ -129,13 +130,14 @@ def start_inductor(device: torch.device, work_dir: Path) -> Iterator[Callable[[]
     On a GPU, they start the processes that compile kernels. These end with the block. Until they are there, Inductor compiles in
     this process.
     """
-    if device.type == "cuda":
+    platform_here = platform_of(device)
+    if platform_here.runs_triton_kernels:
         with _kernel_compilers() as wait:
             import_inductor()
             yield wait
         return
     import_inductor()
-    if device.type != "cpu":
+    if not platform_here.runs_cpp_kernels:
         yield lambda: None
         return
 
@@ -157,7 +159,7 @@ def load_pieces(sources: Mapping[str, str], device: torch.device, work_dir: Path
     loaded = {}
     _relocate_triton_kernels(work_dir)
     with _cache_dir(work_dir, device), config.patch({**OPTIONS, "compile_threads": 1}):
-        if device.type == "cpu":
+        if platform_of(device).runs_cpp_kernels:
             _select_instruction_set()
         for piece, source in sources.items():
             module = types.ModuleType(f"compiled_piece_{piece}")
@@ -376,7 +378,7 @@ def _cache_dir(path: Path, device: torch.device) -> Iterator[None]:
 
     with _cache_dir_lock:
         path.mkdir(parents=True, exist_ok=True)
-        triton_dirs = _triton_cache_dir(path / "triton") if device.type == "cuda" else nullcontext()
+        triton_dirs = _triton_cache_dir(path / "triton") if platform_of(device).runs_triton_kernels else nullcontext()
         with triton_dirs, temporary_cache_dir(str(path)):
             yield
 

@@ -72,7 +72,7 @@ def test_questions_are_found(source: str, count: int) -> None:
     assert len(device_questions(source)) == count
 
 
-@pytest.mark.parametrize("room", ["custom_ops"])
+@pytest.mark.parametrize("room", ["custom_ops", "compiler"])
 def test_only_platforms_ask_for_the_type_of_a_device(room: str) -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {text}"

@@ -26,7 +26,7 @@ def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED)
     config = CompileConfig(use_cache=False, verify_passes=True, dump_dir=folder, profile_tokens=(1, 2))
     backend = TorchAttention()
     cpu = torch.device("cpu")
-    small = {"GEMM_SIZE": {"cpu": 16}, "STREAM_BYTES": {"cpu": 1 << 16}, "RUNS": 2}  # of what is measured
+    small = {"CPU_GEMM_SIZE": 16, "CPU_STREAM_BYTES": 1 << 16, "RUNS": 2}  # of what is measured
     with patch.multiple("compile_and_serve.compiler.reports.profile", **small):
         compile_model(spec, config, device=cpu, dtype=dtype, kernels=kernels, attention_backends={"kv_caches": backend})
     graphs = {"sizes": [1, 2, 4], "full_graphs": 2, "used_bytes": 3 << 20}

@@ -22,6 +22,7 @@ from compile_and_serve.compiler.rewrite.user_passes import source_of
 from compile_and_serve.custom_ops.build.cpp import cpu_identity
 from compile_and_serve.custom_ops.build.sources import PACKAGE, digest, kernel_digest, source_digest
 from compile_and_serve.custom_ops.library import OPS
+from compile_and_serve.custom_ops.platform import platform_of
 
 _COMPILER = PACKAGE / "compiler"
 
@@ -34,14 +35,15 @@ def toolchain_fields(device: torch.device) -> dict[str, Any]:
         "platform": f"{sys.platform} {platform.machine()}",
         "device": device.type,
     }
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
+    platform_here = platform_of(device)
+    if platform_here.runs_triton_kernels:
+        major, minor = platform_here.compute_capability
         fields |= {
-            "capability": f"sm_{major}{minor} {torch.cuda.get_device_name(device)}",
+            "capability": f"sm_{major}{minor} {platform_here.name}",
             "triton": _installed_version("triton"),
             "cuda": torch.version.cuda,
             # Inductor writes it into a piece's code.
-            "device_index": torch.cuda.current_device() if device.index is None else device.index,
+            "device_index": platform_here.indexed_device.index,
         }
     else:
         fields["capability"] = torch.backends.cpu.get_cpu_capability()

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
+
 
 class Graph(Protocol):
     """Captured work. `replay` enqueues it on the current stream."""
@@ -70,7 +72,7 @@ class CudaGraphs:
     bytes_per_graph = 4 << 20
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._platform = device, platform_of(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._collected = False
@@ -115,18 +117,19 @@ class CudaGraphs:
     def used_bytes(self) -> int:
         """See `GraphDevice.used_bytes`."""
         # What the driver keeps of a graph no allocator of ours knows.
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free
+        memory = self._platform.memory()
+        return memory.total - memory.free
 
     def peak_bytes(self, fn: Callable[[], None]) -> int:
         """See `GraphDevice.peak_bytes`."""
+        platform = self._platform
         fn()
-        torch.cuda.synchronize(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        platform.synchronize()
+        before = platform.used_bytes()
+        platform.reset_peak()
         fn()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - before
+        platform.synchronize()
+        return platform.peak_bytes() - before
 
 
 class _Memory:

@@ -27,14 +27,15 @@ from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, P
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 from compile_and_serve.custom_ops.step import StateGroup, running
 
 CONTEXT, PAGE_TOKENS = 512, 16
 CACHE_BYTES = 1 << 30  # of all layers' caches together; beyond it layers share
 RUNS = 12  # steps that are measured
 BUDGET_SECONDS = 3.0  # after which no further step, nor another run of anything else that is measured, begins
-STREAM_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-GEMM_SIZE = {"cpu": 1536, "cuda": 8192}
+CPU_STREAM_BYTES, STREAM_BYTES = 1 << 28, 1 << 31  # of the array whose bandwidth is measured
+CPU_GEMM_SIZE, GEMM_SIZE = 1536, 8192
 _FREE = (
     F.embedding, operator.getitem, torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten, torch.unflatten, torch.split,
     torch.chunk, torch.transpose, torch.permute, torch.Tensor.view, torch.Tensor.expand, torch.Tensor.to,
@@ -91,7 +92,8 @@ def profile_model(
 
 def measure_bandwidth(device: torch.device) -> float:
     """Bytes a second of reading memory (a sum) or of copying it, whichever is faster."""
-    source = torch.ones(STREAM_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    num_bytes = CPU_STREAM_BYTES if platform_of(device).shares_host_memory else STREAM_BYTES
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     read = _best(lambda: source.sum(), device)
     copy = _best(lambda: target.copy_(source), device)
@@ -100,7 +102,7 @@ def measure_bandwidth(device: torch.device) -> float:
 
 def measure_gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matrix product, torch's or our linear's, whichever is faster."""
-    size = GEMM_SIZE[device.type]
+    size = CPU_GEMM_SIZE if platform_of(device).shares_host_memory else GEMM_SIZE
     left = torch.full((size, size), 0.5, dtype=dtype, device=device)
     right = torch.full((size, size), 0.5, dtype=dtype, device=device)
     packed = pack_linear_weight(right)
@@ -229,11 +231,11 @@ def _state(
 
 
 class _Clock:
-    """Seconds of stretches of work: on CUDA between events on the stream, elsewhere on the host."""
+    """Seconds of stretches of work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
+        self._platform = platform_of(device)
+        self._marks: list[TimedEvent] = []
 
     def start(self) -> None:
         self._mark()
@@ -242,20 +244,12 @@ class _Clock:
         self._mark()
 
     def _mark(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+        self._marks.append(self._platform.record_timed_event())
 
     def seconds(self) -> list[float]:
         """Of each stretch, in order; waits for the device."""
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
-        if not self._cuda:
-            return [stop - start for start, stop in pairs]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(stop) / 1e3 for start, stop in pairs]
+        self._platform.synchronize()
+        return [stop.seconds_since(start) for start, stop in zip(self._marks[::2], self._marks[1::2], strict=True)]
 
 
 def _best(work: Callable[[], object], device: torch.device, runs: int = 20) -> float:

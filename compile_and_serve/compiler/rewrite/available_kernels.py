@@ -10,6 +10,7 @@ from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.attention.triton_backend import triton_unsupported_reason
 from compile_and_serve.custom_ops.linear.elementwise import elementwise_unsupported_reason
 from compile_and_serve.custom_ops.linear.fused_linear import packed_linear_unsupported_reason
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantized.quantized_linear import cuda_unsupported_reason
 
 
@@ -20,18 +21,18 @@ def available_kernels(
     kernels = set()
     if all(hasattr(backend, "rope_forward") for backend in attention_backends):
         kernels.add("rope_attention")
-    if device.type == "cuda":
+    has_triton = platform_of(device).runs_triton_kernels
+    if has_triton:
         linear_reason = triton_unsupported_reason(device)
     else:
         linear_reason = packed_linear_unsupported_reason(device=device, dtype=dtype)
     if linear_reason is None:
         kernels.add("fused_linear")
-        if device.type == "cuda":  # Triton's
+        if has_triton:
             kernels.add("allreduce_add_rms_norm")
             if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
                 kernels.add("allreduce_add_rms_norm_quantize")
-    if (device.type == "cuda" and linear_reason is None) or elementwise_unsupported_reason(
-        device=device, dtype=dtype
-    ) is None:
+    has_elementwise = elementwise_unsupported_reason(device=device, dtype=dtype) is None
+    if has_elementwise or (has_triton and linear_reason is None):
         kernels |= {"add_rms_norm", "silu_mul"}
     return frozenset(kernels)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from compile_and_serve.compiler.weights.transforms import TensorSpec
+from compile_and_serve.custom_ops.platform import platform_of
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class WeightArena:
         self._specs = dict(specs)
         self._bytes = torch.empty(total + ALIGNMENT, dtype=torch.uint8, device=device)
         self._base = -self._bytes.data_ptr() % ALIGNMENT
-        if device.type == "cpu":
+        if platform_of(device).shares_host_memory:
             advise_huge_pages(self._bytes)
 
     def tensor(self, name: str) -> torch.Tensor:

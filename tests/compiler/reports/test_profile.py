@@ -20,8 +20,8 @@ LAYERS, HIDDEN, QKV, INTERMEDIATE, VOCAB = 3, 64, 128, 96, 320
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(profile.STREAM_BYTES, "cpu", 1 << 16)
-    monkeypatch.setitem(profile.GEMM_SIZE, "cpu", 16)
+    monkeypatch.setattr(profile, "CPU_STREAM_BYTES", 1 << 16)
+    monkeypatch.setattr(profile, "CPU_GEMM_SIZE", 16)
     monkeypatch.setattr(profile, "RUNS", 2)
 
 
