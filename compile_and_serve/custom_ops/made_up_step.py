@@ -1,4 +1,4 @@
-"""Steps that nobody asked for: what warms up, captures, verifies, measures and demonstrates a model.
+"""Synthetic steps, which warm up, capture, verify, measure and demonstrate a model.
 
 Shape legend: T tokens of the step, S sequences, P tokens per page, M block-table columns.
 """
@@ -34,8 +34,8 @@ def make_step(
 
     state: the groups' tensors by name. tokens_per_page: by the name of the paged group. backends: by the name of the attention group;
     None: the reference everywhere. token_ids: int64 [T], None: zeros. row_indices: int64 [L], None: the last token of each sequence.
-    writes_state: False gives tokens no place in paged state and sequences the slot of padding. num_columns: of the block tables, by the
-    name of the paged group; None: as few as the sequences need.
+    writes_state: if False, tokens are not written to paged state, and sequences use the padding slot. num_columns: of the block tables,
+    by the name of the paged group; None: as few as the sequences need.
     """
     device = device or torch.device("cpu")
     cached, new = (np.array(column, dtype=np.int64) for column in zip(*sequences, strict=True))

@@ -1,4 +1,4 @@
-"""A step as data: what goes in, what lives from step to step, and what comes out.
+"""A step as data: its inputs, the state that is kept between steps, and its outputs.
 
 Shape legend: T tokens of the step, S sequences, L rows of output, R batch slots, N pages, P tokens per page.
 
@@ -89,7 +89,7 @@ DECODER_INPUTS = (INPUT_IDS, POSITIONS, LOGITS_INDICES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """A tensor that a step gives back, in the order of the model's results. dims: as of a `StepInput`."""
+    """An output tensor of a step, in the order of the model's results. dims: as in `StepInput`."""
 
     name: str
     dims: tuple[int | str, ...] = (ROWS, "vocabulary")
@@ -126,7 +126,7 @@ class LayerState(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCacheSpec:
-    """Keys and values of one attention layer: [2, K, P, E] a page."""
+    """Keys and values of one attention layer: [2, K, P, E] per page."""
 
     num_kv_heads: int
     head_dim: int
@@ -156,7 +156,7 @@ class SlotState:
 class StateGroup:
     """State of layers that are alike, kept from step to step.
 
-    name: of the model's argument: a list with one entry a layer, a tensor or (if a layer keeps several) a tuple of tensors.
+    name: of the model's argument: a list with one entry per layer, a tensor or (if a layer keeps several) a tuple of tensors.
     paged: [N, …] tensors in pages of P tokens, found through a block table; else [R + 1, …] tensors, one row for each batch slot and
     one for padding. window: tokens that later tokens still read, None: all. dtype: None is the KV cache's.
     """
@@ -191,7 +191,7 @@ class StateGroup:
         return per_token * (self.dtype or dtype).itemsize
 
     def argument(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-        """The model's argument: one entry a layer. tensors: by name."""
+        """The model's argument: one entry per layer. tensors: by name."""
         entries: list[Any] = []
         for index, layer in enumerate(self.layers):
             parts = len(layer.shapes(1))
@@ -246,7 +246,7 @@ class Step:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """What a CUDA graph that read these tensors bakes in: where they lie, and their strides."""
+        """The addresses and strides of the tensors, which a CUDA graph of the step depends on."""
         if self._addresses is None:
             tensors = [*self.inputs.values(), *(t for m in self.metadata.values() for t in _tensors(m))]
             first = next(iter(self.state.values()), None)  # all state is one allocation
@@ -265,7 +265,7 @@ _running: Mapping[str, Any] | None = None
 
 @contextmanager
 def running(metadata: Mapping[str, Any]) -> Iterator[None]:
-    """Make `metadata` (by state group) what ops of this process read inside the block."""
+    """Ops of this process read `metadata` (by state group) inside the block."""
     global _running
     previous, _running = _running, metadata
     try:
@@ -275,6 +275,6 @@ def running(metadata: Mapping[str, Any]) -> Iterator[None]:
 
 
 def current_metadata(group: str = KV_CACHES) -> Any:
-    """The metadata of a state group in the step that runs now."""
+    """The metadata of a state group in the running step."""
     assert _running is not None, "an op that reads the step's metadata ran outside of a step"
     return _running[group]

@@ -22,7 +22,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallelGroup:
-    """This process's place among the ranks that share a model's tensors."""
+    """This process's rank in the group that shares a model's tensors."""
 
     rank: int
     size: int

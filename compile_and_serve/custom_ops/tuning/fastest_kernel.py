@@ -25,8 +25,8 @@ def fastest_kernel(
 ) -> str:
     """The name of the fastest kernel, measured once for each problem and range of token counts.
 
-    kernels: the first is the default where nothing is kept: on other devices, in `compile_ahead`, in `tuning_off` and inside a graph's
-    capture, where nothing may wait for the device. min_tokens, max_tokens: as in `Tuner.fastest`.
+    kernels: the first is the default if there is no measurement and none can be made: on other devices, in `compile_ahead`, in
+    `tuning_off` and during a graph capture, when nothing may wait for the device. min_tokens, max_tokens: as in `Tuner.fastest`.
     """
     platform = platform_of(weight.device)
     if not platform.runs_triton_kernels:
@@ -45,19 +45,19 @@ def fastest_kernel(
 
 def _compile_all(kernels: Mapping[str, Kernel], weight: torch.Tensor) -> None:
     for kernel in kernels.values():
-        with suppress(Exception):  # of torch, Triton or CUTLASS: the tuner will log it
+        with suppress(Exception):  # by torch, Triton or CUTLASS: the tuner will log it
             kernel(weight)
 
 
 class _WeightTimer:
-    """Times kernels over a weight. is_cold: each call reads the weight from memory, as in a step over many layers."""
+    """Times kernels that read one weight. is_cold: each call reads the weight from memory, as in a step over many layers."""
 
     def __init__(self, weight: torch.Tensor, *, is_cold: bool) -> None:
         self._weight, self._is_cold = weight, is_cold
         self._copies: list[torch.Tensor] = []
 
     def seconds(self, kernel: Kernel) -> float:
-        """Device seconds of one call, the least of several rounds."""
+        """Device seconds of one call; the minimum of several rounds."""
         if not self._copies:
             self._copies = self._make_copies()
         copies = self._copies
@@ -68,7 +68,7 @@ class _WeightTimer:
         return min(rounds[0])
 
     def free_memory(self) -> None:
-        """Free the memory that measuring took: the engine counts on it."""
+        """Free the memory that measuring used. The engine relies on it when it sizes the KV cache."""
         if self._copies:
             self._copies = []
             platform_of(self._weight.device).release_cached()

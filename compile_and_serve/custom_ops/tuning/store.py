@@ -2,7 +2,7 @@
 
     {"kind": …, "device": …, "torch": …, "kernels": digest of the kernels' sources, "problems": {problem: measurement}}
 
-A file of another torch or of other kernels is not read: what was measured with them may no longer hold.
+A file of another torch version or of other kernel sources is not read, because its measurements may be outdated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tuning_folder(cache_dir: Path | None = None) -> Path:
 
 
 class MeasurementStore:
-    """The measurements of one kind of problem on one device, with this torch and the kernels as they are now."""
+    """The measurements of one kind of problem on one device, with the current torch and kernel sources."""
 
     def __init__(self, folder: Path, kind: str, device: str) -> None:
         self._header = {"kind": kind, "device": device, "torch": torch.__version__, "kernels": kernel_digest()}
@@ -40,11 +40,11 @@ class MeasurementStore:
         self._problems = self._read()
 
     def get(self, problem: str) -> Any:
-        """What is kept for a problem; None where nothing is."""
+        """The stored measurement of a problem, or None."""
         return self._problems.get(problem)
 
     def put(self, problem: str, measurement: Any) -> None:
-        """Keep a measurement beside those that other processes have put there. A file that cannot be written is logged."""
+        """Store a measurement, and keep those of other processes. An unwritable file is logged."""
         self._problems[problem] = measurement
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class StoredFile:
 
     @property
     def is_current(self) -> bool:
-        """Whether it was measured with this torch and the kernels as they are now."""
+        """Whether it was measured with the current torch and kernel sources."""
         return (self.torch, self.kernels) == (torch.__version__, kernel_digest())
 
     def remove(self) -> None:
@@ -87,7 +87,7 @@ class StoredFile:
 
 
 def stored_files(folder: Path) -> list[StoredFile]:
-    """Every file of a store. One that is damaged has "?" in its fields and no problems."""
+    """Every file of a store. A damaged file has "?" in its fields and no problems."""
     files = []
     for path in sorted(folder.glob("*.json")):
         kept = _read_object(path)
@@ -98,7 +98,7 @@ def stored_files(folder: Path) -> list[StoredFile]:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is no file, or no object in it."""
+    """The JSON object in a file; {} if the file does not exist or holds no object."""
     try:
         kept = json.loads(file.read_text())
     except (OSError, ValueError):

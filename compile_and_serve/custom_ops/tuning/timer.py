@@ -28,7 +28,7 @@ def call_seconds(
     before_round: Callable[[], None] = lambda: None,
     wait: Wait = lambda event: event.synchronize(),
 ) -> list[list[float]]:
-    """Device seconds of one call of each, for each round. The calls take turns.
+    """Device seconds per call of each, for each round. The calls take turns.
 
     num_calls: calls in the graph that a round replays, so that launches do not count. long_call_seconds: a longer call is timed without a
     graph, in fewer rounds. before_round: runs before each. wait: waits for an event. Without graphs, calls are repeated instead.
@@ -50,7 +50,7 @@ def call_seconds(
 def _captured(
     call: Call, platform: Platform, num_calls: int, long_call_seconds: float, wait: Wait
 ) -> tuple[Callable[[], object], int]:
-    """What a round launches, and how many calls that is."""
+    """What a round launches, and its number of calls."""
     _seconds_of(lambda: call(0), platform, wait)  # kernels are built at the first call
     if _seconds_of(lambda: call(0), platform, wait) > long_call_seconds:
         return lambda: call(0), 1

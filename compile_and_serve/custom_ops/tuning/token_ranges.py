@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 
-_WIDTHS = ((64, 1024), (128, 2048), (256, 4096), (2048, math.inf))  # width of the ranges up to that many tokens
-_SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: no tile has fewer
+_WIDTHS = (
+    (64, 1024),
+    (128, 2048),
+    (256, 4096),
+    (2048, math.inf),
+)  # (width of a range, token count up to which it applies)
+_SMALLEST_RANGE = 16  # 2 to 16 tokens are one range: no tile has fewer rows
 
 
 def token_range(num_tokens: int) -> int:
-    """Last token count of the range that num_tokens lies in: 1, powers of two from 16 to 128, then multiples of `_WIDTHS`.
+    """The last token count of num_tokens' range: 1, powers of two from 16 to 128, then multiples of `_WIDTHS`.
 
-    The widths are about a product's tile of rows, because the number of tiles decides between kernels: the fastest at 2048 tokens took
-    1.8 times the time of the fastest at 1152.
+    Ranges are about as wide as a kernel's tile, because the number of tiles decides which kernel is fastest: the fastest kernel for 2048
+    tokens took 1.8 times the time of the fastest for 1152, at 1152 tokens.
     """
     if num_tokens <= 1:
         return 1
@@ -23,7 +28,7 @@ def token_range(num_tokens: int) -> int:
 
 
 def token_ranges(max_tokens: int) -> list[int]:
-    """One token count for each range up to max_tokens: the last of each, and max_tokens itself."""
+    """The last token count of each range up to max_tokens, and max_tokens itself."""
     counts = [1]
     while counts[-1] < max_tokens:
         counts.append(min(token_range(counts[-1] + 1), max_tokens))

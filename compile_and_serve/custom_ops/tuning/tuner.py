@@ -1,4 +1,4 @@
-"""The tuner: which of several candidates is the fastest for a problem. Each problem is measured once; the store keeps the outcome."""
+"""The tuner finds the fastest of several candidates for a problem. Each problem is measured once; the store keeps the result."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Candidate = TypeVar("Candidate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What a choice depends on, besides the device, the kernels' sources and torch.
+    """What a choice depends on, besides the device, the kernel sources and torch.
 
     kind: each kind has a file of its own in the store. name: shapes, dtypes and options, as text. num_tokens: of this call; the choice
-    holds for its `token_range`. None: for any number.
+    holds for its `token_range`. None: the choice holds for any number.
     """
 
     kind: str
@@ -44,10 +44,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Times of the candidates that ran, by name, in seconds of one call: a value for each size that was measured, infinite for a size
-    that a candidate does not take.
+    """Seconds per call of the candidates that ran, by name: one value per measured size, infinite for a size that a candidate does not
+    support.
 
-    is_final: False where a later start may measure something else, because a candidate ran out of memory.
+    is_final: False if a later start should measure again, because a candidate ran out of memory.
     """
 
     seconds: Mapping[str, Sequence[float]]
@@ -60,26 +60,26 @@ class Measurement:
 
 
 class Tuner:
-    """Measures on one device. device: its name. folders: of the store; all are read, the last is written; none: nothing is kept."""
+    """Measures on one device. device: its name. folders: the store's; all are read, the last is written. Empty: nothing is kept."""
 
     def __init__(self, device: str, folders: Sequence[Path] = ()) -> None:
         self._device, self._folders = device, tuple(folders)
         self._stores: dict[str, list[MeasurementStore]] = {}  # by kind
         self._measured: dict[tuple[str, str], Measurement] = {}  # by kind and key
-        self._fastest: dict[tuple[str, str], str] = {}  # likewise; spares steps the comparison
+        self._fastest: dict[tuple[str, str], str] = {}  # by kind and key, so that steps skip the comparison
         self._failed: set[tuple[str, str]] = set()  # not tried again in this process
-        self._asked: dict[tuple[str, str], tuple[int, int]] = {}  # kind and name → fewest and most tokens of any call
+        self._asked: dict[tuple[str, str], tuple[int, int]] = {}  # kind and name → smallest and largest token count
 
     def kept(self, problem: Problem) -> Measurement | None:
-        """What was measured before, by this process or an earlier one."""
-        place = problem.kind, problem.key
-        if place not in self._measured:
+        """An earlier measurement, by this process or another one."""
+        key = problem.kind, problem.key
+        if key not in self._measured:
             for store in self._stores_of(problem.kind):
                 if (kept := store.get(problem.key)) is not None:
                     seconds = {name: [math.inf if s is None else s for s in times] for name, times in kept.items()}
-                    self._measured[place] = Measurement(seconds=seconds)
+                    self._measured[key] = Measurement(seconds=seconds)
                     break
-        return self._measured.get(place)
+        return self._measured.get(key)
 
     def measure(
         self,
@@ -88,23 +88,23 @@ class Tuner:
         time: Callable[[], Measurement] | None,
         agree: Callable[[Measurement | None], Measurement | None] = lambda kept: kept,
     ) -> Measurement | None:
-        """What is kept, or else what `time` measures. None where time is None (nothing may be measured now) or no candidate ran.
+        """A kept measurement, or else a new one by `time`. None if there is none and time is None (tuning is off), or if no candidate ran.
 
-        candidates: names; a kept measurement whose fastest is not among them does not count. agree: gives every rank what rank 0 has kept,
-        where ranks have to choose alike.
+        candidates: names. A kept measurement is ignored if its fastest candidate is not among them. agree: returns rank 0's kept
+        measurement on every rank, for ranks that must choose the same kernel.
         """
-        place = problem.kind, problem.key
+        key = problem.kind, problem.key
         kept = agree(self.kept(problem))
         if kept is not None and kept.fastest in candidates:
             return kept
-        if time is None or place in self._failed:
+        if time is None or key in self._failed:
             return None
         measurement = time()
         if not measurement.seconds:
             log.warning("No candidate for %s %s ran.", problem.kind, problem.key)
-            self._failed.add(place)
+            self._failed.add(key)
             return None
-        self._measured[place] = measurement
+        self._measured[key] = measurement
         if measurement.is_final and (stores := self._stores_of(problem.kind)):
             finite = {
                 name: [s if math.isfinite(s) else None for s in times] for name, times in measurement.seconds.items()
@@ -121,14 +121,14 @@ class Tuner:
         min_tokens: int = 1,
         max_tokens: int = 1,
     ) -> str:
-        """The name of the fastest candidate; of the first where nothing is kept and nothing may be measured.
+        """The name of the fastest candidate. If there is no measurement and none can be made, the first.
 
-        time: seconds of one call. A candidate for which it raises is left out. None: nothing may be measured now.
-        min_tokens, max_tokens: the fewest tokens of any call, and how many may come besides this call's.
+        time: → seconds per call. A candidate for which it raises is left out. None: tuning is off.
+        min_tokens, max_tokens: the range of token counts of this problem's calls. `unmeasured_token_counts` stays within it.
         """
         self._note(problem, min_tokens, max_tokens)
-        place = problem.kind, problem.key
-        known = self._fastest.get(place)
+        key = problem.kind, problem.key
+        known = self._fastest.get(key)
         if known is not None and known in candidates:
             return known
         measured = self.measure(
@@ -136,27 +136,27 @@ class Tuner:
         )
         if measured is None:
             return next(iter(candidates))
-        self._fastest[place] = measured.fastest
+        self._fastest[key] = measured.fastest
         return measured.fastest
 
     def unmeasured_token_counts(self, max_tokens: int) -> tuple[int, ...]:
-        """Token counts up to max_tokens, one for each range, for which some problem that was asked for has no choice yet."""
+        """Token counts up to max_tokens, one per range, for which a problem that was asked for has no choice yet."""
         return tuple(
             count
             for count in token_ranges(max_tokens)
             if any(
-                fewest <= count
-                and token_range(count) <= token_range(most)
+                min_tokens <= count
+                and token_range(count) <= token_range(largest)
                 and self.kept(Problem(kind=kind, name=name, num_tokens=count)) is None
-                for (kind, name), (fewest, most) in self._asked.items()
+                for (kind, name), (min_tokens, largest) in self._asked.items()
             )
         )
 
     def _note(self, problem: Problem, min_tokens: int, max_tokens: int) -> None:
         if problem.num_tokens is not None:
-            most = max(problem.num_tokens, max_tokens)
-            noted_min, noted_max = self._asked.get((problem.kind, problem.name), (min_tokens, most))
-            self._asked[problem.kind, problem.name] = min(min_tokens, noted_min), max(most, noted_max)
+            largest = max(problem.num_tokens, max_tokens)
+            noted_min, noted_max = self._asked.get((problem.kind, problem.name), (min_tokens, largest))
+            self._asked[problem.kind, problem.name] = min(min_tokens, noted_min), max(largest, noted_max)
 
     def _stores_of(self, kind: str) -> list[MeasurementStore]:
         if kind not in self._stores:
@@ -167,13 +167,13 @@ class Tuner:
 def _time_each(
     problem: Problem, candidates: Mapping[str, Candidate], time: Callable[[Candidate], float]
 ) -> Measurement:
-    if len(candidates) == 1:  # there is nothing to choose
+    if len(candidates) == 1:  # nothing to measure
         return Measurement(seconds={next(iter(candidates)): ()})
     seconds, is_final = {}, True
     for name, candidate in candidates.items():
         try:
             seconds[name] = (time(candidate),)
-        except Exception as error:  # of torch, Triton or CUTLASS: another candidate may run
+        except Exception as error:  # by torch, Triton or CUTLASS: another candidate may run
             is_final &= not isinstance(error, torch.OutOfMemoryError)
             log.info("%s does not run for %s: %s: %s", name, problem.key, type(error).__name__, error)
     by_time = sorted(seconds.items(), key=lambda item: item[1])
@@ -193,7 +193,7 @@ def device_name(device: torch.device) -> str:
 
 
 def tuner_of(device: torch.device) -> Tuner:
-    """This process's tuner of a CUDA device, over the user's store."""
+    """This process's tuner for a device, over the user's store."""
     return _tuner_of(platform_of(device).indexed_device)
 
 
@@ -203,7 +203,7 @@ def _tuner_of(device: torch.device) -> Tuner:
 
 
 def unmeasured_token_counts(device: torch.device, max_tokens: int) -> tuple[int, ...]:
-    """`Tuner.unmeasured_token_counts` of the device: a step of each before serving, and no request waits for a measurement."""
+    """`Tuner.unmeasured_token_counts` of the device. Run a step of each before serving, so that no request waits for a measurement."""
     return tuner_of(device).unmeasured_token_counts(max_tokens) if platform_of(device).runs_triton_kernels else ()
 
 
@@ -217,7 +217,7 @@ def is_tuning_on() -> bool:
 
 @contextmanager
 def tuning_off() -> Iterator[None]:
-    """Nothing is measured inside: requests wait."""
+    """Tuning is off inside the block, because requests wait."""
     global _is_tuning_on
     before, _is_tuning_on = _is_tuning_on, False
     try:
