@@ -1,4 +1,4 @@
-"""The prompts that every comparison with transformers is made with."""
+"""The prompts of every comparison with transformers."""
 
 from __future__ import annotations
 

@@ -62,9 +62,7 @@ def test_greedy_tokens_over_a_float8_cache(
         every = prompt + tokens
         logits_TV = logits_over_rounded_cache(reference, every)[len(prompt) - 1 : -1]
         chosen_T = logits_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert (
-            logits_TV.max(1).values - chosen_T
-        ).max() < TIE  # every token is the best of those that ours follow on, or tied
+        assert (logits_TV.max(1).values - chosen_T).max() < TIE  # every token is the reference's best one or a tie
         entries = output.outputs[0].logprobs
         assert entries is not None
         found_T = torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
@@ -76,7 +74,7 @@ def test_greedy_tokens_over_a_float8_cache(
         plain_T = plain_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         ours.append((found_T - expected_T).abs())
         rounding.append((found_T - plain_T).abs())
-        # What the rounding does to the model: it stays the same model.
+        # Rounding changes the distributions little.
         assert (plain_TV.exp() * (plain_TV - expected_TV)).sum(-1).mean() < 0.05
-    # More than twice as large where keys and values are cut off instead. What is left comes of last bits, which differ from CPU to CPU.
+    # Truncating instead of rounding more than doubles the error. The rest comes from last bits, which differ between CPUs.
     assert torch.cat(ours).mean() < 0.4 * torch.cat(rounding).mean()

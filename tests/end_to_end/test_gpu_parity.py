@@ -94,7 +94,7 @@ def test_greedy_tokens(
 
 
 def check_on_device(reference: Any, prompts: list[list[int]], got: list[list[int]], expected: list[list[int]]) -> None:
-    """`check`, whose reference is asked on the CPU."""
+    """`check` with a reference on the device."""
     check(lambda ids: reference(ids.to("cuda")), prompts, got, expected)
 
 

@@ -1,4 +1,4 @@
-"""Greedy tokens of SmolLM2-135M equal transformers', float32, same weights, whichever way a request is run.
+"""Greedy tokens of SmolLM2-135M equal transformers', float32, same weights, however a request is run.
 
 A token may differ only at a tie: where transformers' own two logits lie within `TIE` of each other; after one the texts part, so
 the comparison of that prompt ends there. At most one prompt may do so.
@@ -74,7 +74,7 @@ def test_alone_and_in_a_batch(
 ) -> None:
     llm = LLM(
         str(smollm2_dir), dtype="float32", max_model_len=512, enable_prefix_caching=False, enforce_eager=mode == "eager",
-        max_num_seqs=16 if mode == "compiled" else ALL,  # compiled, some wait until others have ended
+        max_num_seqs=16 if mode == "compiled" else ALL,  # compiled: some requests wait for others to end
     )  # fmt: skip
     if mode == "compiled":
         assert 1 <= int(llm.info.compile_report["distinct_pieces"]) <= 4

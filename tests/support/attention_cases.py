@@ -1,4 +1,4 @@
-"""Batches for attention tests: metadata with shuffled blocks, and a dense float64 reference that knows nothing of pages.
+"""Batches for attention tests: metadata with shuffled blocks, and a dense float64 reference without pages.
 
 Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens a block.
 """
@@ -15,7 +15,7 @@ from compile_and_serve.custom_ops.attention.attention import AttentionBackend, A
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """query_lens and seq_lens one a sequence; `padding` further tokens belong to none."""
+    """query_lens, seq_lens: one per sequence. padding: further tokens that belong to no sequence."""
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]

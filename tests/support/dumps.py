@@ -1,4 +1,4 @@
-"""Dumps of tiny models for tests of what looks at them."""
+"""Dumps of tiny models, for tests of the commands and pages that show them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_dump(folder: Path, spec: ModelSpec, *, kernels: frozenset[str] = FUSED)
     config = CompileConfig(use_cache=False, verify_passes=True, dump_dir=folder, profile_tokens=(1, 2))
     backend = TorchAttention()
     cpu = torch.device("cpu")
-    small = {"CPU_GEMM_SIZE": 16, "CPU_STREAM_BYTES": 1 << 16, "RUNS": 2}  # of what is measured
+    small = {"CPU_GEMM_SIZE": 16, "CPU_STREAM_BYTES": 1 << 16, "RUNS": 2}  # sizes of the measurements
     with patch.multiple("compile_and_serve.compiler.reports.profile", **small):
         compile_model(spec, config, device=cpu, dtype=dtype, kernels=kernels, attention_backends={"kv_caches": backend})
     graphs = {"sizes": [1, 2, 4], "full_graphs": 2, "used_bytes": 3 << 20}
@@ -48,7 +48,7 @@ def spec_with_near_misses(layers: int = LAYERS) -> ModelSpec:
 
 
 def repeats(folder: Path) -> int:
-    """How often the repeated group of the final graph stands there."""
+    """How many times the final graph repeats its repeated group."""
     return max(block["count"] for block in load_dump(folder)["graphs"][-1]["blocks"])
 
 

@@ -1,4 +1,4 @@
-"""An engine client that plays a script: no model, no process. What the server does with it is the server's own doing."""
+"""An engine client that plays a script: no model, no process. Everything else is the real server."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Script = Callable[[EngineRequest], Sequence[int]]
 
 
 class FakeEngineClient:
-    """Answers each request with the tokens of `script(request)`, one a step, then finishes as a real engine does.
+    """Answers each request with the tokens of `script(request)`, one per step, then finishes as a real engine does.
 
-    pause: seconds between steps. hold: no step is made while it is cleared. `aborted`: ids that the server aborted.
+    pause: seconds between steps. hold: an event; no step runs while it is cleared. `aborted`: ids that the server aborted.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FakeEngineClient:
         self._wake.set()
 
     def die(self, reason: str) -> None:
-        """The engine process ends, as `outputs` and every later call will tell."""
+        """The engine process ends; `outputs` and every later call fail."""
         self.dead_reason = reason
         self.hold.set()
         self._wake.set()

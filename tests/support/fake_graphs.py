@@ -1,4 +1,4 @@
-"""In place of CUDA's graphs."""
+"""A stand-in for CUDA graphs."""
 
 from __future__ import annotations
 

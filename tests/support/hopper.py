@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a Hopper GPU, which need not be there, so that a test can look at the instructions.
+"""Triton kernels compiled for a Hopper GPU, which this machine need not have, so that a test can read the instructions.
 
 In a process of its own: where other tests run kernels in Triton's interpreter, there is nothing to compile.
 """
@@ -17,7 +17,7 @@ NOT_BY_16 = {"num_rows", "num_seqs", "num_tokens", "prefetch_blocks"}  # integer
 
 
 def run_script(script: str, folder: Path) -> Any:
-    """What a Python program prints as JSON, in a process where kernels compile. folder: for Triton's files."""
+    """What a Python program prints as JSON, in a process where kernels compile. folder: Triton's cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(folder)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
@@ -30,7 +30,7 @@ def compiled(
 ) -> Any:
     """For use in such a program: Triton's compiled kernel, with its texts in `asm`.
 
-    constants: values of constexprs, None for pointers that are not there; others are left aside. type_of: of every other argument.
+    constants: values of constexprs, None for absent pointers; unknown names are ignored. type_of: the type of every other argument.
     """
     from triton import compile
     from triton.backends.compiler import GPUTarget

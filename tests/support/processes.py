@@ -1,4 +1,4 @@
-"""Whether processes are there."""
+"""Which processes run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in the formats that others quantize to, made of a plain one, and the plain one of their dequantized weights."""
+"""Tiny checkpoints in other projects' quantized formats, made from a plain one, and plain ones with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compressed_tensors_config(
 
 
 def write_quantized(plain: Path, folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
-    """`plain`'s linears but the head, quantized as `config` says. → the quantized checkpoint, and what its weights stand for."""
+    """`plain`'s linears but the head, quantized as `config` says. → the quantized checkpoint, and its dequantized weights."""
     tensors = load_file(plain / "model.safetensors")
     hugging_face = config["quant_method"] == "fp8"
     group = None if hugging_face else config["config_groups"]["group_0"]

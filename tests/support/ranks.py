@@ -25,15 +25,15 @@ def run_ranks(
 ) -> list[Any]:  # fmt: skip
     """`work(rank, *args)` in `size` new processes, one thread each, that have joined one group. → results in the order of ranks
 
-    work: a function of a module. folder: where the ranks meet, used once. device: of the group. sees_all: whether a
+    work: a module-level function. folder: of the rendezvous file, used once. device: of the group. sees_all: whether a
     rank sees the other ranks' GPUs too. Raises with a rank's traceback if one fails.
     """
     context = forkserver() if device == "cpu" else multiprocessing.get_context("spawn")
     results = context.Queue()
-    meeting_place = f"file://{folder / 'meeting'}"
+    rendezvous = f"file://{folder / 'rendezvous'}"
     processes = [
         context.Process(
-            target=_run_rank, args=(rank, size, meeting_place, device, sees_all, work, args, results), daemon=True
+            target=_run_rank, args=(rank, size, rendezvous, device, sees_all, work, args, results), daemon=True
         )
         for rank in range(size)
     ]
@@ -57,7 +57,7 @@ def run_ranks(
 
 
 def _run_rank(
-    rank: int, size: int, meeting_place: str, kind: str, sees_all: bool, work: Callable[..., Any], args: tuple[Any, ...], results: Any
+    rank: int, size: int, rendezvous: str, kind: str, sees_all: bool, work: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:  # fmt: skip
     for name, value in {"GLOO_SOCKET_IFNAME": "lo", **rank_environment()}.items():
         os.environ.setdefault(name, value)
@@ -66,7 +66,7 @@ def _run_rank(
     os.environ.update(environment)  # CUDA looks at it when it is first used
     device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     try:
-        join_tensor_parallel_group(rank=rank, size=size, init_method=meeting_place, device=device, timeout_seconds=240)
+        join_tensor_parallel_group(rank=rank, size=size, init_method=rendezvous, device=device, timeout_seconds=240)
         value = pickle.dumps(work(rank, *args))  # tensors as bytes: their memory ends with this process
         leave_tensor_parallel_group()
         results.put((rank, value, None))

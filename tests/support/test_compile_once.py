@@ -1,4 +1,4 @@
-"""The compiler that the tests hand to Inductor: equal commands are compiled once, any other anew."""
+"""The compiler that tests give to Inductor compiles equal commands once and any other again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import COMPILE_ONCE
 
 FLAGS = ("-D", "TORCH_INDUCTOR_CPP_WRAPPER", "-O3")
-# Counts its runs; what it "compiles" is the source's first line. Fails on a source that says so.
+# Counts its runs and "compiles" to the source's first line. Fails on a source that contains `error`.
 COMPILER = """#!/bin/bash
 echo run >> "$RUNS"
 while (($#)); do case $1 in -o) shift; output=$1 ;; *.cpp) source=$1 ;; esac; shift; done

@@ -16,7 +16,7 @@ TEMPLATE = (
 
 
 def byte_level_tokenizer(texts: Sequence[str], *, vocab_size: int = 300, template: str | None = TEMPLATE) -> Tokenizer:
-    """GPT-2's kind: all 256 bytes, then merges learnt from `texts`; specials <|start|> and <|end|> (the end id)."""
+    """Like GPT-2's: all 256 bytes, then merges learnt from `texts`; specials <|start|> and <|end|> (the end id)."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def byte_level_tokenizer(texts: Sequence[str], *, vocab_size: int = 300, templat
 
 
 def sentencepiece_tokenizer(texts: Sequence[str], *, vocab_size: int = 380) -> Tokenizer:
-    """Llama-2's kind: byte fallback, a space put first and taken away again."""
+    """Like Llama-2's: byte fallback; encoding adds a space in front, decoding removes it."""
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(

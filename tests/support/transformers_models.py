@@ -1,4 +1,4 @@
-"""Tiny random models of the transformers package, as folders, and what each says next."""
+"""Tiny random models of the transformers package, as folders, and their greedy tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
 
 
 def write_random_model(folder: Path, architecture: str, **changes: Any) -> Path:
-    """A folder with a random float32 model in which no parameter has the value that it was made with (0 for biases, 1 for norms)."""
+    """A folder with a random float32 model whose biases are not 0 and whose norm weights are not 1."""
     import transformers
 
     model_class = getattr(transformers, architecture)
@@ -45,7 +45,7 @@ def write_random_model(folder: Path, architecture: str, **changes: Any) -> Path:
 
 
 def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """What transformers' own `generate` gives in float32, each prompt alone; it goes on after an end-of-text token."""
+    """Tokens of transformers' own `generate` in float32, each prompt alone; an end-of-text token does not end the text."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -60,7 +60,7 @@ def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> li
 
 
 def load_reference(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model; it goes on after an end-of-text token, as the requests here do."""
+    """transformers' model; an end-of-text token does not end its texts, as with `ignore_eos`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
