@@ -1,4 +1,4 @@
-"""The compiler: capture, passes, split, one compilation a distinct piece, artifacts. Entry point: `compile_model`."""
+"""The compiler: capture, passes, split, one compilation per distinct piece, artifacts. Entry point: `compile_model`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: the process that only reads options (`compiler/config.py`) must not import torch.
+    # Lazy, so that a process that only reads options (`compiler/config.py`) does not import torch.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

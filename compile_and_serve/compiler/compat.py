@@ -40,15 +40,15 @@ __all__ = [
 # Functions that Dynamo leaves in a captured graph and that compute nothing.
 CAPTURED_CHECKS: tuple[Callable[..., Any], ...] = (torch._check, torch._C._log_api_usage_once)
 
-_NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", f"{os.sep}custom_ops{os.sep}")  # folders of what a model calls
+_LIBRARY_FOLDERS = (f"{os.sep}torch{os.sep}", f"{os.sep}custom_ops{os.sep}")  # not part of a model's source
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def mark_symbolic(tensor: torch.Tensor, dim: int, length: str) -> None:
-    """Make a dimension of a capture input symbolic. Dimensions of one length are equal.
+    """Make a dimension of a capture input symbolic. Dimensions with the same `length` are equal.
 
-    Unbacked, not `mark_dynamic`: that one specializes 0 and 1, so that the first batch of one token captures everything again.
+    The symbol is unbacked: `mark_dynamic` specializes 0 and 1, so a step of one token would be captured again.
     """
     from torch._dynamo.decorators import mark_unbacked
 
@@ -56,7 +56,7 @@ def mark_symbolic(tensor: torch.Tensor, dim: int, length: str) -> None:
 
 
 def regions_are_reused() -> bool:
-    """Whether Dynamo traces a nested region once and notes further calls of it (torch 2.13 does, 2.11 traces every call)."""
+    """Whether Dynamo traces a nested region once and reuses its graph for further calls. torch 2.11 traces every call."""
     return "max_reuse_entries" in inspect.signature(torch.compiler.nested_compile_region).parameters
 
 
@@ -74,7 +74,7 @@ class _CaptureComplete(BaseException):
 def capture_full_graph(
     module: torch.nn.Module, backend: Backend, arguments: Mapping[str, Any], *, with_bytecode: bool
 ) -> list[CodeType]:
-    """Trace `module(**arguments)` into one graph and pass it to `backend`. Raises `GraphBreakError` where that is not possible.
+    """Trace `module(**arguments)` into one graph and pass it to `backend`. Raises `GraphBreakError` if that is not possible.
 
     → the bytecode that Dynamo generates for `forward`, for dumps; empty without `with_bytecode`. It is never run.
     """
@@ -87,9 +87,9 @@ def capture_full_graph(
             raise _CaptureComplete
         return result
 
-    made: list[CodeType] = []
+    bytecode: list[CodeType] = []
     torch._dynamo.reset()
-    handle = register_bytecode_hook(lambda original, transformed: made.append(transformed))
+    handle = register_bytecode_hook(lambda original, transformed: bytecode.append(transformed))
     try:
         with torch.no_grad():
             torch.compile(module, backend=take, fullgraph=True)(**arguments)
@@ -100,12 +100,15 @@ def capture_full_graph(
     finally:
         handle.remove()
     torch._dynamo.reset()
-    return made
+    return bytecode
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Tracing and rewriting make hundreds of thousands of objects that stay: looking through them again and again is for nothing."""
+    """Switch off the garbage collector for the block.
+
+    Tracing and rewriting create hundreds of thousands of objects that stay alive, which it would search again and again.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -118,15 +121,15 @@ def no_garbage_collection() -> Iterator[None]:
 def fake_mode_with_symbols(
     groups: Sequence[str], upper: dict[str, int]
 ) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
-    """A fake mode with one unbacked symbol in [1, upper[group]] for each group of equally long token dimensions."""
+    """A fake mode, and an unbacked symbol in [1, upper[group]] for each group of equal lengths."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, _constrain_range_for_size
 
     shape_env = ShapeEnv()
     symbols = {}
     for group in groups:
-        with shape_env.ignore_fresh_unbacked_symbols():  # they are the graph's inputs, not results of an op in it
+        with shape_env.ignore_fresh_unbacked_symbols():  # the symbols are inputs of the graph, not results of its ops
             symbol = shape_env.create_unbacked_symint()
-        _constrain_range_for_size(symbol)  # strides of a tensor so long compare as if it were longer than 1
+        _constrain_range_for_size(symbol)  # comparisons of strides assume that the length is more than 1
         torch._check(symbol >= 1)
         torch._check(symbol <= upper[group])
         symbols[group] = symbol
@@ -134,17 +137,17 @@ def fake_mode_with_symbols(
 
 
 def node_source_line(node: torch.fx.Node) -> str:
-    """`file:line in function` of the model's source that made the node, or "unknown source" for one made by a pass."""
+    """`file:line in function` of the line in the model that the node comes from; "unknown source" if it comes from a pass."""
     trace = node.meta.get("stack_trace") or node.stack_trace
     if not trace:
         return "unknown source"
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    frames = [frame for frame in frames if not any(folder in frame for folder in _NOT_THE_MODELS)] or frames
+    frames = [frame for frame in frames if not any(folder in frame for folder in _LIBRARY_FOLDERS)] or frames
     return frames[-1].removeprefix("File ").replace('"', "").replace(", line ", ":") if frames else "unknown source"
 
 
 def declared_writes(node: torch.fx.Node) -> list[Any] | None:
-    """The arguments that a custom op says that it writes to; None where `node` calls no custom op, or one of ours."""
+    """The arguments that a custom op declares that it mutates; an empty list for an op of ours. None if `node` calls no custom op."""
     target = node.target
     if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
@@ -158,5 +161,5 @@ def declared_writes(node: torch.fx.Node) -> list[Any] | None:
 
 
 def is_nested_op(target: object) -> bool:
-    """Whether a node with this target calls a graph of its own; such a call never returns a view of its inputs."""
+    """Whether the target calls a nested graph. Such a call never returns a view of its inputs."""
     return isinstance(target, HigherOrderOperator)

@@ -1,4 +1,4 @@
-"""Options of the compiler, in one frozen place."""
+"""Options of the compiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 CudaGraphMode = Literal["none", "piecewise", "full", "full_and_piecewise"]
-# What linears are quantized to while weights stream in; `compiler/passes/quantize_linears.py` says what each is.
+# Formats to which linears are quantized while the weights are loaded; see `compiler/passes/quantize_linears.py`.
 Quantization = Literal["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only"]
 
 
@@ -16,20 +16,22 @@ class CompileConfig:
     """How a model is compiled.
 
     mode: "compile" captures, rewrites, splits and compiles; "eager" runs the plain module.
-    disabled_passes: names of passes left out.
-    forced_passes: names of passes that replace whatever they can, without measuring whether it pays (`compiler/artifacts/autotune.py`).
-    user_passes: passes besides our own, as `package.module:Class` or the name of an entry point (`compiler/rewrite/user_passes.py`).
-    quantization: what linears are quantized to; None: as the checkpoint is.
-    quantization_exclude: globs over the names of modules that are not quantized; None: what is usual for `quantization`.
-    verify_passes: run the graph before and after each pass on the same random inputs and compare.
-    cudagraph_mode: how compiled pieces are replayed on CUDA (ignored on the CPU).
-    capture_sizes: token counts with a CUDA graph of their own; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
-    cache_dir: artifact store; None: the user's cache folder.
-    artifact_dir: an artifact made ahead of time; tried before the store.
-    dump_dir: where every stage is written to as readable files (`compiler/reports/dump.py`); the model is then captured anew.
-    profile_tokens: numbers of tokens at which each piece is measured (`compiler/reports/profile.py`); the model is then captured anew.
-    work_dir: where the files of loaded pieces lie as long as the process lives; None: the system's temporary folder.
-    tensor_parallel_size: ranks that share the model's tensors; which of them this process is enters where weights are loaded.
+    disabled_passes: names of passes that are not run.
+    forced_passes: names of passes that fuse every site, without measuring whether it is faster (`compiler/artifacts/autotune.py`).
+    user_passes: additional passes, as `package.module:Class` or the name of an entry point (`compiler/rewrite/user_passes.py`).
+    quantization: format to which linears are quantized; None: the checkpoint's.
+    quantization_exclude: globs over the names of modules that are not quantized; None: the default for `quantization`.
+    verify_passes: run the graph before and after each pass on the same random inputs, and compare the outputs.
+    cudagraph_mode: how compiled pieces are replayed on CUDA; ignored on a CPU.
+    capture_sizes: token counts for which a CUDA graph is captured; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
+    cache_dir: folder of the artifact store; None: the user's cache folder.
+    artifact_dir: folder with artifacts that were built ahead of time. It is searched before the store and never changed.
+    use_cache: False compiles without reading or writing artifacts.
+    dump_dir: folder to which every stage is written as readable files (`compiler/reports/dump.py`). The model is captured again.
+    profile_tokens: numbers of tokens at which each piece is measured (`compiler/reports/profile.py`). The model is captured again.
+    work_dir: parent of the folder with the loaded pieces' files, which lives as long as the process; None: the system's
+        temporary folder.
+    tensor_parallel_size: number of ranks that share the model's tensors. All ranks have the same configuration.
     """
 
     mode: Literal["compile", "eager"] = "compile"

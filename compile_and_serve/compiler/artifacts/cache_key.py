@@ -1,4 +1,4 @@
-"""What an artifact depends on besides the graph: the clear-text fields of its key."""
+"""The fields of an artifact's key: everything that it depends on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMPILER = PACKAGE / "compiler"
 
 
 def toolchain_fields(device: torch.device) -> dict[str, Any]:
-    """Versions and device capability: an artifact made under other ones is not used."""
+    """Versions of the tools, and capabilities of the device."""
     fields: dict[str, Any] = {
         "torch": f"{torch.__version__} ({torch.version.git_version})",
         "python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}",
@@ -42,13 +42,13 @@ def toolchain_fields(device: torch.device) -> dict[str, Any]:
             "capability": f"sm_{major}{minor} {platform_here.name}",
             "triton": _installed_version("triton"),
             "cuda": torch.version.cuda,
-            # Inductor writes it into a piece's code.
+            # Inductor writes the index into the generated code.
             "device_index": platform_here.indexed_device.index,
         }
     else:
         fields["capability"] = torch.backends.cpu.get_cpu_capability()
-        fields["cpu"] = digest(cpu_identity())  # Inductor builds for the very CPU that it runs on
-        fields["threads"] = torch.get_num_threads()  # and writes it into a piece's code
+        fields["cpu"] = digest(cpu_identity())  # Inductor builds for exactly this CPU,
+        fields["threads"] = torch.get_num_threads()  # and writes the number of threads into the generated code.
     return fields
 
 
@@ -56,58 +56,59 @@ def plan_fields(
     spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str], kernels: frozenset[str],
     device: torch.device, dtype: torch.dtype, tensor_parallel_size: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """Key of a whole model's plan. It says everything that the captured and rewritten graph depends on, so that a second start
-    needs neither capture nor passes."""
+    """Key of a whole model's plan: everything that its captured and rewritten graph depends on."""
     return {
         **toolchain_fields(device),
         "config": digest(json.dumps(spec.config, sort_keys=True)),
         "architecture": type(spec.module).__name__,
         "step": digest(repr([(i.name, i.dtype, i.dims) for i in spec.inputs]), repr(spec.state), repr(spec.outputs)),
-        "tensor_parallel_size": tensor_parallel_size,  # never the rank: all ranks run the same pieces
+        "layers": sum(len(group.layers) for group in spec.state),
+        "tensor_parallel_size": tensor_parallel_size,  # not the rank: all ranks run the same pieces
         "tp_plan": digest(json.dumps(dict(spec.tp_plan), sort_keys=True)),
         "dtype": str(dtype),
         "passes": [_pass_key(p) for p in passes if p.name not in disabled],
         "kernels": sorted(kernels),
-        "model_source": digest(*(text for text in _module_sources(spec.module))),
+        "model_source": digest(*_module_sources(spec.module)),
         "sources": compiler_sources(),
     }
 
 
 def piece_fields(fingerprint: str, ops: dict[str, int], device: torch.device) -> dict[str, Any]:
-    """Key of one compiled piece: what it computes, the versions of our ops in it (`op_versions`), the toolchain, and how we use that."""
+    """Key of a compiled piece: what it computes, the versions of our ops in it (`op_versions`), the toolchain, and how it is used."""
     return {**toolchain_fields(device), "adaptor": _adaptor_sources(), "fingerprint": fingerprint, "ops": ops}
 
 
 def op_versions(gm: GraphModule) -> dict[str, int]:
-    """Version of each op of ours that a graph calls."""
+    """Versions of the `cas` ops that a graph calls."""
     targets = {n.target.name().split(".")[0] for n in gm.graph.nodes if isinstance(n.target, OpOverload)}
     return {name: OPS[name].version for name in sorted(targets) if name in OPS}
 
 
 def _pass_key(graph_pass: GraphPass) -> str:
-    """A pass's own key; for one that is not ours also its source, so that an edit needs no new version to take effect."""
+    """The pass's own key. For a user's pass also its source, so that editing it invalidates artifacts."""
     if type(graph_pass).__module__.startswith("compile_and_serve.compiler.passes."):
-        return graph_pass.cache_key()  # `sources` covers the rest
+        return graph_pass.cache_key()  # `compiler_sources` covers its source
     source = source_of(graph_pass)
-    made_by = f"source {digest(source)}" if source is not None else f"no source, this time only {uuid.uuid4().hex}"
-    return f"{graph_pass.cache_key()} from {type(graph_pass).__module__}, {made_by}"
+    # Without a source, the key is unique: no artifact is ever reused.
+    origin = f"source {digest(source)}" if source is not None else f"no source, {uuid.uuid4().hex}"
+    return f"{graph_pass.cache_key()} from {type(graph_pass).__module__}, {origin}"
 
 
 def _module_sources(module: torch.nn.Module) -> list[str]:
-    """Text of every file that defines a class of the model (torch's own aside)."""
+    """Text of every file that defines a class of the model, except torch's."""
     classes = {type(child) for child in module.modules()}
     names = {cls.__module__ for cls in classes if not cls.__module__.startswith("torch.")}
     return [inspect.getsource(sys.modules[name]) for name in sorted(names)]
 
 
 def compiler_sources() -> str:
-    """Changes with any source of the compiler, and with any kernel: what was compiled or measured does not outlive an edit."""
+    """Changes with any source of the compiler and of the kernels, so that compiled and measured results do not outlive an edit."""
     return digest(source_digest(_COMPILER), kernel_digest())
 
 
 @cache
 def _adaptor_sources() -> str:
-    """What Inductor is asked for: its options, the range of lengths, the decompositions."""
+    """Changes with the files that decide how Inductor is called: its options, the range of lengths, the decompositions."""
     return digest(*((_COMPILER / name).read_text() for name in ("inductor.py", "compat.py")))
 
 

@@ -1,8 +1,8 @@
-"""A model's repeated blocks, traced once each: capture need not take longer the deeper the model is.
+"""Traces the repeated blocks of a model only once, so that deep models are captured as fast as shallow ones.
 
-The blocks of a `nn.ModuleList` run as nested regions while the model is captured. Dynamo traces the first one and, where its guards
-hold for a later one (same code, same shapes, same plain attributes), notes a call of the same subgraph instead of tracing it again.
-The calls are inlined afterwards: what the passes get is the flat graph that tracing every block would have given.
+During capture, the blocks of an `nn.ModuleList` are nested regions. Dynamo traces the first block. For a later block that satisfies
+the same guards (same code, shapes and plain attributes), it adds a call of the first one's subgraph instead of tracing again.
+The calls are then inlined, so that the passes see the same flat graph as if every block had been traced.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-MAX_KINDS = 4  # of blocks of one class: where more of them differ (each knows its index), there is nothing to gain
+MAX_KINDS = 4  # kinds of blocks of one class; with more (each block knows its index, say) regions save nothing
 _CALL = torch.ops.higher_order.invoke_subgraph
 
 
 def block_classes(module: nn.Module) -> list[type[nn.Module]]:
-    """Classes of which some `nn.ModuleList` in `module` holds three instances or more, alike but for few, and nothing else."""
+    """The classes whose blocks are repeated: an `nn.ModuleList` holds at least three of them, nothing else, and few kinds."""
     classes: dict[type[nn.Module], None] = {}
     for blocks in (list(child) for child in module.modules() if isinstance(child, nn.ModuleList)):
         of_one_class = len({type(block) for block in blocks}) == 1
@@ -31,7 +31,7 @@ def block_classes(module: nn.Module) -> list[type[nn.Module]]:
 
 
 def _plain_attributes(block: nn.Module) -> tuple[tuple[str, str, Any], ...]:
-    """What its code may ask of a block and of the modules in it, beside tensors: an index in it makes it one of its kind."""
+    """The plain attributes of a block and its submodules, on which its code may depend. Blocks with equal ones are of one kind."""
     return tuple(
         (path, name, value)
         for path, module in block.named_modules()
@@ -42,7 +42,7 @@ def _plain_attributes(block: nn.Module) -> tuple[tuple[str, str, Any], ...]:
 
 @contextmanager
 def traced_once(classes: list[type[nn.Module]]) -> Iterator[None]:
-    """Modules of these classes are nested regions for Dynamo; outside of a capture they run as ever."""
+    """In the block, modules of these classes are nested regions for Dynamo. Outside of a capture they run as usual."""
     own = {cls: cls.__dict__.get("forward") for cls in classes}
     regions = [torch.compiler.nested_compile_region(cls.forward, max_reuse_entries=MAX_KINDS) for cls in classes]
     for cls, region in zip(classes, regions, strict=True):
@@ -58,14 +58,14 @@ def traced_once(classes: list[type[nn.Module]]) -> Iterator[None]:
 
 
 def inline_regions(gm: GraphModule) -> int:
-    """Put the nodes of each region, and of the regions in it, in the place of its calls. → how many calls `gm` itself had."""
+    """Replace each call of a region by the region's nodes, also in nested regions. → number of calls in `gm` itself"""
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is _CALL]
     regions = {call.args[0]: _body(gm, call) for call in calls}
     for body in regions.values():
         inline_regions(body)
         _drop_unread_lengths(body.graph)
     for call in calls:
-        region, _, *operands = call.args  # the second is the region's name
+        region, _, *operands = call.args  # the second argument is the region's name
         outputs = _copy_before(call, regions[region].graph, operands)
         for user in list(call.users):
             assert user.target is operator.getitem, f"a region's call has the user {user.format_node()}"
@@ -87,9 +87,9 @@ def _body(gm: GraphModule, call: Node) -> GraphModule:
 
 
 def _drop_unread_lengths(region: Graph) -> None:
-    """What Dynamo drops from a whole graph, but not from a region: sizes that are asked for and not used."""
+    """Erase sizes that nothing uses. Dynamo erases them in a whole graph, but not in a region."""
     for node in reversed(list(region.nodes)):
-        # An op without a value is there for what it writes.
+        # Ops without a value are kept: they write something.
         is_length = isinstance(node.meta.get("example_value"), int | torch.SymInt | torch.SymBool | torch.Size)
         if node.op.startswith("call_") and is_length and not node.users:
             region.erase_node(node)

@@ -1,7 +1,7 @@
-"""A name for what a piece computes, equal for equal pieces and the same in every process and torch build.
+"""The fingerprint of a piece: equal for pieces that compute the same, in every process and torch build.
 
-It covers each node's op, arguments and result (shape, dtype, strides), not names, source lines or which layer's weights come in.
-Symbolic lengths are numbered by first use, since their own names differ from one process to the next.
+It covers each node's op, arguments and result (shape, dtype, strides). It does not cover names, source lines and weights.
+Symbolic lengths are numbered by first use, because their names differ between processes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SYMBOL = re.compile(r"\b[us]\d+\b")
 
 
 def fingerprint(gm: GraphModule) -> str:
-    """32 hex digits over the normalized text of the graph (`normalized_text`)."""
+    """32 hex digits over the graph's `normalized_text`."""
     return hashlib.sha256(normalized_text(gm).encode()).hexdigest()[:32]
 
 
 def normalized_text(gm: GraphModule) -> str:
-    """One line a node: `%3 = torch.nn.functional.linear(%1, %2, None) : bfloat16[n0, 576] (576, 1)`."""
+    """One line per node: `%3 = torch.nn.functional.linear(%1, %2, None) : bfloat16[n0, 576] (576, 1)`."""
     numbers: dict[Node, int] = {}
     lines = []
     for node in gm.graph.nodes:

@@ -1,7 +1,7 @@
-"""Cut the whole graph at its split points into pieces, each a function of its inputs alone.
+"""Splits the whole graph at its split-point ops into pieces.
 
-A piece is what lies between two split-point ops in the graph's order. What crosses a cut becomes an input of the later piece
-and an output of the earlier; weights are inputs too, so that two layers' pieces differ in nothing but what is passed to them.
+A piece is the part of the graph between two split points, as a function. A value that crosses a split point is an output of the
+earlier piece and an input of the later one. Weights are inputs too, so the pieces of two layers differ only in their arguments.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from compile_and_serve.custom_ops.library import OPS, OpKind
 
 
 class SplitError(ValueError):
-    """The graph holds an op of which the compiler does not know whether it may be captured."""
+    """The graph contains an op that is neither declared capturable nor a split point."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Piece:
-    """A stretch of the graph between two split points.
+    """The part of the graph between two split points.
 
-    gm: placeholders are `inputs` in order (tensors used, in order of first use), the output is a flat tuple, `outputs` in order.
-    inputs, outputs: nodes of the whole graph.
+    inputs, outputs: nodes of the whole graph, the inputs in order of first use.
+    gm: its placeholders correspond to `inputs`; its output is a flat tuple that corresponds to `outputs`.
     """
 
     gm: GraphModule
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(kw_only=True, slots=True)
 class SplitOp:
-    """A split-point op between two pieces, run as it is. It returns one tensor."""
+    """A split-point op between two pieces. It is called directly and returns one tensor."""
 
     node: Node
 
@@ -45,7 +45,7 @@ CAPTURABLE_NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "higher_
 
 
 def split(gm: GraphModule) -> list[Stage]:
-    """Stages of the graph in the order in which they run. Raises `SplitError` for an undeclared op, naming it and its line."""
+    """The stages of the graph in execution order. Raises `SplitError`, with the source line, for an undeclared op."""
     stages: list[Stage] = []
     current: list[Node] = []
     for node in gm.graph.nodes:
@@ -62,10 +62,12 @@ def split(gm: GraphModule) -> list[Stage]:
 
 
 def _kind(node: Node) -> OpKind:
-    if node.op == "call_method":  # of a tensor: what is not canonical is still plain torch
+    if node.op == "call_method":  # a tensor's method that `canonicalize` does not replace
         return OpKind.CAPTURABLE
     if node.op != "call_function":
-        raise SplitError(f"{node.op} {node.target} at {node_source_line(node)} cannot be compiled: only functions can.")
+        raise SplitError(
+            f"{node.op} {node.target} at {node_source_line(node)} cannot be compiled: only function calls can."
+        )
     if not isinstance(node.target, OpOverload | OpOverloadPacket):
         return OpKind.CAPTURABLE
     name = str(node.target).replace(".", "::", 1).split(".")[0]
@@ -80,7 +82,7 @@ def _kind(node: Node) -> OpKind:
 
 
 def _close(gm: GraphModule, nodes: list[Node], stages: list[Stage]) -> None:
-    """Append the piece made of `nodes`, if there are any."""
+    """Append a piece with these nodes, if there are any."""
     if nodes:
         stages.append(_piece(gm, nodes))
 

@@ -1,14 +1,14 @@
-"""`--dump-dir`: everything that happened to a model on its way through the compiler, as files that one can read and run.
+"""`--dump-dir`: every stage of a compilation, as files that can be read and run.
 
-    00_dynamo_bytecode.py            what Dynamo made of the model's forward, decompiled
-    01_captured.py                   the graph as it was captured
-    02_pass_functionalize.py …       the graph after each pass
-    90_split/piece_0_<fingerprint>.py    each distinct piece
-    91_compiled/piece_0_<fingerprint>.py what Inductor generated for it, kernels included
-    92_forward.py                    the function that calls the pieces
-    report.json                      all of it as data, with what each pass said (schema: `compiler/reports/dump_format.py`)
+    00_dynamo_bytecode.py                   the bytecode that Dynamo generated for the model's forward, decompiled
+    01_captured.py                          the captured graph
+    02_pass_functionalize.py …              the graph after each pass
+    90_split/piece_0_<fingerprint>.py       each distinct piece
+    91_compiled/piece_0_<fingerprint>.py    the code that Inductor generated for it, with its kernels
+    92_forward.py                           the function that calls the pieces
+    report.json                             all of this as data, with the pass report (schema: `compiler/reports/dump_format.py`)
 
-A failure while dumping is logged and ends the dump, never the compilation.
+An error while dumping is logged and ends the dump, not the compilation.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from compile_and_serve.compiler.reports.graph_text import GraphText, SymbolNames
 
 log = logging.getLogger(__name__)
 
-
 P = ParamSpec("P")
 
 
-def _never_breaks(method: Callable[P, None]) -> Callable[P, None]:
+def _logs_errors(method: Callable[P, None]) -> Callable[P, None]:
+    """The method does nothing once the dump has failed. An error in it is logged and ends the dump."""
+
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         dump = args[0]
@@ -52,13 +53,13 @@ def _never_breaks(method: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             dump.failed = True
             log.warning("The dump to %s is incomplete (%s: %s).", dump.folder, type(error).__name__, error)
-            log.debug("dump failed", exc_info=True)
+            log.debug("The dump failed here:", exc_info=True)
 
     return guarded
 
 
 class Dump:
-    """One compilation's dump. The pipeline calls the methods in this order; `report` becomes report.json."""
+    """The dump of one compilation. The pipeline calls the methods in this order; `report` becomes report.json."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
         self.folder, self.failed = folder, False
@@ -66,27 +67,27 @@ class Dump:
         self._symbols = SymbolNames({})
         self._prepare()
 
-    @_never_breaks
+    @_logs_errors
     def _prepare(self) -> None:
         if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / REPORT).is_file():
-            raise FileExistsError("the folder is not empty, and is not a dump")
+            raise FileExistsError("the folder is not empty and does not contain a dump")
         for old in (*self.folder.glob("[0-9][0-9]_*"), self.folder / REPORT):
             shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         (self.folder / SPLIT).mkdir(parents=True)
         (self.folder / COMPILED).mkdir()
-        # Marks the folder as ours from the start, so that the next run may replace a dump that was cut short.
+        # Marks the folder as a dump from the start, so that the next dump may replace one that was interrupted.
         (self.folder / REPORT).write_text(json.dumps({"schema": SCHEMA, "incomplete": True}))
 
-    @_never_breaks
+    @_logs_errors
     def captured(self, gm: GraphModule, bytecode: Sequence[CodeType]) -> None:
-        """The graph as captured, and Dynamo's bytecode."""
+        """Write the captured graph and Dynamo's bytecode."""
         self._symbols = SymbolNames.of(gm)
         (self.folder / BYTECODE).write_text(_decompiled(bytecode))
         self.graph("captured", gm)
 
-    @_never_breaks
+    @_logs_errors
     def graph(self, name: str, gm: GraphModule, *, kind: str = "captured") -> None:
-        """A whole-model graph: `captured`, or what pass `name` left."""
+        """Write a graph of the whole model: the captured one, or, with kind "pass", the graph after pass `name`."""
         file = f"{len(self.report['graphs']) + 1:02}_{'pass_' if kind == 'pass' else ''}{name}.py"
         nodes = sum(node.op not in ("placeholder", "output") for node in gm.graph.nodes)
         description = (
@@ -101,12 +102,12 @@ class Dump:
         )
 
     def after_pass(self, name: str, gm: GraphModule) -> None:
-        """The graph that a pass left."""
+        """Write the graph after a pass."""
         self.graph(name, gm, kind="pass")
 
-    @_never_breaks
+    @_logs_errors
     def split(self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule]) -> None:
-        """The distinct pieces that are compiled, and the function that calls them."""
+        """Write the distinct pieces, and the function that calls them."""
         counts = Counter(step.piece for step in plan.steps if isinstance(step, PieceStep))
         for i, (piece, gm) in enumerate(graphs.items()):
             file = f"{SPLIT}/piece_{i}_{piece[:8]}.py"
@@ -123,26 +124,26 @@ class Dump:
         head = "\n".join(f"# piece_{i}: {SPLIT}/piece_{i}_{piece[:8]}.py" for i, piece in enumerate(plan.pieces))
         (self.folder / FORWARD).write_text(f"{head}\n\n{executor_source(plan)}")
 
-    @_never_breaks
+    @_logs_errors
     def compiled(self, piece: str, source: str, how: str, seconds: float) -> None:
-        """What Inductor generated for a piece; how: "compiled" or "loaded"."""
+        """Write the code that Inductor generated for a piece. how: "compiled" or "loaded"."""
         row = next(row for row in self.report["split"] if row["piece"] == piece)
         file = row["file"].replace(SPLIT, COMPILED)
         row |= {"compiled_file": file, "how": how, "seconds": round(seconds, 4)}
         (self.folder / file).write_text(source)
 
-    @_never_breaks
+    @_logs_errors
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Write report.json, with the compilation's own report in it."""
+        """Write report.json, which contains the compilation's report."""
         self.report |= {
             "compilation": {k: v for k, v in report.items() if k != "profile"},
             "profile": report.get("profile"),
         }
         write_report(self.folder, self.report)
-        log.info("dumped the compilation to %s", self.folder)
+        log.info("The compilation was dumped to %s.", self.folder)
 
     def _steps(self, gm: GraphModule) -> list[dict[str, Any]]:
-        """Pieces (by fingerprint; their nodes go to `pieces` once) and split ops of a whole graph, equal neighbours together."""
+        """The pieces and split ops of a whole graph. Pieces are given by fingerprint; the report holds the nodes of each once."""
         steps: list[dict[str, Any]] = []
         text = GraphText(gm, self._symbols)
         for stage in split(gm):
@@ -173,7 +174,7 @@ class Dump:
 
 
 def add_to_report(folder: Path, name: str, facts: Mapping[str, Any]) -> None:
-    """Put what was found out after the compilation (memory, captured graphs) into a dump's report; failing is one warning."""
+    """Add facts that are known only after the compilation (memory, captured graphs) to a dump's report. An error is logged."""
     try:
         report = json.loads((folder / REPORT).read_text())
         write_report(folder, report | {name: facts})
@@ -182,7 +183,7 @@ def add_to_report(folder: Path, name: str, facts: Mapping[str, Any]) -> None:
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write report.json; numbers that JSON has not (infinity, NaN) become null."""
+    """Write report.json. Infinity and NaN, which JSON lacks, become null."""
     (folder / REPORT).write_text(json.dumps(_plain(report), indent=1, allow_nan=False))
 
 
@@ -197,7 +198,7 @@ def _plain(value: Any) -> Any:
 
 
 def _decompiled(bytecode: Sequence[CodeType]) -> str:
-    """Source of what Dynamo made of `forward`; where depyf cannot tell, the disassembly."""
+    """Source of Dynamo's bytecode, or its disassembly if depyf cannot decompile it."""
     import dis
     import io
 

@@ -1,4 +1,4 @@
-"""An FX graph as a Python file that reads well and runs: one line a node, with the dtype and shape of its value."""
+"""Prints an FX graph as a readable Python file that can be run: one line per node, with the dtype and shape of its value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMMENT_COLUMN = 88
 HEADER = '''"""{title}
 
 {description}
-Run it with `python {file}`: it computes on random inputs and prints what comes out.
+Run it with `python {file}`: it computes on random inputs and prints the outputs.
 """
 
 import operator
@@ -34,7 +34,7 @@ import operator
 import torch
 import torch.nn.functional as F
 
-# our ops
+# these define the `cas` ops
 import compile_and_serve.custom_ops.attention.rope_attention
 import compile_and_serve.custom_ops.linear.fused_linear
 from compile_and_serve.compiler.reports.run_dump import main
@@ -56,14 +56,14 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where a node comes from in the model: `models/llama.py:57, in forward`, and that line's text."""
+    """The line of the model that a node comes from. place: `models/llama.py:57 in forward`. code: the line's text."""
 
     place: str
     code: str
 
 
 def source_of(node: Node) -> Source:
-    """Place and text of the model's line that made the node; both empty for a node without one."""
+    """The line of the model that a node comes from; its place and text are empty if the node comes from a pass."""
     place = node_source_line(node)
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
     file, _, rest = place.partition(":")
@@ -82,7 +82,7 @@ class SymbolNames:
 
     @classmethod
     def of(cls, gm: GraphModule) -> SymbolNames:
-        """From the inputs of a whole-model graph."""
+        """The names that the declared inputs of a whole-model graph give to their lengths."""
         names = {}
         for node in gm.graph.find_nodes(op="placeholder"):
             value = node.meta.get("example_value")
@@ -92,7 +92,7 @@ class SymbolNames:
         return cls(names)
 
     def value(self, value: Any) -> str:
-        """`bfloat16[tokens, 576]`, `(…, …)` of a tuple of values, `int` of a length."""
+        """dtype and shape of a tensor (`bfloat16[tokens, 576]`), `(…, …)` for a tuple, `length` for a symbolic integer."""
         if isinstance(value, torch.Tensor):
             sizes = ", ".join(self.size(size) for size in value.shape)
             return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
@@ -103,13 +103,13 @@ class SymbolNames:
         return "nothing" if value is None else type(value).__name__.replace("Sym", "").lower()
 
     def size(self, size: Any) -> str:
-        """A length, with its symbols' readable names."""
+        """A size, with readable names for its symbols."""
         named = lambda match: self._names.setdefault(match[0], f"n{len(self._names)}")  # noqa: E731
         return _SYMBOL.sub(named, str(size))
 
 
 class GraphText:
-    """Texts of one graph's nodes, under names that say what they are: placeholders are called as in the model."""
+    """Prints the nodes of a graph. Placeholders have the names of the model's inputs and weights."""
 
     def __init__(self, gm: GraphModule, symbols: SymbolNames) -> None:
         self.gm, self.symbols = gm, symbols
@@ -124,7 +124,7 @@ class GraphText:
         return self._names.get(node, node.name)
 
     def file(self, *, title: str, description: str, file: str) -> str:
-        """A module with `forward` and `INPUTS`, runnable as a script."""
+        """A module with `forward` and `INPUTS` that can be run as a script."""
         inputs = []
         for node in self.gm.graph.find_nodes(op="placeholder"):
             value = node.meta.get("example_value")
@@ -137,7 +137,7 @@ class GraphText:
         return head + self.function() + FOOTER
 
     def function(self) -> str:
-        """`def forward(…)` with a comment for each new line of the model."""
+        """`def forward(…)`, with a comment for each new line of the model."""
         parameters = [f"    {self.name(node)}," for node in self.gm.graph.find_nodes(op="placeholder")]
         lines = ["def forward(", *parameters, "):"]
         previous = ""
@@ -157,7 +157,7 @@ class GraphText:
         return "\n".join(lines) + "\n"
 
     def call(self, node: Node) -> str:
-        """The expression of a node, as one would write it."""
+        """The node's call as a Python expression."""
         args = [self.argument(argument) for argument in node.args]
         keywords = [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
         assert node.op in ("call_function", "call_method"), f"{node.op} in a captured graph"
@@ -197,7 +197,7 @@ class GraphText:
 
 
 def target_name(node: Node) -> str:
-    """The name under which a file that imports torch, F and operator calls the node's target."""
+    """The name of the node's target in a file that imports torch, F and operator."""
     target: Any = node.target
     if isinstance(target, str):
         return f"torch.Tensor.{target}"
@@ -220,7 +220,7 @@ def _kind(node: Node) -> str:
 
 
 def _placeholder_name(node: Node) -> str:
-    """`input_ids`, `kv_caches_3`, `mlp_down_proj_weight`; of a piece, without the layer (it stands for many)."""
+    """`input_ids`, `kv_caches_3`, `mlp_down_proj_weight`. In a piece, without the layer, because many layers share the piece."""
     is_piece = _PIECE_INPUT.fullmatch(node.name) is not None
     name = node.meta.get("input") or node.meta.get("weight")
     if name is None or (is_piece and isinstance(node.meta.get("declaration"), StateGroup)):

@@ -1,4 +1,4 @@
-"""Runs the passes in order, times them, and keeps what each one said."""
+"""Runs the passes in order, and records their results and times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassRecord:
-    """One line of the pass report."""
+    """One row of the pass report."""
 
     name: str
     version: int
@@ -27,21 +27,22 @@ class PassRecord:
     verification: Verification | None = None
 
     def sentence(self) -> str:
-        """What the pass did, for a log or a table."""
+        """What the pass did, for the log."""
         if isinstance(self.result, SkipReason):
-            return f"{self.name}: left out, {self.result.sentence}"
-        left = len(self.result.left_to_inductor)
-        better = f", {left} better left to Inductor" if left else ""
-        return f"{self.name}: {self.result.matched} of {self.result.expected} sites in {self.seconds:.3f} s{better}"
+            return f"{self.name}: skipped, {self.result.sentence}"
+        count = len(self.result.left_to_inductor)
+        left = f", {count} left to Inductor, which is faster" if count else ""
+        return f"{self.name}: {self.result.matched} of {self.result.expected} sites in {self.seconds:.3f} s{left}"
 
 
 def run_passes(
     gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext, disabled: frozenset[str] = frozenset(),
     verifier: PassVerifier | None = None, after_pass: Callable[[str, GraphModule], None] = lambda name, gm: None,
 ) -> list[PassRecord]:  # fmt: skip
-    """Rewrite `gm` in place. A near miss is logged with its place in the model and its reason; it never stops the compilation.
+    """Rewrite `gm` in place. Near misses are logged with their source line and reason; they do not stop the compilation.
 
-    verifier: checks each pass; one that it finds wrong is left out. after_pass: called after each pass that ran.
+    verifier: checks each pass, and undoes a pass that is wrong. after_pass: called after each pass that ran.
+    Raises `PassError` if a pass fails, or if a required pass cannot run.
     """
     records = []
     for graph_pass in passes:
@@ -62,12 +63,12 @@ def run_passes(
 
 
 def _log_near_misses(name: str, result: PassResult) -> None:
-    """One line a reason and line of the model: layers repeat each other."""
+    """Log one line per reason and source line, because layers repeat each other."""
     repeats = Counter((miss.source, miss.reason) for miss in result.near_misses)
     for miss in result.near_misses:
         if count := repeats.pop((miss.source, miss.reason), 0):
             more = f" and {count - 1} more" if count > 1 else ""
-            log.warning("pass %s left %s%s alone (%s): %s", name, miss.node, more, miss.source, miss.reason)
+            log.warning("pass %s did not rewrite %s%s (%s): %s", name, miss.node, more, miss.source, miss.reason)
 
 
 def _run_one(
@@ -84,10 +85,10 @@ def _run_one(
         gm.graph.lint()
     except PassError:
         raise
-    except Exception as error:  # of one pass: which one is what a user has to know
+    except Exception as error:  # the user must learn which pass it was
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        way_out = "" if graph_pass.required else f"leave it out with --disable-pass {graph_pass.name}, or "
+        advice = "" if graph_pass.required else f"leave it out with --disable-pass {graph_pass.name}, or "
         raise PassError(
-            f"Pass {graph_pass.name} failed with {what}: {way_out}see which line it is with --verbose."
+            f"Pass {graph_pass.name} failed with {what}: {advice}find the line that failed with --verbose."
         ) from error
     return result, None

@@ -1,4 +1,4 @@
-"""One allocation for all weights of a model."""
+"""A single allocation for all weights of a model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 256  # bytes: a multiple of every cache line and of what generated kernels assume
+ALIGNMENT = 256  # bytes; a multiple of cache lines and of the alignment that generated kernels assume
 _MADV_HUGEPAGE = 14  # <sys/mman.h>
 _PAGE = 4096
 
 
 class WeightArena:
-    """Uninitialized tensors of given specs, side by side in one allocation of a device.
+    """Uninitialized tensors with given specs, side by side in one allocation on a device.
 
-    On Linux the CPU's memory is asked for in huge pages: a decode step reads every weight once, and with pages of 4 KiB it
-    misses the TLB at each.
+    On Linux, CPU memory is requested in huge pages: a decode step reads every weight once, so with pages of 4 KiB every page
+    would be a TLB miss.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
@@ -40,18 +40,18 @@ class WeightArena:
             advise_huge_pages(self._bytes)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor's place in the arena; always the same memory."""
+        """The tensor with this name: a view of the arena, always of the same memory."""
         spec, start = self._specs[name], self._base + self._offsets[name]
         size = math.prod(spec.shape) * spec.dtype.itemsize
         return self._bytes[start : start + size].view(spec.dtype).view(spec.shape)
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux for huge pages under a CPU tensor that nothing has been written to yet; elsewhere nothing happens."""
+    """Request huge pages for a CPU tensor to which nothing has been written. Does nothing except on Linux."""
     first = -(-memory.data_ptr() // _PAGE) * _PAGE
     length = memory.data_ptr() + memory.numel() * memory.element_size() - first
     madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
     if madvise is None or length <= 0:
         return
     if madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_HUGEPAGE) != 0:
-        log.info("no huge pages (errno %d); a step reads its memory somewhat slower", ctypes.get_errno())
+        log.info("Huge pages are not available (errno %d); reading the weights is slower.", ctypes.get_errno())

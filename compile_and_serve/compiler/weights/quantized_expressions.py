@@ -1,16 +1,16 @@
-"""Quantizing a weight that is an expression: its values and its scales are expressions again.
+"""Quantizes weights that are expressions: their values and their scales are expressions, too.
 
-A scale is made of a whole checkpoint tensor, or comes with it, and then follows what becomes of the tensor. With Q the values and
-S the scales of an expression,
+The scales of a checkpoint's tensor are computed from the whole tensor or stored with it. What an expression does with the tensor, it
+does with the scales. With Q the values and S the scales of an expression,
 
     Q(w) = quantize(w, S(w))                S(w) = row_scales(w)            a tensor of the checkpoint
-    Q(dequantize(q, s)) = q                 S(dequantize(q, s)) = s         one that the checkpoint holds quantized
-    Q(f(a, b)) = f(Q(a), Q(b))              S(f(a, b)) = f(S(a), S(b))      f joins or takes out rows
-    Q(g(a)) = g(Q(a))                       S(g(a)) = S(a)                  g takes out columns; scales per row
-                                            S(g(a)) = g(S(a))               the same; scales per block
+    Q(dequantize(q, s)) = q                 S(dequantize(q, s)) = s         a quantized tensor of the checkpoint
+    Q(f(a, b)) = f(Q(a), Q(b))              S(f(a, b)) = f(S(a), S(b))      f concatenates or selects rows
+    Q(g(a)) = g(Q(a))                       S(g(a)) = S(a)                  g selects columns, scales per row
+                                            S(g(a)) = g(S(a))               g selects columns, scales per block
 
-so that a merged or sharded weight has exactly the values that its parts would have alone. What f and g may be is what
-`weight_function` was told (`selects`). Blocks must not be cut: where scales are per block, every f and g works on whole ones.
+so a merged or sharded weight has exactly the values that its parts would have separately. f and g are weight functions that are
+registered with `selects`. With scales per block, they must not divide a block.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ Scales = Literal["row", "block"]
 
 
 class CannotQuantizeError(Exception):
-    """Why an expression has no quantized form."""
+    """The expression cannot be quantized. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedExpression:
-    """values: of `dtype` [O, I]. scale: float32 [O], or [ceil(O / 128), ceil(I / 128)]. input_scale: float32 [1], or None."""
+    """The quantized form of an expression.
+
+    values: `dtype` [O, I]. scale: float32 [O], or [ceil(O / 128), ceil(I / 128)] per block. input_scale: float32 [1], or None.
+    """
 
     values: Expression
     scale: Expression
@@ -75,20 +78,20 @@ weight_function("pack_quantized_weight")(pack_quantized_weight)
 
 @weight_function("scale_to_rows")
 def _scale_to_rows(scale: torch.Tensor, quantized_OI: torch.Tensor) -> torch.Tensor:
-    """A checkpoint's scale of a tensor [1] or of its rows [O, 1] as one a row. → float32 [O]"""
+    """A checkpoint's scale of a tensor [1] or of its rows [O, 1], as one scale per row. → float32 [O]"""
     return scale.float().reshape(-1).expand(quantized_OI.shape[0]).contiguous()
 
 
 @weight_function("largest_scale")
 def _largest_scale(*scales: torch.Tensor) -> torch.Tensor:
-    """The scale under which no part of a merged input saturates. → float32 [1]"""
+    """The scale with which no part of a merged input saturates. → float32 [1]"""
     return torch.stack([scale.float().reshape(1) for scale in scales]).amax(0)
 
 
 def checkpoint_specs(
     specs: Mapping[str, TensorSpec], quantized: Mapping[str, QuantizedWeight]
 ) -> dict[str, TensorSpec]:
-    """What a checkpoint must hold: the parameters, those of `quantized` in their own dtype and with what belongs to them."""
+    """The tensors that a checkpoint must hold: the parameters, and for quantized ones their own dtype and their scales."""
     sources = dict(specs)
     for name, stored in quantized.items():
         sources[name] = TensorSpec(shape=specs[name].shape, dtype=stored.dtype)
@@ -101,7 +104,7 @@ def checkpoint_specs(
 def plain_expressions(
     specs: Mapping[str, TensorSpec], quantized: Mapping[str, QuantizedWeight]
 ) -> dict[str, Expression]:
-    """Each parameter as the plain model wants it: its name, or for one that the checkpoint holds quantized the exact product."""
+    """The expression of each parameter of the plain model: its name, or the dequantized value of a quantized tensor."""
     expressions: dict[str, Expression] = {name: name for name in specs}
     for name, stored in quantized.items():
         scale: Expression = stored.scale if stored.per_block else ("scale_to_rows", stored.scale, name)
@@ -110,7 +113,7 @@ def plain_expressions(
 
 
 def leaves(expression: Expression) -> list[Expression]:
-    """The parts of an expression that stand for one parameter each, in order: names, and what `plain_expressions` made of them."""
+    """The parts of an expression that are one parameter each, in order: names, or the dequantized values of `plain_expressions`."""
     if isinstance(expression, str) or _is_dequantized(expression):
         return [expression]
     assert isinstance(expression, tuple)
@@ -118,7 +121,7 @@ def leaves(expression: Expression) -> list[Expression]:
 
 
 def parameter_of(leaf: Expression) -> str:
-    """The parameter that one of `leaves` stands for."""
+    """The parameter of one of `leaves`."""
     name = leaf[1] if isinstance(leaf, tuple) else leaf
     assert isinstance(name, str)
     return name
@@ -128,18 +131,19 @@ def quantized_expression(
     expression: Expression, sources: Mapping[str, TensorSpec], quantized: Mapping[str, QuantizedWeight], *,
     dtype: torch.dtype | None = None, scales: Scales = "row", activations: Activations = "none",
 ) -> QuantizedExpression:  # fmt: skip
-    """Q, S and the input's scale of an expression.
+    """The quantized form of an expression. Raises `CannotQuantizeError`.
 
-    dtype, scales, activations: what the weights are quantized to; dtype None: as the checkpoint (`quantized`) holds them.
-    Raises `CannotQuantizeError`.
+    dtype, scales, activations: format to which the weights are quantized. With dtype None, the checkpoint's format (`quantized`).
     """
     names = [parameter_of(leaf) for leaf in leaves(expression)]
     stored = [quantized[name] for name in names if name in quantized]
     if dtype is None:
         if len(stored) < len(names):
-            raise CannotQuantizeError("the checkpoint holds only a part of the merged weight quantized")
+            raise CannotQuantizeError("only a part of the merged weight is quantized in the checkpoint")
         if len({(s.dtype, s.activations, s.per_block) for s in stored}) > 1:
-            raise CannotQuantizeError("the checkpoint holds the parts of the merged weight quantized in different ways")
+            raise CannotQuantizeError(
+                "the parts of the merged weight are quantized to different formats in the checkpoint"
+            )
         dtype, activations = stored[0].dtype, stored[0].activations
     values, scale = _quantize(expression, sources, dtype, scales)
     input_scales = [s.input_scale for s in stored if s.input_scale is not None]
@@ -156,15 +160,15 @@ def _is_dequantized(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
     return isinstance(expression, tuple) and str(expression[0]).startswith("dequantize.")
 
 
-def _takes_rows(expression: Expression) -> bool:
-    """A rank's rows of a checkpoint's tensor: their scales are the same as in the whole one, of which nothing else is then read."""
+def _selects_rows(expression: Expression) -> bool:
+    """Whether the expression selects a rank's rows of a tensor. Their scales need no other rows, so only they are read."""
     return is_selection(expression) and selected_dimension(expression[0]) == 0
 
 
 def _quantize(
     expression: Expression, sources: Mapping[str, TensorSpec], dtype: torch.dtype, scales: Scales
 ) -> tuple[Expression, Expression]:
-    if isinstance(expression, str) or (scales == "row" and _takes_rows(expression)):
+    if isinstance(expression, str) or (scales == "row" and _selects_rows(expression)):
         scale = (f"{scales}_scales.{_name(dtype)}", expression)
         return (f"quantize.{_name(dtype)}", expression, scale), scale
     if _is_dequantized(expression):
@@ -173,7 +177,7 @@ def _quantize(
     function, *arguments = expression
     dimension = selected_dimension(function)
     if dimension is None:
-        raise CannotQuantizeError(f"the weight is computed by {function}, which scales cannot follow")
+        raise CannotQuantizeError(f"the weight is computed by {function}, which cannot be applied to its scales")
     parts: list[Any] = [
         argument if isinstance(argument, int) else _quantize(argument, sources, dtype, scales) for argument in arguments
     ]
@@ -188,7 +192,7 @@ def _quantize(
 
 
 def _require_whole_blocks(expression: tuple[Any, ...], dimension: int, sources: Mapping[str, TensorSpec]) -> None:
-    """Every tensor but the last that is joined, and every slice that is taken out, ends where a block ends."""
+    """Check that every slice, and every concatenated tensor but the last, ends at the end of a block."""
     tensors = [argument for argument in expression[1:] if not isinstance(argument, int)]
     for part in tensors[:-1] if len(tensors) > 1 else [expression]:
         size = _spec(part, sources).shape[dimension]

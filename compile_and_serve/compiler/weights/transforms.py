@@ -1,10 +1,10 @@
-"""`WeightTransform`: the only way that a weight of a compiled model differs from the checkpoint.
+"""`WeightTransform`: how a weight of a compiled model is computed from the checkpoint.
 
-A transform is data, not a closure, so that an artifact can carry it: a small expression over checkpoint tensors whose
-functions are looked up by name (`weight_function`). `merge_linears` makes `cat(q, k, v)`, `fuse_linears` wraps it into
-`pack_linear_weight(cat(q, k, v))`; `tensor_parallel` makes `shard_rows(q, 2, 2)`, which differs from rank to rank while the
-expression does not: a function may ask for the rank (`by_rank`), which is told where weights are loaded. How an expression is
-quantized: `compiler/weights/quantized_expressions.py`.
+A transform is data, so that artifacts can store it: an expression over checkpoint tensors, whose functions are registered by name
+(`weight_function`). For example, `merge_linears` creates `cat(q, k, v)`, and `fuse_linears` wraps it into
+`pack_linear_weight(cat(q, k, v))`. `tensor_parallel` creates `shard_rows(q, 2, 2)`: the expression is the same on all ranks, and a
+function that is registered with `by_rank` receives the rank when the weights are loaded.
+Quantized weights: `compiler/weights/quantized_expressions.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from compile_and_serve.compiler.compat import FakeTensorMode
 
-Expression = str | int | tuple[Any, ...]  # a source's name, a constant, or (function name, *expressions)
+Expression = str | int | tuple[Any, ...]  # the name of a source, a constant, or (function name, *expressions)
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
 _BY_RANK: set[str] = set()
@@ -28,12 +28,12 @@ _SELECTS: dict[str, int] = {}
 def weight_function(
     name: str, *, by_rank: bool = False, selects: int | None = None
 ) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    """Register a function of tensors and integers under a name that expressions and artifacts use; change the name when its
-    result changes.
+    """Register a function of tensors and integers under a name, for expressions. Artifacts use the name: change it with the result.
 
-    by_rank: it takes a keyword `rank` and selects what that rank needs of one tensor; `rank` changes neither shape nor dtype.
-    selects: the one dimension along which it joins tensors or takes slices out of one, in the same way whatever the other sizes
-        are; it computes nothing then, so that the scales of a quantized weight can follow it.
+    by_rank: the function takes a keyword `rank` and selects the part of one tensor that this rank needs. The shape and dtype of
+        the result do not depend on the rank.
+    selects: the dimension along which the function concatenates tensors or takes slices, and does nothing else. It must treat any
+        sizes of the other dimensions alike, so that it can be applied to the scales of a quantized weight, too.
     """
 
     def register(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -49,7 +49,7 @@ def weight_function(
 
 
 def selected_dimension(function: str) -> int | None:
-    """Dimension along which a weight function only joins or takes out slices; None for one that computes."""
+    """The dimension along which a weight function only concatenates or slices; None if it computes."""
     return _SELECTS.get(function)
 
 
@@ -60,7 +60,7 @@ def _cat(*tensors: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Shape and dtype that a tensor must have."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,11 +68,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightTransform:
-    """target = expression(sources), evaluated once while weights stream in.
+    """target = expression(sources), evaluated once while the weights are loaded.
 
-    expression: over parameter names of the plain module (what a checkpoint holds).
-    target: name of the compiled model's parameter. spec: what the expression gives.
-    A source may feed several transforms; a parameter that the compiled model uses as it is has the transform `name = name`.
+    expression: over the names of the checkpoint's tensors. target: name of the compiled model's weight. spec: of the target.
+    Several transforms may use the same source. The transform of an unchanged parameter is `name = name`.
     """
 
     expression: Expression
@@ -81,32 +80,32 @@ class WeightTransform:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the checkpoint tensors that it needs, in order of first use."""
+        """Names of the checkpoint's tensors that the expression uses, in order of first use."""
         return tuple(dict.fromkeys(source_of(part) for part in self.inputs))
 
     @property
     def inputs(self) -> tuple[Expression, ...]:
-        """What it needs of the sources, in order of first use: a whole one (its name) or what a rank selects of it."""
+        """The inputs of the expression, in order of first use: a whole source (its name), or a rank's selection from one."""
         return tuple(dict.fromkeys(_inputs(self.expression)))
 
     def fn(self, *tensors: torch.Tensor, rank: int = 0) -> torch.Tensor:
-        """The target's value on a rank from its sources' values, given in the order of `sources`."""
+        """The target's value on a rank, from the values of `sources` in their order."""
         return self.evaluate(dict(zip(self.sources, tensors, strict=True)), rank=rank)
 
     def evaluate(self, values: Mapping[Expression, torch.Tensor], *, rank: int = 0) -> torch.Tensor:
-        """The target's value on a rank from the values of its `inputs`, or of its `sources`, whichever are given."""
+        """The target's value on a rank, from the values of its `inputs` or of its `sources`."""
         return _evaluate(self.expression, values, rank)
 
 
 def source_of(part: Expression) -> str:
-    """The source of which one of `WeightTransform.inputs` takes something, or all."""
+    """The source of one of `WeightTransform.inputs`."""
     name = part[1] if isinstance(part, tuple) else part
     assert isinstance(name, str)
     return name
 
 
 def select(part: Expression, source: torch.Tensor, *, rank: int) -> torch.Tensor:
-    """What one of `WeightTransform.inputs` is of its source: the tensor itself, or (a view of) what the rank needs of it."""
+    """The value of one of `WeightTransform.inputs`: the source itself, or the part (or a view of it) that the rank needs."""
     return _evaluate(part, {source_of(part): source}, rank)
 
 
@@ -118,7 +117,7 @@ def depends_on_rank(expression: Expression) -> bool:
 
 
 def is_selection(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
-    """What a rank selects of one source."""
+    """Whether the expression is a rank's selection from one source."""
     return isinstance(expression, tuple) and expression[0] in _BY_RANK and isinstance(expression[1], str)
 
 
@@ -142,7 +141,7 @@ def _evaluate(expression: Expression, values: Mapping[Expression, torch.Tensor],
 
 @cache
 def evaluate_spec(function: str, arguments: tuple[TensorSpec | int, ...], device: torch.device) -> TensorSpec:
-    """Spec of a weight function's result on `device`; nothing is allocated."""
+    """The spec of a weight function's result on `device`. No memory is allocated."""
     with FakeTensorMode():
         values = [
             argument if isinstance(argument, int) else torch.empty(argument.shape, dtype=argument.dtype, device=device)
@@ -153,7 +152,7 @@ def evaluate_spec(function: str, arguments: tuple[TensorSpec | int, ...], device
 
 
 def expression_spec(expression: Expression, sources: Mapping[str, TensorSpec], device: torch.device) -> TensorSpec:
-    """Spec of an expression's value on `device`; nothing is allocated."""
+    """The spec of an expression's value on `device`. No memory is allocated."""
     if isinstance(expression, str):
         return sources[expression]
     assert not isinstance(expression, int), "a constant has no spec"
@@ -163,10 +162,10 @@ def expression_spec(expression: Expression, sources: Mapping[str, TensorSpec], d
 
 
 class WeightTable:
-    """The weights of a graph while passes rewrite it: name → how it comes from the checkpoint, and its spec.
+    """The weights of a graph while passes rewrite it, each with its transform.
 
-    specs: of the parameters, by name. sources: of the checkpoint's tensors, and expressions: over them, where a parameter is not
-    a checkpoint's tensor as it is. aliases: further names of a parameter (an output head that is tied to the embedding).
+    specs: the parameters. sources: the checkpoint's tensors, if they differ from the parameters. expressions: of the parameters
+    that are not tensors of the checkpoint. aliases: further names of a parameter, such as an output head tied to the embedding.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class WeightTable:
         expressions: Mapping[str, Expression] | None = None, aliases: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:  # fmt: skip
         self.sources = dict(specs if sources is None else sources)
-        self.scales = self.sources.keys() - specs.keys()  # what a checkpoint holds beside quantized parameters
+        self.scales = self.sources.keys() - specs.keys()  # the checkpoint's tensors that are not parameters
         self.aliases = dict(aliases or {})
         expressions = expressions or {}
         self._transforms = {
@@ -186,17 +185,17 @@ class WeightTable:
         return self._transforms[name]
 
     def derive(self, target: str, function: str, *weights: str | int, spec: TensorSpec) -> None:
-        """Define weight `target` = function(*weights); the arguments may themselves be derived, integers are constants."""
+        """Define weight `target` = function(*weights). The weights may be derived themselves; integers are constants."""
         self.define(target, self._call(function, weights), spec=spec)
 
     def define(self, target: str, expression: Expression, *, spec: TensorSpec) -> None:
         """Define weight `target` as an expression over the checkpoint's tensors."""
         known = self._transforms.get(target)
-        assert known is None or known.expression == expression, f"weight {target} is defined twice, differently"
+        assert known is None or known.expression == expression, f"weight {target} has two different definitions"
         self._transforms[target] = WeightTransform(expression=expression, target=target, spec=spec)
 
     def replace(self, target: str, function: str, *constants: int, spec: TensorSpec) -> None:
-        """From now on weight `target` is function(what it was, *constants); what was derived from it before is not touched."""
+        """Redefine weight `target` as function(its present value, *constants). Weights that were derived from it do not change."""
         expression = self._call(function, (target, *constants))
         self._transforms[target] = WeightTransform(expression=expression, target=target, spec=spec)
 
@@ -205,7 +204,7 @@ class WeightTable:
         return (function, *(self._transforms[a].expression if isinstance(a, str) else a for a in arguments))
 
     def checkpoint(self) -> Callable[[], None]:
-        """What forgets every change of a weight after this call."""
+        """A function that restores the weights to their present state."""
         transforms = dict(self._transforms)
 
         def undo() -> None:
@@ -214,5 +213,5 @@ class WeightTable:
         return undo
 
     def keep(self, names: Sequence[str]) -> tuple[WeightTransform, ...]:
-        """Transforms of the weights that the finished graph uses."""
+        """The transforms of these weights."""
         return tuple(self._transforms[name] for name in names)

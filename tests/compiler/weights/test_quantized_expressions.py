@@ -115,8 +115,8 @@ def test_what_has_no_quantized_form() -> None:
     specs = {"a": SPEC, "b": SPEC, "c": SPEC}
     for quantized, expression, dtype, reason in [
         ({}, ("test_doubled", "a"), torch.int8, "computed by test_doubled"),
-        ({"a": stored}, ("cat", "a", "c"), None, "only a part of the merged weight quantized"),
-        ({"a": stored, "b": other}, ("cat", "a", "b"), None, "in different ways"),
+        ({"a": stored}, ("cat", "a", "c"), None, "only a part of the merged weight is quantized"),
+        ({"a": stored, "b": other}, ("cat", "a", "b"), None, "different formats"),
         ({}, ("test_last_columns", ("test_last_columns", "a")), torch.int8, "a part of the weight has 43 columns"),
     ]:
         sources = checkpoint_specs(specs, quantized)
