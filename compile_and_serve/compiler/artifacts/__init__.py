@@ -1,1 +1,1 @@
-"""What is kept from start to start: its keys and its folders."""
+"""Stored results of compilations: keys, folders and checks."""

@@ -146,9 +146,10 @@ class ArtifactStore:
             entry.verify()
         except ArtifactError as error:
             log.warning("Not using an artifact: %s. It is rebuilt.", error)
-            self.reject(entry)
             if not self._read_only:
                 shutil.rmtree(entry.path, ignore_errors=True)
+            if os.path.lexists(entry.path):  # if it was removed, another process may rebuild it meanwhile
+                self.reject(entry)
             return None
         except OSError as error:
             log.warning("Not using the artifact %s, which cannot be read (%s). It is kept.", entry.path, error)

@@ -1,1 +1,1 @@
-"""From a plain module to one FX graph."""
+"""Captures a plain module as one FX graph."""

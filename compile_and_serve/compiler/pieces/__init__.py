@@ -1,1 +1,1 @@
-"""The graph cut into pieces, and the plan that runs them."""
+"""Splits the graph into pieces, and runs them by a plan."""

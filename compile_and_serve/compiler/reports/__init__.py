@@ -1,1 +1,1 @@
-"""What a user can see of a compilation: dumps, verification, profiles."""
+"""Reports about a compilation: dumps, the pass report, profiles."""

@@ -1,1 +1,1 @@
-"""The protocol of a graph pass, and what runs the passes."""
+"""The protocol of a graph pass, the pass manager and the verifier."""

@@ -55,14 +55,14 @@ def load_pass(name: str) -> GraphPass:
             found = declared[name].load()
         except Exception as error:
             raise PassError(
-                f"Pass {name!r} ({declared[name].value}) cannot be imported: {_said(error)}.{_import_hint(error)}"
+                f"Pass {name!r} ({declared[name].value}) cannot be imported: {_reason(error)}.{_import_hint(error)}"
             ) from error
     if not isinstance(found, type):
         raise PassError(f"{name} is not a pass: expected a class, got a {type(found).__name__}.")
     try:
         made = found()
     except Exception as error:
-        raise PassError(f"Pass {name} cannot be constructed without arguments: {_said(error)}.") from error
+        raise PassError(f"Pass {name} cannot be constructed without arguments: {_reason(error)}.") from error
     missing = [attribute for attribute in ("guard", "run", "cache_key") if not callable(getattr(made, attribute, None))]
     missing += [a for a, kind in (("name", str), ("version", int)) if not isinstance(getattr(made, a, None), kind)]
     if missing:
@@ -88,7 +88,7 @@ def _imported(name: str) -> object:
     try:
         module = import_module(module_name)
     except Exception as error:  # the user's module may raise anything
-        raise PassError(f"Pass {name} cannot be imported: {_said(error)}.{_import_hint(error)}") from error
+        raise PassError(f"Pass {name} cannot be imported: {_reason(error)}.{_import_hint(error)}") from error
     if not hasattr(module, attribute):
         raise PassError(f"Pass {name} cannot be imported: {module.__file__ or module_name} has no {attribute!r}.")
     return getattr(module, attribute)
@@ -103,5 +103,5 @@ def _import_hint(error: Exception) -> str:
     return f" Import our modules from the package: compile_and_serve.{missing}."
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(".")

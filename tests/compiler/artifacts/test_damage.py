@@ -167,3 +167,12 @@ def test_a_file_in_the_place_of_the_cache_is_one_sentence(
         assert store.put("piece", FIELDS, content) is None
     assert len(caplog.records) == 1
     assert "Artifacts cannot be written to" in caplog.text
+
+
+def test_an_artifact_that_another_process_has_rebuilt_is_used(tmp_path: Path, content: Path) -> None:
+    entry = put(tmp_path / "store", content)
+    (entry.path / "piece.py").write_text("damaged")
+    store = ArtifactStore(tmp_path / "store")
+    assert store.get("piece", FIELDS) is None
+    put(tmp_path / "store", content)
+    assert store.get("piece", FIELDS) == entry
