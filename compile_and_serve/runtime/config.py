@@ -94,17 +94,15 @@ class SchedulerConfig:
         """Limit of the sequences that run or wait; more are refused. None is no limit."""
         return None if self.max_waiting is None else self.max_running + self.max_waiting
 
-    def for_device(self, device_type: str) -> SchedulerConfig:
-        """A copy in which the device's defaults replace None. A GPU needs long steps, and must not wait for the host."""
-        budget = CUDA_TOKEN_BUDGET if device_type == "cuda" else CPU_TOKEN_BUDGET
+    def for_device(self, *, is_asynchronous: bool) -> SchedulerConfig:
+        """A copy in which the device's defaults replace None. An asynchronous device, a GPU, needs long steps and must not wait."""
+        budget = CUDA_TOKEN_BUDGET if is_asynchronous else CPU_TOKEN_BUDGET
         return replace(
             self,
             max_num_batched_tokens=budget if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
-            async_scheduling=device_type == "cuda" if self.async_scheduling is None else self.async_scheduling,
+            async_scheduling=is_asynchronous if self.async_scheduling is None else self.async_scheduling,
             admit_in_groups=(
-                device_type == "cuda" and self.policy == "fcfs"
-                if self.admit_in_groups is None
-                else self.admit_in_groups
+                is_asynchronous and self.policy == "fcfs" if self.admit_in_groups is None else self.admit_in_groups
             ),
         )
 

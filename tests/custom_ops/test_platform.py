@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from compile_and_serve.compiler import available_kernels
+from compile_and_serve.custom_ops.attention.flashinfer_modules import flashinfer_unavailable_reason
 from compile_and_serve.custom_ops.linear.elementwise import elementwise_unsupported_reason
-from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, platform_of, register_platform
+from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, MemoryInfo, platform_of, register_platform
 from compile_and_serve.custom_ops.triton_common import num_sms
 from compile_and_serve.custom_ops.tuning.tuner import device_name
+from compile_and_serve.runtime.runner.device import resolve_dtype
+from compile_and_serve.runtime.runner.memory import DeviceMemoryError, memory_for
+from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
 
 PACKAGE = Path(__file__).parents[2] / "compile_and_serve"
 ALLOWED = {
@@ -72,11 +77,10 @@ def test_questions_are_found(source: str, count: int) -> None:
     assert len(device_questions(source)) == count
 
 
-@pytest.mark.parametrize("room", ["custom_ops", "compiler"])
-def test_only_platforms_ask_for_the_type_of_a_device(room: str) -> None:
+def test_only_platforms_ask_for_the_type_of_a_device() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {text}"
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for path in sorted(PACKAGE.rglob("*.py"))
         if str(path.relative_to(PACKAGE)) not in ALLOWED
         for line, text in device_questions(path.read_text())
     ]
@@ -84,7 +88,7 @@ def test_only_platforms_ask_for_the_type_of_a_device(room: str) -> None:
 
 
 class Accelerator(CpuPlatform):
-    """A third platform: host memory of its own, one kind of kernel, 8 multiprocessors."""
+    """A third platform, with memory of its own and no kernels of ours."""
 
     shares_host_memory = False
     runs_cpp_kernels = False
@@ -93,6 +97,12 @@ class Accelerator(CpuPlatform):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.name = "an accelerator"
+
+    def computes_in(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(free=1 << 30, total=8 << 30, reserved=5 << 30)
 
 
 @pytest.fixture
@@ -107,6 +117,15 @@ def test_a_platform_that_is_registered_is_asked(accelerator: torch.device) -> No
     assert device_name(accelerator) == "an accelerator"
     assert num_sms(accelerator) == 8
     assert "CPU only" in (elementwise_unsupported_reason(device=accelerator, dtype=torch.float32) or "")
+    assert "CUDA devices only" in (flashinfer_unavailable_reason(accelerator) or "")
+    assert available_kernels(device=accelerator, dtype=torch.float32, attention_backends=[]) == {"rope_attention"}
+    assert resolve_dtype("auto", accelerator) == torch.bfloat16
+    arrays = StagedArrays({"ids": (np.int64, 3)}, accelerator)
+    assert arrays.rotate()["ids"] is not arrays.rotate()["ids"]  # one is filled while the other is on its way
+    assert arrays.device["ids"].device == accelerator
+    sentence = "META ran out of memory while cooking: 1.00 GiB of 8.00 GiB are free, 5.00 GiB are held here and 2.00 GiB by other"
+    with pytest.raises(DeviceMemoryError, match=sentence), memory_for("cooking", accelerator, "lower the heat"):
+        raise MemoryError
 
 
 def test_a_device_without_a_platform_is_an_error_that_names_the_known_ones() -> None:

@@ -97,10 +97,8 @@ class Worker:
         self._rank, self._replica = rank.index, config.parallel.data_parallel_rank
         self.runner = None
         self._idle_work = 2
-        kind = self._orders.get("device", "cpu")
-        self.device = SimpleNamespace(
-            type="cpu" if kind == "cpu" else "fake"
-        )  # not a CPU: results are waited for in a thread
+        is_gpu = self._orders.get("device", "cpu") != "cpu"  # then a thread waits for results
+        self.platform = SimpleNamespace(is_asynchronous=is_gpu, make_current=lambda: None)
         on_stage("compile", 0.25, "a piece")
         if folder := self._orders.get("devices"):
             (Path(folder) / f"{self._replica}-{rank.index}").write_text(
@@ -109,8 +107,8 @@ class Worker:
         on_stage("load", 0.5, f"by rank {rank.index}")
         self._obey("load")
         self.info = WorkerInfo(
-            num_blocks=100 - 10 * rank.index, device_type=kind, device="fake", dtype="float32", max_model_len=256,
-            vocab_size=320, groups=[PagedGroup(block_size=config.cache.block_size)], compile_report={},
+            num_blocks=100 - 10 * rank.index, is_asynchronous=is_gpu, has_idle_tasks=is_gpu, device="fake",
+            dtype="float32", max_model_len=256, vocab_size=320, groups=[PagedGroup(block_size=config.cache.block_size)], compile_report={},
         )  # fmt: skip
 
     def start(self, num_blocks: int) -> None:

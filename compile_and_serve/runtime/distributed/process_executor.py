@@ -154,7 +154,7 @@ class DistributedExecutor:
             raise
         first = next(message.info for message in loaded if message.rank == 0)
         self.info = msgspec.structs.replace(first, num_blocks=num_blocks)
-        self._has_idle_tasks = first.device_type == "cuda"  # the only idle task is capturing a CUDA graph
+        self._has_idle_tasks = first.has_idle_tasks
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Send the step to every rank."""

@@ -42,8 +42,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
+    from compile_and_serve.custom_ops.platform import Platform
     from compile_and_serve.runtime.runner.pending_step import PendingStep
     from compile_and_serve.runtime.scheduler.step_messages import WorkerStats
 
@@ -123,10 +122,11 @@ class RankProcess:
         from compile_and_serve.runtime.runner.worker import Worker
 
         self._worker = Worker(self._bootstrap.config, self._bootstrap.rank, self._report_stage)
-        device = self._worker.device
-        is_cpu = device.type == "cpu"
+        platform = self._worker.platform
         self._results: _Results = (
-            _ImmediateResults(self._report_step) if is_cpu else _ThreadedResults(self._report_step, device)
+            _ThreadedResults(self._report_step, platform)
+            if platform.is_asynchronous
+            else _ImmediateResults(self._report_step)
         )
         self._send(RankLoaded(self._rank, self._worker.info))
         command = self._receive()
@@ -227,9 +227,9 @@ class _ImmediateResults:
 
 
 class _ThreadedResults:
-    def __init__(self, report: Report, device: torch.device) -> None:
+    def __init__(self, report: Report, platform: Platform) -> None:
         self._report = report
-        self._device = device
+        self._platform = platform
         self._room = threading.Semaphore(MAX_STEPS_IN_FLIGHT)
         self._steps: SimpleQueue[tuple[PendingStep, WorkerStats]] = SimpleQueue()
         self._error: Exception | None = None
@@ -256,10 +256,7 @@ class _ThreadedResults:
         while self._error is None:
             try:
                 step = self._steps.get()
-                if self._device.type == "cuda":  # a new thread's device is 0, and waiting there would create a context
-                    import torch
-
-                    torch.cuda.set_device(self._device)
+                self._platform.make_current()  # a new thread's device is 0, and waiting there would create a context
                 self._report(*step)
             except Exception as error:
                 self._error = error

@@ -52,7 +52,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
         self._executor: Executor = make_executor(config, on_stage)
         found = self._executor.info
-        options = config.scheduler.for_device(found.device_type)
+        options = config.scheduler.for_device(is_asynchronous=found.is_asynchronous)
         self.config = replace(config, scheduler=options)
         cache = config.cache
         if cache.enable_prefix_caching and found.prefix_caching_unsupported is not None:

@@ -14,6 +14,7 @@ import torch
 from compile_and_serve.compiler.artifacts.cache_key import toolchain_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import KVCacheSpec, StateGroup
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
@@ -93,7 +94,7 @@ def select_attention_backend(
         if reason is None:
             assert backend is not None
             passed_over = "".join(f"; not {other}: {why}" for other, why in reasons)
-            is_slow = device.type == "cuda" and candidate == "torch" and name is None
+            is_slow = platform_of(device).runs_triton_kernels and candidate == "torch" and name is None
             level = logging.WARNING if is_slow else logging.INFO
             slow = ", the plain reference: slow" if is_slow else ""
             logger.log(level, "Attention backend %s%s%s.", candidate, slow, passed_over)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
+
 
 class BlockTables:
     """`write` as blocks are given, `set_batch` when the batch's composition changes, `commit` before the step runs."""
@@ -20,12 +22,12 @@ class BlockTables:
         self.slot_table = np.zeros((num_slots, num_columns), dtype=np.int32)
         self.flat_slot_table = self.slot_table.reshape(-1)
         self._batch_table = torch.zeros(num_slots, num_columns, dtype=torch.int32, device=device)
-        self._is_cpu = device.type == "cpu"
-        self._device = device
+        self._platform = platform_of(device)
+        self._shares_memory = self._platform.shares_host_memory
         self._row_of_slot = np.full(num_slots, -1, dtype=np.int64)
         self._slots_S = np.empty(0, dtype=np.int64)
         self._used = np.zeros(num_slots, dtype=np.int64)  # columns of each slot that hold blocks
-        if self._is_cpu:
+        if self._shares_memory:
             self._host_batch_table = self._batch_table.numpy()
         else:
             self._device_slot_table = torch.zeros_like(self._batch_table)
@@ -38,7 +40,7 @@ class BlockTables:
         assert end <= self.num_columns, f"slot {slot} would hold {end} blocks; the table has {self.num_columns} columns"
         self.slot_table[slot, column:end] = block_ids
         self._used[slot] = end
-        if self._is_cpu:
+        if self._shares_memory:
             row = self._row_of_slot[slot]
             if row >= 0:
                 self._host_batch_table[row, column:end] = block_ids
@@ -50,7 +52,7 @@ class BlockTables:
         self._row_of_slot[self._slots_S] = -1
         self._slots_S = slots_S
         self._row_of_slot[slots_S] = np.arange(len(slots_S))
-        if self._is_cpu:
+        if self._shares_memory:
             columns = int(self._used[slots_S].max(initial=0))
             self._host_batch_table[: len(slots_S), :columns] = self.slot_table[slots_S, :columns]
         else:
@@ -58,7 +60,7 @@ class BlockTables:
 
     def commit(self) -> None:
         """Bring the device up to date."""
-        if self._is_cpu:
+        if self._shares_memory:
             return
         if self._pending:
             slots = np.concatenate([np.full(len(ids), slot, dtype=np.int64) for slot, _, ids in self._pending])
@@ -70,7 +72,7 @@ class BlockTables:
                 np.concatenate([ids for _, _, ids in self._pending]),
             ])  # fmt: skip
             self._pending.clear()
-            device_packed = torch.from_numpy(packed).pin_memory().to(self._device, non_blocking=True)
+            device_packed = self._platform.upload(packed, through_pinned=True)
             blocks = device_packed[2].to(torch.int32)
             self._device_slot_table.view(-1).index_copy_(0, device_packed[0], blocks)
             if not self._batch_changed and (rows >= 0).all():
@@ -78,7 +80,7 @@ class BlockTables:
             else:
                 self._batch_changed = True
         if self._batch_changed:
-            slots_S = torch.from_numpy(self._slots_S).pin_memory().to(self._device, non_blocking=True)
+            slots_S = self._platform.upload(self._slots_S, through_pinned=True)
             num_seqs = len(self._slots_S)
             width = int(self._used[self._slots_S].max(initial=0))
             self._batch_table[:num_seqs, :width] = self._device_slot_table[slots_S, :width]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_and_serve.runtime.runner.state_memory import GIB, free_cpu_bytes
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.runtime.runner.state_memory import GIB
 
 # What to change when memory runs out while …
 LOADING = "use smaller or quantized weights (--quantization fp8), or more devices (--tensor-parallel-size)"
@@ -65,12 +66,6 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def measured_memory(device: torch.device) -> tuple[int, int, int]:
-    """(free, total, reserved by this process's allocator) of a CUDA device, bytes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free, total, torch.cuda.memory_reserved(device)
-
-
 @contextmanager
 def memory_for(doing: str, device: torch.device, advice: str) -> Iterator[None]:
     """Turn running out of memory inside the block into `DeviceMemoryError`: one sentence that ends with the advice."""
@@ -92,13 +87,14 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _sentence(doing: str, device: torch.device, advice: str, text: str) -> str:
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", text)
     wanted = f"{asked[1]} more were wanted, " if asked else ""
-    if device.type != "cuda":
-        return f"Memory ran out while {doing}: {wanted}{_gib(free_cpu_bytes())} are free; {advice}."
-    free, total, reserved = measured_memory(device)
+    platform = platform_of(device)
+    free, total, reserved = platform.memory()
+    if platform.shares_host_memory:
+        return f"Memory ran out while {doing}: {wanted}{_gib(free)} are free; {advice}."
     others = max(0, total - free - reserved)
     return (
-        f"CUDA ran out of memory while {doing}: {wanted}{_gib(free)} of {_gib(total)} are free, {_gib(reserved)} are held here and "
-        f"{_gib(others)} by other processes and the driver; {advice}."
+        f"{device.type.upper()} ran out of memory while {doing}: {wanted}{_gib(free)} of {_gib(total)} are free, "
+        f"{_gib(reserved)} are held here and {_gib(others)} by other processes and the driver; {advice}."
     )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from compile_and_serve.compiler.cudagraphs.runner import StepResult
 from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
@@ -97,13 +98,14 @@ class ModelRunner:
         self._last_step: Step | None = None
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
         self._is_alone = config.num_ranks == 1
-        self._is_cpu = device.type == "cpu"
-        if not self._is_cpu:
+        platform = self._platform = platform_of(device)
+        self._shares_memory = platform.shares_host_memory
+        if not self._shares_memory:
             # Two steps may be in flight, and the result of a third may still be read.
             self._pinned = [
                 (
-                    torch.zeros(num_slots * self.batch.query_len, dtype=torch.int64, pin_memory=True),
-                    torch.zeros(num_slots * self.batch.query_len, dtype=torch.float32, pin_memory=True),
+                    platform.host_zeros(num_slots * self.batch.query_len, torch.int64),
+                    platform.host_zeros(num_slots * self.batch.query_len, torch.float32),
                 )
                 for _ in range(3)
             ]
@@ -142,7 +144,7 @@ class ModelRunner:
             pass  # they are the last tokens already
         elif batch.query_len > 1:
             pass  # the host keeps them once the step is over
-        elif self._is_cpu:
+        elif self._shares_memory:
             batch.last_tokens.numpy()[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
@@ -183,8 +185,7 @@ class ModelRunner:
     def warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run the model on `made_up_step(num_tokens, num_seqs)` and sample nothing."""
         self.steps.run(self.made_up_step(num_tokens, num_seqs))
-        if not self._is_cpu:
-            torch.cuda.synchronize(self.device)
+        self._platform.synchronize()
 
     def made_up_step(self, num_tokens: int, num_seqs: int) -> Step:
         """A step of `num_tokens` over `num_seqs` sequences, or over as many more as keep each within the model's limit. It writes no
@@ -201,10 +202,10 @@ class ModelRunner:
         )  # fmt: skip
 
     def warm_up_sampler(self, dtype: torch.dtype) -> None:
-        """Build the GPU's kernels around the model, sampling first of all, before a request waits for them (on the CPU there are none).
+        """Build Triton's kernels around the model, sampling first of all, before a request waits for them.
         dtype: of the logits.
         """
-        if self._is_cpu:
+        if not self._platform.runs_triton_kernels:
             return
         padding = self.decode_step(1)
         begin_step(padding)
@@ -261,7 +262,7 @@ class ModelRunner:
         sampled_inputs = (
             [one for one in self.spec.inputs if one.advance == "sampled"] if layout.num_decodes and q == 1 else []
         )
-        if self._is_cpu:
+        if self._shares_memory:
             for one in sampled_inputs:
                 out = buffers.host_input(one, size, rows)[: layout.num_decodes]
                 batch.last_tokens.numpy().take(layout.slots_S[: layout.num_decodes], out=out, mode="clip")
@@ -273,7 +274,7 @@ class ModelRunner:
             buffers, size, seqs, rows, num_tokens=num_tokens, num_seqs=num_seqs, max_query_len=layout.max_query_len,
             max_seq_len=layout.max_seq_len,
         )  # fmt: skip
-        if not self._is_cpu:
+        if not self._shares_memory:
             slots = device["slots"][: layout.num_decodes]
             for one in sampled_inputs:
                 torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[one.name][: layout.num_decodes])
@@ -350,19 +351,17 @@ class ModelRunner:
     ) -> PendingStep:
         if logprobs is not None:
             logprobs = logprobs.to_host()
-        event = None
         if tokens_S is None or best_S is None:
             tokens, best = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-        elif self._is_cpu:
+        elif self._shares_memory:
             tokens, best = tokens_S.numpy(), best_S.numpy()
         else:
             pinned_tokens, pinned_best = self._pinned[self._num_launched % len(self._pinned)]
             pinned_tokens[: len(tokens_S)].copy_(tokens_S, non_blocking=True)
             pinned_best[: len(tokens_S)].copy_(best_S, non_blocking=True)
             tokens, best = pinned_tokens.numpy()[: len(tokens_S)], pinned_best.numpy()[: len(tokens_S)]
-        if not self._is_cpu:
+        if not self._shares_memory:
             self._num_launched += 1
-            event = torch.cuda.Event()
-            event.record()
+        event = self._platform.record_event()
         errors, self._errors = self._errors, {}
         return PendingStep(step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, on_accepted)

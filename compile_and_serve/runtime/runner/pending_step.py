@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from compile_and_serve.custom_ops.platform import Event
 from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, PromptRows
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs
@@ -43,7 +43,7 @@ class PendingStep:
         plan: SamplingPlan | None,
         logprobs: RowLogprobs | None,
         prompts: list[PromptResult],
-        event: torch.cuda.Event | None,
+        event: Event | None,
         errors: dict[str, str],
         on_accepted: OnAccepted | None = None,
     ) -> None:

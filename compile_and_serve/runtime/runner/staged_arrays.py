@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
+
 _ALIGNMENT = 64
 
 
@@ -25,11 +27,10 @@ class StagedArrays:
         for name, (dtype, length) in fields.items():
             offsets[name] = total
             total += -(-length * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
-        is_cpu = device.type == "cpu"
-        self._raw_host = [
-            torch.zeros(total, dtype=torch.uint8, pin_memory=not is_cpu) for _ in range(1 if is_cpu else 2)
-        ]
-        self._raw_device = self._raw_host[0] if is_cpu else torch.zeros(total, dtype=torch.uint8, device=device)
+        platform = platform_of(device)
+        shares_memory = self._shares_memory = platform.shares_host_memory
+        self._raw_host = [platform.host_zeros(total, torch.uint8) for _ in range(1 if shares_memory else 2)]
+        self._raw_device = self._raw_host[0] if shares_memory else torch.zeros(total, dtype=torch.uint8, device=device)
         self._hosts = [
             {
                 name: raw.numpy()[offsets[name] :][: length * np.dtype(dtype).itemsize].view(dtype)
@@ -41,7 +42,6 @@ class StagedArrays:
             name: self._raw_device[offsets[name] :][: length * np.dtype(dtype).itemsize].view(_torch_dtype(dtype))
             for name, (dtype, length) in fields.items()
         }
-        self._is_cpu = is_cpu
         self._current = 0
         self._versions = [-1] * len(self._hosts)
 
@@ -66,7 +66,7 @@ class StagedArrays:
 
     def upload(self) -> None:
         """Copy `host` to `device`, in stream order, without waiting."""
-        if not self._is_cpu:
+        if not self._shares_memory:
             self._raw_device.copy_(self._raw_host[self._current], non_blocking=True)
 
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from compile_and_serve.compiler.weights.arena import advise_huge_pages
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import StateGroup
 from compile_and_serve.runtime.config import CacheConfig
 
@@ -79,13 +78,14 @@ def plan_num_pages(
     max_num_seqs: int,
     max_step_tokens: int,
     free_bytes: int,
-    is_cpu: bool,
+    shares_host_memory: bool,
 ) -> int:
     """Number of pages N: the forced number, else what fits the forced bytes, else from `free_bytes`.
 
-    free_bytes: on CUDA what the cache may take (`MemoryPlan.free_for_cache`); on the CPU the memory that is free, of which the default
-    takes at most 4 GiB or a quarter (up to a half, where one request would not fit otherwise). Never more than max_num_seqs sequences
-    of max_model_len can use. Raises `KVCacheTooSmallError` when not even one fits.
+    shares_host_memory: of the platform; if it does, free_bytes is the memory that is free, of which the default takes at most 4 GiB or a
+    quarter (up to a half, where one request would not fit otherwise). If not, free_bytes is what the cache may take
+    (`MemoryPlan.free_for_cache`). Never more than max_num_seqs sequences of max_model_len can use.
+    Raises `KVCacheTooSmallError` when not even one fits.
     """
     per_request = layout.pages_per_request(groups, max_model_len, max_step_tokens)
     free_bytes -= layout.slot_bytes * (max_num_seqs + 1)
@@ -94,14 +94,14 @@ def plan_num_pages(
     elif config.memory_bytes is not None:
         num_pages = (config.memory_bytes - layout.slot_bytes * (max_num_seqs + 1)) // layout.page_bytes
     else:
-        if is_cpu:
+        if shares_host_memory:
             one_request = per_request * layout.page_bytes
             limit = min(CPU_DEFAULT_LIMIT, free_bytes // 4)
             free_bytes = max(limit, min(one_request, free_bytes // 2))
         num_pages = min(free_bytes // layout.page_bytes, per_request * max_num_seqs)
     if num_pages < per_request:
         advice = "lower --max-model-len or raise --kv-cache-memory"
-        if not is_cpu and config.num_blocks is None and config.memory_bytes is None:
+        if not shares_host_memory and config.num_blocks is None and config.memory_bytes is None:
             advice = (
                 "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs, or raise --gpu-memory-utilization"
             )
@@ -125,7 +125,7 @@ def allocate_state(
     tensors: dict[str, torch.Tensor] = {}
     paged = [group for group in groups if group.paged]
     pool = _zeros(num_pages * layout.page_bytes, device)
-    if device.type == "cpu" and pool.numel():
+    if platform_of(device).shares_host_memory and pool.numel():
         advise_huge_pages(pool)  # a sequence's pages lie anywhere in the pool
     for group in paged:
         begin = 0  # bytes: in the pool where there is one group, else in the page
@@ -150,23 +150,9 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [num_bytes]."""
-    if device.type != "cpu":
+    if not platform_of(device).shares_host_memory:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     # numpy's zeros come from calloc: memory that no request has touched yet is not resident. torch.zeros writes all of it.
     raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
     skip = -raw.ctypes.data % _ALIGNMENT
     return torch.from_numpy(raw[skip : skip + num_bytes])
-
-
-def free_cpu_bytes() -> int:
-    """Memory that this process may still take: what the system has available, within the control group's limit."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available

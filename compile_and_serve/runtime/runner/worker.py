@@ -30,6 +30,7 @@ from compile_and_serve.custom_ops.collectives.collectives import (
     join_tensor_parallel_group,
     tensor_parallel_group,
 )
+from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
 from compile_and_serve.models.registry import build_model
@@ -39,21 +40,18 @@ from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.device import (
-    describe_device,
     num_cores,
-    resolve_device,
     resolve_dtype,
     resolve_kv_cache_dtype,
     use_threads,
 )
-from compile_and_serve.runtime.runner.memory import MemoryPlan, measured_memory, memory_for
+from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.state_memory import (
     GIB,
     KVCacheTooSmallError,
     PageLayout,
-    free_cpu_bytes,
     plan_num_pages,
 )
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
@@ -78,11 +76,13 @@ class Worker:
         self.rank = rank
         self._on_stage = on_stage
         device = self.device = resolve_device(config.device, rank.device_index)
-        config = self._config = replace(config, scheduler=config.scheduler.for_device(device.type))
+        platform = self.platform = platform_of(device)
+        scheduler = config.scheduler.for_device(is_asynchronous=platform.is_asynchronous)
+        config = self._config = replace(config, scheduler=scheduler)
         self._num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
         use_threads(config.num_threads, self._num_sharing)
         dtype = self._dtype = resolve_dtype(config.model.dtype, device)
-        if device.type == "cpu":
+        if platform.runs_cpp_kernels:
             # The longest wait of a bare machine's start: the compilers run while we import and read.
             load = quantized_cpu_kernel_library if config.compile.quantization else load_cpu_kernels
             threading.Thread(target=load, name="cpu-kernels", daemon=True).start()
@@ -100,9 +100,9 @@ class Worker:
         backends = self._backends = backends_of_model(spec, config, device, dtype)
         self._backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"
         architecture = (spec.config.get("architectures") or ["?"])[0]
-        self._stage("read", start, f"{architecture}, {_dtype_name(dtype)} on {describe_device(device)}")
+        self._stage("read", start, f"{architecture}, {_dtype_name(dtype)} on {platform.name}")
         facts: dict[str, int | float | str] = {"attention_backend": self._backend_names}
-        if rank.size > 1 and device.type == "cuda":
+        if rank.size > 1 and platform.runs_cuda_kernels:
             facts["all_reduce"] = self._choose_allreduce(spec)
 
         with memory_for("compiling the model", device, memory.LOADING):
@@ -137,16 +137,17 @@ class Worker:
         self._graphs = self._graph_runner()
         self._said_all_captured = False
         self._to_measure: list[int] = []  # token counts to run in idle moments, the next one last
-        weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        if device.type == "cuda":
+        weights = platform.used_bytes()
+        if platform.runs_triton_kernels:
             with memory_for("compiling kernels", device, memory.LARGEST_STEP):
                 self._compile_kernels()
         self._start_of_cache = time.perf_counter()
-        self._memory_plan = self._measure_memory(weights) if device.type == "cuda" else None
+        self._memory_plan = None if platform.shares_host_memory else self._measure_memory(weights)
         self.info = WorkerInfo(
             num_blocks=self._num_blocks(),
-            device_type=device.type,
-            device=describe_device(device),
+            is_asynchronous=platform.is_asynchronous,
+            has_idle_tasks=platform.replays_graphs,  # captures and measurements
+            device=platform.name,
             dtype=_dtype_name(dtype),
             max_model_len=self._max_model_len,
             vocab_size=spec.vocab_size,
@@ -230,7 +231,7 @@ class Worker:
 
     def _graph_runner(self) -> CudaGraphRunner | None:
         options = self._config.compile
-        if self.device.type != "cuda" or options.mode == "eager" or options.cudagraph_mode == "none":
+        if not self.platform.replays_graphs or options.mode == "eager" or options.cudagraph_mode == "none":
             return None
         return CudaGraphRunner(
             self._model,
@@ -283,8 +284,8 @@ class Worker:
 
     def _num_blocks(self) -> int:
         cache = self._config.cache
-        if self.device.type == "cpu":
-            free = free_cpu_bytes() // self._num_sharing
+        if self.platform.shares_host_memory:
+            free = self.platform.memory().free // self._num_sharing
         else:
             assert self._memory_plan is not None
             free = self._memory_plan.free_for_cache
@@ -297,7 +298,7 @@ class Worker:
                 max_num_seqs=self._config.scheduler.max_num_seqs,
                 max_step_tokens=self._config.scheduler.token_budget,
                 free_bytes=free,
-                is_cpu=self.device.type == "cpu",
+                shares_host_memory=self.platform.shares_host_memory,
             )
         except KVCacheTooSmallError:
             self._say_memory(0, 0, is_mine=True)
@@ -310,12 +311,12 @@ class Worker:
     def _say_memory(self, cache_bytes: int, cache_tokens: int, *, is_mine: bool = False) -> None:
         """is_mine: what the table explains is this rank's alone; else rank 0 speaks for all."""
         if self._memory_plan is not None and (is_mine or self.rank.index == 0):
-            logger.info("%s", self._memory_plan.table(describe_device(self.device), cache_bytes, cache_tokens))
+            logger.info("%s", self._memory_plan.table(self.platform.name, cache_bytes, cache_tokens))
 
     def _measure_memory(self, weights: int) -> MemoryPlan:
         """Run the largest step that there can be, on a cache of one block, and look at what it takes beside the weights' bytes."""
-        device, scheduler = self.device, self._config.scheduler
-        torch.cuda.reset_peak_memory_stats(device)
+        device, platform, scheduler = self.device, self.platform, self._config.scheduler
+        platform.reset_peak()
         probe = self._new_runner(1)
         tokens, seqs = self._largest_step(probe)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
@@ -323,14 +324,14 @@ class Worker:
                 for backend in self._backends.values():
                     stack.enter_context(getattr(backend, "without_modules", nullcontext)())
                 probe.warm_up(tokens, seqs)
-            largest_step = torch.cuda.max_memory_allocated(device) - weights
+            largest_step = platform.peak_bytes() - weights
             largest_step += sum(getattr(backend, "workspace_to_come", 0) for backend in self._backends.values())
             graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
         if self._graphs is not None:
             self._graphs.bind(None)  # its buffers are the probe's
         del probe
-        torch.cuda.empty_cache()
-        free, total, reserved = measured_memory(device)
+        platform.release_cached()
+        free, total, reserved = platform.memory()
         return MemoryPlan(
             total=total,
             utilization=self._config.cache.gpu_memory_utilization,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.runtime.sampling.penalties import PenaltyPlan, PenaltyState
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
@@ -80,7 +81,7 @@ class LogitsProcessors:
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.num_slots = num_slots
-        self.device = device
+        self.device, self._platform = device, platform_of(device)
         self._options: dict[int, _SlotOptions] = {}
         self._penalties = PenaltyState(vocab_size, num_slots, device)
         # int64, the last tokens of the output, newest last, padded with -1. H is the largest W of the current requests.
@@ -228,8 +229,7 @@ class LogitsProcessors:
         self._history_SH[slot] = self._upload(row_H)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+        return self._platform.upload(np.ascontiguousarray(array))
 
 
 def _by_width(sequences: Sequence[Sequence[int]]) -> dict[int, _BadWords]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.runtime.messages import TokenLogprobs
 
 CHUNK_ROWS = 256  # rows in float32 at a time, to bound the memory of a long prompt
@@ -25,15 +26,14 @@ class RowLogprobs:
     top_Lk: torch.Tensor  # float32
 
     def to_host(self) -> RowLogprobs:
-        """Copies in pinned memory, complete once the device reaches this point. On the CPU, the tensors themselves."""
-        if self.tokens_L.device.type == "cpu":
-            return self
+        """Copies, complete once the device reaches this point: see `Platform.download`."""
+        download = platform_of(self.tokens_L.device).download
         return RowLogprobs(
-            tokens_L=copy_to_pinned(self.tokens_L),
-            chosen_L=copy_to_pinned(self.chosen_L),
-            ranks_L=copy_to_pinned(self.ranks_L),
-            top_ids_Lk=copy_to_pinned(self.top_ids_Lk),
-            top_Lk=copy_to_pinned(self.top_Lk),
+            tokens_L=download(self.tokens_L),
+            chosen_L=download(self.chosen_L),
+            ranks_L=download(self.ranks_L),
+            top_ids_Lk=download(self.top_ids_Lk),
+            top_Lk=download(self.top_Lk),
         )
 
     def to_messages(self, counts: list[int]) -> list[TokenLogprobs]:
@@ -47,13 +47,6 @@ class RowLogprobs:
             TokenLogprobs(ids=[tokens[i], *top_ids[i][:count]], logprobs=[chosen[i], *top[i][:count]], rank=ranks[i])
             for i, count in enumerate(counts)
         ]
-
-
-def copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned host tensor to which the device copies `tensor` asynchronously."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    return host
 
 
 def row_logprobs(logits_LV: torch.Tensor, tokens_L: torch.Tensor, count: int) -> RowLogprobs:

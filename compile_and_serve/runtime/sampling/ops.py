@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
+
 # The step's arrays from which the GPU samples, one element per row; temperature 0 is greedy.
 SAMPLING_FIELDS: dict[str, type[np.generic]] = {
     "temperatures": np.float32,
@@ -62,7 +64,7 @@ def argmax_rows(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     On the CPU this uses numpy, whose float32 argmax is vectorized; torch's is 10 to 20 times slower.
     """
-    if logits_RV.device.type != "cpu":
+    if not platform_of(logits_RV.device).shares_host_memory:
         from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
 
         return greedy_tokens(logits_RV)
@@ -173,7 +175,7 @@ def sample_top_p(
     top_p drops, so they cannot be kept.
     """
     vocab_size = logits_RV.shape[1]
-    if logits_RV.device.type != "cpu":
+    if not platform_of(logits_RV.device).shares_host_memory:
         return sample_top_k(logits_RV, vocab_size, inverse_temperature_R1, log_min_p_R1, top_p_R1, uniform_R1)
     max_R1 = logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = (logits_RV - max_R1).mul_(inverse_temperature_R1)

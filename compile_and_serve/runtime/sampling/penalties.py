@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
+
 _MIN_ROWS = 4
 _MIN_COLUMNS = 256
 
@@ -39,7 +41,7 @@ class PenaltyState:
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.max_rows = max_rows
-        self.device = device
+        self.device, self._platform = device, platform_of(device)
         self._counts_CV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # occurrences in the output
         self._seen_CL = torch.zeros(0, _MIN_COLUMNS, dtype=torch.int64, device=device)
         self._lengths_C = torch.zeros(0, dtype=torch.int64, device=device)
@@ -138,8 +140,7 @@ class PenaltyState:
         self._seen_CL = wider_CL
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+        return self._platform.upload(np.ascontiguousarray(array))
 
 
 def _grown(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.runtime.sampling.logits_processors import FOREVER, LogitsPlan, LogitsProcessors
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
 from compile_and_serve.runtime.sampling.ops import (
@@ -89,8 +90,8 @@ class Sampler:
 
     def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self.device = device
-        self._is_cpu = device.type == "cpu"
+        self.device, self._platform = device, platform_of(device)
+        self._has_triton = self._platform.runs_triton_kernels  # one kernel samples all rows
         # Tokens that the slot's request has generated, including those of steps in flight.
         self.num_outputs = np.zeros(num_slots, dtype=np.int64)
         self._processors = LogitsProcessors(vocab_size, num_slots, device)
@@ -136,7 +137,7 @@ class Sampler:
         groups: list[_RandomGroup] = []
         random_rows: list[int] = []
         for (top_k, has_top_p), rows in sorted(by_options.items()):
-            if self._is_cpu:
+            if not self._has_triton:
                 group_params = [params[row] for row in rows]
                 groups.append(self._group(rows, group_params, len(random_rows), top_k, has_top_p, len(params)))
             random_rows.extend(rows)
@@ -149,7 +150,7 @@ class Sampler:
             greedy_rows_R=self._upload(np.array(greedy, dtype=np.int64)) if greedy and not all_greedy else None,
             all_greedy=all_greedy,
             groups=groups,
-            gpu={} if self._is_cpu else self._gpu_rows(params, slots_S),
+            gpu=self._gpu_rows(params, slots_S) if self._has_triton else {},
             num_random=len(random_rows),
             random_slots=slots_S[random_rows],
             random_offsets=offsets_S[random_rows],
@@ -166,7 +167,7 @@ class Sampler:
         CPU: "uniforms", float32 [num_random], or nothing without random rows. Other devices: `SAMPLING_FIELDS` [S], or only
         "temperatures" without random rows.
         """
-        if not self._is_cpu:
+        if self._has_triton:
             return (
                 {**plan.gpu, "sample_positions": self.num_outputs[plan.slots_S] + plan.offsets_S}
                 if plan.num_random
@@ -218,7 +219,7 @@ class Sampler:
         if plan.all_greedy:
             return argmax_rows(logits_SV)
         num_rows = logits_SV.shape[0]
-        if not self._is_cpu:
+        if self._has_triton:
             return sample_rows(logits_SV, [inputs[name][:num_rows] for name in SAMPLING_FIELDS])
         randomness = inputs["uniforms"]
         if len(plan.groups) == 1 and plan.groups[0].rows_R is None:
@@ -273,8 +274,7 @@ class Sampler:
         return self._upload(np.array(values, dtype=np.float32)[:, None])
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+        return self._platform.upload(array)
 
 
 def _sample_group(

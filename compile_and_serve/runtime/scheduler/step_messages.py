@@ -105,12 +105,14 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
 class WorkerInfo(msgspec.Struct, kw_only=True):
     """What a rank knows once its weights are loaded.
 
-    num_blocks: KV blocks that it has room for, over all groups. prefix_caching_unsupported: why this model's cache
+    num_blocks: KV blocks that it has room for, over all groups. is_asynchronous: of its platform. has_idle_tasks: whether `Worker.idle`
+    may have work to do. prefix_caching_unsupported: why this model's cache
     cannot be reused by other requests, as a sentence. num_draft_tokens: draft tokens that a decode checks.
     """
 
     num_blocks: int
-    device_type: str
+    is_asynchronous: bool
+    has_idle_tasks: bool
     device: str
     dtype: str
     max_model_len: int

@@ -34,12 +34,11 @@ def compile_model_command(
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is not a folder: give a new folder, or one that holds artifacts.")
     from compile_and_serve.compiler import available_kernels, compile_model
+    from compile_and_serve.custom_ops.platform import platform_of, resolve_device
     from compile_and_serve.models.registry import build_model
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.runtime.runner.attention_backends import backends_of_model, keep_built_modules
     from compile_and_serve.runtime.runner.device import (
-        describe_device,
-        resolve_device,
         resolve_dtype,
         resolve_kv_cache_dtype,
         use_threads,
@@ -54,7 +53,7 @@ def compile_model_command(
         use_threads(config.num_threads, config.num_processes)
         spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
         backends = backends_of_model(spec, config, device, dtype)
-        detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {describe_device(device)}"
+        detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {platform_of(device).name}"
         stages("read", time.perf_counter() - started, detail)
         kernels = available_kernels(device=device, dtype=dtype, attention_backends=backends.values())
         compiled = compile_model(

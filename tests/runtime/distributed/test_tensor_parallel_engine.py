@@ -147,7 +147,7 @@ def test_the_all_reduce_is_chosen_only_if_there_is_a_choice(
     stages: list[str] = []
     worker = Worker.__new__(Worker)
     engine = tiny_config(model_dir, **options)
-    worker._config = replace(engine, scheduler=engine.scheduler.for_device("cuda"))
+    worker._config = replace(engine, scheduler=engine.scheduler.for_device(is_asynchronous=True))
     worker._dtype, worker.device = torch.float32, torch.device("cpu")
     worker._on_stage = lambda stage, seconds, detail: stages.append(f"{stage}: {detail}")
     assert worker._choose_allreduce(SimpleNamespace(config=config)) == said  # type: ignore[arg-type]

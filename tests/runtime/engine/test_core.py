@@ -247,7 +247,7 @@ def test_the_worker_says_how_its_cache_is_laid_out(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = WorkerInfo(
-        num_blocks=24, device_type="cpu", device="fake", dtype="float32", max_model_len=256, vocab_size=320,
+        num_blocks=24, is_asynchronous=False, has_idle_tasks=False, device="fake", dtype="float32", max_model_len=256, vocab_size=320,
         groups=[PagedGroup(4), PagedGroup(8, window=16)], num_draft_tokens=3,
         prefix_caching_unsupported="Its recurrent state is that of one sequence.", compile_report={},
     )  # fmt: skip

@@ -7,9 +7,11 @@ import os
 import pytest
 import torch
 
+from compile_and_serve.custom_ops import platform
+from compile_and_serve.custom_ops.platform import resolve_device
 from compile_and_serve.runtime.distributed.child_process import one_device
 from compile_and_serve.runtime.runner import device as devices
-from compile_and_serve.runtime.runner.device import resolve_device, resolve_dtype, use_threads
+from compile_and_serve.runtime.runner.device import resolve_dtype, use_threads
 
 CPU = torch.device("cpu")
 
@@ -29,7 +31,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
     monkeypatch: pytest.MonkeyPatch, flags: set[str], expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(devices, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(platform, "_cpu_flags", lambda: flags)
     assert resolve_dtype("auto", CPU) == expected
     assert resolve_dtype("float32", CPU) == torch.float32
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
@@ -50,7 +52,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_was_given_and_is_not_there_is_no_reason_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto", 1) == CPU  # no CUDA on this machine
-    monkeypatch.setattr(devices, "_has_cuda", lambda: True)
+    monkeypatch.setattr(platform, "_has_cuda", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(ValueError, match=r"^CUDA device 7 is wanted, but torch finds no such device here"):
         resolve_device("auto", 0)

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from compile_and_serve.compiler.cudagraphs.runner import GraphStats, PlainRunner
+from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, MemoryInfo
 from compile_and_serve.runtime.engine.core import EngineCore
-from compile_and_serve.runtime.runner import memory, worker
 from compile_and_serve.runtime.runner.memory import DeviceMemoryError, MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
 from compile_and_serve.serve.cli.main import app
@@ -28,10 +28,29 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("memory") / "tiny")
 
 
+MEMORY = MemoryInfo(free=3 * GIB, total=80 * GIB, reserved=70 * GIB)
+
+
 @pytest.fixture(autouse=True)
 def device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (memory, worker):
-        monkeypatch.setattr(module, "measured_memory", lambda device: (3 * GIB, 80 * GIB, 70 * GIB))
+    monkeypatch.setattr(CudaPlatform, "memory", lambda platform: MEMORY)
+
+
+class Gpu(CpuPlatform):
+    """Says that its memory is its own, of which up to `peak` bytes were in use."""
+
+    shares_host_memory = False
+    peak = 0
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.name = "a GPU"
+
+    def memory(self) -> MemoryInfo:
+        return MEMORY
+
+    def peak_bytes(self) -> int:
+        return self.peak
 
 
 @pytest.mark.parametrize(
@@ -132,21 +151,19 @@ def test_what_the_largest_step_takes_is_measured_before_graphs_are_estimated(
 ) -> None:
     """Estimating resets the allocator's peak: what is read afterwards is not the largest step's."""
     rank = EngineCore(tiny_config(model_dir, max_num_batched_tokens=64))._executor.worker  # type: ignore[attr-defined]
-    peak = {"bytes": 5 * GIB}
+    gpu = rank.platform = Gpu()
+    gpu.peak = 5 * GIB
 
     class Graphs(PlainRunner):
         def bind(self, *inputs: object) -> None: ...
 
         def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
             assert (max_tokens, largest_step) == (64, 3 * GIB)
-            peak["bytes"] = 1
+            gpu.peak = 1
             return GIB
 
     rank._graphs = Graphs(rank._model)
     rank._backends["kv_caches"].workspace_to_come = GIB
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     plan = rank._memory_plan = rank._measure_memory(3 * GIB)
     assert (plan.weights, plan.largest_step, plan.step_tokens, plan.graphs) == (3 * GIB, 3 * GIB, 64, GIB)
     assert (plan.total, plan.others) == (80 * GIB, 7 * GIB)
@@ -160,12 +177,11 @@ def test_a_device_without_room_for_a_cache_shows_who_took_it(
 ) -> None:
     core = EngineCore(tiny_config(model_dir))
     rank = core._executor.worker  # type: ignore[attr-defined]
-    rank.device = torch.device("cuda")
+    rank.platform = Gpu()
     rank._config = replace(rank._config, cache=replace(rank._config.cache, num_blocks=None))
     rank._memory_plan = MemoryPlan(
         total=80 * GIB, utilization=0.5, others=0, weights=39 * GIB, largest_step=2 * GIB, step_tokens=8192, sampling=0, graphs=0
     )  # fmt: skip
-    monkeypatch.setattr(worker, "describe_device", lambda device: "a GPU")
     with (
         caplog.at_level(logging.INFO, logger="compile_and_serve.runtime"),
         pytest.raises(KVCacheTooSmallError, match="or raise --gpu-memory-utilization"),

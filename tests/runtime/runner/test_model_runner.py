@@ -259,7 +259,7 @@ def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
 
 def drawn_tokens(runner: ModelRunner) -> dict[str, list[int]]:
     """Seven steps of two random requests, one with a penalty, which is why tokens are drawn outside of the graph; then a third comes."""
-    runner.sampler._is_cpu = False  # which draws as a GPU does, in Triton's interpreter
+    runner.sampler._has_triton = True  # which draws as a GPU does, in Triton's interpreter
     new = [
         new_request("plain", [1, 2, 3], [0, 1, 2], temperature=1.0, seed=7),
         new_request("penalty", [4, 5], [3, 4, 5], temperature=1.0, seed=8, presence_penalty=1e-3),

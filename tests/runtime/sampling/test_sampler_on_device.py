@@ -19,7 +19,7 @@ PARAMS = [GREEDY, SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingPara
 
 def device_sampler(params: list[SamplingParams]) -> Sampler:
     sampler = Sampler(vocab_size=VOCAB, num_slots=SLOTS, device=CPU)
-    sampler._is_cpu = False
+    sampler._has_triton = True
     empty = np.empty(0, dtype=np.int64)
     for slot, given in enumerate(params):
         sampler.add(slot, given, [], empty, empty)

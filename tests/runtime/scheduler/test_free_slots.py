@@ -75,14 +75,14 @@ def test_a_step_that_has_a_prompt_anyway_takes_more_of_them() -> None:
 
 def test_slots_are_given_away_in_groups_on_a_gpu_in_order_of_arrival() -> None:
     defaults = {
-        (device, policy): SchedulerConfig(policy=policy).for_device(device).admit_in_groups
-        for device in ("cpu", "cuda")
+        (is_gpu, policy): SchedulerConfig(policy=policy).for_device(is_asynchronous=is_gpu).admit_in_groups
+        for is_gpu in (False, True)
         for policy in ("fcfs", "priority")
     }  # fmt: skip
     assert defaults == {
-        ("cpu", "fcfs"): False,
-        ("cpu", "priority"): False,
-        ("cuda", "fcfs"): True,
-        ("cuda", "priority"): False,
+        (False, "fcfs"): False,
+        (False, "priority"): False,
+        (True, "fcfs"): True,
+        (True, "priority"): False,
     }
-    assert SchedulerConfig(admit_in_groups=True).for_device("cpu").admit_in_groups
+    assert SchedulerConfig(admit_in_groups=True).for_device(is_asynchronous=False).admit_in_groups
