@@ -77,7 +77,7 @@ def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("verb", "option"), [("force", "forced_passes"), ("disable", "disabled_passes")])
-def test_an_unknown_pass_is_refused_whatever_is_cached(tmp_path: Path, verb: str, option: str) -> None:
+def test_an_unknown_pass_is_an_error_even_with_an_artifact(tmp_path: Path, verb: str, option: str) -> None:
     compiled(tmp_path)
     wish = {option: frozenset({"nonsense"})}
     with pytest.raises(PassError, match=f"Cannot {verb} unknown pass 'nonsense': the passes are functionalize, canon"):
@@ -106,7 +106,7 @@ def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_what_is_compiled_is_kept_where_another_piece_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_pieces_are_stored_although_another_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_piece, begun = pipeline.start_piece, []
 
     def third_fails(gm: GraphModule, *args: object) -> PendingPiece:
@@ -127,10 +127,8 @@ def test_what_is_compiled_is_kept_where_another_piece_fails(tmp_path: Path, monk
     assert (stages.count("loaded"), stages.count("compiled")) == (2, 1)
 
 
-def test_nothing_depends_on_the_number_of_tokens_that_was_traced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels are chosen by the range of a step's tokens while it runs, never by the example that the graph was captured with."""
+def test_pieces_do_not_depend_on_the_example_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen at run time by the number of tokens, not by the example with which the graph was captured."""
     made = []
     for count in (2, 61):
         with monkeypatch.context() as patched:
@@ -173,7 +171,7 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("kernels", [FUSED, frozenset()], ids=["fused", "plain"])
 def test_no_unexpected_clone_in_the_generated_code(tmp_path: Path, architecture: str, kernels: frozenset[str]) -> None:
-    """No piece copies a tensor that it only reads, none sees a KV cache, and whatever it allocates is as long as the step."""
+    """No piece copies a tensor that it only reads or takes a KV cache, and each buffer depends on the number of tokens."""
     compiled(tmp_path, architecture, kernels)
     sources = [file.read_text() for file in (tmp_path / "piece").glob("*/piece.py")]
     assert len(sources) == 3
@@ -185,5 +183,5 @@ def test_no_unexpected_clone_in_the_generated_code(tmp_path: Path, architecture:
         assert "kv_cache" not in source
         for shape in re.findall(r"empty_strided\w*\(\((.*?)\), ", source):
             allocated += 1
-            assert re.search(r"[us]\d", shape), f"a buffer of ({shape}), whatever the step: a copy of a weight"
+            assert re.search(r"[us]\d", shape), f"a buffer of constant shape ({shape}): a copy of a weight"
     assert allocated > 0 or kernels

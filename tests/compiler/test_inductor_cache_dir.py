@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (Triton may be missing where there is no GPU)
-"""Where Triton keeps what Inductor has it build for a CUDA device, and what our own kernels find outside."""
+"""Triton's folder while Inductor compiles for a CUDA device, and afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_block_changes_the_folders_only_inside(
     outside, ptxas = triton.knobs.cache.dir, triton.knobs.nvidia.ptxas.path
     for piece in ("a", "b"):
         with _cache_dir(tmp_path / piece, CUDA):
-            # As environment variables, too: Inductor and the processes that it starts read nothing else.
+            # Also the environment variables: Inductor and its processes read only those.
             assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == str(tmp_path / piece / "triton")
             assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / piece)
             assert os.environ["TRITON_PTXAS_PATH"] == triton.knobs.nvidia.ptxas.path == ptxas
@@ -55,7 +55,7 @@ def test_inductor_sets_no_folder_for_the_whole_process(tmp_path: Path, monkeypat
     assert [os.environ.get(name) for name in VARIABLES] == [None, None]
 
 
-def test_on_the_cpu_triton_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_triton_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     with _cache_dir(tmp_path, torch.device("cpu")):
         assert "TRITON_CACHE_DIR" not in os.environ

@@ -1,4 +1,4 @@
-"""Pieces for a GPU: Inductor's processes build their kernels beside each other, each into its piece's folder."""
+"""Pieces for a GPU: Inductor's processes build their kernels in parallel, each in the folder of its piece."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Scaled(nn.Module):
         self.factor = factor
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tanh(x * self.factor) + x, x.softmax(-1)  # softmax: the same kernel in all of them
+        return torch.tanh(x * self.factor) + x, x.softmax(-1)  # softmax: a kernel that the pieces share
 
 
 def piece(factor: float) -> GraphModule:
@@ -33,7 +33,7 @@ def piece(factor: float) -> GraphModule:
 
 
 @pytest.mark.parametrize("is_ready", [True, False], ids=["processes", "none yet"])
-def test_pieces_in_work_beside_each_other(tmp_path: Path, is_ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_compiled_in_parallel(tmp_path: Path, is_ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
     from torch._inductor.async_compile import AsyncCompile
 
@@ -45,19 +45,19 @@ def test_pieces_in_work_beside_each_other(tmp_path: Path, is_ready: bool, monkey
         if is_ready:
             AsyncCompile.wait_pool_ready()
         begun = [start_piece(piece(factor), CUDA, tmp_path / str(factor)) for factor in factors]
-        compiled = [in_work.result() for in_work in begun]
+        compiled = [pending.result() for pending in begun]
     for factor, made in zip(factors, compiled, strict=True):
         scaled, probs = made.run([x])
         torch.testing.assert_close(scaled, torch.tanh(x * factor) + x)
         torch.testing.assert_close(probs, x.softmax(-1))
         folder = tmp_path / str(factor)
-        assert list(folder.rglob("*.cubin")), "the piece's kernels do not lie in its folder"
-        # As an artifact comes back: elsewhere, and what was first built is gone.
+        assert list(folder.rglob("*.cubin")), "the piece's kernels are not in its folder"
+        # Like an artifact: in another folder, after the first one is gone.
         elsewhere = tmp_path / f"{factor}-loaded"
         shutil.copytree(folder, elsewhere)
         shutil.rmtree(folder)
         found.clear()
         again = load_pieces({"again": made.source}, CUDA, elsewhere)["again"].run([x])
         torch.testing.assert_close(again[0], scaled)
-        assert found, "no kernel was looked for"
-        assert all(found), "loading a piece built kernels again"
+        assert found, "no kernel was loaded"
+        assert all(found), "loading a piece rebuilt its kernels"

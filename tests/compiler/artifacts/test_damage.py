@@ -33,7 +33,7 @@ def snapshot(root: Path) -> dict[Path, tuple[bytes, int]]:
     return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in root.rglob("*") if file.is_file()}
 
 
-def test_every_flipped_bit_of_a_manifest_is_found_or_changes_nothing(tmp_path: Path, content: Path) -> None:
+def test_each_flipped_bit_of_a_manifest_is_found_or_changes_nothing(tmp_path: Path, content: Path) -> None:
     entry = put(tmp_path / "store", content)
     file, manifest = entry.path / MANIFEST, entry.manifest
     original, accepted = file.read_bytes(), 0
@@ -69,7 +69,7 @@ def test_every_flipped_bit_of_a_manifest_is_found_or_changes_nothing(tmp_path: P
         json.dumps({"schema": 1, "kind": "piece", "fields": FIELDS | {"torch": "2.11.0"}, "files": {}}),
     ],
 )  # fmt: skip
-def test_any_other_manifest_is_reported_once_and_rebuilt(
+def test_a_wrong_manifest_is_reported_once_and_rebuilt(
     text: str, tmp_path: Path, content: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry = put(tmp_path / "store", content)
@@ -84,7 +84,7 @@ def test_any_other_manifest_is_reported_once_and_rebuilt(
 
 
 @pytest.mark.parametrize("what", ["a folder", "a loop", "a file instead of the artifact"])
-def test_a_manifest_that_is_no_file(what: str, tmp_path: Path, content: Path) -> None:
+def test_a_manifest_that_is_not_a_file(what: str, tmp_path: Path, content: Path) -> None:
     entry = put(tmp_path / "store", content)
     manifest = entry.path / MANIFEST
     manifest.unlink()

@@ -1,4 +1,4 @@
-"""The artifact store: what is damaged is never used, what is interrupted leaves nothing behind, and a miss says why."""
+"""The artifact store: damaged artifacts are not used, interrupted writes leave nothing, and a miss is explained."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> ArtifactStore:
     return ArtifactStore(tmp_path / "store")
 
 
-def test_what_was_put_is_found(store: ArtifactStore, content: Path) -> None:
+def test_get_returns_what_put_wrote(store: ArtifactStore, content: Path) -> None:
     assert store.get("piece", FIELDS) is None
     store.put("piece", FIELDS, content)
     entry = store.get("piece", FIELDS)
@@ -60,7 +60,7 @@ def test_a_store_may_be_copied(store: ArtifactStore, content: Path, tmp_path: Pa
     assert ArtifactStore(tmp_path / "moved").get("piece", FIELDS) is not None
 
 
-def test_a_whole_artifact_stays_when_it_is_put_again(store: ArtifactStore, content: Path) -> None:
+def test_an_intact_artifact_is_not_replaced(store: ArtifactStore, content: Path) -> None:
     """Another process may be reading it."""
     entry = store.put("piece", FIELDS, content)
     assert entry is not None
@@ -73,7 +73,7 @@ def test_a_whole_artifact_stays_when_it_is_put_again(store: ArtifactStore, conte
     assert not store.leftovers()
 
 
-def test_many_that_put_the_same_leave_one_whole_artifact(
+def test_concurrent_puts_leave_one_intact_artifact(
     store: ArtifactStore, content: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ThreadPoolExecutor(8) as threads:
@@ -83,7 +83,7 @@ def test_many_that_put_the_same_leave_one_whole_artifact(
     assert not caplog.records
 
 
-def test_whoever_waits_for_another_process_says_so(
+def test_waiting_for_another_process_is_logged(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("compile_and_serve.compiler.artifacts.store.FIRST_WAIT_SECONDS", 0.01)
@@ -132,7 +132,7 @@ def test_a_damaged_artifact_is_not_used(
     assert store.get("piece", FIELDS) is not None
 
 
-def test_a_miss_says_which_field_differs(store: ArtifactStore, content: Path) -> None:
+def test_a_miss_names_the_field_that_differs(store: ArtifactStore, content: Path) -> None:
     assert store.explain_miss("piece", FIELDS) is None
     store.put("piece", FIELDS, content)
     reason = store.explain_miss("piece", FIELDS | {"torch": "2.11.0"})
@@ -171,7 +171,7 @@ def test_compiling_works_without_a_writable_store(tmp_path: Path) -> None:
 
 
 class _Starts:
-    """Starts of one model over a store and, where there is one, an artifact folder; `spoil` makes a piece fail to load, whole as it is."""
+    """Starts of one model with a store and perhaps an artifact folder. `spoil` makes an intact piece fail to load."""
 
     def __init__(self, cache_dir: Path, artifact_dir: Path | None = None) -> None:
         self.spec = tiny_spec(layers=1)
@@ -195,8 +195,8 @@ class _Starts:
         (entry.path / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_an_artifact_that_does_not_load_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Found out while the weights are read, or, where another piece is missing, while those that are there are loaded."""
+def test_an_artifact_that_cannot_be_loaded_is_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """This is noticed while the weights are read, or, if another piece is missing, while the present ones are loaded."""
     starts = _Starts(tmp_path)
     _, expected = starts.start()
     for is_one_missing in (False, True):
@@ -213,7 +213,7 @@ def test_an_artifact_that_does_not_load_is_made_again(tmp_path: Path, caplog: py
         assert not caplog.text
 
 
-def test_a_folder_of_artifacts_that_do_not_load_is_left_as_it_is(tmp_path: Path) -> None:
+def test_an_artifact_folder_is_not_changed(tmp_path: Path) -> None:
     ahead = tmp_path / "ahead"
     _, expected = _Starts(ahead).start()
     starts = _Starts(tmp_path / "cache", artifact_dir=ahead)
@@ -228,7 +228,7 @@ def test_a_folder_of_artifacts_that_do_not_load_is_left_as_it_is(tmp_path: Path)
     assert len(starts.pieces(tmp_path / "cache")) == len(starts.pieces(ahead))
 
 
-def test_a_full_disk_costs_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_removes_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = _Starts(tmp_path)
     _, expected = starts.start()
 
@@ -245,8 +245,10 @@ def test_a_full_disk_costs_no_artifact(tmp_path: Path, monkeypatch: pytest.Monke
     torch.testing.assert_close(logits, expected)
 
 
-def test_what_is_made_by_other_choices_serves_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights have been read by the plan whose pieces do not load."""
+def test_an_artifact_with_other_choices_is_used_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights were read for the plan whose pieces cannot be loaded."""
     starts = _Starts(tmp_path)
     _, expected = starts.start()
     starts.spoil(starts.pieces(tmp_path)[0])
@@ -278,7 +280,7 @@ def test_a_plan_is_replaced_with_its_pieces(store: ArtifactStore, content: Path)
 
 
 def _start(cache_dir: str, expected: torch.Tensor, report: str, compile_anew: bool = False) -> None:
-    """One start of a process: compile or load, compare a step with the expected logits, say whether it was a hit.
+    """One start of a process: compile or load, compare a step with the expected logits, report whether it was a hit.
 
     compile_anew: with g++ itself, whatever it has compiled before in this run of the tests.
     """
@@ -303,7 +305,7 @@ def _expected_logits() -> torch.Tensor:
     return step(model, [1, 2, 3, 4, 5], 0, caches(spec, torch.float32))
 
 
-def test_two_processes_at_once_share_the_work(tmp_path: Path) -> None:
+def test_of_two_processes_one_compiles(tmp_path: Path) -> None:
     context = forkserver()
     expected = _expected_logits()
     reports = [tmp_path / f"report{i}" for i in range(2)]
@@ -317,8 +319,8 @@ def test_two_processes_at_once_share_the_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_the_next_start_is_right(tmp_path: Path) -> None:
-    """Twenty cold compilations are killed, two at a time, each after a random share of the time that a whole one takes."""
+def test_a_start_after_a_kill_at_any_time_is_correct(tmp_path: Path) -> None:
+    """Twenty cold compilations are killed, two at a time, each after a random part of its usual time."""
     context = forkserver()
     expected = _expected_logits()
     _run_to_end(context, tmp_path / "warm-up", expected)  # starts the fork server
@@ -351,7 +353,7 @@ def test_killed_at_any_point_the_next_start_is_right(tmp_path: Path) -> None:
 
 
 def _run_to_end(context: ForkServerContext, store: Path, expected: torch.Tensor, *, compile_anew: bool = False) -> str:
-    """A start that nobody kills. → what it says of its artifact."""
+    """A start that is not killed. → its report of the artifact"""
     report = store.with_name(store.name + "-report")
     process = context.Process(target=_start, args=(str(store), expected, str(report), compile_anew))  # type: ignore[attr-defined]
     process.start()

@@ -1,4 +1,4 @@
-"""Work folders of killed processes are removed; those of living ones are not."""
+"""Work folders of killed processes are removed; those of running processes are not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_folder_is_removed_when_its_process_was_killed(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["work-not-ours"]
 
 
-def test_a_killed_compilation_leaves_nothing_for_long(tmp_path: Path) -> None:
+def test_the_next_compilation_removes_the_folders_of_a_killed_one(tmp_path: Path) -> None:
     store = tmp_path / "store"
     (store / "piece").mkdir(parents=True)
     with (

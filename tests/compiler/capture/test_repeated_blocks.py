@@ -1,4 +1,4 @@
-"""A block traced for all that are like it gives the graph that tracing each of them gives, and stands for no other."""
+"""Tracing one block for all equal ones gives the same graph as tracing each; different blocks are traced separately."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def captured_stack(factors: list[float]) -> CapturedGraph:
 
 
 def of_random_weights(graph: CapturedGraph, factors: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the captured graph and the module itself compute."""
+    """The results of the captured graph and of the module itself."""
     stack = Stack(factors).requires_grad_(False)
     for parameter in stack.parameters():
         nn.init.normal_(parameter)
@@ -74,7 +74,7 @@ class Inner(nn.Module):
 
 
 class Nested(Block):
-    """A block with a list of blocks in it."""
+    """A block that contains a list of blocks."""
 
     def __init__(self, factor: float) -> None:
         super().__init__(factor)
@@ -96,7 +96,9 @@ def test_blocks_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_reuse
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_graph_is_the_one_of_tracing_every_block(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_is_the_same_as_when_every_block_is_traced(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def operations() -> tuple[int, list[Any], set[Any]]:
         spec = tiny_spec(architecture, 5)
         graph = capture_spec(spec, torch.float32)
@@ -123,7 +125,7 @@ def test_graph_is_the_one_of_tracing_every_block(architecture: str, monkeypatch:
 
 
 @pytest.mark.parametrize("factors", [[0.5] * 6, [0.5, 0.25] * 3, [0.5, 0.5, 0.125, 0.125, 0.5]], ids=str)
-def test_blocks_of_few_kinds_compute_what_each_computes(factors: list[float]) -> None:
+def test_blocks_of_few_kinds_compute_their_own_results(factors: list[float]) -> None:
     graph = captured_stack(factors)
     assert graph.regions == (len(factors) if regions_are_reused() else 0)
     torch.testing.assert_close(*of_random_weights(graph, factors))
@@ -131,7 +133,7 @@ def test_blocks_of_few_kinds_compute_what_each_computes(factors: list[float]) ->
 
 @needs_reuse
 @pytest.mark.parametrize("seen_beforehand", [True, False])
-def test_blocks_that_all_differ_are_traced_each(
+def test_blocks_that_all_differ_are_traced_separately(
     seen_beforehand: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     factors = [0.5 + i for i in range(MAX_KINDS + 2)]
@@ -145,7 +147,7 @@ def test_blocks_that_all_differ_are_traced_each(
 
 
 @needs_reuse
-def test_classes_are_left_as_they_were() -> None:
+def test_classes_are_restored() -> None:
     class Inherits(Block):
         pass
 

@@ -1,4 +1,4 @@
-"""What the splitter and the fingerprint promise: few distinct pieces, whatever the depth, and no layer's identity in any."""
+"""The splitter and the fingerprint: few distinct pieces at any depth, which do not contain the identity of a layer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_fingerprint_sees_a_changed_constant() -> None:
     assert not pieces(1e-5) & pieces(1e-6)
 
 
-def test_plan_survives_json() -> None:
+def test_a_plan_can_be_stored_as_json() -> None:
     captured, stages = stages_of(2)
     plan, _ = make_plan(captured.gm, stages, captured.weights, ["logits"])
     assert ExecutionPlan.from_json(plan.to_json()) == plan

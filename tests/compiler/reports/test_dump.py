@@ -1,4 +1,4 @@
-"""A dump holds every stage as a file that runs, says what each pass did, and never gets in the way of the compilation."""
+"""A dump contains every stage as a file that can be run, and the pass report; an error in it does not stop the compilation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dumped(
 
 @pytest.fixture(scope="module")
 def plain_dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
-    """`dumped` as it comes, for tests that only look at it; the store lies beside the dump."""
+    """`dumped` with default options, for tests that only read it. The store is beside the dump."""
     return dumped(tmp_path_factory.mktemp("plain"))
 
 
@@ -69,7 +69,7 @@ def assert_pieces_compute_what_was_compiled(folder: Path, tolerance: float) -> i
 
 def test_dumped_pieces_run_and_agree_with_the_compiled_ones(plain_dump: tuple[Path, Model], tmp_path: Path) -> None:
     folder, model = tmp_path / "dump", plain_dump[1]
-    shutil.copytree(plain_dump[0], folder)  # gets kernels
+    shutil.copytree(plain_dump[0], folder)  # kernels are built in it
     assert assert_pieces_compute_what_was_compiled(folder, 1e-4) == model.report["distinct_pieces"]
 
 
@@ -83,7 +83,7 @@ def test_dump_of_smollm2_runs(tmp_path: Path, smollm2_gguf: Path) -> None:
     assert assert_pieces_compute_what_was_compiled(tmp_path / "dump", 1e-3) == model.report["distinct_pieces"]
 
 
-def test_every_stage_is_a_file_and_their_names_sort(plain_dump: tuple[Path, Model]) -> None:
+def test_every_stage_is_a_file_and_names_sort_by_stage(plain_dump: tuple[Path, Model]) -> None:
     folder, _ = plain_dump
     names = sorted(file.name for file in folder.iterdir())
     passes = [f"{i:02}_pass_{p.name}.py" for i, p in enumerate(RUN, start=2)]
@@ -92,7 +92,7 @@ def test_every_stage_is_a_file_and_their_names_sort(plain_dump: tuple[Path, Mode
     assert "def forward(self, input_ids, positions, kv_caches, logits_indices)" in (folder / names[0]).read_text()
 
 
-def test_graphs_run_and_say_dtype_shape_and_source_on_every_line(tmp_path: Path) -> None:
+def test_graphs_run_and_every_line_has_dtype_shape_or_source(tmp_path: Path) -> None:
     folder, _ = dumped(tmp_path, kernels=frozenset(), dtype=torch.bfloat16)
     results: list[torch.Tensor] = []
     graphs = json.loads((folder / REPORT).read_text())["graphs"]

@@ -1,4 +1,4 @@
-"""The worked example of docs/add-a-pass.md runs, and does what the page says."""
+"""The example in docs/add-a-pass.md runs and does what the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes that a user brings: where they are found, where they come to stand, what the cache knows of them, what errors say."""
+"""User passes: how they are found, their place in the pipeline, their cache keys and their errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def names(*wanted: str) -> list[str]:
     return [p.name for p in with_user_passes(default_passes(), [f"brought_passes:{name}" for name in wanted])]
 
 
-def test_each_comes_to_its_place(module: Path) -> None:
+def test_passes_are_inserted_at_their_places(module: Path) -> None:
     ours = [p.name for p in default_passes()]
     assert names() == ours
     assert names("Last") == [*ours, "last"]
@@ -76,7 +76,7 @@ def test_each_comes_to_its_place(module: Path) -> None:
     assert names("Early", "Last", "EarlyToo") == [*ours[:at], "early", "early_too", *ours[at:], "last"]
 
 
-def test_an_installed_package_declares_one(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_of_an_installed_package(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = importlib.metadata.EntryPoint("mine", "brought_passes:Early", user_passes.ENTRY_POINTS)
     broken = importlib.metadata.EntryPoint("broken", "no_such_module:Pass", user_passes.ENTRY_POINTS)
     monkeypatch.setattr(user_passes, "entry_points", lambda group: [point, broken])

@@ -1,4 +1,4 @@
-"""Weights side by side in one allocation."""
+"""All weights in one allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales follow the expression: a merged, sharded or stored weight has the values that its whole would have."""
+"""Quantized expressions: a merged or sharded weight has the values that its parts would have separately."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_merged_and_sharded(expression: Expression, scales: str, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
-def test_what_the_checkpoint_holds_is_taken_as_it_is(kind: str, dtype: torch.dtype) -> None:
+def test_quantized_tensors_of_the_checkpoint_are_not_changed(kind: str, dtype: torch.dtype) -> None:
     shape = {"tensor": (1,), "row": (256, 1), "block": (2, 3)}[kind]
     quantized = {
         name: QuantizedWeight(
@@ -109,7 +109,7 @@ def test_what_the_checkpoint_holds_is_taken_as_it_is(kind: str, dtype: torch.dty
     assert value(made.input_scale, tensors).tolist() == [0.75]
 
 
-def test_what_has_no_quantized_form() -> None:
+def test_expressions_that_cannot_be_quantized() -> None:
     stored = QuantizedWeight(dtype=torch.int8, scale="a_scale", scale_shape=(1,), activations="dynamic")
     other = QuantizedWeight(dtype=torch.float8_e4m3fn, scale="b_scale", scale_shape=(1,), activations="dynamic")
     specs = {"a": SPEC, "b": SPEC, "c": SPEC}
