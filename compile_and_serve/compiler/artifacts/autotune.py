@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from compile_and_serve.compiler.artifacts.cache_key import compiler_sources, toolchain_fields
+from compile_and_serve.compiler.artifacts.work_folder import WorkFolder
 from compile_and_serve.compiler.compat import FakeTensorMode
 from compile_and_serve.compiler.inductor import PieceCallable, compile_piece
 from compile_and_serve.compiler.rewrite.fusion_choice import TOKENS, FusionChoice, mean_ratio
@@ -86,7 +86,7 @@ class Autotuner:
         self, functions: Iterable[Function], tensors: Sequence[torch.Tensor], constants: Sequence[float]
     ) -> Measurement:
         self._before_measuring()
-        with tempfile.TemporaryDirectory(prefix="compile-and-serve-choice-", ignore_cleanup_errors=True) as folder:
+        with WorkFolder("compile-and-serve-choice-") as folder:
             runs = [
                 compile_piece(_graph_of(function, tensors, constants), self._device, Path(folder) / str(number)).run
                 for number, function in enumerate(functions)
