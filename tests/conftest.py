@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all workers of this run share."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """An empty folder whose path leaves room for names of sockets (107 bytes with the folder), which `tmp_path` may not."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

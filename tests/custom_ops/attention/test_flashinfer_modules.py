@@ -47,6 +47,6 @@ def test_a_failed_build_is_one_line(
         modules.build("fa3")
     assert modules.status() == {"fa3": f"failed: {cause}"}
     assert caplog.messages == [
-        f"FlashInfer's fa3 prefill module could not be built, Triton's kernels stay in use: {cause}"
+        f"FlashInfer's fa3 prefill module could not be built; Triton's kernels stay in use: {cause}"
     ]
     assert not modules.is_built("fa3")

@@ -31,13 +31,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folders(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the sockets, which must be empty after the test. Executors that a failed test left are shut down."""
-    folder = tmp_path / "t"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    left = list(folder.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(short_dir))
+    yield short_dir
+    left = list(short_dir.iterdir())
     while _started:
         _started.pop().shutdown()
     assert left == []
