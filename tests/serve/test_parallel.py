@@ -133,9 +133,10 @@ def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llam
             assert client.get("/health").status_code == 200
             streams = Streams(server, 8, max_tokens=400)
             wait_until(lambda: all(streams.texts))
-            found = metrics(client)
             label = f'model_name="{tiny_llama_dir}"'
-            assert found[f"cas:num_requests_running{{{label}}}"] == 8
+            # A replica's figures arrive with its next step.
+            wait_until(lambda: metrics(client)[f"cas:num_requests_running{{{label}}}"] == 8)
+            found = metrics(client)
             for replica in "01":
                 assert found[f'cas:replica_num_requests_running{{{label},replica="{replica}"}}'] == 4
             os.kill(engines[1], signal.SIGSTOP)
