@@ -118,7 +118,12 @@ def import_inductor() -> None:
     """Import what `start_piece` needs. Takes about a second, which a caller may spend while it waits for something else."""
     import torch._inductor.compile_fx
     import torch._inductor.decomposition
-    import torch._inductor.lowering  # noqa: F401
+    import torch._inductor.lowering
+
+    # Inductor sets this variable when it loads its first kernel, while other threads start compilers. Adding a variable moves
+    # the environment, and a program that is being started may fail with "Bad address". So the variable is added here.
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
 
 
 @contextmanager
@@ -132,7 +137,10 @@ def start_inductor(device: torch.device, work_dir: Path) -> Iterator[Callable[[]
     """
     platform_here = platform_of(device)
     if platform_here.runs_triton_kernels:
-        with _kernel_compilers() as wait:
+        import triton
+
+        # Sets the present folder. Blocks for single pieces then only replace variables: see `import_inductor`.
+        with _triton_cache_dir(Path(triton.knobs.cache.dir)), _kernel_compilers() as wait:
             import_inductor()
             yield wait
         return

@@ -19,6 +19,7 @@ from compile_and_serve.compiler.inductor import (
     _kernel_compilers,
     _without_broken_pool,
     end_kernel_compilers,
+    start_inductor,
     start_piece,
 )
 from tests.support.hopper import run_script
@@ -63,6 +64,18 @@ def test_a_piece_is_waited_for_only_by_its_result(tmp_path: Path, monkeypatch: p
         assert len(waited) == count
         torch.testing.assert_close(compiled.run([x])[0], torch.tanh(x * factor) + x)
         assert list((tmp_path / str(factor)).rglob("*.so")), "the piece's kernels are not in its folder"
+
+
+def test_compiling_adds_no_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may start a program at the same time, which then fails with "Bad address"."""
+    monkeypatch.delenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", raising=False)
+    with start_inductor(CPU, tmp_path / "probes") as wait:
+        wait()
+        before = set(os.environ)
+        compiled = start_piece(piece(0.75), CPU, tmp_path / "piece").result()
+        assert set(os.environ) == before
+    x = torch.randn(32, 64)
+    torch.testing.assert_close(compiled.run([x])[0], torch.tanh(x * 0.75) + x)
 
 
 def test_a_kernel_that_cannot_be_built_fails_only_its_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

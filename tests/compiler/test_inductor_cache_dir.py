@@ -11,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from compile_and_serve.compiler.inductor import _cache_dir
+from compile_and_serve.compiler.inductor import _cache_dir, start_inductor
 
 CUDA = torch.device("cuda")
 
@@ -39,6 +39,18 @@ def test_a_block_changes_the_folders_only_inside(
     with pytest.raises(RuntimeError, match="fails"), _cache_dir(tmp_path / "c", CUDA):
         raise RuntimeError("it fails")
     assert [os.environ.get(name) for name in VARIABLES] == [before, None]
+
+
+def test_blocks_for_pieces_add_no_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with start_inductor(CUDA, tmp_path / "probes"):
+        before = dict(os.environ)
+        with _cache_dir(tmp_path / "piece", CUDA):
+            assert set(os.environ) == set(before)
+            assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "piece" / "triton")
+        assert dict(os.environ) == before
+    assert [os.environ.get(name) for name in VARIABLES] == [None, None]
 
 
 def test_inductor_sets_no_folder_for_the_whole_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
