@@ -158,7 +158,7 @@ class StateGroup:
 
     name: of the model's argument: a list with one entry per layer, a tensor or (if a layer keeps several) a tuple of tensors.
     paged: [N, …] tensors in pages of P tokens, found through a block table; else [R + 1, …] tensors, one row for each batch slot and
-    one for padding. window: tokens that later tokens still read, None: all. dtype: None is the KV cache's.
+    one for padding. window: length of the sliding window in tokens, None: full attention. dtype: None is the KV cache's.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Attention backend `triton`: our own kernels for any head size, which need no build; they also run in Triton's interpreter.
+"""Attention backend `triton`: our own kernels for even head sizes up to 256, which need no build; they also run in Triton's interpreter.
 
 Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block.
 """
