@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compile_and_serve.runtime.llm import LLM
     from compile_and_serve.runtime.sampling_params import SamplingParams
+    from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 
     __version__: str
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _MODULES = {
     "LLM": "compile_and_serve.runtime.llm",
     "SamplingParams": "compile_and_serve.runtime.sampling_params",
+    "StructuredOutputsParams": "compile_and_serve.runtime.structured.params",
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
+
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
@@ -25,6 +27,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncate_prompt_tokens: keep only the last k tokens of the prompt; -1 keeps as many as fit.
     seed: of the request's own random stream, which is the same alone and in a batch; None draws a seed from the engine.
     detokenize: False returns token ids without text.
+    structured_outputs: the form that the output must have, e.g. a JSON schema.
     """
 
     n: int = 1
@@ -52,6 +55,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -1,0 +1,41 @@
+"""`StructuredOutputsParams`: the form that a request's output must have. Names are those of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The form of the output: exactly one of the first six fields is set.
+
+    json: a JSON schema, as an object or as JSON text. json_object: True for any JSON object. regex: the whole output
+    matches it. choice: the output is one of these texts. grammar: EBNF (GBNF's notation, `root ::= …`, or Lark's,
+    `start: …`). structural_tag: text in which tags hold a structured part, in either of xgrammar's two forms, as an object
+    or as JSON text:
+        {"type": "structural_tag", "triggers": ["<call"], "structures": [{"begin": "<call>", "schema": {…}, "end": "</call>"}]}
+        {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<call"], "at_least_one": true,
+            "tags": [{"begin": "<call>", "content": {"type": "json_schema", "json_schema": {…}}, "end": "</call>"}]}}
+        The types of a format are const_string, json_schema, regex, grammar, any_text, sequence, or, tag, triggered_tags and
+        tags_with_separator.
+
+    disable_any_whitespace: JSON is written without optional whitespace. whitespace_pattern: a regex for JSON's optional
+    whitespace.
+    begins_after: token id sequences. Tokens are free until the first of them was generated, and structured after it. Empty:
+    structured from the first token. A reasoning parser puts the ids of its end marker here.
+
+    A request carries them in `SamplingParams.structured_outputs`. `InputProcessor.prepare` checks them and raises
+    `SamplingParamsError` with the path of the part that is wrong. The end-of-sequence ids are allowed only where the output
+    is complete, and where nothing else can follow the request ends.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    begins_after: list[list[int]] = []
