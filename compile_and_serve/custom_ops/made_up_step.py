@@ -82,6 +82,8 @@ def make_step(
             num_tokens=num_tokens,
             max_query_len=int(new.max()),
             max_seq_len=int(seq_lens.max()),
+            window=group.window,
+            chunked=group.chunked,
             query_start_loc_cpu=starts,
             seq_lens_cpu=seq_lens,
         )

@@ -18,9 +18,12 @@ import torch
 
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of its outputs
 KV_CACHES = "kv_caches"  # the state group of full attention
+WINDOW_CACHES = "window_caches"  # the state group of attention with a window
 LOGITS = "logits"
 
 Advance = Literal["sampled", "next", "same"]
+ScoreFeature = Literal["soft_cap", "sinks", "alibi"]
+AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,19 +161,29 @@ class StateGroup:
 
     name: of the model's argument: a list with one entry per layer, a tensor or (if a layer keeps several) a tuple of tensors.
     paged: [N, …] tensors in pages of P tokens, found through a block table; else [R + 1, …] tensors, one row for each batch slot and
-    one for padding. window: length of the sliding window in tokens, None: full attention. dtype: None is the KV cache's.
+    one for padding. window: a token reads itself and the `window` - 1 tokens before it; None: full attention. chunked: it reads only
+    tokens of its own chunk of `window` tokens instead (Llama 4). scores: what the group's attention ops do to their scores.
+    dtype: None is the KV cache's.
     """
 
     name: str
     layers: tuple[LayerState, ...]
     paged: bool = True
     window: int | None = None
+    chunked: bool = False
+    scores: frozenset[ScoreFeature] = frozenset()
     dtype: torch.dtype | None = None
 
     @property
     def is_attention(self) -> bool:
         """Whether the group's ops are `cas::attention`, which needs an attention backend."""
         return self.paged and all(isinstance(layer, KVCacheSpec) for layer in self.layers)
+
+    @property
+    def features(self) -> frozenset[AttentionFeature]:
+        """What the group needs of an attention backend beyond causal softmax attention."""
+        masks: set[AttentionFeature] = set() if self.window is None else {"chunks" if self.chunked else "window"}
+        return self.scores | masks
 
     def of_rank(self, tensor_parallel_size: int) -> StateGroup:
         """What one of the ranks that share the model keeps."""

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import (
+    PLAIN_SCORES,
+    AttentionBackend,
+    AttentionMetadata,
+    Scores,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +39,13 @@ BATCHES = {
 }
 
 
-def make_metadata(batch: Batch, backend: AttentionBackend) -> tuple[AttentionMetadata, int]:
-    """The batch as metadata over shuffled blocks. → (metadata, number of blocks); block 0 belongs to no sequence."""
+def make_metadata(
+    batch: Batch, backend: AttentionBackend, *, window: int | None = None, chunked: bool = False
+) -> tuple[AttentionMetadata, int]:
+    """The batch as metadata over shuffled blocks. → (metadata, number of blocks); block 0 belongs to no sequence.
+
+    Blocks that no token of the step reads are block 0, as after they were freed.
+    """
     size = batch.block_size
     needed = [-(-length // size) for length in batch.seq_lens]
     num_blocks = sum(needed) + 2
@@ -49,6 +59,7 @@ def make_metadata(batch: Batch, backend: AttentionBackend) -> tuple[AttentionMet
             block_table[s, column] = free.pop()
         slots += [int(block_table[s, t // size]) * size + t % size for t in range(seq_len - query_len, seq_len)]
         starts.append(starts[-1] + query_len)
+        block_table[s, : first_visible(seq_len - query_len, window, chunked) // size] = 0
     metadata = AttentionMetadata(
         backend=backend,
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
@@ -59,12 +70,25 @@ def make_metadata(batch: Batch, backend: AttentionBackend) -> tuple[AttentionMet
         num_tokens=starts[-1],
         max_query_len=max(batch.query_lens),
         max_seq_len=max(batch.seq_lens),
+        window=window,
+        chunked=chunked,
     )
     return metadata, num_blocks
 
 
+def first_visible(position: int, window: int | None, chunked: bool) -> int:
+    """The first token that the token at `position` attends to."""
+    if window is None:
+        return 0
+    return position // window * window if chunked else max(0, position - window + 1)
+
+
 def dense_attention(
-    q_THE: torch.Tensor, kv_cache: torch.Tensor, scale: float, metadata: AttentionMetadata
+    q_THE: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    metadata: AttentionMetadata,
+    scores: Scores = PLAIN_SCORES,
 ) -> torch.Tensor:
     """float64 attention over a cache that already holds this step's keys and values. → [num_tokens, H, E]"""
     size, group = kv_cache.shape[3], q_THE.shape[1] // kv_cache.shape[2]
@@ -75,9 +99,17 @@ def dense_attention(
         k_CHE, v_CHE = (kv[:, i].repeat_interleave(group, dim=1) for i in range(2))
         begin, end = metadata.query_start_loc[s : s + 2].tolist()
         for t in range(begin, end):
-            visible = seq_len - (end - 1 - t)
-            scores_HC = torch.einsum("he,che->hc", q_THE[t].double(), k_CHE[:visible]) * scale
-            outputs.append(torch.einsum("hc,che->he", scores_HC.softmax(-1), v_CHE[:visible]))
+            stop = seq_len - (end - 1 - t)
+            seen = slice(first_visible(stop - 1, metadata.window, metadata.chunked), stop)
+            scores_HC = torch.einsum("he,che->hc", q_THE[t].double(), k_CHE[seen]) * scale
+            if scores.soft_cap:
+                scores_HC = torch.tanh(scores_HC / scores.soft_cap) * scores.soft_cap
+            if scores.alibi_slopes_H is not None:
+                distance_C = torch.arange(seen.start, stop) - (stop - 1)
+                scores_HC = scores_HC + scores.alibi_slopes_H.double()[:, None] * distance_C.to(scores_HC.device)
+            weights_HC = scores_HC.exp()
+            total_H = weights_HC.sum(1) + (0.0 if scores.sinks_H is None else scores.sinks_H.double().exp())
+            outputs.append(torch.einsum("hc,che->he", weights_HC / total_H[:, None], v_CHE[seen]))
     return torch.stack(outputs)
 
 

@@ -74,7 +74,9 @@ class FuseRopeAttention(BasePass):
 
 
 def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
-    q_node, k_node, v_node, kv_cache, scale, group = arguments(node)
+    q_node, k_node, v_node, kv_cache, scale, group, soft_cap, sinks, alibi_slopes = arguments(node)
+    if alibi_slopes is not None:
+        raise _Mismatch("attention with ALiBi slopes has no rotation")
     q, k, v = _rotated(q_node), _rotated(k_node), _Heads(_head_view(v_node))
     if (q.cos, q.sin) != (k.cos, k.sin):
         raise _Mismatch("queries and keys are rotated by different angles")
@@ -83,7 +85,7 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
     qkv = _common_split(q.part, k.part, v.part)
     num_heads, num_kv_heads = tensor_of(q_node).shape[1], tensor_of(k_node).shape[1]
     norms = (q.norm_weight, k.norm_weight, q.eps or 1e-6)
-    args = (qkv, q.cos, q.sin, kv_cache, num_heads, num_kv_heads, scale, *norms, group)
+    args = (qkv, q.cos, q.sin, kv_cache, num_heads, num_kv_heads, scale, *norms, group, soft_cap, sinks)
     with gm.graph.inserting_before(node):
         fused = ctx.call(gm, ROPE_ATTENTION, *args, origin=node)
         out = ctx.call(gm, torch.unflatten, fused, -1, (-1, tensor_of(q_node).shape[2]), origin=node)

@@ -30,6 +30,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     PassError,
     PassResult,
     SkipReason,
+    arguments,
     is_call,
     set_example_value,
     tensor_of,
@@ -248,6 +249,7 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
             if dimension is None:
                 raise PassError(_whole_attention(node_source_line(node)))
             _shard_cache(node, ctx)
+            _shard_head_vectors(node, ctx)
         if any(value in dimensions for value in node.all_input_nodes):
             before = node.meta["example_value"]
         _recompute(node, ctx)
@@ -343,3 +345,19 @@ def _shard_cache(attention: Node, ctx: PassContext) -> None:
     shape[2] = tensor_of(keys).shape[1]
     with ctx.fake_mode:
         cache.meta["example_value"] = torch.empty(shape, dtype=tensor_of(cache).dtype, device="meta")
+
+
+def _shard_head_vectors(attention: Node, ctx: PassContext) -> None:
+    """Give each rank the sinks and ALiBi slopes of its query heads."""
+    size = ctx.tensor_parallel_size
+    for vector in arguments(attention)[7:9]:
+        if vector is None:
+            continue
+        name = weight_of(vector)
+        if name is None:
+            raise PassError(
+                f"Tensor parallelism cannot shard the sinks or ALiBi slopes of {node_source_line(attention)}: "
+                "they are computed, not a parameter."
+            )
+        if not depends_on_rank(ctx.weights[name].expression):
+            ctx.replace_weight(vector, "shard_rows", size, size)

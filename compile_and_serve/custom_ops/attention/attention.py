@@ -5,7 +5,8 @@ N cache blocks, P tokens per block, M block-table columns.
 
 A model calls `attention(q_THE, k_TKE, v_TKE, kv_cache, scale)`. The lengths, block tables and cache slots of a step are not arguments:
 the op reads the running step's `AttentionMetadata` by the name of its state group. So the captured graph has one dynamic dimension (T),
-and each backend can keep its own state (plans, wrappers, split counts).
+and each backend can keep its own state (plans, wrappers, split counts). A window belongs to the state group too, because it decides
+which blocks are kept. What is done to the scores is an argument of the op.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata, running
+from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, current_metadata, running
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,9 +39,27 @@ class AttentionMetadata:
     num_tokens: int  # without padding; T may be larger. Outputs of padding are unspecified but finite
     max_query_len: int
     max_seq_len: int
+    window: int | None = None  # a token reads the last `window` tokens, itself included; None: all
+    chunked: bool = False  # a token reads only its own chunk of `window` tokens; chunks start at multiples of `window`
     # Host copies for backends that plan on the host. Without them, such a backend waits for the device.
     query_start_loc_cpu: np.ndarray | None = None  # int32 [S + 1]
     seq_lens_cpu: np.ndarray | None = None  # int32 [S]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What attention does to its scores: s(i, j) = cap(scale · q_i k_j) + slope · (j - i), cap(x) = soft_cap · tanh(x / soft_cap).
+
+    soft_cap: 0: none (Gemma 2). sinks_H: one more score of each row, whose value is zero (gpt-oss): it adds exp(sink) to the softmax's
+    denominator. alibi_slopes_H: a penalty proportional to the distance (arXiv:2108.12409). Both are contiguous, float32 or q's dtype.
+    """
+
+    soft_cap: float = 0.0
+    sinks_H: torch.Tensor | None = None
+    alibi_slopes_H: torch.Tensor | None = None
+
+
+PLAIN_SCORES = Scores()
 
 
 class AttentionBackend(Protocol):
@@ -63,6 +82,7 @@ class AttentionBackend(Protocol):
         num_heads: int,
         num_kv_heads: int,
         block_size: int,
+        features: frozenset[AttentionFeature] = frozenset(),
     ) -> str | None:
         """None when the backend supports the combination, else the reason in one sentence."""
         ...
@@ -79,6 +99,7 @@ class AttentionBackend(Protocol):
         kv_cache: torch.Tensor,
         scale: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Write k and v at slot_mapping, then attend. Inputs may be views with a contiguous last dimension. → [T, H, E]"""
         ...
@@ -107,9 +128,13 @@ def _attention(
     kv_cache: torch.Tensor,
     scale: float,
     group: str = KV_CACHES,
+    soft_cap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+    alibi_slopes_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     metadata = current_metadata(group)
-    return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata)
+    scores = Scores(soft_cap, sinks_H, alibi_slopes_H)
+    return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores)
 
 
 def _attention_fake(
@@ -119,14 +144,18 @@ def _attention_fake(
     kv_cache: torch.Tensor,
     scale: float,
     group: str = KV_CACHES,
+    soft_cap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+    alibi_slopes_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
 
 
 _attention_op = define(
-    'attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, str group="kv_caches") -> Tensor',
+    'attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, str group="kv_caches", float soft_cap=0.0, '
+    "Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
     kind=OpKind.SPLIT_POINT,
-    version=2,
+    version=3,
     fake=_attention_fake,
     CompositeExplicitAutograd=_attention,
 )
@@ -139,11 +168,15 @@ def attention(
     kv_cache: torch.Tensor,
     scale: float,
     group: str = KV_CACHES,
+    soft_cap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+    alibi_slopes_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = softmax(scale · q kᵀ + causal mask) v over each sequence's cached tokens; k and v are written to the cache first.
+    """out = softmax(scale · q kᵀ + mask) v over each sequence's cached tokens; k and v are written to the cache first.
 
     q_THE: [T, H, E]; k_TKE, v_TKE: [T, K, E]; kv_cache: [N, 2, K, P, E] (mutated); scale: usually E ** -0.5; group: the state group
-    that the cache belongs to.
+    that the cache belongs to, whose window is the mask's. soft_cap, sinks_H, alibi_slopes_H: as in `Scores`; the state group names
+    those that its layers use.
     → [T, H, E] in q's dtype.
     """
-    return _attention_op(q_THE, k_TKE, v_TKE, kv_cache, scale, group)
+    return _attention_op(q_THE, k_TKE, v_TKE, kv_cache, scale, group, soft_cap, sinks_H, alibi_slopes_H)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
 from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.step import AttentionFeature
 
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 96
@@ -33,6 +34,7 @@ class CpuAttention:
         num_heads: int,
         num_kv_heads: int,
         block_size: int,
+        features: frozenset[AttentionFeature] = frozenset(),
     ) -> str | None:
         """As `AttentionBackend.unsupported_reason`. Builds the kernels at the first call."""
         if not platform_of(device).runs_cpp_kernels:
@@ -48,6 +50,8 @@ class CpuAttention:
         if num_heads // num_kv_heads > _MAX_GROUP:
             group = num_heads // num_kv_heads
             return f"the cpu attention backend takes up to {_MAX_GROUP} query heads per key/value head, not {group}"
+        if features:
+            return f"the cpu attention backend has no {', '.join(sorted(features))}"
         load_cpu_kernels()
         return cpu_kernels_status()
 
@@ -62,6 +66,7 @@ class CpuAttention:
         kv_cache: torch.Tensor,
         scale: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Write k and v at slot_mapping, then attend. → [T, H, E] in q's dtype; padding tokens get zeros."""
         return torch.ops.cas.cpu_attention.default(
@@ -90,6 +95,7 @@ class CpuAttention:
         k_norm_weight_E: torch.Tensor | None,
         eps: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """As `compile_and_serve.custom_ops.attention.rope_attention.rope_attention`. → [T, H*E]"""
         return torch.ops.cas.cpu_rope_attention.default(

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
 from compile_and_serve.custom_ops.attention.flashinfer_modules import (
     FlashInferModules,
     Variant,
@@ -32,6 +32,7 @@ from compile_and_serve.custom_ops.attention.flashinfer_modules import (
 )
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
 from compile_and_serve.custom_ops.platform import Event, platform_of
+from compile_and_serve.custom_ops.step import AttentionFeature
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class FlashInferAttention(TritonAttention):
         num_heads: int,
         num_kv_heads: int,
         block_size: int,
+        features: frozenset[AttentionFeature] = frozenset(),
     ) -> str | None:
         """As `AttentionBackend.unsupported_reason`."""
         if reason := flashinfer_unavailable_reason(device):
@@ -112,6 +114,7 @@ class FlashInferAttention(TritonAttention):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             block_size=block_size,
+            features=features,
         )
 
     @property
@@ -177,6 +180,7 @@ class FlashInferAttention(TritonAttention):
         k_norm_weight_E: torch.Tensor | None,
         eps: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
         from compile_and_serve.custom_ops.attention.triton_rope import rope_kv_write

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata
 
@@ -33,6 +33,7 @@ class RopeAttentionBackend(Protocol):
         k_norm_weight_E: torch.Tensor | None,
         eps: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """As `rope_attention`, with the metadata as an argument. → [T, H*E]"""
         ...
@@ -67,8 +68,11 @@ def _rope_attention(
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
     group: str = KV_CACHES,
+    soft_cap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     metadata = current_metadata(group)
+    scores = Scores(soft_cap, sinks_H)
     if hasattr(metadata.backend, "rope_forward"):
         return cast(RopeAttentionBackend, metadata.backend).rope_forward(
             qkv,
@@ -82,12 +86,13 @@ def _rope_attention(
             k_norm_weight_E,
             eps,
             metadata,
+            scores,
         )
     heads_TNE = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q_THE, k_TKE, v_TKE = heads_TNE.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     q_THE = norm_rope_reference(q_THE, cos_TE, sin_TE, q_norm_weight_E, eps)
     k_TKE = norm_rope_reference(k_TKE, cos_TE, sin_TE, k_norm_weight_E, eps)
-    return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata).flatten(1)
+    return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores).flatten(1)
 
 
 def _rope_attention_fake(
@@ -102,6 +107,8 @@ def _rope_attention_fake(
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
     group: str = KV_CACHES,
+    soft_cap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     return qkv.new_empty(qkv.shape[0], num_heads * head_dim)
@@ -109,9 +116,10 @@ def _rope_attention_fake(
 
 _rope_attention_op = define(
     "rope_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv_cache, int num_heads, int num_kv_heads, float scale, "
-    'Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, str group="kv_caches") -> Tensor',
+    'Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, str group="kv_caches", float soft_cap=0.0, '
+    "Tensor? sinks=None) -> Tensor",
     kind=OpKind.SPLIT_POINT,
-    version=2,
+    version=3,
     fake=_rope_attention_fake,
     CompositeExplicitAutograd=_rope_attention,
 )
@@ -129,13 +137,28 @@ def rope_attention(
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
     group: str = KV_CACHES,
+    soft_cap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out = attention(rope(norm(q)), rope(norm(k)), v): split qkv into heads, normalize, rotate, write the cache, attend.
 
     qkv: [T, (H + 2K) * E], rows may be strided; cos_TE, sin_TE: [T, E], both halves equal, float32 or qkv's dtype;
     kv_cache: [N, 2, K, P, E] (mutated); *_norm_weight_E: [E], None: no head norm; scale: usually E ** -0.5.
+    group, soft_cap, sinks_H: as of `attention`.
     → [T, H * E] in qkv's dtype. RoPE is the half-split one (GPT-NeoX, Hugging Face `rotate_half`).
     """
     return _rope_attention_op(
-        qkv, cos_TE, sin_TE, kv_cache, num_heads, num_kv_heads, scale, q_norm_weight_E, k_norm_weight_E, eps, group
+        qkv,
+        cos_TE,
+        sin_TE,
+        kv_cache,
+        num_heads,
+        num_kv_heads,
+        scale,
+        q_norm_weight_E,
+        k_norm_weight_E,
+        eps,
+        group,
+        soft_cap,
+        sinks_H,
     )

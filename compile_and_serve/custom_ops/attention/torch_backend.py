@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
 from compile_and_serve.custom_ops.quantization import LARGEST
+from compile_and_serve.custom_ops.step import AttentionFeature
 
 
 def write_kv_cache(
@@ -49,6 +50,7 @@ class TorchAttention:
         num_heads: int,
         num_kv_heads: int,
         block_size: int,
+        features: frozenset[AttentionFeature] = frozenset(),
     ) -> str | None:
         """As `AttentionBackend.unsupported_reason`."""
         if not dtype.is_floating_point:
@@ -70,6 +72,7 @@ class TorchAttention:
         kv_cache: torch.Tensor,
         scale: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Write k and v at slot_mapping, then attend. → [T, H, E] in q's dtype; padding tokens get zeros."""
         num_tokens, num_heads, head_dim = q_THE.shape
@@ -90,8 +93,38 @@ class TorchAttention:
             q_KGLE = q_THE[begin:end].to(math_dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
             scores_KGLC = torch.einsum("kgle,kce->kglc", q_KGLE, k_KCE) * scale
             query_position_L = torch.arange(seq_len - (end - begin), seq_len, device=q_THE.device)
-            future_LC = torch.arange(seq_len, device=q_THE.device) > query_position_L[:, None]
-            probs_KGLC = scores_KGLC.masked_fill(future_LC, float("-inf")).softmax(-1)
+            hidden_LC = _hidden(query_position_L, seq_len, metadata.window, metadata.chunked)
+            probs_KGLC = _probabilities(scores_KGLC, hidden_LC, query_position_L, scores)
+            # Blocks outside of the window may hold anything, NaN too.
+            v_KCE = v_KCE.masked_fill(hidden_LC.all(0)[:, None], 0.0)
             out_KGLE = torch.einsum("kglc,kce->kgle", probs_KGLC, v_KCE)
             out_THE[begin:end] = out_KGLE.permute(2, 0, 1, 3).flatten(1, 2).to(q_THE.dtype)
         return out_THE
+
+
+def _hidden(query_position_L: torch.Tensor, seq_len: int, window: int | None, chunked: bool) -> torch.Tensor:
+    """bool [L, C]: the cached tokens that a query token does not attend to."""
+    key_position_C = torch.arange(seq_len, device=query_position_L.device)
+    hidden_LC = key_position_C > query_position_L[:, None]
+    if window is None:
+        return hidden_LC
+    first_L = query_position_L // window * window if chunked else query_position_L - window + 1
+    return hidden_LC | (key_position_C < first_L[:, None])
+
+
+def _probabilities(
+    scores_KGLC: torch.Tensor, hidden_LC: torch.Tensor, query_position_L: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """The softmax over the cached tokens, as `Scores` describes it. → [K, G, L, C]"""
+    by_head = scores_KGLC.shape[:2]
+    if scores.soft_cap:
+        scores_KGLC = scores.soft_cap * torch.tanh(scores_KGLC / scores.soft_cap)
+    if scores.alibi_slopes_H is not None:
+        distance_LC = torch.arange(hidden_LC.shape[1], device=hidden_LC.device) - query_position_L[:, None]
+        slopes_KG11 = scores.alibi_slopes_H.to(scores_KGLC.dtype).view(*by_head, 1, 1)
+        scores_KGLC = scores_KGLC + slopes_KG11 * distance_LC
+    scores_KGLC = scores_KGLC.masked_fill(hidden_LC, float("-inf"))
+    if scores.sinks_H is None:
+        return scores_KGLC.softmax(-1)
+    sinks_KGL1 = scores.sinks_H.to(scores_KGLC.dtype).view(*by_head, 1, 1).expand(*scores_KGLC.shape[:3], 1)
+    return torch.cat((scores_KGLC, sinks_KGL1), dim=-1).softmax(-1)[..., :-1]

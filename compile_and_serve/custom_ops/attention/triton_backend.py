@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.step import AttentionFeature
 
 MAX_HEAD_DIM = 256
 
@@ -45,10 +46,13 @@ class TritonAttention:
         num_heads: int,
         num_kv_heads: int,
         block_size: int,
+        features: frozenset[AttentionFeature] = frozenset(),
     ) -> str | None:
         """As `AttentionBackend.unsupported_reason`."""
         if reason := triton_unsupported_reason(device):
             return reason
+        if features:
+            return f"the Triton kernels have no {', '.join(sorted(features))}"
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"the Triton kernels compute in bfloat16, float16 or float32, not {dtype}"
         if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
@@ -75,6 +79,7 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         scale: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Write k and v at slot_mapping, then attend. → [T, H, E]"""
         return self._run(q_THE, k_TKE, v_TKE, None, None, kv_cache, scale, None, None, 1e-6, metadata)
@@ -92,6 +97,7 @@ class TritonAttention:
         k_norm_weight_E: torch.Tensor | None,
         eps: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """As `rope_attention`, with the metadata as an argument. → [T, H*E]"""
         from compile_and_serve.custom_ops.attention.triton_rope import split_qkv
@@ -114,6 +120,7 @@ class TritonAttention:
         k_norm_weight_E: torch.Tensor | None,
         eps: float,
         metadata: AttentionMetadata,
+        scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Write the step's keys and values, then attend. → [T, H, E]"""
         from compile_and_serve.custom_ops.attention.triton_decode import decode_attention

@@ -15,7 +15,7 @@ from compile_and_serve.compiler.artifacts.cache_key import toolchain_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import KVCacheSpec, StateGroup
+from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, KVCacheSpec, StateGroup
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
@@ -68,9 +68,12 @@ def select_attention_backend(
     num_heads: int,
     num_kv_heads: int,
     block_size: int,
+    features: frozenset[AttentionFeature] = frozenset(),
+    group: str = KV_CACHES,
 ) -> AttentionBackend:
     """The backend called `name`, or (None) the first of `BACKENDS` that supports the combination.
 
+    group: name of the state group, for the log.
     Raises `AttentionBackendError`: an unknown name lists the known ones, a forced one that does not run says why.
     """
     if name is not None and name not in BACKENDS:
@@ -88,6 +91,7 @@ def select_attention_backend(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 block_size=block_size,
+                features=features,
             )
         except ImportError as error:
             reason = f"it cannot be imported: {error}"
@@ -97,7 +101,8 @@ def select_attention_backend(
             is_slow = platform_of(device).runs_triton_kernels and candidate == "torch" and name is None
             level = logging.WARNING if is_slow else logging.INFO
             slow = ", the plain reference: slow" if is_slow else ""
-            logger.log(level, "Attention backend %s%s%s.", candidate, slow, passed_over)
+            where = "" if group == KV_CACHES else f" of {group}"
+            logger.log(level, "Attention backend%s: %s%s%s.", where, candidate, slow, passed_over)
             return backend
         reasons.append((candidate, reason))
     if name is not None:
@@ -134,6 +139,8 @@ def _backend_of_group(
         num_heads=max(1, num_heads // num_ranks),
         num_kv_heads=layer.of_rank(num_ranks).num_kv_heads,
         block_size=config.cache.block_size,
+        features=group.features,
+        group=group.name,
     )
     if config.compile.artifact_dir is not None and isinstance(backend, BuildsModules):
         modules = backend.modules(dtype, layer.head_dim, device)

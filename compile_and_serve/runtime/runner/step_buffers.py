@@ -126,6 +126,8 @@ class StepBuffers(StagedArrays):
                 num_tokens=num_tokens,
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
+                window=group.window,
+                chunked=group.chunked,
                 query_start_loc_cpu=host["query_start_loc"][: seqs + 1],
                 seq_lens_cpu=host["seq_lens"][:seqs],
             )

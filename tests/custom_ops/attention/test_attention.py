@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, attention, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention, attention_metadata
 from compile_and_serve.custom_ops.attention.cpu_backend import CpuAttention
 from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_reference, rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.step import AttentionFeature
 from tests.support import attention_cases as cases
 
 CPU = torch.device("cpu")
@@ -20,7 +21,12 @@ def backends() -> list[AttentionBackend]:
     return [TorchAttention(), CpuAttention()]
 
 
-def require(backend: AttentionBackend, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None = None) -> None:
+def require(
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype | None = None,
+    features: frozenset[AttentionFeature] = frozenset(),
+) -> None:
     reason = backend.unsupported_reason(
         device=CPU,
         dtype=dtype,
@@ -29,6 +35,7 @@ def require(backend: AttentionBackend, dtype: torch.dtype, kv_cache_dtype: torch
         num_heads=9,
         num_kv_heads=3,
         block_size=16,
+        features=features,
     )
     if reason is not None:
         pytest.skip(reason)
@@ -151,6 +158,72 @@ def test_rope_attention(
     expected = cases.dense_attention(q, kv_cache, E**-0.5, metadata).flatten(1)
     # q and k are rounded before the product here, which the float64 q is not.
     assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype] * 2
+
+
+MASKS: dict[str, tuple[int | None, bool]] = {  # (window, chunked)
+    "full": (None, False),
+    "window of 1": (1, False),
+    "window": (37, False),
+    "window of whole blocks": (64, False),
+    "window longer than the sequences": (5000, False),
+    "chunks": (50, True),
+    "chunks of whole blocks": (64, True),
+}
+
+
+def some_scores(kind: str, heads: int, dtype: torch.dtype = torch.float32) -> Scores:
+    return Scores(
+        soft_cap=1.5 if "cap" in kind else 0.0,
+        sinks_H=torch.randn(heads).to(dtype) if "sinks" in kind else None,
+        alibi_slopes_H=0.5 ** (torch.arange(heads) + 1.0) if "alibi" in kind else None,
+    )
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "cap", "sinks", "alibi", "cap sinks"])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 16), (4, 1, 256)])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("case", cases.BATCHES)
+def test_windows_and_scores(
+    case: str, mask: str, heads: tuple[int, int, int], kind: str, dtype: torch.dtype, backend: AttentionBackend
+) -> None:
+    require(backend, dtype, features=frozenset(["window"]))
+    batch, (H, K, E) = cases.BATCHES[case], heads
+    window, chunked = MASKS[mask]
+    metadata, num_blocks = cases.make_metadata(batch, backend, window=window, chunked=chunked)
+    tokens = metadata.num_tokens + batch.padding
+    # A page of several layers: the cache's blocks are not next to each other.
+    kv_cache = torch.randn(num_blocks, 4, K, batch.block_size, E, dtype=dtype)[:, 2:]
+    kv_cache[0] = float("nan")  # freed blocks: must never be read
+    q = torch.randn(tokens, H, E, dtype=dtype)
+    kv = torch.randn(tokens, 2, K, E, dtype=dtype)
+    scores = some_scores(kind, H, dtype)
+    with attention_metadata(metadata):
+        out = attention(
+            q, kv[:, 0], kv[:, 1], kv_cache, E**-0.5, "any", scores.soft_cap, scores.sinks_H, scores.alibi_slopes_H
+        )
+    assert out.isfinite().all()
+    expected = cases.dense_attention(q, kv_cache, E**-0.5, metadata, scores)
+    assert cases.relative_error(out[: metadata.num_tokens], expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+def test_rope_attention_takes_scores(backend: AttentionBackend) -> None:
+    require(backend, torch.float32, features=frozenset(["window", "soft_cap", "sinks"]))
+    H, K, E = 4, 2, 16
+    metadata, num_blocks = cases.make_metadata(cases.BATCHES["mixed"], backend, window=20)
+    tokens, scores = metadata.slot_mapping.numel(), some_scores("cap sinks", H)
+    kv_cache = torch.randn(num_blocks, 2, K, 16, E)
+    qkv, angle = torch.randn(tokens, (H + 2 * K) * E), torch.rand(tokens, E // 2).repeat(1, 2)
+    with attention_metadata(metadata):
+        out = rope_attention(
+            qkv, angle.cos(), angle.sin(), kv_cache, H, K, 0.25, soft_cap=scores.soft_cap, sinks_H=scores.sinks_H
+        )
+    q = norm_rope_reference(qkv.double().unflatten(1, (-1, E))[:, :H], angle.cos(), angle.sin(), None, 0.0)
+    expected = cases.dense_attention(q, kv_cache, 0.25, metadata, scores).flatten(1)
+    assert cases.relative_error(out[: metadata.num_tokens], expected) < 1e-5
 
 
 @pytest.mark.parametrize("use_norm", [False, True])
