@@ -180,10 +180,16 @@ class EngineStage(msgspec.Struct, tag="stage", kw_only=True):
     detail: str = ""
 
 
+class Heartbeat(msgspec.Struct, tag="heartbeat"):
+    """The engine process lives. step_seconds: age of the step under way; 0 if there is none."""
+
+    step_seconds: float
+
+
 class EngineDead(msgspec.Struct, tag="dead", kw_only=True):
     """The engine's last message. reason: one sentence without a stack trace."""
 
     reason: str
 
 
-FromEngine = StepOutputs | UtilityResult | EngineReady | EngineStage | EngineDead
+FromEngine = StepOutputs | UtilityResult | EngineReady | EngineStage | Heartbeat | EngineDead

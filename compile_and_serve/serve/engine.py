@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from compile_and_serve.runtime.engine.client import EngineDeadError
@@ -38,7 +38,9 @@ class EngineClient(Protocol):
         """Every step's outputs. Ends at shutdown; raises `EngineDeadError` if the engine dies."""
         ...
 
-    async def utility(self, method: str) -> Mapping[str, Any]: ...
+    def health_problem(self) -> str | None:
+        """One sentence if the engine is dead, silent or stuck in a step, else None. Does not wait for the engine."""
+        ...
 
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None: ...
 
@@ -188,19 +190,9 @@ class AsyncEngine:
         if ended:
             self._send(self.client.abort(ended))
 
-    async def check_health(self, timeout: float) -> None:
-        """Return when the engine answers. Raises `EngineDeadError` if it does not answer within `timeout` seconds."""
-        if self.dead_reason is not None:
-            raise EngineDeadError(self.dead_reason)
-        try:
-            await asyncio.wait_for(self.client.utility("ping"), timeout)
-        except TimeoutError as error:
-            raise EngineDeadError(f"The engine did not answer within {timeout:g} seconds.") from error
-        except EngineDeadError as error:
-            if not self.draining:
-                # `_read` ends the requests of a dead replica. The requests of live replicas continue.
-                self._refuse(self.client.dead_reason or str(error))
-            raise
+    def health_problem(self) -> str | None:
+        """One sentence if the engine is dead, silent or stuck in a step, else None. Does not wait for the engine."""
+        return self.dead_reason or self.client.health_problem()
 
     async def shutdown(self, *, drain: bool = True) -> None:
         """Stop the engine and stop reading its outputs."""

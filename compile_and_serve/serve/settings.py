@@ -24,7 +24,6 @@ class ServerSettings:
     priorities: whether requests may have a priority (scheduling policy "priority").
     max_body_bytes: larger request bodies are refused. A body takes up to about 20 times its size in memory while it is read.
     shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM.
-    health_timeout: seconds in which the engine must answer /health.
     graphs_dir: the dump of the model's compilation, shown at /graphs. None: no such page.
     template_timeout: seconds in which the chat template must render a conversation.
     prompt_tokens_details: whether usage includes the number of cached prompt tokens, which reveals whether another request
@@ -47,7 +46,6 @@ class ServerSettings:
     priorities: bool = False
     max_body_bytes: int = 4 * 1024 * 1024
     shutdown_timeout: float = 30.0
-    health_timeout: float = 10.0
     log_level: str = "info"
     access_log: bool = True
     graphs_dir: Path | None = None

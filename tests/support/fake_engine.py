@@ -60,7 +60,7 @@ class FakeEngineClient:
         self.hold = asyncio.Event()
         self.hold.set()
         self.dead_reason: str | None = None
-        self.answers_ping = True
+        self.problem: str | None = None  # of `health_problem`
         self.stopped = False
         self.fail_requests: str | None = None
         self.fail_kind: ErrorKind = "internal"
@@ -96,9 +96,10 @@ class FakeEngineClient:
 
     async def utility(self, method: str) -> dict[str, int | float | str | bool | None]:
         self._check()
-        if not self.answers_ping:
-            await asyncio.sleep(3600)
         return {"ok": True}
+
+    def health_problem(self) -> str | None:
+        return self.dead_reason or self.problem
 
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         self.stopped = True

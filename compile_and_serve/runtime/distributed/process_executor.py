@@ -31,7 +31,12 @@ from compile_and_serve.runtime.distributed.child_process import (
     one_device,
     private_folder,
 )
-from compile_and_serve.runtime.distributed.executor import RankFailedError, StepHandle, report_shared_stages
+from compile_and_serve.runtime.distributed.executor import (
+    STUCK_SECONDS,
+    RankFailedError,
+    StepHandle,
+    report_shared_stages,
+)
 from compile_and_serve.runtime.distributed.rank_messages import (
     FromRank,
     IdleTaskDone,
@@ -53,7 +58,6 @@ from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput,
 
 logger = logging.getLogger(__name__)
 
-STUCK_SECONDS = 120.0  # ranks that wait for each other in a step without any progress are given up after this time
 _POLL_MS = 100
 _STOP_SECONDS = 5.0
 _REPORTS = 6  # progress reports of a rank within that time

@@ -22,10 +22,12 @@ from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.child_process import (
     LINGER_MS,
     boot_input,
+    describe_error,
     describe_exit,
     one_device,
     private_folder,
 )
+from compile_and_serve.runtime.engine.heartbeat import HeartbeatMonitor
 from compile_and_serve.runtime.engine.process import BOOT_CODE, Bootstrap
 from compile_and_serve.runtime.messages import (
     AbortRequests,
@@ -37,6 +39,7 @@ from compile_and_serve.runtime.messages import (
     EngineStage,
     EngineStats,
     FromEngine,
+    Heartbeat,
     Shutdown,
     StageCallback,
     StepOutputs,
@@ -132,6 +135,7 @@ class AsyncEngineClient:
         self._num_calls = 0
         self._stopping = False
         self._death_reason: str | None = None
+        self._heartbeats = HeartbeatMonitor()
 
     @property
     def info(self) -> EngineInfo:
@@ -143,6 +147,12 @@ class AsyncEngineClient:
     def is_alive(self) -> bool:
         """Whether the engine runs and takes requests."""
         return self._info is not None and self.dead_reason is None and not self._stopping
+
+    def health_problem(self) -> str | None:
+        """One sentence if the engine is dead, silent or stuck in a step, else None. Does not wait for the engine."""
+        if not self.is_alive:
+            return self.dead_reason or "The engine is shutting down."
+        return self._heartbeats.problem()
 
     @property
     def pid(self) -> int | None:
@@ -186,7 +196,8 @@ class AsyncEngineClient:
         stdin.write(boot_input(bootstrap))
         ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.create_task(self._watch(ready), name="engine-watch")
-        self._tasks = [asyncio.create_task(self._read(ready), name="engine-outputs"), self._watcher]
+        self._reader = asyncio.create_task(self._read(ready), name="engine-outputs")
+        self._tasks = [self._reader, self._watcher]
         try:
             self._info = await ready
         except BaseException:
@@ -272,6 +283,17 @@ class AsyncEngineClient:
         return config, environment
 
     async def _read(self, ready: asyncio.Future[EngineInfo]) -> None:
+        """Read the engine's messages until one cannot be read; then nobody would answer the requests, so the engine ends."""
+        try:
+            await self._read_messages(ready)
+        except Exception as error:
+            logger.error("Reading the engine's messages failed.", exc_info=error)
+            self._die(f"The engine's messages could not be read: {describe_error(error)}", ready)
+            if self._process is not None and self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+
+    async def _read_messages(self, ready: asyncio.Future[EngineInfo]) -> None:
         num_taken = 0
         while True:
             message = self._decoder.decode(await self._output.recv())
@@ -285,6 +307,8 @@ class AsyncEngineClient:
                     # engine, they would never yield, and the event loop would run nothing else.
                     num_taken = 0
                     await asyncio.sleep(0)
+            elif isinstance(message, Heartbeat):
+                self._heartbeats.receive(message)
             elif isinstance(message, UtilityResult):
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():
@@ -292,6 +316,7 @@ class AsyncEngineClient:
             elif isinstance(message, EngineStage):
                 self._on_stage(message.stage, message.seconds, message.detail)
             elif isinstance(message, EngineReady):
+                self._heartbeats = HeartbeatMonitor()  # the first heartbeat follows
                 if not ready.done():
                     ready.set_result(message.info)
             elif isinstance(message, EngineDead):
@@ -302,7 +327,7 @@ class AsyncEngineClient:
         """Wait for the process to end, and read its last messages before reporting that."""
         assert self._process is not None
         status = await self._process.wait()
-        while await self._output.poll(100):
+        while not self._reader.done() and await self._output.poll(100):
             await asyncio.sleep(0)
         if self._stopping and status == 0:
             self._steps.put_nowait(None)

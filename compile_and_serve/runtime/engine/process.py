@@ -3,7 +3,7 @@
 The process starts as `distributed/child_process.py` describes, with a `Bootstrap`. The messages of `runtime/messages.py`
 go over two sockets (requests in, outputs out) in a folder that only this user can enter. A single thread receives, steps
 and sends. Sending only hands the bytes to ZMQ's thread, and with async scheduling the device works on the next step
-meanwhile.
+meanwhile. A second thread sends heartbeats.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from compile_and_serve.runtime.distributed.child_process import (
     set_up_child,
 )
 from compile_and_serve.runtime.distributed.executor import RankFailedError
+from compile_and_serve.runtime.engine.heartbeat import HeartbeatSender
 from compile_and_serve.runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -76,6 +77,7 @@ class EngineProcess:
             socket.setsockopt(zmq.LINGER, LINGER_MS)
             socket.set_hwm(0)
             socket.connect(address)
+        self._heartbeat = HeartbeatSender(context, bootstrap.output_address)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._refused: list[RequestOutput] = []
@@ -91,6 +93,7 @@ class EngineProcess:
         except Exception as error:
             return self._die("The engine could not start", error)
         self._send(EngineReady(info=self._core.info))
+        self._heartbeat.start()
         try:
             self._serve()
         except Exception as error:
@@ -105,12 +108,13 @@ class EngineProcess:
             has_work = core.has_work()
             if self._shutdown is not None and not has_work:
                 return
-            self._receive(wait=not has_work and not self._refused and not core.idle())
+            self._receive(wait=not has_work and not self._refused and not self._idle())
             if self._shutdown is not None and not self._shutdown.drain:
                 self._abort_all()
                 return
             if core.has_work():
-                outputs = core.step()
+                with self._heartbeat.step():
+                    outputs = core.step()
             elif self._refused or self._has_unreported_abort:
                 outputs = StepOutputs(stats=core.stats())
             else:
@@ -120,6 +124,10 @@ class EngineProcess:
                 self._refused.clear()
             self._has_unreported_abort = False
             self._send(outputs)
+
+    def _idle(self) -> bool:
+        with self._heartbeat.step():
+            return self._core.idle()
 
     def _receive(self, *, wait: bool) -> None:
         """Handle the messages that have arrived, up to the one that fills RECEIVED_TOKENS. wait: for at least one, up to a
@@ -196,6 +204,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """Close the sockets. Queued messages have LINGER_MS to be sent."""
+        self._heartbeat.close()
         self._input.close()
         self._output.close()
         zmq.Context.instance().term()

@@ -8,6 +8,7 @@ other replicas continue until `shutdown`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.distributed.child_process import describe_error
 from compile_and_serve.runtime.distributed.executor import report_shared_stages
 from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.router import Router
@@ -26,6 +28,8 @@ from compile_and_serve.runtime.messages import (
     StepOutputs,
     ignore_stage,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def make_client(config: EngineConfig, on_stage: StageCallback | None = None) -> AsyncEngineClient | DataParallelClient:
@@ -63,6 +67,15 @@ class DataParallelClient:
     def is_alive(self) -> bool:
         """Whether every replica runs and takes requests."""
         return all(replica.is_alive for replica in self.replicas)
+
+    def health_problem(self) -> str | None:
+        """One sentence if any replica is dead, silent or stuck in a step, else None. Does not wait for the replicas."""
+        if self.dead_reason is not None:
+            return self.dead_reason
+        for index, replica in enumerate(self.replicas):
+            if (problem := replica.health_problem()) is not None:
+                return f"Replica {index} of {len(self.replicas)}: {problem}"
+        return None
 
     async def start(self) -> EngineInfo:
         """Start all replicas at the same time.
@@ -179,7 +192,10 @@ class DataParallelClient:
                 if step.stats is not None:
                     router.observe(index, step.stats)
                 self._steps.put_nowait(step)
-        except EngineDeadError as error:
+        except Exception as error:
+            if not isinstance(error, EngineDeadError):
+                logger.error("Reading the outputs of replica %d failed.", index, exc_info=error)
+                error = EngineDeadError(f"Its outputs could not be read: {describe_error(error)}")
             self._handle_death(index, str(error))
             if all(replica.dead_reason is not None for replica in self.replicas):
                 self._steps.put_nowait(None)

@@ -1,0 +1,86 @@
+"""The engine process's heartbeat: the API process answers `/health` from the last one, without waiting for the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+import zmq
+
+from compile_and_serve.runtime.distributed.executor import STUCK_SECONDS
+from compile_and_serve.runtime.messages import Heartbeat
+
+HEARTBEAT_SECONDS = 1.0
+SILENCE_SECONDS = 10.0  # without a heartbeat for this long, the engine is unhealthy
+
+
+class HeartbeatSender:
+    """Sends a `Heartbeat` every second from a thread of its own, so that a long step does not delay it.
+
+    `close` ends the thread; it must be called before the ZMQ context is terminated.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._context = context
+        self._address = address
+        self._step_began: float | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Send the first heartbeat soon, then one a second."""
+        self._thread.start()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The body runs a step (or an idle task). Heartbeats carry its age meanwhile.
+
+        With several ranks, the body waits for their answer, so that a hung rank shows in the age too.
+        """
+        self._step_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._step_began = None
+
+    def close(self) -> None:
+        """Stop sending."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with self._context.socket(zmq.PUSH) as socket:  # a ZMQ socket belongs to one thread
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._address)
+            while True:
+                began = self._step_began
+                age = 0.0 if began is None else time.monotonic() - began
+                with suppress(zmq.Again):  # the API process reads nothing now, so older heartbeats wait already
+                    socket.send(msgspec.msgpack.encode(Heartbeat(step_seconds=age)), zmq.NOBLOCK)
+                if self._closing.wait(HEARTBEAT_SECONDS):
+                    return
+
+
+class HeartbeatMonitor:
+    """The API process's view of an engine's heartbeats."""
+
+    def __init__(self) -> None:
+        self._received_at = time.monotonic()
+        self._step_seconds = 0.0
+
+    def receive(self, heartbeat: Heartbeat) -> None:
+        """Note a heartbeat that has just arrived."""
+        self._received_at, self._step_seconds = time.monotonic(), heartbeat.step_seconds
+
+    def problem(self) -> str | None:
+        """One sentence if the engine is silent or its step is stuck; None if all is well."""
+        silence = time.monotonic() - self._received_at
+        if silence > SILENCE_SECONDS:
+            return f"The engine process has sent no heartbeat for {silence:.0f} seconds."
+        if self._step_seconds > STUCK_SECONDS:
+            return f"The engine's step has run for {self._step_seconds:.0f} seconds (limit: {STUCK_SECONDS:g})."
+        return None

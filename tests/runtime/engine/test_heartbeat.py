@@ -1,0 +1,146 @@
+"""Health by heartbeat, and a client whose reader fails: real engine processes with fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile_and_serve.runtime.engine import heartbeat
+from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError
+from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
+from compile_and_serve.runtime.messages import StepOutputs
+from tests.support.engines import request, tiny_config, write_tiny_model
+from tests.support.fake_worker import FAKE_ENGINE_CODE, use_fake_workers
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny")
+
+
+@contextlib.asynccontextmanager
+async def started(model_dir: Path, **options: object) -> AsyncIterator[AsyncEngineClient | DataParallelClient]:
+    client = make_client(tiny_config(model_dir, **options))
+    await asyncio.wait_for(client.start(), PATIENCE)
+    try:
+        yield client
+    finally:
+        await client.shutdown(drain=False, timeout=0.1)
+        await client.shutdown(drain=False, timeout=0.1)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_silent_engine_is_unhealthy_until_it_beats_again(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 5.0)
+    async with started(model_dir) as client:
+        assert isinstance(client, AsyncEngineClient)
+        assert client.pid is not None
+        assert client.health_problem() is None
+        os.kill(client.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        await until(client.health_problem)
+        assert time.monotonic() - began > 5.0 - 2 * heartbeat.HEARTBEAT_SECONDS
+        assert client.health_problem() == "The engine process has sent no heartbeat for 5 seconds."
+        os.kill(client.pid, signal.SIGCONT)
+        await until(lambda: client.health_problem() is None)
+    assert client.health_problem() == "The engine is shutting down."
+
+
+@pytest.mark.parametrize(
+    ("options", "hung", "prefix"),
+    [
+        ({}, "0", ""),
+        ({"tensor_parallel_size": 2}, "0", ""),
+        ({"data_parallel_size": 2}, "1/0", "Replica 1 of 2: "),
+    ],
+    ids=["one rank", "two ranks", "two replicas"],
+)
+async def test_a_hung_rank_is_unhealthy_though_the_engine_beats(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], hung: str, prefix: str
+) -> None:
+    use_fake_workers(monkeypatch, model_dir, step={hung: "hang"})
+    monkeypatch.setattr(heartbeat, "STUCK_SECONDS", 1.5)
+    async with started(model_dir, **options) as client:
+        assert client.health_problem() is None
+        for index in range(2):  # one for each replica
+            await client.add_request(request(f"r{index}", [index + 1], max_tokens=8))
+        await until(client.health_problem)
+        problem = client.health_problem() or ""
+        assert problem.startswith(f"{prefix}The engine's step has run for ")
+        assert problem.endswith(" seconds (limit: 1.5).")
+        assert client.dead_reason is None
+
+
+async def test_a_death_is_a_health_problem(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    async with started(model_dir, data_parallel_size=2) as client:
+        assert isinstance(client, DataParallelClient)
+        dead = client.replicas[1].pid
+        assert dead is not None
+        os.kill(dead, signal.SIGKILL)
+        await until(client.health_problem)
+        assert client.health_problem() == "Replica 1 of 2: The engine process was ended by signal 9."
+
+
+GARBLED = """\
+import compile_and_serve.runtime.engine.process as process
+def send(self, message):
+    garbled = isinstance(message, process.StepOutputs)
+    self._output.send(b"\\xc1" if garbled else self._encoder.encode(message))
+process.EngineProcess._send = send
+main()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["one engine", "two replicas"])
+async def test_messages_that_cannot_be_read_end_the_engine(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    monkeypatch.setattr(
+        "compile_and_serve.runtime.engine.client.BOOT_CODE", FAKE_ENGINE_CODE.removesuffix("main()\n") + GARBLED
+    )
+    async with started(model_dir, data_parallel_size=size) as client:
+        steps: list[StepOutputs] = []
+
+        async def read() -> None:
+            async for step in client.outputs():
+                steps.append(step)  # noqa: PERF401: the loop ends by an error, and keeps what came before
+
+        reader = asyncio.create_task(read())
+        call = asyncio.create_task(client.utility("ping"))
+        await client.add_request(request("one", [1]))
+        if size == 2:
+            await client.add_request(request("two", [2]))
+        with pytest.raises(EngineDeadError, match="The engine's messages could not be read: DecodeError: "):
+            await asyncio.wait_for(reader, PATIENCE)
+        await asyncio.wait({call}, timeout=PATIENCE)
+        assert call.done()
+        call.exception()
+        assert "could not be read" in (client.dead_reason or "")
+        with pytest.raises(EngineDeadError, match="could not be read"):
+            await client.add_request(request("late", [1]))
+        if size == 2:
+            errors = {output.request_id: output.error for step in steps for output in step.outputs}
+            assert errors.keys() == {"one", "two"}
+            assert all("could not be read" in (error or "") for error in errors.values())
+        began = time.monotonic()
+    assert time.monotonic() - began < 5.0  # the process was killed, and nothing waits for its messages
