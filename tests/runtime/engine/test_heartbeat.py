@@ -123,7 +123,7 @@ async def test_messages_that_cannot_be_read_end_the_engine(
 
         async def read() -> None:
             async for step in client.outputs():
-                steps.append(step)  # noqa: PERF401: the loop ends by an error, and keeps what came before
+                steps.append(step)  # noqa: PERF401 (the loop ends by an error and must keep what came before)
 
         reader = asyncio.create_task(read())
         call = asyncio.create_task(client.utility("ping"))
