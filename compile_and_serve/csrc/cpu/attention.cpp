@@ -42,6 +42,12 @@ struct Plan {
     int64_t num_partials = 0;
 };
 
+// The first token that the token at `position` attends to.
+inline int64_t first_visible(const CasAttention& a, int64_t position) {
+    if (a.window == 0) return 0;
+    return a.chunked ? position / a.window * a.window : std::max<int64_t>(0, position - a.window + 1);
+}
+
 int64_t tokens_per_tile(const CasAttention& a) { return std::max<int64_t>(1, kTileRows / (a.num_heads / a.num_kv_heads)); }
 
 Plan make_plan(const CasAttention& a) {
@@ -53,8 +59,9 @@ Plan make_plan(const CasAttention& a) {
         for (int32_t token = begin; token < end; token += int32_t(tile_tokens)) {
             const int32_t tile_end = std::min<int32_t>(end, token + int32_t(tile_tokens));
             const int32_t keys = a.seq_lens[s] - (end - tile_end);
-            plan.items.push_back({int32_t(s), token, tile_end, 0, keys, 0, 1, -1});
-            all_keys += keys;
+            const int32_t first = int32_t(first_visible(a, a.seq_lens[s] - (end - token)));
+            plan.items.push_back({int32_t(s), token, tile_end, first, keys, 0, 1, -1});
+            all_keys += keys - first;
         }
     }
     const int64_t target_units = 4 * a.num_threads;
@@ -63,13 +70,14 @@ Plan make_plan(const CasAttention& a) {
         const int64_t target_keys = std::max<int64_t>(kMinSplitKeys, all_keys * a.num_kv_heads / target_units);
         std::vector<Item> split_items;
         for (const Item& item : plan.items) {
-            const int64_t splits = std::max<int64_t>(1, (item.key_end + target_keys / 2) / target_keys);
-            const int64_t length = ((item.key_end + splits - 1) / splits + kKeys - 1) / kKeys * kKeys;
-            const int64_t used = (item.key_end + length - 1) / length;
+            const int64_t keys = item.key_end - item.key_begin;
+            const int64_t splits = std::max<int64_t>(1, (keys + target_keys / 2) / target_keys);
+            const int64_t length = ((keys + splits - 1) / splits + kKeys - 1) / kKeys * kKeys;
+            const int64_t used = (keys + length - 1) / length;
             for (int64_t i = 0; i < used; ++i) {
                 Item part = item;
-                part.key_begin = int32_t(i * length);
-                part.key_end = int32_t(std::min<int64_t>(item.key_end, (i + 1) * length));
+                part.key_begin = int32_t(item.key_begin + i * length);
+                part.key_end = int32_t(std::min<int64_t>(item.key_end, part.key_begin + length));
                 part.split = int32_t(i);
                 part.num_splits = int32_t(used);
                 part.partial = used > 1 ? int32_t(plan.num_partials) : -1;
@@ -152,7 +160,7 @@ void write_cache(const CasAttention& a, int64_t token, const Rotation& rotation)
     const int64_t slot = a.slot_mapping[token];
     if (slot < 0) return;
     const int64_t E = a.head_dim, P = a.block_size, K = a.num_kv_heads;
-    C* block = static_cast<C*>(a.kv_cache) + (slot / P) * 2 * K * P * E + (slot % P) * E;
+    C* block = static_cast<C*>(a.kv_cache) + (slot / P) * a.block_stride + (slot % P) * E;
     const T* k = static_cast<const T*>(a.k) + token * a.k_stride;
     const T* v = static_cast<const T*>(a.v) + token * a.v_stride;
     for (int64_t head = 0; head < K; ++head) {
@@ -199,20 +207,53 @@ inline f32x16 max_of_rows(f32x16* rows) {
     return result;
 }
 
-// One step of the online softmax for `rows` rows: computes probabilities from scores, and updates maxima (of base-2 logarithms)
-// and denominators (one per lane). Row r attends to the first visible[r] keys. factors: rescale the rows' previous sums.
+constexpr float kLog2E = 1.44269504088896341f;
+
+// The keys [begin, end) of a block that a row attends to.
+struct Visible {
+    int32_t begin, end;
+
+    bool has_all(int c) const { return begin <= c && c + kLanes <= end; }
+    auto lanes(int c) const {
+        const i32x16 keys = load_raw<i32x16>(kLaneNumbers) + c;
+        return (keys >= begin) & (keys < end);
+    }
+};
+
+// Replaces products by scores cap(scale * product) + slope * (key - query). head: of row 0's group; distance: of the first key from
+// row 0's query.
 template <class T>
-void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int padded, const int32_t* visible, float* factors) {
-    constexpr float kLog2E = 1.44269504088896341f;
-    const float scale = a.scale * kLog2E;
-    const i32x16 lanes = load_raw<i32x16>(kLaneNumbers);
+void change_scores(const CasAttention& a, Scratch<T>& s, int first_row, int rows, int padded, int64_t head, int64_t G, int64_t distance) {
+    const f32x16 lanes = convert<f32x16>(load_raw<i32x16>(kLaneNumbers));
+    for (int r = 0; r < rows; ++r) {
+        const int64_t row = first_row + r;
+        const float slope = a.alibi_slopes ? a.alibi_slopes[head + row % G] : 0.0f;
+        const float offset = float(distance - row / G);
+        for (int c = 0; c < padded; c += kLanes) {
+            f32x16 v = load16(s.scores + r * kKeys + c) * a.scale;
+            if (a.soft_cap > 0) {
+                const f32x16 x = v * (1.0f / a.soft_cap);
+                const f32x16 size = max_of(x, -x);
+                const f32x16 power = exp2_nonpositive(size * (-2.0f * kLog2E));  // tanh|x| = (1 - power) / (1 + power)
+                const f32x16 capped = (1.0f - power) / (1.0f + power) * a.soft_cap;
+                v = select(x < 0.0f, -capped, capped);
+            }
+            store16(s.scores + r * kKeys + c, v + (lanes + (offset + float(c))) * slope);
+        }
+    }
+}
+
+// One step of the online softmax for `rows` rows: computes probabilities from scores, and updates maxima (of base-2 logarithms)
+// and denominators (one per lane). Row r attends to visible[r]. scale: of the scores. factors: rescale the rows' previous sums.
+template <class T>
+void softmax_step(Scratch<T>& s, int row, int rows, int padded, const Visible* visible, float scale, float* factors) {
     f32x16 largest[kLanes];
     for (int r = 0; r < kLanes; ++r) {
         largest[r] = splat(kLowest);
         if (r >= rows) continue;
         for (int c = 0; c < padded; c += kLanes) {
             const f32x16 v = load16(s.scores + r * kKeys + c);
-            largest[r] = max_of(largest[r], c + kLanes <= visible[r] ? v : select(lanes + c < visible[r], v, splat(kLowest)));
+            largest[r] = max_of(largest[r], visible[r].has_all(c) ? v : select(visible[r].lanes(c), v, splat(kLowest)));
         }
     }
     const f32x16 old_maxima = load16(s.maxima + row);
@@ -224,7 +265,7 @@ void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int p
         f32x16 total = load16(s.denominators + (row + r) * kLanes) * factors[r];
         for (int c = 0; c < padded; c += kLanes) {
             f32x16 p = exp2_nonpositive(load16(s.scores + r * kKeys + c) * scale - new_maxima[r]);
-            if (c + kLanes > visible[r]) p = select(lanes + c < visible[r], p, f32x16{});
+            if (!visible[r].has_all(c)) p = select(visible[r].lanes(c), p, f32x16{});
             store16(s.probabilities + r * kKeys + c, p);
             total += p;
         }
@@ -233,11 +274,14 @@ void softmax_step(const CasAttention& a, Scratch<T>& s, int row, int rows, int p
     }
 }
 
-// Attention of all rows of a tile over the keys in scratch. The tile's first token attends to the first `first` + 1 keys.
+// Attention of all rows of a tile over the keys in scratch. head: the tile's first query head; position: of the tile's first token;
+// key: position of the first of `count` keys.
 template <class T>
 void attend(
-    const CasAttention& a, Scratch<T>& s, int rows, int64_t E, int64_t G, int64_t first, int count, int padded
+    const CasAttention& a, Scratch<T>& s, int rows, int64_t E, int64_t G, int64_t head, int64_t position, int64_t key, int count,
+    int padded
 ) {
+    const bool changes_scores = a.soft_cap > 0 || a.alibi_slopes;
     constexpr int kInputs = Dot<T>::kInputs;
     const T* key_blocks[kKeys / kLanes];
     for (int b = 0; b < padded / kLanes; ++b) key_blocks[b] = s.keys + b * kLanes * E;
@@ -245,13 +289,18 @@ void attend(
     for (int b = 0; b < E / kLanes; ++b) value_blocks[b] = s.values + b * padded * kLanes;
     for (int row = 0; row < rows; row += kSubtile) {
         const int n = std::min(kSubtile, rows - row);
-        int32_t visible[kSubtile];
-        for (int r = 0; r < n; ++r) visible[r] = int32_t(std::clamp<int64_t>(first + (row + r) / G + 1, 0, count));
-        if (visible[n - 1] == 0) continue;
+        Visible visible[kSubtile];
+        for (int r = 0; r < n; ++r) {
+            const int64_t at = position + (row + r) / G;
+            visible[r].begin = int32_t(std::clamp<int64_t>(first_visible(a, at) - key, 0, count));
+            visible[r].end = int32_t(std::clamp<int64_t>(at + 1 - key, 0, count));
+        }
+        if (visible[0].begin >= visible[n - 1].end) continue;
         multiply_tile<T, kPlain>(
             s.queries + row * E, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
         alignas(64) float factors[kLanes];
-        softmax_step(a, s, row, n, padded, visible, factors);
+        if (changes_scores) change_scores(a, s, row, n, padded, head, G, key - position);
+        softmax_step(s, row, n, padded, visible, (changes_scores ? 1.0f : a.scale) * kLog2E, factors);
         multiply_tile<T, kAccumulate>(
             s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, s.sums + row * E, E, factors);
     }
@@ -284,6 +333,12 @@ void run_item(
     std::fill(s.sums, s.sums + rows * E, 0.0f);
     std::fill(s.maxima, s.maxima + kTileRows + kLanes, kLowest);
     std::fill(s.denominators, s.denominators + rows * kLanes, 0.0f);
+    if (a.sinks && item.split == 0) {
+        for (int r = 0; r < rows; ++r) {
+            s.maxima[r] = a.sinks[kv_head * G + r % G] * kLog2E;
+            s.denominators[r * kLanes] = 1.0f;
+        }
+    }
 
     // Position of the tile's first token within its sequence.
     const int64_t first_position = a.seq_lens[item.seq] - (a.query_start_loc[item.seq + 1] - item.token_begin);
@@ -294,7 +349,7 @@ void run_item(
         const int count = now.count, padded = now.padded;
         if constexpr (std::is_same_v<T, C>) pack_keys_values(a, now, next, s);
         else pack_keys_values(a, now.template widened<T>(E, s.widened), next, s);
-        attend(a, s, rows, E, G, first_position - key, count, padded);
+        attend(a, s, rows, E, G, kv_head * G, first_position, key, count, padded);
     }
 
     if (item.partial >= 0) {

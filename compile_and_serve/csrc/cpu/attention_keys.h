@@ -78,13 +78,12 @@ struct KeyRows {
         const int64_t E = a.head_dim, P = a.block_size;
         const C* cache = static_cast<const C*>(a.kv_cache) + head * P * E;
         to_values = a.num_kv_heads * P * E;
-        const int64_t block_elements = 2 * a.num_kv_heads * P * E;
         count = int(std::clamp<int64_t>(end - begin, 0, kKeys));
         padded = (count + kLanes - 1) / kLanes * kLanes;
         const int32_t* block = blocks + begin / P;
         int64_t offset = begin % P;
         for (int c = 0; c < count; ++block, offset = 0) {
-            const C* row = cache + *block * block_elements + offset * E;
+            const C* row = cache + *block * a.block_stride + offset * E;
             for (; offset < P && c < count; ++offset, row += E) rows[c++] = row;
         }
         for (int c = count; c < padded; ++c) rows[c] = rows[count - 1];

@@ -96,6 +96,11 @@ struct CasAttention {
     int64_t cos_stride, sin_stride;
     const void *q_norm_weight, *k_norm_weight;
     void* kv_cache;
+    int64_t block_stride;             // elements
+    int64_t window;                   // 0: all earlier tokens
+    int32_t chunked;                  // `window` is the length of chunks
+    float soft_cap;                   // 0: none
+    const float *sinks, *alibi_slopes;  // one a query head; null: none
     const int32_t *query_start_loc, *seq_lens, *block_table;
     int64_t block_table_stride;
     const int64_t* slot_mapping;

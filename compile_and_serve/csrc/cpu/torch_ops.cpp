@@ -195,16 +195,27 @@ at::Tensor silu_mul(const at::Tensor& x_TI) {
     return out;
 }
 
+// One float for each query head; an undefined tensor where there is none.
+at::Tensor head_vector(const OptionalTensor& vector_H, int64_t num_heads, const char* name) {
+    if (!vector_H.has_value()) return at::Tensor();
+    TORCH_CHECK_VALUE(
+        vector_H->dim() == 1 && vector_H->size(0) == num_heads, name, " must be [", num_heads, "], not ", vector_H->sizes());
+    return vector_H->to(at::kFloat).contiguous();
+}
+
 // The arguments that both attention ops share.
 void fill_step(
     CasAttention& args, const at::Tensor& kv_cache, double scale, const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
-    const at::Tensor& block_table, const at::Tensor& slot_mapping, int64_t num_seqs, at::Tensor& out
+    const at::Tensor& block_table, const at::Tensor& slot_mapping, int64_t num_seqs, int64_t window, bool chunked, double soft_cap,
+    const at::Tensor& sinks_H, const at::Tensor& alibi_slopes_H, at::Tensor& out
 ) {
+    const int64_t page = kv_cache.size(3) * args.head_dim;
     args.cache_is_float8 = kv_cache.scalar_type() == at::kFloat8_e4m3fn;
     TORCH_CHECK_VALUE(
         kv_cache.dim() == 5 && kv_cache.size(1) == 2 && kv_cache.size(2) == args.num_kv_heads && kv_cache.size(4) == args.head_dim &&
-            kv_cache.is_contiguous() && (args.cache_is_float8 || dtype_code(kv_cache) == args.dtype),
-        "kv_cache must be a contiguous [N, 2, ", args.num_kv_heads, ", P, ", args.head_dim, "] in the dtype of q or float8_e4m3fn, not ",
+            kv_cache.stride(4) == 1 && kv_cache.stride(3) == args.head_dim && kv_cache.stride(2) == page &&
+            kv_cache.stride(1) == page * args.num_kv_heads && (args.cache_is_float8 || dtype_code(kv_cache) == args.dtype),
+        "kv_cache must be [N, 2, ", args.num_kv_heads, ", P, ", args.head_dim, "] with contiguous blocks in the dtype of q or float8_e4m3fn, not ",
         kv_cache.sizes(), " in ", kv_cache.scalar_type());
     TORCH_CHECK_VALUE(
         args.head_dim % 16 == 0 && args.head_dim <= 512 && args.num_heads % args.num_kv_heads == 0 &&
@@ -219,6 +230,12 @@ void fill_step(
     args.num_seqs = num_seqs;
     args.block_size = kv_cache.size(3);
     args.kv_cache = kv_cache.mutable_data_ptr();
+    args.block_stride = kv_cache.stride(0);
+    args.window = window;
+    args.chunked = chunked;
+    args.soft_cap = float(soft_cap);
+    args.sinks = sinks_H.defined() ? sinks_H.const_data_ptr<float>() : nullptr;
+    args.alibi_slopes = alibi_slopes_H.defined() ? alibi_slopes_H.const_data_ptr<float>() : nullptr;
     args.query_start_loc = query_start_loc.const_data_ptr<int32_t>();
     args.seq_lens = seq_lens.const_data_ptr<int32_t>();
     args.block_table = block_table.const_data_ptr<int32_t>();
@@ -233,7 +250,7 @@ void fill_step(
 at::Tensor cpu_attention(
     const at::Tensor& q_THE, const at::Tensor& k_TKE, const at::Tensor& v_TKE, const at::Tensor& kv_cache, double scale,
     const at::Tensor& query_start_loc, const at::Tensor& seq_lens, const at::Tensor& block_table, const at::Tensor& slot_mapping,
-    int64_t num_seqs
+    int64_t num_seqs, int64_t window, bool chunked, double soft_cap, const OptionalTensor& sinks_H, const OptionalTensor& alibi_slopes_H
 ) {
     CasAttention args{};
     args.dtype = dtype_code(q_THE);
@@ -254,7 +271,10 @@ at::Tensor cpu_attention(
     args.k_stride = k_TKE.stride(0), args.k_head_stride = k_TKE.stride(1);
     args.v_stride = v_TKE.stride(0), args.v_head_stride = v_TKE.stride(1);
     at::Tensor out = at::empty({args.num_tokens, args.num_heads, args.head_dim}, q_THE.options());
-    fill_step(args, kv_cache, scale, query_start_loc, seq_lens, block_table, slot_mapping, num_seqs, out);
+    const at::Tensor sinks = head_vector(sinks_H, args.num_heads, "sinks");
+    const at::Tensor slopes = head_vector(alibi_slopes_H, args.num_heads, "alibi_slopes");
+    fill_step(
+        args, kv_cache, scale, query_start_loc, seq_lens, block_table, slot_mapping, num_seqs, window, chunked, soft_cap, sinks, slopes, out);
     cas_attention(&args);
     return out;
 }
@@ -263,7 +283,7 @@ at::Tensor cpu_rope_attention(
     const at::Tensor& qkv, const at::Tensor& cos_TE, const at::Tensor& sin_TE, const at::Tensor& kv_cache, int64_t num_heads,
     int64_t num_kv_heads, double scale, const OptionalTensor& q_norm_weight_E, const OptionalTensor& k_norm_weight_E, double eps,
     const at::Tensor& query_start_loc, const at::Tensor& seq_lens, const at::Tensor& block_table, const at::Tensor& slot_mapping,
-    int64_t num_seqs
+    int64_t num_seqs, int64_t window, bool chunked, double soft_cap, const OptionalTensor& sinks_H, const OptionalTensor& alibi_slopes_H
 ) {
     CasAttention args{};
     args.dtype = dtype_code(qkv);
@@ -296,7 +316,10 @@ at::Tensor cpu_rope_attention(
     args.k_norm_weight = vector_pointer(k_norm_weight_E, qkv, head_dim, "k_norm_weight");
     args.eps = float(eps);
     at::Tensor out = at::empty({args.num_tokens, num_heads * head_dim}, qkv.options());
-    fill_step(args, kv_cache, scale, query_start_loc, seq_lens, block_table, slot_mapping, num_seqs, out);
+    const at::Tensor sinks = head_vector(sinks_H, args.num_heads, "sinks");
+    const at::Tensor slopes = head_vector(alibi_slopes_H, args.num_heads, "alibi_slopes");
+    fill_step(
+        args, kv_cache, scale, query_start_loc, seq_lens, block_table, slot_mapping, num_seqs, window, chunked, soft_cap, sinks, slopes, out);
     cas_attention(&args);
     return out;
 }
@@ -319,11 +342,12 @@ TORCH_LIBRARY_IMPL(cas, CPU, m) {
 TORCH_LIBRARY_FRAGMENT(cas, m) {
     m.def(
         "cpu_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, float scale, Tensor query_start_loc, Tensor seq_lens, "
-        "Tensor block_table, Tensor slot_mapping, int num_seqs) -> Tensor");
+        "Tensor block_table, Tensor slot_mapping, int num_seqs, int window, bool chunked, float soft_cap, Tensor? sinks, "
+        "Tensor? alibi_slopes) -> Tensor");
     m.def(
         "cpu_rope_attention(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) kv_cache, int num_heads, int num_kv_heads, float scale, "
         "Tensor? q_norm_weight, Tensor? k_norm_weight, float eps, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
-        "Tensor slot_mapping, int num_seqs) -> Tensor");
+        "Tensor slot_mapping, int num_seqs, int window, bool chunked, float soft_cap, Tensor? sinks, Tensor? alibi_slopes) -> Tensor");
     m.impl("cpu_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_attention));
     m.impl("cpu_rope_attention", c10::DispatchKey::CPU, TORCH_FN(cpu_rope_attention));
 }

@@ -50,8 +50,6 @@ class CpuAttention:
         if num_heads // num_kv_heads > _MAX_GROUP:
             group = num_heads // num_kv_heads
             return f"the cpu attention backend takes up to {_MAX_GROUP} query heads per key/value head, not {group}"
-        if features:
-            return f"the cpu attention backend has no {', '.join(sorted(features))}"
         load_cpu_kernels()
         return cpu_kernels_status()
 
@@ -80,6 +78,11 @@ class CpuAttention:
             metadata.block_table,
             metadata.slot_mapping,
             metadata.num_seqs,
+            metadata.window or 0,
+            metadata.chunked,
+            scores.soft_cap,
+            scores.sinks_H,
+            scores.alibi_slopes_H,
         )
 
     def rope_forward(
@@ -114,4 +117,9 @@ class CpuAttention:
             metadata.block_table,
             metadata.slot_mapping,
             metadata.num_seqs,
+            metadata.window or 0,
+            metadata.chunked,
+            scores.soft_cap,
+            scores.sinks_H,
+            scores.alibi_slopes_H,
         )
