@@ -67,12 +67,19 @@ class ModelSource(Protocol):
 class Model(Protocol):
     """`model(step)` → the step's outputs by name.
 
+    inputs, state: what a step takes and keeps: the model's own, and what passes added.
     source_specs: what a checkpoint must hold, by parameter name (with the scales of those that it holds quantized).
     transforms: how the weights are made of it.
     report: what was done and how long it took.
     """
 
     report: dict[str, Any]
+
+    @property
+    def inputs(self) -> Sequence[StepInput]: ...
+
+    @property
+    def state(self) -> Sequence[StateGroup]: ...
 
     @property
     def source_specs(self) -> Mapping[str, TensorSpec]: ...
@@ -91,10 +98,13 @@ class Model(Protocol):
 class CompiledModel:
     """A model as its plan and its compiled pieces.
 
+    inputs, state: of the spec, then those that passes added.
     join_pieces: returns the distinct pieces by fingerprint once they are loaded (they may load while weights are read).
     """
 
     spec: ModelSource
+    inputs: tuple[StepInput, ...]
+    state: tuple[StateGroup, ...]
     plan: ExecutionPlan
     join_pieces: JoinPieces
     device: torch.device
@@ -155,6 +165,14 @@ class EagerModel:
     def __post_init__(self) -> None:
         self.module = _materialized(self.spec.module, self.device)
         self._assigned: set[str] = set()
+
+    @property
+    def inputs(self) -> Sequence[StepInput]:
+        return self.spec.inputs
+
+    @property
+    def state(self) -> Sequence[StateGroup]:
+        return self.spec.state
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:

@@ -48,6 +48,7 @@ from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_pass
 from compile_and_serve.compiler.rewrite.user_passes import with_user_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +97,23 @@ def compile_model(
     return _Compilation(
         spec=spec, config=config, device=device, dtype=dtype, kernels=kernels, passes=all_passes, on_stage=on_stage,
         attention_backends=attention_backends, kv_cache_dtype=kv_cache_dtype or dtype,
-        artifacts=ModelArtifacts(config, device),
+        artifacts=ModelArtifacts(config, device), added=_added(spec, all_passes, config.disabled_passes),
     ).run()  # fmt: skip
+
+
+def _added(
+    spec: ModelSource, passes: Sequence[GraphPass], disabled: frozenset[str]
+) -> tuple[StepInput | StateGroup, ...]:
+    """The inputs and state that passes may add to a step. Raises `PassError` for a name that is taken."""
+    taken = {one.name for one in spec.inputs} | {group.name for group in spec.state}
+    added: dict[str, StepInput | StateGroup] = {}
+    for graph_pass in passes:
+        for one in () if graph_pass.name in disabled else graph_pass.adds(spec):
+            if one.name in taken or added.setdefault(one.name, one) != one:
+                raise PassError(
+                    f"Pass {graph_pass.name} adds {one.name!r} to the step, which has another of this name."
+                )
+    return tuple(added.values())
 
 
 def _check_eager(config: CompileConfig) -> None:
@@ -127,6 +143,7 @@ class _Compilation:
     attention_backends: Mapping[str, AttentionBackend] | None
     kv_cache_dtype: torch.dtype
     artifacts: ModelArtifacts
+    added: tuple[StepInput | StateGroup, ...]  # what the passes may add to a step
     report: dict[str, Any] = field(default_factory=lambda: {"mode": "compile", "stages": {}})
     dump: Dump | None = None
 
@@ -142,14 +159,25 @@ class _Compilation:
         self.report["distinct_pieces"] = len(plan.pieces)
         if self.dump is not None:
             self.dump.finish(self.report)
+        inputs, state = self._step_of(plan)
         return CompiledModel(
             spec=self.spec,
+            inputs=inputs,
+            state=state,
             plan=plan,
             join_pieces=join_pieces,
             device=self.device,
             report=self.report,
             work_dir=work_dir,
         )
+
+    def _step_of(self, plan: ExecutionPlan) -> tuple[tuple[StepInput, ...], tuple[StateGroup, ...]]:
+        """Inputs and state of a plan's step: the model's own, and those added ones that the plan reads."""
+        read = set(plan.arguments)
+        inputs = tuple(one for one in self.added if isinstance(one, StepInput) and one.name in read)
+        groups = (one for one in self.added if isinstance(one, StateGroup))
+        state = tuple(group for group in groups if read & group.tensor_shapes(1).keys())
+        return (*self.spec.inputs, *inputs), (*self.spec.state, *state)
 
     def _key_fields(self) -> dict[str, Any]:
         """Everything that the plan depends on."""
@@ -268,6 +296,10 @@ class _Compilation:
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
             kernels=self.kernels, tuner=tuner, quantized_weights=self.spec.quantized_weights,
             tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
+            declared=declarations_by_name(
+                (*self.spec.inputs, *(one for one in self.added if isinstance(one, StepInput))),
+                (*self.spec.state, *(one for one in self.added if isinstance(one, StateGroup))),
+            ),
         )  # fmt: skip
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
         after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None
@@ -349,9 +381,10 @@ class _Compilation:
         if self.attention_backends is None:
             raise ValueError("Profiling needs attention backends: give compile_model its attention_backends.")
         start = time.perf_counter()
+        inputs, state = self._step_of(plan)
         try:
             self.report["profile"] = profile_model(
-                plan, graphs, pieces, self.spec, device=self.device, dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype,
+                plan, graphs, pieces, inputs, state, device=self.device, dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype,
                 backends=self.attention_backends, tokens=self.config.profile_tokens,
             )  # fmt: skip
         except RuntimeError as error:  # raised by torch, for example out of memory; the model can still be served

@@ -24,6 +24,7 @@ LOGITS = "logits"
 Advance = Literal["sampled", "next", "same"]
 ScoreFeature = Literal["soft_cap", "sinks", "alibi"]
 AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks"]
+StepDatum = int | float | str | bool  # a value in a request's step data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class TokenBatch:
 
     token_ids: int64 [T]; 0 where only the device knows the token (the input of a decode). positions: int64 [T], of each token in its
     sequence. query_start_loc: int32 [S + 1]. row_indices: int64 [L], the tokens whose output rows are wanted. request_ids: S ids.
+    step_data: the data that each of the S requests came with; empty in synthetic steps.
     """
 
     token_ids: np.ndarray
@@ -39,6 +41,14 @@ class TokenBatch:
     query_start_loc: np.ndarray
     row_indices: np.ndarray
     request_ids: Sequence[str] = ()
+    step_data: Sequence[Mapping[str, StepDatum]] = ()
+
+    def data_of_token(self, key: str, default: StepDatum) -> np.ndarray:
+        """[T]: the entry `key` of the data of each token's request; `default` where a request has none."""
+        if not self.step_data:
+            return np.full(len(self.token_ids), default)
+        values = np.array([data.get(key, default) for data in self.step_data])
+        return np.repeat(values, np.diff(self.query_start_loc))
 
     @property
     def sequence_of_token(self) -> np.ndarray:
@@ -211,6 +221,16 @@ class StateGroup:
             one = tensors[f"{self.name}.{index}"] if parts == 1 else None
             entries.append(one if parts == 1 else tuple(tensors[f"{self.name}.{index}.{i}"] for i in range(parts)))
         return entries
+
+
+def declarations_by_name(
+    inputs: Sequence[StepInput], groups: Sequence[StateGroup]
+) -> dict[str, StepInput | StateGroup]:
+    """The declaration of each tensor of a step: inputs by their name, state by the names of `StateGroup.tensor_shapes`."""
+    declarations: dict[str, StepInput | StateGroup] = {one.name: one for one in inputs}
+    for group in groups:
+        declarations |= dict.fromkeys(group.tensor_shapes(1), group)
+    return declarations
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import msgspec
 
-from compile_and_serve.runtime.messages import EngineInfo, FinishReason, TokenLogprobs
+from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.chat_template import render_chat
@@ -120,18 +120,20 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        step_data: Sequence[StepData] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt. The results are in the order of the prompts.
 
         prompts: text or {"prompt_token_ids": [...]}, one or many. sampling_params: one for all, or one for each prompt.
         use_tqdm: show a progress bar. priority: one for each prompt, lower runs first (policy "priority").
+        step_data: for each prompt, what step inputs of a model or a pass are filled from (docs/add-a-pass.md).
         Raises `ValueError` before anything runs if a prompt or a parameter is wrong, and `RuntimeError` if one fails.
         """
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         jobs = [
             self._job(prompt, params) for prompt, params in zip(many, _params(sampling_params, len(many)), strict=True)
         ]
-        return self._run(jobs, priority or [0] * len(jobs), show_progress=use_tqdm)
+        return self._run(jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), show_progress=use_tqdm)
 
     def chat(
         self,
@@ -194,14 +196,21 @@ class LLM:
         self._num_requests += 1
         return _Job(str(self._num_requests - 1), text, ids, params)
 
-    def _run(self, jobs: list[_Job], priorities: Sequence[int], *, show_progress: bool) -> list[RequestOutput]:
+    def _run(
+        self,
+        jobs: list[_Job],
+        priorities: Sequence[int],
+        step_data: Sequence[StepData],
+        *,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
         engine_ids: list[str] = []
         with _Progress(len(jobs), show_progress) as progress:
             try:
-                for job, priority in zip(jobs, priorities, strict=True):
+                for job, priority, data in zip(jobs, priorities, step_data, strict=True):
                     sink = self._start(job, progress)
                     request = self._outputs.add(
-                        job.request_id, job.prompt_token_ids, job.params, sink, priority=priority
+                        job.request_id, job.prompt_token_ids, job.params, sink, priority=priority, step_data=data
                     )
                     engine_ids += request.request_ids
                     self.engine.add_request(request)

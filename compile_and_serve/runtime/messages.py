@@ -12,6 +12,8 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
 
+StepData = dict[str, int | float | str | bool]  # what a request gives to step inputs (`TokenBatch.step_data`)
+
 StageCallback = Callable[[str, float, str], None]  # (stage, seconds, detail): a stage of the start-up has ended
 
 
@@ -31,6 +33,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     the first sequence only in what `Sibling` says; the engine ignores `sampling_params.n`.
 
     stop_token_ids: the request's own stop ids and, unless `ignore_eos` is set, the model's end-of-sequence ids.
+    step_data: what step inputs are filled from (`TokenBatch.step_data`); requests share cached prefixes only where it is equal.
     """
 
     request_id: str
@@ -43,6 +46,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     cache_salt: str | None = None  # requests share cached prefixes only with requests of the same salt
     prefix_key: str | None = None  # names whatever else the keys and values depend on, e.g. an adapter
     siblings: list[Sibling] = []
+    step_data: StepData = {}
 
     @property
     def request_ids(self) -> list[str]:

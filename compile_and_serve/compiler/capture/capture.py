@@ -27,7 +27,7 @@ from compile_and_serve.compiler.compat import (
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable
 from compile_and_serve.custom_ops.quantization import QuantizedWeight
-from compile_and_serve.custom_ops.step import StateGroup, StepInput
+from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +93,7 @@ def capture(
         names = ", ".join(cls.__name__ for cls in blocks)
         log.info("Every %s is traced by itself, since one could not be traced for all: %s", names, error)
     gm, examples, bytecode = traced
-    declarations: dict[str, StepInput | StateGroup] = {one.name: one for one in inputs}
-    for group in groups:
-        declarations |= dict.fromkeys(group.tensor_shapes(1), group)
-    graph = _name_placeholders(module, tensors, declarations, quantized or {}, gm, examples)
+    graph = _name_placeholders(module, tensors, declarations_by_name(inputs, groups), quantized or {}, gm, examples)
     graph.bytecode = bytecode
     graph.regions = inline_regions(gm)
     return graph

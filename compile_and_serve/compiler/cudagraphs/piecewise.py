@@ -34,7 +34,7 @@ Outputs = dict[str, torch.Tensor]
 
 def piecewise_unsupported_reason(model: object) -> str | None:
     """None when the model can be replayed piece by piece, else one sentence why not."""
-    if not all(hasattr(model, name) for name in ("plan", "pieces", "spec", "weights")):
+    if not all(hasattr(model, name) for name in ("plan", "pieces", "inputs", "weights")):
         return "the model is not compiled into pieces"
     return None
 
@@ -72,10 +72,10 @@ class PiecewiseGraphs:
         self._asked: dict[int, int] = {}
         self._wanted = list(sizes)
         plan: ExecutionPlan = model.plan
-        of_rows = {one.name for one in model.spec.inputs if one.length == ROWS}
+        of_rows = {one.name for one in model.inputs if one.length == ROWS}
         first = next((i for i, step in enumerate(plan.steps) if of_rows & set(reads(step))), len(plan.steps))
         self._head, self._tail = plan.cut(first)
-        self._static = [one.name for one in model.spec.inputs if one.name in self._head.arguments]
+        self._static = [one.name for one in model.inputs if one.name in self._head.arguments]
         self._run_tail: Any = None
 
     def run(self, step: Step, stats: GraphStats) -> Outputs | None:

@@ -21,14 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from compile_and_serve.compiler.model import ModelSource
 from compile_and_serve.compiler.pieces.executor import make_executor, step_calls
 from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, PieceStep, Step
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
-from compile_and_serve.custom_ops.step import StateGroup, running
+from compile_and_serve.custom_ops.step import StateGroup, StepInput, running
 
 CONTEXT, PAGE_TOKENS = 512, 16
 CACHE_BYTES = 1 << 30  # of all layers' caches together; beyond it layers share
@@ -46,7 +45,8 @@ def profile_model(
     plan: ExecutionPlan,
     graphs: Mapping[str, GraphModule],
     pieces: Mapping[str, Callable[..., Any]],
-    spec: ModelSource,
+    inputs: Sequence[StepInput],
+    groups: Sequence[StateGroup],
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -56,7 +56,7 @@ def profile_model(
 ) -> dict[str, Any]:
     """Measure a model's steps with T tokens each.
 
-    spec: its inputs and state. backends: by attention group. → {"bandwidth": bytes/s, "gemm_rate": FLOP/s, "rows": one for each
+    inputs, groups: of a step. backends: by attention group. → {"bandwidth": bytes/s, "gemm_rate": FLOP/s, "rows": one for each
     distinct piece or op and T (seconds, bytes and FLOPs of one use), "steps": one for each T (seconds of the step, and of what lies
     between pieces and ops)}
     """
@@ -73,7 +73,7 @@ def profile_model(
         "steps": [],
     }
     for count in tokens:
-        step = _DecodeStep(plan, pieces, weights, spec, device, kv_cache_dtype, backends, count)
+        step = _DecodeStep(plan, pieces, weights, inputs, groups, device, kv_cache_dtype, backends, count)
         seconds, whole = step.measure()
         used = sum(sum(times) for times in seconds.values())
         result["steps"].append({"tokens": count, "seconds": whole, "between": max(0.0, whole - used)})
@@ -124,19 +124,19 @@ class _DecodeStep:
 
     def __init__(
         self, plan: ExecutionPlan, pieces: Mapping[str, Callable[..., Any]], weights: Mapping[str, torch.Tensor],
-        spec: ModelSource, device: torch.device, kv_cache_dtype: torch.dtype, backends: Mapping[str, AttentionBackend],
-        tokens: int,
+        inputs: Sequence[StepInput], groups: Sequence[StateGroup], device: torch.device, kv_cache_dtype: torch.dtype,
+        backends: Mapping[str, AttentionBackend], tokens: int,
     ) -> None:  # fmt: skip
         self._plan, self._device, self._tokens = plan, device, tokens
-        sizes = {group.name: PAGE_TOKENS for group in spec.state if group.paged}
-        state = _state(spec.state, tokens, sizes, kv_cache_dtype, device)
+        sizes = {group.name: PAGE_TOKENS for group in groups if group.paged}
+        state = _state(groups, tokens, sizes, kv_cache_dtype, device)
         self._bytes_per_token = {
             name: state[name][0].nbytes / PAGE_TOKENS
-            for group in spec.state if group.paged
+            for group in groups if group.paged
             for name in group.tensor_shapes(PAGE_TOKENS)
         }  # fmt: skip
         self._step = make_step(
-            spec.inputs, spec.state, [(CONTEXT - 1, 1)] * tokens, state=state, tokens_per_page=sizes, backends=backends,
+            inputs, groups, [(CONTEXT - 1, 1)] * tokens, state=state, tokens_per_page=sizes, backends=backends,
             device=device, token_ids=np.arange(tokens) % 2,
         )  # fmt: skip
         calls = step_calls(plan, pieces)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAMPLE_PAGES
 from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
 from compile_and_serve.compiler.weights.transforms import (
@@ -21,6 +22,10 @@ from compile_and_serve.compiler.weights.transforms import (
     expression_spec,
 )
 from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.step import StateGroup, StepInput
+
+if TYPE_CHECKING:
+    from compile_and_serve.compiler.model import ModelSource
 
 
 class PassError(ValueError):
@@ -74,6 +79,7 @@ class PassContext:
     tuner: measures whether a fusion is faster; None: every fusion is made.
     tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
     quantized_weights: the checkpoint's quantized parameters.
+    declared: the declaration of each tensor of a step that `argument` can read: of the model, and what passes add.
     """
 
     device: torch.device
@@ -85,6 +91,7 @@ class PassContext:
     tensor_parallel_size: int = 1
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    declared: Mapping[str, StepInput | StateGroup] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat
 
@@ -156,6 +163,30 @@ class PassContext:
         self._weight_nodes[target] = node
         return node
 
+    def argument(self, gm: GraphModule, name: str) -> Node:
+        """The placeholder of a step's input, or of a tensor of its state such as "states.3" (`StateGroup.tensor_shapes`).
+
+        It is inserted before the first node where the graph does not read it yet. Passes that add state come after
+        `tensor_parallel`: the tensor has the rank's share of the group.
+        """
+        nodes = {n.meta["input"]: n for n in gm.graph.find_nodes(op="placeholder") if "declaration" in n.meta}
+        if name in nodes:
+            return nodes[name]
+        declared = self.declared.get(name)
+        if declared is None:
+            raise PassError(f"A step has no {name!r}: a pass that reads it returns its declaration from `adds`.")
+        if isinstance(declared, StepInput):
+            shape = tuple(_length(nodes.values(), dim) if isinstance(dim, str) else dim for dim in declared.dims)
+            dtype = declared.dtype
+        else:
+            shapes = declared.of_rank(self.tensor_parallel_size).tensor_shapes(EXAMPLE_PAGE_TOKENS)
+            shape, dtype = (EXAMPLE_PAGES, *shapes[name]), declared.dtype or self.dtype
+        with gm.graph.inserting_before(next(iter(gm.graph.nodes))), self.fake_mode:
+            node = gm.graph.placeholder(re.sub(r"\W", "_", name))
+            node.meta |= {"input": name, "declaration": declared}
+            node.meta["example_value"] = torch.empty(shape, dtype=dtype, device="meta")
+        return node
+
     def replace_weight(self, weight: Node, function: str, *constants: int) -> None:
         """Replace a weight by function(weight, *constants), under the same name and placeholder.
 
@@ -195,6 +226,10 @@ class GraphPass(Protocol):
     version: int
     required: bool  # if its guard lets it run, it cannot be disabled
 
+    def adds(self, model: ModelSource) -> Sequence[StepInput | StateGroup]:
+        """Inputs and state of a step that the pass may read with `ctx.argument`, besides the model's own."""
+        ...
+
     def guard(self, ctx: PassContext) -> SkipReason | None:
         """Why this pass does not run in this compilation; None: it runs."""
         ...
@@ -219,6 +254,9 @@ class BasePass:
     after: str | None = None
     required: bool = False
 
+    def adds(self, model: ModelSource) -> Sequence[StepInput | StateGroup]:
+        return ()
+
     def guard(self, ctx: PassContext) -> SkipReason | None:
         return None
 
@@ -238,6 +276,15 @@ def example_value(node: Node, fake_mode: FakeTensorMode) -> Any:
     function = getattr(type(args[0]), node.target) if isinstance(node.target, str) else node.target
     with fake_mode, torch.no_grad():
         return function(*args, **kwargs)
+
+
+def _length(placeholders: Iterable[Node], name: str) -> Any:
+    """A symbolic length, "tokens" or "rows", as the graph's inputs have it."""
+    for node in placeholders:
+        declared = node.meta["declaration"]
+        if isinstance(declared, StepInput) and declared.length == name and declared.symbolic_dim is not None:
+            return tensor_of(node).shape[declared.symbolic_dim]
+    raise PassError(f"The graph has no input of {name!r}, so no input of that length can be added.")
 
 
 def _call_signature(node: Node) -> Any:

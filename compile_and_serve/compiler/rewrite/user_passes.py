@@ -63,7 +63,9 @@ def load_pass(name: str) -> GraphPass:
         made = found()
     except Exception as error:
         raise PassError(f"Pass {name} cannot be constructed without arguments: {_reason(error)}.") from error
-    missing = [attribute for attribute in ("guard", "run", "cache_key") if not callable(getattr(made, attribute, None))]
+    missing = [
+        attribute for attribute in ("adds", "guard", "run", "cache_key") if not callable(getattr(made, attribute, None))
+    ]
     missing += [a for a, kind in (("name", str), ("version", int)) if not isinstance(getattr(made, a, None), kind)]
     if missing:
         raise PassError(

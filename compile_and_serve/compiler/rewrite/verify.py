@@ -262,12 +262,17 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
 
 
 def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> Step:
-    """A step of the two sequences with random tokens and state (float64), whole as one rank has it."""
-    generator = torch.Generator().manual_seed(seed + 1)
+    """A step of the two sequences with random tokens and state (float64), whole as one rank has it. A pass that adds state does not
+    change the rest.
+    """
+
+    def generator(name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+
     groups = list({one.name: one for one in declarations if isinstance(one, StateGroup)}.values())
     sizes = {group.name: EXAMPLE_PAGE_TOKENS for group in groups if group.paged}
     state = {
-        name: torch.randn((EXAMPLE_PAGES, *shape), generator=generator, dtype=torch.float64)
+        name: torch.randn((EXAMPLE_PAGES, *shape), generator=generator(name), dtype=torch.float64)
         for group in groups
         for name, shape in group.tensor_shapes(EXAMPLE_PAGE_TOKENS).items()
     }
@@ -275,7 +280,7 @@ def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> S
     return make_step(
         [one for one in declarations if isinstance(one, StepInput)], groups, list(zip(CACHED, NEW, strict=True)),
         state=state, tokens_per_page=sizes,
-        token_ids=torch.randint(0, MAX_TOKEN_ID, (num_tokens,), generator=generator).numpy(),
+        token_ids=torch.randint(0, MAX_TOKEN_ID, (num_tokens,), generator=generator("token_ids")).numpy(),
         row_indices=np.array([0, num_tokens // 2, num_tokens - 1]),
     )  # fmt: skip
 
@@ -306,7 +311,7 @@ def compare(before: _Outcome, after: _Outcome, tolerance: float) -> Verification
             sites.append(_site_error(node.name, node_source_line(node), reference, value))
     numbered = enumerate(zip(before.results, after.results, strict=True))
     pairs = [("result" if i == 0 else f"result {i + 1}", *results) for i, results in numbered]
-    pairs += [(name, before.state[name], left) for name, left in after.state.items()]
+    pairs += [(name, before.state[name], left) for name, left in after.state.items() if name in before.state]
     for name, reference, value in pairs:
         if reference.shape != value.shape:
             mismatch = f"{name} has shape {list(value.shape)}, {list(reference.shape)} before"

@@ -124,7 +124,7 @@ class Router:
         size = self._block_size
         num_blocks = min(len(request.prompt_token_ids) // size, MAX_HASHED_BLOCKS)
         keys: list[bytes] = []
-        root = root_key(request.cache_salt, request.prefix_key)
+        root = root_key(request.cache_salt, request.prefix_key, request.step_data)
         extend_keys(keys, root, request.prompt_token_ids, size, num_blocks)
         return keys
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from compile_and_serve.custom_ops.step import StateGroup, StepInput, TokenBatch
+from compile_and_serve.custom_ops.step import StateGroup, StepDatum, StepInput, TokenBatch
 from compile_and_serve.runtime.runner.block_tables import BlockTables
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ class HeldRequest:
     num_prompt_tokens: int
     params: SamplingParams
     num_blocks: list[int]  # of each paged group
+    step_data: Mapping[str, StepDatum]
     needs_history: bool = False  # what it asks for makes its logits depend on the tokens sampled before
 
 
@@ -52,7 +53,7 @@ class BatchLayout:
     """What a step's composition says. Rows are sequences: decodes first, the longest of them first, so that the tail is short
     (attention takes rows in order). The first rows of logits are the sampled ones.
 
-    version: unique to the composition. scheduled_ids: the requests in the order in which they were scheduled; request_ids: in
+    version: unique to the composition. scheduled_ids: the requests in the order in which they were scheduled; request_ids, step_data: in
     the order of rows. num_decodes: leading rows whose first token is the device's last token of the batch slot.
     sampled_ids, sampled_slots: of the sequences that sample. sampled_counts, sampled_drafts: rows of each of them, and the
     guessed tokens that all rows but the last are compared with (empty lists: one row each). is_on_device: the device makes this
@@ -62,6 +63,7 @@ class BatchLayout:
     version: int = 0
     scheduled_ids: list[str] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
+    step_data: list[Mapping[str, StepDatum]] = field(default_factory=list)
     slots_S: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     num_decodes: int = 0
     is_decode_only: bool = False
@@ -138,6 +140,7 @@ class InputBatch:
             num_prompt_tokens=data.num_prompt_tokens,
             params=data.sampling_params,
             num_blocks=[0] * len(self.tables),
+            step_data=data.step_data,
         )
         self._requests[data.request_id] = request
         self._computed[slot] = data.num_computed_tokens
@@ -198,6 +201,7 @@ class InputBatch:
             version=self._num_versions,
             scheduled_ids=list(num_scheduled),
             request_ids=[request.request_id for request in rows],
+            step_data=[request.step_data for request in rows],
             slots_S=slots_S,
             num_decodes=num_decodes,
             is_decode_only=num_decodes == len(rows) and bool((counts_S == self.query_len).all()),
@@ -242,6 +246,7 @@ class InputBatch:
             query_start_loc=host["query_start_loc"][: num_seqs + 1],
             row_indices=self._numbers[:num_seqs],
             request_ids=layout.request_ids,
+            step_data=layout.step_data,
         )
 
     def _lay_mixed(
@@ -304,6 +309,7 @@ class InputBatch:
             query_start_loc=starts,
             row_indices=np.concatenate(indices),
             request_ids=layout.request_ids,
+            step_data=layout.step_data,
         )
 
     def _lay_rows(

@@ -116,6 +116,11 @@ class Worker:
                 kv_cache_dtype=self._cache_dtype,
                 on_stage=on_stage,
             )
+        if len(model.state) > len(spec.state):  # passes added some
+            backends = self._backends = backends_of_model(
+                replace(spec, state=tuple(model.state)), config, device, dtype
+            )
+        spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
         # From here on the rank's part: its share of the heads.
         self._spec = replace(spec, state=tuple(group.of_rank(rank.size) for group in spec.state))
         self._pages = PageLayout.of(self._spec.state, config.cache.block_size, self._cache_dtype)

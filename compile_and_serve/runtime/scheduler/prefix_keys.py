@@ -1,9 +1,9 @@
 """Keys of the prefix cache. The scheduler finds blocks by them, and the router replicas.
 
 The keys of a sequence form a chain, one key per full block: key(b) = SHA-256(key(b-1) ‖ content keys in b ‖ tokens of b
-as int64). key(-1), the root, covers what applies to the whole sequence: the cache salt and the prefix key (a LoRA
-adapter, say). So a key names everything that the keys and values of its block depend on. The hash is a strong one: a
-collision would show one tenant the cache of another.
+as int64). key(-1), the root, covers what applies to the whole sequence: the cache salt, the prefix key (a LoRA
+adapter, say) and the request's step data. So a key names everything that the keys and values of its block depend on.
+The hash is a strong one: a collision would show one tenant the cache of another.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
+from compile_and_serve.runtime.messages import StepData
+
 ContentKey = tuple[int, bytes]  # token position from which the content applies, and the hash of the content
 
 
-def root_key(cache_salt: str | None, prefix_key: str | None = None) -> bytes:
-    """The root of a chain. Sequences share blocks only where both arguments are equal."""
-    parts = (cache_salt, prefix_key)
+def root_key(cache_salt: str | None, prefix_key: str | None = None, step_data: StepData | None = None) -> bytes:
+    """The root of a chain. Sequences share blocks only where all arguments are equal."""
+    parts = [cache_salt, prefix_key]
+    if step_data:
+        parts.append(repr(sorted(step_data.items())))
     return sha256(b"".join(_with_length(None if part is None else part.encode()) for part in parts)).digest()
 
 

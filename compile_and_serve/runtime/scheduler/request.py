@@ -28,7 +28,7 @@ class Prompt:
 
     def __init__(self, request: EngineRequest) -> None:
         self.token_ids = request.prompt_token_ids
-        self.root_key = root_key(request.cache_salt, request.prefix_key)
+        self.root_key = root_key(request.cache_salt, request.prefix_key, request.step_data)
         self.keys: list[bytes] = []
         self.deferred_step = -1
         self.num_new_blocks = 0
@@ -57,7 +57,8 @@ class Request:
         "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
         "num_preemptions", "num_promised_blocks", "num_prompt_tokens", "prefill_end", "prefill_step", "prompt",
-        "prompt_logprobs", "request_id", "sampling_params", "status", "stop_ids", "token_ids", "wants_prompt_logprobs",
+        "prompt_logprobs", "request_id", "sampling_params", "status", "step_data", "stop_ids", "token_ids",
+        "wants_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +68,7 @@ class Request:
         params = request.sampling_params
         self.request_id = request.request_id
         self.sampling_params = params
+        self.step_data = request.step_data
         self.key = key
         self.arrival_time = request.arrival_time or now
         self.first_scheduled_time = 0.0

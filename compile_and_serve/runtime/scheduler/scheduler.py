@@ -425,6 +425,7 @@ class Scheduler:
             stop_token_ids=sorted(request.stop_ids),
             block_ids=[block_ids.copy() for block_ids in request.block_ids],
             num_computed_tokens=num_computed,
+            step_data=request.step_data,
         )
 
     def _are_slots_held_back(self, budget: int, step: StepInFlight) -> bool:

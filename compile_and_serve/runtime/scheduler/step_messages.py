@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import msgspec
 
-from compile_and_serve.runtime.messages import TokenLogprobs
+from compile_and_serve.runtime.messages import StepData, TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
 NOTHING_LEFT = (
@@ -48,6 +48,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     stop_token_ids: every id that ends the request, the model's end ids among them (min_tokens masks them).
     block_ids: for each group, blocks for all of token_ids (a group with a window: up to the end of this step's chunk).
         The first `num_computed_tokens` tokens are in the cache already.
+    step_data: of the request (`TokenBatch.step_data`).
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int]
     block_ids: list[list[int]]
     num_computed_tokens: int
+    step_data: StepData = {}
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):

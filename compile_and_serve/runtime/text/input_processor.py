@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from compile_and_serve.runtime.messages import EngineInfo, EngineRequest
+from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData
 from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -110,6 +110,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        step_data: StepData | None = None,
     ) -> EngineRequest:
         """The engine request for a prompt and parameters that `prepare` has returned."""
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else []
@@ -123,6 +124,7 @@ class InputProcessor:
             arrival_time=time.time(),
             priority=priority,
             cache_salt=cache_salt,
+            step_data=step_data or {},
         )
 
     def require_tokenizer(self, what: str) -> Tokenizer:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, Sibling, TokenLogprobs
+from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, Sibling, StepData, TokenLogprobs
 from compile_and_serve.runtime.messages import RequestOutput as EngineOutput
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.detokenizer import TextStream, make_detokenizer
@@ -121,6 +121,7 @@ class OutputProcessor:
         first_index: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        step_data: StepData | None = None,
     ) -> EngineRequest:
         """Register a request that `InputProcessor.prepare` has prepared. Returns the message to send to the engine, one for all
         completions.
@@ -141,6 +142,7 @@ class OutputProcessor:
             msgspec.structs.replace(params, n=1),
             priority=priority,
             cache_salt=cache_salt,
+            step_data=step_data,
         )
         request.siblings = siblings
         return request

@@ -96,7 +96,7 @@ def test_a_pass_of_an_installed_package(module: Path, monkeypatch: pytest.Monkey
         (["brought_passes:Missing"], "has no 'Missing'"),
         (["brought_passes"], "There is no pass 'brought_passes': expected package.module:Class"),
         (["brought_passes:made"], "brought_passes:made is not a pass: expected a class, got a Last"),
-        (["brought_passes:NotAPass"], "is not a pass, it lacks guard, run, cache_key, version: derive it from"),
+        (["brought_passes:NotAPass"], "is not a pass, it lacks adds, guard, run, cache_key, version: derive it from"),
         (["brought_passes:WantsMore"], "cannot be constructed without arguments: TypeError"),
         (["brought_passes:Taken"], "has the name 'merge_linears' of another pass"),
         (["brought_passes:Last", "brought_passes:Last"], "has the name 'last' of another pass"),

@@ -34,6 +34,13 @@ def test_roots_keep_salts_and_prefix_keys_apart() -> None:
     assert len(firsts) == len(names) ** 2
 
 
+def test_step_data_keeps_requests_apart() -> None:
+    roots = [root_key("a"), root_key("a", None, {"x": 1}), root_key("a", None, {"x": 2}), root_key("a", None, {"y": 1})]
+    assert len(set(roots)) == 4
+    assert root_key("a", None, {"x": 1, "y": 2}) == root_key("a", None, {"y": 2, "x": 1})
+    assert root_key("a", None, {}) == root_key("a")
+
+
 def test_a_content_key_counts_from_the_block_of_its_position_on() -> None:
     plain = chain(TOKENS)
     image = chain(TOKENS, contents=[(9, b"image")])
