@@ -51,8 +51,10 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "
         raise TokenizerError(
             f"The GGUF file holds no tokenizer ({PREFIX}model is missing): name another one with --tokenizer."
         )
-    tokens = [str(token) for token in metadata[PREFIX + "tokens"]]
-    types = [int(value) for value in metadata.get(PREFIX + "token_type", [1] * len(tokens))]
+    tokens = _array(metadata, "tokens", str)
+    if not tokens:
+        raise TokenizerError(f"The GGUF file is damaged: {PREFIX}tokens is empty; download it again.")
+    types = _array(metadata, "token_type", int, length=len(tokens)) if PREFIX + "token_type" in metadata else []
     if kind == "gpt2":
         backend, adds_bos = _byte_level_bpe(metadata, tokens)
     elif kind == "llama":
@@ -67,22 +69,55 @@ def tokenizer_from_gguf_metadata(metadata: Mapping[str, Any], *, source: str = "
     backend.add_tokens(_added(tokens, types, {USER_DEFINED}, special=False))
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("sep", "separator")):
-        token_id = metadata.get(f"{PREFIX}{key}_token_id")
-        if token_id is not None and 0 <= int(token_id) < len(tokens):
-            special[f"{name}_token"] = tokens[int(token_id)]
+        token_id = _token_id(metadata, key, tokens)
+        if token_id is not None:
+            special[f"{name}_token"] = tokens[token_id]
     _add_ends(
         backend,
         bos=special.get("bos_token") if metadata.get(PREFIX + "add_bos_token", adds_bos) else None,
         eos=special.get("eos_token") if metadata.get(PREFIX + "add_eos_token", False) else None,
     )
-    ends = [metadata.get(f"{PREFIX}{key}_token_id") for key in ("eos", "eot", "eom")]
+    ends = [_token_id(metadata, key, tokens) for key in ("eos", "eot", "eom")]
     return Tokenizer(
         backend,
         special_tokens=special,
-        eos_token_ids=[int(token_id) for token_id in ends if token_id is not None],
+        eos_token_ids=[token_id for token_id in ends if token_id is not None],
         chat_templates=_templates(metadata),
         source=source,
     )
+
+
+def _array(metadata: Mapping[str, Any], name: str, kind: type, *, length: int | None = None) -> list[Any]:
+    """An array of the metadata, checked. kind: of its items. Raises `TokenizerError`."""
+    values = metadata.get(PREFIX + name)
+    if values is None:
+        raise TokenizerError(
+            f"The GGUF file is damaged: {PREFIX}{name} is missing; name another tokenizer with --tokenizer."
+        )
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise TokenizerError(
+            f"The GGUF file is damaged: {PREFIX}{name} is not an array of type {kind.__name__}; download it again."
+        )
+    if length is not None and len(values) != length:
+        raise TokenizerError(
+            f"The GGUF file is damaged: {PREFIX}{name} has {len(values)} entries for {length} tokens; download it again."
+        )
+    return values
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
+    """The id of a special token; None if there is none. Files without that token hold an id outside the vocabulary."""
+    value = metadata.get(f"{PREFIX}{name}_token_id")
+    return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+
+
+def _model(**options: Any) -> Backend:
+    try:
+        return Backend(models.BPE(**options))
+    except Exception as error:  # the library raises plain `Exception`, for a merge of unknown tokens for example
+        raise TokenizerError(
+            f"The GGUF file's tokenizer is damaged ({str(error)[:200]!r}): download it again."
+        ) from error
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -96,7 +131,7 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _added(tokens: Sequence[str], types: Sequence[int], wanted: set[int], *, special: bool) -> list[AddedToken]:
     return [
         AddedToken(t, special=special, normalized=False)
-        for t, kind in zip(tokens, types, strict=True)
+        for t, kind in zip(tokens, types, strict=False)  # without types, all tokens are normal
         if kind in wanted
     ]
 
@@ -104,9 +139,11 @@ def _added(tokens: Sequence[str], types: Sequence[int], wanted: set[int], *, spe
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Backend, bool]:
     """A byte-level BPE (GPT-2 family), and whether a beginning-of-sequence token comes first by default."""
     pre = str(metadata.get(PREFIX + "pre", "default"))
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata[PREFIX + "merges"]]
+    merges = [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges", str)]
+    if any(len(merge) != 2 for merge in merges):
+        raise TokenizerError(f"The GGUF file is damaged: {PREFIX}merges has an entry of one part; download it again.")
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre in _LLAMA3))
+    backend = _model(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=pre in _LLAMA3)
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre in _GPT2:
         backend.pre_tokenizer = plain
@@ -132,17 +169,14 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Backend:
     """SentencePiece's BPE. Merges follow from the scores; characters outside the vocabulary become bytes."""
-    scores = [float(score) for score in metadata[PREFIX + "scores"]]
+    scores = _array(metadata, "scores", float, length=len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = int(metadata.get(PREFIX + "unknown_token_id", 0))
-    backend = Backend(
-        models.BPE(
-            vocab=vocab,
-            merges=_merges_from_scores(vocab, scores),
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    backend = _model(
+        vocab=vocab,
+        merges=_merges_from_scores(vocab, scores),
+        unk_token=tokens[_token_id(metadata, "unknown", tokens) or 0],
+        fuse_unk=True,
+        byte_fallback=True,
     )
     prefix_space = bool(metadata.get(PREFIX + "add_space_prefix", True))
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix_space else []

@@ -8,6 +8,7 @@ Shape legend: O rows (out features), I columns (in features).
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections import deque
@@ -28,6 +29,8 @@ _STRING, _ARRAY = 8, 9
 # GGUF value type → struct code
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _DEFAULT_ALIGNMENT = 32
+_MAX_RANK = 4
+_MAX_NAME = 64
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # llama.cpp interleaves the rotary pairs of these; other families keep Hugging Face's two halves
@@ -93,15 +96,21 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             item_kind, count = self.scalar("I"), self.scalar("Q")
-            code = _SCALARS.get(item_kind)
-            if code is None:
-                return [self.value(item_kind) for _ in range(count)]
+            if item_kind == _ARRAY:
+                raise WeightError(f"{self.path} has an array of arrays in its header, which is not supported.")
+            if item_kind == _STRING:
+                return [self.string() for _ in range(count)]
+            code = self.code(item_kind)
             return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code))))
+        return self.scalar(self.code(kind))
+
+    def code(self, kind: int) -> str:
+        """The struct code of a scalar type."""
         if kind not in _SCALARS:
             raise WeightError(
                 f"{self.path} is damaged: its header has a value of unknown type {kind}; download it again."
             )
-        return self.scalar(_SCALARS[kind])
+        return _SCALARS[kind]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
@@ -127,9 +136,17 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
     listed: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(num_tensors):
         name, rank = cursor.string(), cursor.scalar("I")
+        if rank > _MAX_RANK:
+            raise WeightError(
+                f"{path} is damaged: {_shown(name)} has {rank} dimensions (at most {_MAX_RANK}); download it again."
+            )
         shape = tuple(cursor.scalar("Q") for _ in range(rank))[::-1]
         listed.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
-    alignment = int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not _is_integer(alignment) or alignment < 1 or alignment & (alignment - 1):
+        raise WeightError(
+            f"{path} is damaged: general.alignment must be a power of two, got {_short(alignment)}; download it again."
+        )
     data_start = -(-cursor.at // alignment) * alignment
     infos = []
     for name, shape, kind, offset in listed:
@@ -137,14 +154,36 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
             block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         except ValueError:
             raise WeightError(
-                f"{path} stores {name} in ggml type {kind}, which the package gguf does not know: update it."
+                f"{path} stores {_shown(name)} in ggml type {kind}, which the package gguf does not know: update it."
             ) from None
-        num_bytes = int(np.prod(shape, dtype=np.int64)) // block_elements * block_bytes
+        if 0 in shape or (shape and shape[-1] % block_elements):
+            raise WeightError(
+                f"{path} is damaged: {_shown(name)} has the shape {list(shape)}, but sizes must be positive and rows whole blocks of "
+                f"{block_elements}; download it again."
+            )
+        num_bytes = math.prod(shape) // block_elements * block_bytes
         info = TensorInfo(name=name, shape=shape, kind=kind, offset=data_start + offset, num_bytes=num_bytes)
         if info.offset + info.num_bytes > len(data):
-            raise WeightError(f"{path} is truncated: it ends before the data of {name}; download it again.")
+            raise WeightError(f"{path} is truncated: it ends before the data of {_shown(name)}; download it again.")
         infos.append(info)
+    if len({info.name for info in infos}) < len(infos):
+        raise WeightError(f"{path} is damaged: two of its tensors have the same name; download it again.")
     return metadata, infos
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(name: str) -> str:
+    """A tensor's name for a message: a damaged one may be anything."""
+    return name if name.isprintable() and len(name) < _MAX_NAME else _short(name)
+
+
+def _short(value: object) -> str:
+    """The value for a message."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -157,19 +196,27 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     metadata, tensors = _read_header(path)
     infos = {info.name: info for info in tensors}
     kind = metadata.get("general.architecture")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise WeightError(f"{path} holds a model of GGUF architecture {kind!r}, but only {supported} are supported.")
+        raise WeightError(
+            f"{path} holds a model of GGUF architecture {_short(kind)}, but only {supported} are supported."
+        )
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{kind}.{key}", default)
 
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _float32(get("rope.freq_base", 10000.0))}
+    def get_float(key: str, default: float) -> float:
+        value = get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise WeightError(f"{path} is damaged: {kind}.{key} must be a finite number, got {_short(value)}.")
+        return _float32(value)
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": get_float("rope.freq_base", 10000.0)}
     scaling = get("rope.scaling.type", "none")
     if ROPE_FACTORS in infos:
         rope |= {"rope_type": "divisors", "divisors": _dequantize(path, infos[ROPE_FACTORS]).tolist()}
     elif scaling not in ("none", ""):
-        rope |= {"rope_type": scaling, "factor": _float32(get("rope.scaling.factor", 1.0))}
+        rope |= {"rope_type": scaling, "factor": get_float("rope.scaling.factor", 1.0)}
     embedding = infos.get("token_embd.weight")
     config = {
         "architectures": [ARCHITECTURES[kind]],
@@ -183,7 +230,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         "head_dim": get("attention.key_length", get("rope.dimension_count")),
         "hidden_act": "silu",
         "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": _float32(get("attention.layer_norm_rms_epsilon", 1e-6)),
+        "rms_norm_eps": get_float("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_parameters": rope,
         "attention_bias": "blk.0.attn_q.bias" in infos,
         "mlp_bias": "blk.0.ffn_gate.bias" in infos,
@@ -212,6 +259,12 @@ class GgufCheckpoint:
         if kind in _PERMUTED_ARCHITECTURES:
             num_heads = metadata.get(f"{kind}.attention.head_count", 1)
             self._heads = {"q_proj": num_heads, "k_proj": metadata.get(f"{kind}.attention.head_count_kv", num_heads)}
+        for name, info in self._infos.items():
+            heads = self._num_heads(name)
+            if heads is not None and (not _is_integer(heads) or heads < 1 or info.shape[0] % (2 * heads)):
+                raise WeightError(
+                    f"{path} is damaged: {info.name} has {info.shape[0]} rows for {_short(heads)} heads; download it again."
+                )
 
     def stream(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         jobs = ((name, partial(self._read, name)) for name in self._infos if name in names)
@@ -219,8 +272,12 @@ class GgufCheckpoint:
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = torch.from_numpy(_dequantize(self._path, self._infos[name]))
-        num_heads = self._heads.get(name.split(".")[-2] if "." in name else "")
+        num_heads = self._num_heads(name)
         return tensor if num_heads is None else unpermute(tensor, num_heads)
+
+    def _num_heads(self, name: str) -> int | None:
+        """Heads of a weight whose rows are permuted; None for the others."""
+        return self._heads.get(name.split(".")[-2] if "." in name else "")
 
 
 def unpermute(w_OI: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -183,14 +183,46 @@ def test_gguf_sentencepiece_equals_the_original_tokenizer() -> None:
     assert without.encode("the") == original.encode("the")
 
 
-@pytest.mark.parametrize("pre,text,pieces", [
-    ("smollm", "a12", 3), ("qwen2", "12", 2), ("llama-bpe", "1234", 4), ("gpt-2", "12", 2),
+@pytest.mark.parametrize("pre,pieces", [
+    ("smollm", "a|1|2|3|4"), ("qwen2", "a|1|2|3|4"), ("llama-bpe", "a|123|4"), ("gpt-2", "a|1234"),
 ])  # fmt: skip
-def test_gguf_pre_tokenizers_split_digits_as_named(pre: str, text: str, pieces: int) -> None:
-    loaded = tokenizer_from_gguf_metadata(
-        gguf_metadata(byte_level_tokenizer([]), kind="gpt2", **{"tokenizer.ggml.pre": pre})
-    )
-    assert len(loaded.encode(text, add_special_tokens=False)) == pieces
+def test_gguf_pre_tokenizers_split_digits_as_named(pre: str, pieces: str) -> None:
+    """The vocabulary merges any digits of the text, also with the letter, unless the pre-tokenizer keeps them apart."""
+    metadata = gguf_metadata(byte_level_tokenizer([]), kind="gpt2", **{"tokenizer.ggml.pre": pre})
+    merges = ["1 2", "12 3", "123 4", "3 4", "a 1", "a1 2"]
+    added = [merge.replace(" ", "") for merge in merges]
+    metadata["tokenizer.ggml.tokens"] += added
+    metadata["tokenizer.ggml.token_type"] += [1] * len(added)
+    metadata["tokenizer.ggml.merges"] += merges
+    loaded = tokenizer_from_gguf_metadata(metadata)
+    ids = loaded.encode("a1234", add_special_tokens=False)
+    assert [loaded.decode([token_id]) for token_id in ids] == pieces.split("|")
+
+
+@pytest.mark.parametrize("kind,key,value,says", [
+    ("gpt2", "tokens", None, "tokens is missing"),
+    ("gpt2", "tokens", [], "tokens is empty"),
+    ("gpt2", "tokens", 7, "tokens is not an array of type str"),
+    ("gpt2", "tokens", [1, 2], "tokens is not an array of type str"),
+    ("gpt2", "token_type", [1], "token_type has 1 entries for"),
+    ("gpt2", "merges", None, "merges is missing"),
+    ("gpt2", "merges", ["ab"], "entry of one part"),
+    ("gpt2", "merges", ["a never-heard-of"], "tokenizer is damaged .*never-heard-of"),
+    ("llama", "scores", None, "scores is missing"),
+    ("llama", "scores", [0.5], "scores has 1 entries for"),
+])  # fmt: skip
+def test_damaged_gguf_tokenizers_are_one_sentence(kind: str, key: str, value: Any, says: str) -> None:
+    metadata = gguf_metadata(byte_level_tokenizer([]), kind=kind, **{f"tokenizer.ggml.{key}": value})
+    with pytest.raises(TokenizerError, match=says) as error:
+        tokenizer_from_gguf_metadata(metadata)
+    assert "\n" not in str(error.value)
+
+
+def test_special_tokens_outside_a_gguf_vocabulary_are_none() -> None:
+    metadata = gguf_metadata(byte_level_tokenizer([]), kind="gpt2")
+    metadata |= {f"tokenizer.ggml.{name}_token_id": 10**6 for name in ("eos", "eot")}
+    loaded = tokenizer_from_gguf_metadata(metadata)
+    assert loaded.eos_token_ids == []
 
 
 @pytest.mark.parametrize("key,value,says", [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
+from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import WeightError, iter_tensors, open_checkpoint, read_config
 from compile_and_serve.runtime.weights.gguf import read_metadata, unpermute
@@ -152,6 +156,116 @@ def test_truncated_file_is_one_sentence(llama_gguf: Path, keep: int) -> None:
     assert str(llama_gguf) in str(error.value)
     assert "truncated" in str(error.value) or "not a GGUF file" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def header(
+    values: dict[str, bytes] | None = None, *, shape: tuple[int, ...] = (32,), kind: int = 0, tensors: int = 1
+) -> bytes:
+    """A GGUF file with raw values (type and data) and equal tensors `w`. shape: columns first."""
+    values = values or {}
+    data = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(values))
+    for key, value in values.items():
+        data += string(key) + value
+    for _ in range(tensors):
+        data += string("w") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, 0)
+    return data + bytes(4096)
+
+
+ARRAY, STRING, UINT32, INT8 = (struct.pack("<I", kind) for kind in (9, 8, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (header({"general.alignment": UINT32 + struct.pack("<I", 0)}), "general.alignment must be a power of two, got 0"),
+        (header({"general.alignment": UINT32 + struct.pack("<I", 24)}), "power of two, got 24"),
+        (header({"general.alignment": STRING + string("32")}), "power of two, got '32'"),
+        (header({"k": (ARRAY + ARRAY + struct.pack("<Q", 1)) * 1}), "array of arrays"),
+        (header({"k": ARRAY + (ARRAY + struct.pack("<Q", 1)) * 5000 + INT8}), "array of arrays"),
+        (header({"k": ARRAY + struct.pack("<I", 77) + struct.pack("<Q", 1)}), "unknown type 77"),
+        (header({"k": ARRAY + UINT32 + struct.pack("<Q", 2**62)}), "truncated"),
+        (header({"k": ARRAY + STRING + struct.pack("<Q", 2**63)}), "truncated"),
+        (header(shape=(2**32, 2**32)), "truncated"),  # 2⁶⁴ elements are 0 in 64 bits
+        (header(shape=(2**32, 2**31)), "truncated"),  # 2⁶³ are negative
+        (header(shape=(2**63 + 32,)), "truncated"),
+        (header(shape=(32, 0)), "sizes must be positive"),
+        (header(shape=(0,)), "sizes must be positive"),
+        (header(shape=(33,), kind=8), "whole blocks of 32"),
+        (header(shape=(1,) * 5), "5 dimensions"),
+        (header(tensors=2), "same name"),
+    ],
+)  # fmt: skip
+def test_damaged_headers_are_one_sentence(content: bytes, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(WeightError, match=says) as error:
+        read_metadata(file)
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_header_of_the_damaged_ones_is_sound(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(header({"general.alignment": UINT32 + struct.pack("<I", 64)}))
+    assert open_checkpoint(file).shapes == {"w": (32,)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda writer: writer.add_array("general.architecture", [1]), r"architecture \[1\], but only"),
+        (lambda writer: writer.add_string("llama.rope.freq_base", "much"), "rope.freq_base must be a finite number, got 'much'"),
+        (lambda writer: writer.add_float32("llama.rope.freq_base", float("nan")), "finite number, got nan"),
+    ],
+)  # fmt: skip
+def test_metadata_of_a_wrong_type_is_one_sentence(
+    damage: Callable[[GGUFWriter], None], says: str, tmp_path: Path
+) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.kv_data[0].pop("general.architecture")
+    damage(writer)
+    if "general.architecture" not in writer.kv_data[0]:
+        writer.add_string("general.architecture", "llama")
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    with pytest.raises(WeightError, match=says):
+        read_config(tmp_path / "m.gguf")
+
+
+def test_wrong_head_counts_are_one_sentence(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    file = write_gguf(tiny_llama_dir, tmp_path / "m.gguf", architecture="llama", kind=GGMLQuantizationType.F32)
+    key = b"llama.attention.head_count"
+    content = bytearray(file.read_bytes())
+    for heads in (0, 7):
+        at = content.index(key + UINT32) + len(key) + 4
+        content[at : at + 4] = struct.pack("<I", heads)
+        file.write_bytes(content)
+        with pytest.raises(WeightError, match=f"rows for {heads} heads"):
+            open_checkpoint(file)
+
+
+def test_flipped_bits_are_one_sentence_or_read(llama_gguf: Path) -> None:
+    """No flip in the header raises anything else, or gives a tensor without elements."""
+    content = llama_gguf.read_bytes()
+    rng = random.Random(0)
+    size = content.index(b"output_norm.weight")
+    errors = []
+    for _ in range(600):
+        at, bit = rng.randrange(size), rng.randrange(8)
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << bit
+        llama_gguf.write_bytes(damaged)
+        try:
+            build_model(read_config(llama_gguf), dtype=torch.float32)
+            assert all(min(shape) > 0 for shape in open_checkpoint(llama_gguf).shapes.values())
+        except (WeightError, ModelConfigError) as error:
+            errors.append(str(error))
+    assert len(errors) > 100
+    assert all(error.isprintable() and len(error) < 1000 for error in errors)
 
 
 def test_foreign_files_are_one_sentence(tiny_llama_dir: Path, tmp_path: Path) -> None:
