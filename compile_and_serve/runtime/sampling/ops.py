@@ -6,6 +6,9 @@ v tokens of a block.
 A random row inverts the cumulative distribution at one uniform number. That number depends only on (seed, output
 position), so a request draws the same tokens alone, in a batch, and again after a preemption. Sums are in float64, so
 that cumulative sums are monotonic and a token of weight 0 is never chosen.
+
+min_p, top_k and top_p keep all tokens that equal their threshold, as the kernels in `custom_ops/sampling` do. So equal
+logits are equally likely, whatever their ids are.
 """
 
 from __future__ import annotations
@@ -134,12 +137,19 @@ def sample_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """token ~ softmax(logits / temperature) over the tokens that min_p, then top_k, then top_p keep.
 
-    top_k: one for all rows; V sorts the whole vocabulary. top_p keeps the likeliest tokens until their mass reaches top_p
-    of what min_p and top_k kept, but at least one. Other arguments as in `sample_unsorted`. → tokens int64 [R] and each
-    row's largest logit [R].
+    top_k: one for all rows; V sorts the whole vocabulary. Tokens that equal the k-th are kept too. top_p keeps the likeliest
+    tokens until their mass reaches top_p of what min_p and top_k kept, and those that equal the last. Other arguments as in
+    `sample_unsorted`. → tokens int64 [R] and each row's largest logit [R].
     """
     if top_k < logits_RV.shape[1]:
-        values_RK, ids_RK = logits_RV.topk(top_k, dim=-1)
+        # One more than k shows whether the k-th has an equal beyond; then all of these are fetched, which is rare.
+        values_RK, ids_RK = logits_RV.topk(top_k + 1, dim=-1)
+        kth_R1 = values_RK[:, top_k - 1 : top_k]
+        has_equal_R1 = (values_RK[:, top_k:] == kth_R1) & (kth_R1 > float("-inf"))
+        if bool(has_equal_R1.any()):
+            num_kept = int(((logits_RV >= kth_R1) & has_equal_R1).sum(dim=-1).max())
+            values_RK, ids_RK = logits_RV.topk(max(num_kept, top_k + 1), dim=-1)
+        values_RK = values_RK.masked_fill(values_RK < kth_R1, float("-inf"))
     else:
         values_RK, ids_RK = logits_RV.sort(dim=-1, descending=True, stable=True)
     max_R1 = values_RK[:, :1]
@@ -157,6 +167,8 @@ def choose_sorted(weights_RK: torch.Tensor, top_p_R1: torch.Tensor | None, unifo
     if top_p_R1 is not None:
         # A token is kept while the mass before it is less than top_p, so the kept tokens are a prefix.
         inside_RK = (cumulative_RK - weights_RK) < top_p_R1 * kept_R1
+        last_R1 = weights_RK.gather(1, inside_RK.sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0))
+        inside_RK |= weights_RK >= last_R1
         kept_R1 = torch.where(inside_RK, cumulative_RK, 0.0).amax(dim=-1, keepdim=True)
     threshold_R1 = uniform_R1 * kept_R1 * _BELOW_ONE
     return (cumulative_RK <= threshold_R1).sum(dim=-1, keepdim=True).clamp_(max=weights_RK.shape[1] - 1)
@@ -199,7 +211,7 @@ def sample_top_p(
 
 
 def top_p_indices(weights: np.ndarray, limit: float) -> np.ndarray:
-    """Indices of the largest weights whose sum reaches `limit`, at least one, in no particular order.
+    """Indices, ascending, of the largest weights whose sum reaches `limit`, at least one, and of all that equal the last.
 
     weights: float32, positive. Many weights are first put into buckets by their leading bits, so that only the bucket at
     the limit must be sorted.
@@ -207,7 +219,7 @@ def top_p_indices(weights: np.ndarray, limit: float) -> np.ndarray:
     if len(weights) <= MAX_SORTED:
         order = np.argsort(-weights, kind="stable")
         before = np.concatenate([[0.0], weights[order[:-1]].cumsum(dtype=np.float64)])
-        return order[: max(1, int(before.searchsorted(limit, side="left")))]
+        return np.flatnonzero(weights >= weights[order[max(1, int(before.searchsorted(limit, side="left"))) - 1]])
     # Bit patterns of positive floats are ordered like their values. The exponent and 4 bits of the mantissa are the bucket.
     buckets = (weights.view(np.int32) >> 19).astype(np.int64)
     lowest = int(buckets.min())
@@ -219,5 +231,5 @@ def top_p_indices(weights: np.ndarray, limit: float) -> np.ndarray:
     above = float(from_top[from_top_index - 1]) if from_top_index else 0.0
     order = in_boundary[np.argsort(-weights[in_boundary], kind="stable")]
     before = above + np.concatenate([[0.0], weights[order[:-1]].cumsum(dtype=np.float64)])
-    num_inside = max(1, int(before.searchsorted(limit, side="left")))
-    return np.concatenate([np.flatnonzero(buckets > boundary), order[:num_inside]])
+    last = order[max(1, int(before.searchsorted(limit, side="left"))) - 1]
+    return np.flatnonzero(weights >= weights[last])

@@ -108,6 +108,44 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
         assert abs(counts[token] - total * probability) <= 5 * deviation + 4, (token, counts[token])
 
 
+EQUALS = [  # (filters, ids that they keep of the logits below)
+    ({"top_k": 3}, {1, 2, 4, 6, 7}),
+    ({"top_k": 3, "temperature": 2.0}, {1, 2, 4, 6, 7}),
+    ({"top_k": 2}, {1, 4}),
+    ({"top_k": 1}, {1, 4}),
+    ({"top_p": 0.2}, {1, 4}),  # each of the two has 0.3 of the mass
+    ({"top_p": 0.7}, {1, 2, 4, 6, 7}),
+    ({"top_k": 3, "top_p": 0.8}, {1, 2, 4, 6, 7}),
+    ({"min_p": 0.36}, {1, 2, 4, 6, 7}),  # e⁻¹ is 0.368
+]
+
+
+@pytest.mark.parametrize(("filters", "kept"), EQUALS)
+def test_filters_keep_the_equals_of_their_last_token(filters: dict[str, float], kept: set[int]) -> None:
+    """The same on the CPU and, in Triton's interpreter, on the GPU."""
+    pytest.importorskip("triton")
+    from compile_and_serve.custom_ops.sampling.triton_sampling import sample_tokens
+
+    logits = torch.full((VOCAB,), -20.0)
+    logits[:8] = torch.tensor([1.0, 4.0, 3.0, 0.0, 4.0, 1.0, 3.0, 3.0])
+    params, rows = SamplingParams(**filters), 60  # type: ignore[arg-type]
+    sampler = make_sampler(*[params] * 10)
+    plan = sampler.plan(list(range(10)))
+    drawn = set()
+    for _ in range(rows // 10):
+        drawn |= set(sampler.sample(logits.expand(10, -1), plan, inputs(sampler, plan)).tokens_S.tolist())
+    fields = {
+        "temperature": torch.full((rows,), params.temperature),
+        "top_k": torch.full((rows,), max(params.top_k, 0), dtype=torch.int32),
+        "top_p": torch.full((rows,), params.top_p),
+        "min_p": torch.full((rows,), params.min_p),
+        "seeds": torch.arange(rows),
+        "positions": torch.zeros(rows, dtype=torch.int64),
+    }
+    on_device, _ = sample_tokens(logits.expand(rows, -1), *fields.values())
+    assert drawn == set(on_device.tolist()) == kept
+
+
 def test_same_seed_same_tokens_alone_in_a_batch_and_after_a_preemption() -> None:
     torch.manual_seed(0)
     steps = [torch.randn(7, VOCAB) for _ in range(6)]
@@ -219,23 +257,20 @@ def test_penalties_of_a_long_prompt_beside_a_short_one_over_many_steps() -> None
 
 
 @pytest.mark.parametrize("size", [50, 5000])
-def test_top_p_indices_are_the_shortest_prefix_of_the_sorted_weights(size: int) -> None:
+def test_top_p_indices_are_the_shortest_prefix_of_the_sorted_weights_and_the_equals_of_its_last(size: int) -> None:
     rng = np.random.default_rng(size)
     for weights in (rng.random(size), np.exp(3 * rng.normal(size=size)), np.ones(size), rng.integers(1, 4, size=size)):
         weights = weights.astype(np.float32)
-        order = np.argsort(-weights, kind="stable")
+        ordered = np.sort(weights)[::-1].astype(np.float64)
+        before = np.concatenate([[0.0], np.cumsum(ordered)[:-1]])
         for top_p in (1e-9, 0.1, 0.5, 0.9, 0.999):
-            limit, mass, expected = top_p * float(weights.sum(dtype=np.float64)), 0.0, []
-            for i in order:
-                if mass >= limit and expected:
-                    break
-                expected.append(int(i))
-                mass += float(weights[i])
-            kept = top_p_indices(weights, limit).tolist()
-            assert abs(len(kept) - len(expected)) <= 1, "sums in another order may round differently"
-            assert sorted(kept)[:-1] == sorted(expected)[: len(kept) - 1] or set(kept) ^ set(expected) <= {
-                *expected[-1:], *kept[-1:]
-            }  # fmt: skip
+            limit = top_p * float(weights.sum(dtype=np.float64))
+            # sums in another order may round differently, which moves the last one by at most one
+            last = int(np.searchsorted(before, limit)) - 1
+            allowed = {float(ordered[at]) for at in range(max(0, last - 1), min(size, last + 2))}
+            kept = top_p_indices(weights, limit)
+            assert float(weights[kept].min()) in allowed
+            np.testing.assert_array_equal(kept, np.flatnonzero(weights >= weights[kept].min()))
 
 
 def test_logit_bias_allowed_ids_and_min_tokens() -> None:
