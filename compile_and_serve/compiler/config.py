@@ -25,7 +25,8 @@ class CompileConfig:
     cudagraph_mode: how compiled pieces are replayed on CUDA; ignored on a CPU.
     capture_sizes: token counts for which a CUDA graph is captured; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
     cache_dir: folder of the artifact store; None: the user's cache folder.
-    artifact_dir: folder with artifacts that were built ahead of time. It is searched before the store and never changed.
+    artifact_dir: folder with artifacts that were built ahead of time. It is searched before the store and never changed. An
+        artifact contains code that runs in this process, so it must come from someone you trust.
     use_cache: False compiles without reading or writing artifacts.
     dump_dir: folder to which every stage is written as readable files (`compiler/reports/dump.py`). The model is captured again.
     profile_tokens: numbers of tokens at which each piece is measured (`compiler/reports/profile.py`). The model is captured again.

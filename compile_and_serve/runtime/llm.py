@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,11 @@ import msgspec
 from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.text.chat_template import render_chat
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
 from compile_and_serve.runtime.text.output_processor import CompletionOutput as Completion
+from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class LLM:
         self._inputs = InputProcessor(self.tokenizer, self.engine.info)
         self._outputs = OutputProcessor(self._inputs)
         self._num_requests = 0
+        self._templates: TemplatePool | None = None  # starts a process, so only a conversation makes it
 
     @property
     def info(self) -> EngineInfo:
@@ -150,7 +152,8 @@ class LLM:
         """`generate` for conversations.
 
         messages: one list of {"role": …, "content": …}, or a list of such lists. The other arguments are those of
-        `generate` and `render_chat`. Also raises `ChatTemplateError`, a `ValueError`.
+        `generate` and `render_chat`. Also raises `ChatTemplateError`, a `ValueError`. The template is the checkpoint's, so it
+        runs in a process with a deadline of 10 seconds a conversation and a memory limit.
         """
         if not messages:
             raise ValueError("messages must hold at least one message.")
@@ -158,7 +161,7 @@ class LLM:
         tokenizer = self._inputs.require_tokenizer("a conversation")
         prompts: list[Prompt] = []
         for conversation in conversations:
-            text = render_chat(
+            text = self._template_pool().render(
                 tokenizer,
                 conversation,
                 template=chat_template,
@@ -172,6 +175,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory. The LLM cannot be used afterwards."""
+        if self._templates is not None:
+            self._templates.close()
         self.engine.shutdown()
 
     def __enter__(self) -> LLM:
@@ -181,6 +186,12 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def _template_pool(self) -> TemplatePool:
+        if self._templates is None:
+            self._templates = TemplatePool()
+            weakref.finalize(self, self._templates.close)
+        return self._templates
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         if isinstance(prompt, str):

@@ -12,6 +12,7 @@ from fastapi_offline import FastAPIOffline
 
 from compile_and_serve import __version__
 from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine import AsyncEngine, EngineClient
@@ -21,7 +22,6 @@ from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from compile_and_serve.serve.routers import chat, completions, health, models, tokens
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.template_pool import TemplatePool
 
 ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
 

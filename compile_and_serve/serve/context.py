@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from compile_and_serve import __version__
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
+from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.engine import AsyncEngine
 from compile_and_serve.serve.errors import ApiError, user_errors
@@ -21,7 +22,6 @@ from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import tenant_of
 from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.template_pool import TemplatePool
 
 T = TypeVar("T")
 

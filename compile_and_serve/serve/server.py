@@ -24,12 +24,12 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_tokenizer
+from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.http_protocol import limited_protocol
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.template_pool import TemplatePool
 
 logger = logging.getLogger(__name__)
 

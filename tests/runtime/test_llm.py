@@ -10,6 +10,7 @@ import pytest
 
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
+from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import PromptTooLongError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -86,6 +87,16 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     many = llm.chat([messages, messages], GREEDY, use_tqdm=False)
     assert one[0].prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert [o.outputs[0].token_ids for o in many] == [one[0].outputs[0].token_ids] * 2
+
+
+def test_a_hostile_chat_template_has_a_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+    messages = [{"role": "user", "content": "Hi"}]
+    monkeypatch.setattr(llm._template_pool(), "seconds", 1.0)
+    with pytest.raises(ChatTemplateError, match="did not finish these messages within 1 seconds"):
+        llm.chat(messages, GREEDY, use_tqdm=False, chat_template=loop)
+    monkeypatch.undo()
+    assert llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs
 
 
 def test_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,10 @@ import pytest_asyncio
 import uvicorn
 from fastapi import FastAPI
 
+from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.template_pool import TemplatePool
 from tests.support.fake_engine import FakeEngineClient, Script, says
 from tests.support.tokenizers import byte_level_tokenizer
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
-from compile_and_serve.serve.template_pool import TemplatePool
 from tests.serve.conftest import Server, eventually
 
 LONG = "word " * 2000

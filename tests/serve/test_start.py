@@ -9,9 +9,9 @@ import pytest
 
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
+from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.serve.server import ServerStartError, _start, complete_settings
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.template_pool import TemplatePool
 from tests.support.engines import tiny_config, write_tiny_model
 from tests.support.tokenizers import byte_level_tokenizer
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError, render_chat
+from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
-from compile_and_serve.serve.template_pool import TemplatePool
 from tests.serve.conftest import ANSWER, StartServer
 from tests.support.processes import children
 from tests.support.tokenizers import byte_level_tokenizer

@@ -226,7 +226,9 @@ def engine_flags(
     artifact: Annotated[
         str | None,
         typer.Option(
-            help="An artifact written by `compile-and-serve compile --output`.", rich_help_panel=COMPILER_PANEL
+            help="An artifact written by `compile-and-serve compile --output`. It contains code that runs: use only one that "
+            "you trust.",
+            rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
     no_cache: Annotated[

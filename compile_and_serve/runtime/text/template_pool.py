@@ -16,13 +16,13 @@ import msgspec
 
 from compile_and_serve.runtime.distributed.child_process import boot_code, boot_input
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
+from compile_and_serve.runtime.text.template_worker import RenderAnswer, RenderRequest, frame
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
-from compile_and_serve.serve.template_worker import RenderAnswer, RenderRequest, frame
 
 MAX_PROCESSES = 4
 # The template must not see the server's secrets.
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
-_BOOT = boot_code("compile_and_serve.serve.template_worker")
+_BOOT = boot_code("compile_and_serve.runtime.text.template_worker")
 
 
 class TemplatePool:
