@@ -84,8 +84,7 @@ class StepInput:
 
     def shape(self, tokens: int, rows: int) -> tuple[int, ...]:
         """The tensor's shape in a step of so many tokens and rows."""
-        lengths = {TOKENS: tokens, ROWS: rows}
-        return tuple(lengths[dim] if isinstance(dim, str) else dim for dim in self.dims)
+        return tuple([tokens if dim == TOKENS else rows if dim == ROWS else int(dim) for dim in self.dims])
 
 
 INPUT_IDS = StepInput(

@@ -133,7 +133,8 @@ def _attention(
     alibi_slopes_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     metadata = current_metadata(group)
-    scores = Scores(soft_cap, sinks_H, alibi_slopes_H)
+    is_plain = not soft_cap and sinks_H is None and alibi_slopes_H is None
+    scores = PLAIN_SCORES if is_plain else Scores(soft_cap, sinks_H, alibi_slopes_H)
     return metadata.backend.forward(q_THE, k_TKE, v_TKE, kv_cache, scale, metadata, scores)
 
 

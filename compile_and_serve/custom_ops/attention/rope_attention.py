@@ -8,7 +8,7 @@ backends, the op computes norms and RoPE in plain torch and calls the backend's 
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from compile_and_serve.custom_ops.step import KV_CACHES, current_metadata
 
 
 class RopeAttentionBackend(Protocol):
-    """An attention backend that runs the whole op in one call."""
+    """What an `AttentionBackend` may have besides: one call for the whole op."""
 
     def rope_forward(
         self,
@@ -72,9 +72,10 @@ def _rope_attention(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     metadata = current_metadata(group)
-    scores = Scores(soft_cap, sinks_H)
-    if hasattr(metadata.backend, "rope_forward"):
-        return cast(RopeAttentionBackend, metadata.backend).rope_forward(
+    scores = Scores(soft_cap, sinks_H) if soft_cap or sinks_H is not None else PLAIN_SCORES
+    rope_forward = getattr(metadata.backend, "rope_forward", None)
+    if rope_forward is not None:
+        return rope_forward(
             qkv,
             cos_TE,
             sin_TE,

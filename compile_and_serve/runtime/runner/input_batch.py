@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import StateGroup, StepDatum, StepInput, TokenBatch
 from compile_and_serve.runtime.runner.block_tables import BlockTables
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
@@ -94,13 +95,16 @@ class InputBatch:
         self.num_slots = num_slots
         self.query_len = 1 + num_draft_tokens  # tokens of a sequence in a step of decodes
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # The host's view of them; where it has none, zeros stand for tokens that only the device knows.
+        shares_memory = platform_of(device).shares_host_memory
+        self.host_last_tokens = self.last_tokens.numpy() if shares_memory else np.zeros(num_slots, dtype=np.int64)
         self.tables = {
             name: BlockTables(num_slots, -(-(max_model_len + 1) // size), device)
             for name, size in tokens_per_page.items()
         }
         self.tokens_per_page = dict(tokens_per_page)
         self.layout = BatchLayout()
-        self._zeros, self._numbers = np.zeros(num_slots, dtype=np.int64), np.arange(num_slots)
+        self._numbers = np.arange(num_slots)
 
         def buffers(max_tokens: int) -> StepBuffers:
             return StepBuffers(
@@ -241,7 +245,7 @@ class InputBatch:
             host["slots"][:num_seqs] = slots_S
             host["sampled_slots"][:num_seqs] = slots_S
         return TokenBatch(
-            token_ids=self._zeros[:num_seqs],
+            token_ids=self.host_last_tokens.take(slots_S, mode="clip"),
             positions=positions_S,
             query_start_loc=host["query_start_loc"][: num_seqs + 1],
             row_indices=self._numbers[:num_seqs],
@@ -265,7 +269,9 @@ class InputBatch:
         host["seq_lens"][:num_seqs] = ends_S
         host["slots"][:num_seqs] = slots_S
         token_ids_T = np.zeros(num_tokens, dtype=np.int64)
-        if self.query_len > 1:
+        if self.query_len == 1:
+            token_ids_T[: layout.num_decodes] = self.host_last_tokens[slots_S[: layout.num_decodes]]
+        else:
             for row in range(layout.num_decodes):
                 known = (self._last_tokens[slots_S[row], None], self._drafts[slots_S[row]])
                 token_ids_T[starts[row] : starts[row + 1]] = np.concatenate(known)[: counts_S[row]]

@@ -96,6 +96,8 @@ class ModelRunner:
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
         self._last_step: Step | None = None
+        self._last_key = (-1, 0, 0)  # of the last step: its layout's version, its numbers of tokens and of rows
+        self._sampled_inputs = [one.name for one in spec.inputs if one.advance == "sampled"]
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
         self._is_alone = config.num_ranks == 1
         platform = self._platform = platform_of(device)
@@ -145,7 +147,7 @@ class ModelRunner:
         elif batch.query_len > 1:
             pass  # the host keeps them once the step is over
         elif self._shares_memory:
-            batch.last_tokens.numpy()[layout.sampled_slots] = sampled.tokens_S.numpy()
+            batch.host_last_tokens[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
@@ -167,7 +169,7 @@ class ModelRunner:
         none = TokenBatch(
             token_ids=empty, positions=empty, query_start_loc=np.zeros(1, dtype=np.int32), row_indices=empty
         )
-        buffers.fill(none, size * q, size * q, constants=True)
+        buffers.fill(none, size * q, size * q)
         buffers.upload()
         step = self._step_in(
             buffers, size * q, size, size * q, num_tokens=size * q, num_seqs=size, max_query_len=q,
@@ -258,26 +260,24 @@ class ModelRunner:
         elif size > num_tokens:
             buffers.pad_slot_mapping(num_tokens, size)
         self.padded_tokens += size - num_tokens
-        buffers.fill(tokens, size, rows, constants=True)
-        sampled_inputs = (
-            [one for one in self.spec.inputs if one.advance == "sampled"] if layout.num_decodes and q == 1 else []
-        )
-        if self._shares_memory:
-            for one in sampled_inputs:
-                out = buffers.host_input(one, size, rows)[: layout.num_decodes]
-                batch.last_tokens.numpy().take(layout.slots_S[: layout.num_decodes], out=out, mode="clip")
-        else:
-            buffers.upload()
+        buffers.fill(tokens, size, rows)
+        buffers.upload()
         for table in batch.tables.values():
             table.commit()
-        step = self._last_step = self._step_in(
-            buffers, size, seqs, rows, num_tokens=num_tokens, num_seqs=num_seqs, max_query_len=layout.max_query_len,
-            max_seq_len=layout.max_seq_len,
-        )  # fmt: skip
-        if not self._shares_memory:
+        key = (layout.version, size, rows)
+        if self._last_step is not None and self._last_key == key:
+            step = self._last_step  # the same sequences in the same memory: only their lengths are new
+            buffers.update(step, layout.max_seq_len)
+        else:
+            step = self._step_in(
+                buffers, size, seqs, rows, num_tokens=num_tokens, num_seqs=num_seqs,
+                max_query_len=layout.max_query_len, max_seq_len=layout.max_seq_len,
+            )  # fmt: skip
+            self._last_step, self._last_key = step, key
+        if not self._shares_memory and layout.num_decodes and q == 1:
             slots = device["slots"][: layout.num_decodes]
-            for one in sampled_inputs:
-                torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[one.name][: layout.num_decodes])
+            for name in self._sampled_inputs:
+                torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[name][: layout.num_decodes])
         for name, backend in self.backends.items():
             backend.plan(step.metadata[name])
         return self.steps.run(step)

@@ -51,6 +51,8 @@ class StepBuffers(StagedArrays):
             **{name: (dtype, max_sampled) for name, dtype in SAMPLING_FIELDS.items()},
         }
         super().__init__(fields, device)
+        self._filled = (-1, 0, 0)  # what `_arrays`, the inputs of the last step on the host, belong to
+        self._arrays: list[np.ndarray] = []
 
     def host_input(self, one: StepInput, tokens: int, rows: int) -> np.ndarray:
         """The host's array of an input in a step of so many tokens and rows."""
@@ -61,19 +63,19 @@ class StepBuffers(StagedArrays):
         """int64 [max_tokens] of a paged group."""
         return self.host[_SLOT_MAPPING + group]
 
-    def fill(self, batch: TokenBatch, tokens: int, rows: int, *, constants: bool) -> None:
-        """Write every input's values and padding. constants: False where the inputs that stay "same" are written already."""
-        for one in self._inputs:
-            if one.advance == "same" and not constants:
-                continue
+    def fill(self, batch: TokenBatch, tokens: int, rows: int) -> None:
+        """Write every input's values and padding."""
+        key = (self._current, tokens, rows)
+        if key != self._filled:
+            self._filled, self._arrays = key, [self.host_input(one, tokens, rows) for one in self._inputs]
+        for one, array in zip(self._inputs, self._arrays, strict=True):
             values = one.fill(batch)
-            array = self.host_input(one, tokens, rows)
-            dim = one.symbolic_dim
-            if dim is None:
+            if values.shape == array.shape:
                 array[...] = values
                 continue
-            count = values.shape[dim]
-            before = (slice(None),) * dim
+            dim = one.symbolic_dim
+            assert dim is not None, f"{one.name} has shape {array.shape}, its fill gave {values.shape}"
+            before, count = (slice(None),) * dim, values.shape[dim]
             array[(*before, slice(None, count))] = values
             array[(*before, slice(count, None))] = 0
 
@@ -139,6 +141,14 @@ class StepBuffers(StagedArrays):
             inputs=inputs, state=state, metadata=metadata, num_tokens=num_tokens, num_seqs=num_seqs, padded_tokens=tokens,
             padded_seqs=seqs, num_rows=rows, max_query_len=max_query_len,
         )  # fmt: skip
+
+    def update(self, step: Step, max_seq_len: int) -> None:
+        """Make a step of earlier the current one: its sequences are longer, and the host's arrays may be the other copy."""
+        for name in self._paged:
+            metadata = step.metadata[name]
+            metadata.max_seq_len = max_seq_len
+            metadata.query_start_loc_cpu = self.host["query_start_loc"][: step.padded_seqs + 1]
+            metadata.seq_lens_cpu = self.host["seq_lens"][: step.padded_seqs]
 
 
 def _numpy_type(dtype: torch.dtype) -> type[np.generic]:
