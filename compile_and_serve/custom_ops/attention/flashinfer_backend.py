@@ -190,7 +190,18 @@ class FlashInferAttention(TritonAttention):
         wrapper = self._planned_wrapper(shape, q_THE.device, metadata)
         if wrapper is None:
             return super()._run(
-                q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
+                q_THE,
+                k_TKE,
+                v_TKE,
+                cos_TE,
+                sin_TE,
+                kv_cache,
+                scale,
+                q_norm_weight_E,
+                k_norm_weight_E,
+                eps,
+                metadata,
+                scores,
             )
         assert self._step is not None
         num_single = self._step.num_single
@@ -211,6 +222,7 @@ class FlashInferAttention(TritonAttention):
             decode_attention(
                 q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, metadata.query_start_loc, metadata.seq_lens,
                 metadata.block_table, metadata.slot_mapping, out_THE, num_single, q_norm_weight_E, k_norm_weight_E, eps,
+                metadata.window, metadata.chunked, scores,
             )  # fmt: skip
         ours = slice(num_single, metadata.num_tokens)
         if is_ragged:

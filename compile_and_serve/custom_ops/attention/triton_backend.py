@@ -51,8 +51,6 @@ class TritonAttention:
         """As `AttentionBackend.unsupported_reason`."""
         if reason := triton_unsupported_reason(device):
             return reason
-        if features:
-            return f"the Triton kernels have no {', '.join(sorted(features))}"
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"the Triton kernels compute in bfloat16, float16 or float32, not {dtype}"
         if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):
@@ -82,7 +80,7 @@ class TritonAttention:
         scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         """Write k and v at slot_mapping, then attend. → [T, H, E]"""
-        return self._run(q_THE, k_TKE, v_TKE, None, None, kv_cache, scale, None, None, 1e-6, metadata)
+        return self._run(q_THE, k_TKE, v_TKE, None, None, kv_cache, scale, None, None, 1e-6, metadata, scores)
 
     def rope_forward(
         self,
@@ -104,7 +102,18 @@ class TritonAttention:
 
         q_THE, k_TKE, v_TKE = split_qkv(qkv, num_heads, num_kv_heads)
         return self._run(
-            q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, q_norm_weight_E, k_norm_weight_E, eps, metadata
+            q_THE,
+            k_TKE,
+            v_TKE,
+            cos_TE,
+            sin_TE,
+            kv_cache,
+            scale,
+            q_norm_weight_E,
+            k_norm_weight_E,
+            eps,
+            metadata,
+            scores,
         ).flatten(1)
 
     def _run(
@@ -141,12 +150,15 @@ class TritonAttention:
                 write_q=cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous(),
             )  # fmt: skip
             has_single = metadata.num_tokens < metadata.num_seqs * metadata.max_query_len
-            prefill_attention(rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, skip_single=has_single)
+            prefill_attention(
+                rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, has_single, metadata.window, metadata.chunked,
+                scores,
+            )  # fmt: skip
             if not has_single:
                 return out_THE
         num_rows = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_seqs
         decode_attention(
             q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *where, metadata.slot_mapping, out_THE, num_rows,
-            q_norm_weight_E, k_norm_weight_E, eps,
+            q_norm_weight_E, k_norm_weight_E, eps, metadata.window, metadata.chunked, scores,
         )  # fmt: skip
         return out_THE

@@ -6,7 +6,7 @@ N cache blocks, P tokens per block, M block-table columns, C tokens per tile of 
 A program computes the G query heads of one key/value head over one split of a sequence's tokens. The last split also computes the new
 token's key and value: it writes them to the cache and starts its running softmax from them, so it does not read them back. If a sequence
 has several splits, the last program to finish combines them. The grid depends only on the number of sequences and heads, not on
-lengths, so that a captured launch serves every length.
+lengths, so that a captured launch serves every length. With a window, the splits are of the window's tokens: nothing before it is read.
 
 Programs start in the grid's order: heads, then sequences, then splits. Sequences come longest first (`BatchLayout`), so that the tail is
 short.
@@ -18,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, Scores
 from compile_and_serve.custom_ops.attention.triton_rope import heads_contiguous, load_norm_rope
+from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E, first_visible, load_head_log2, score_log2
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import (
     SPLIT_COUNTERS,
@@ -34,18 +36,18 @@ from compile_and_serve.custom_ops.triton_common import (
     wait_for_previous,
 )
 
-LOG2_E = 1.4426950408889634
 MAX_SPLITS = 16
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, out_ptr, partial_ptr, counter_ptr,
-    start_loc_ptr, seq_lens_ptr, block_table_ptr, slot_ptr,
-    q_stride, k_stride, v_stride, cos_stride, block_stride, table_stride, num_seqs, scale_log2, eps,
+    start_loc_ptr, seq_lens_ptr, block_table_ptr, slot_ptr, sinks_ptr, slopes_ptr,
+    q_stride, k_stride, v_stride, cos_stride, block_stride, table_stride, num_seqs, scale_log2, cap_log2, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -62,9 +64,11 @@ def _decode_kernel(
     token = tl.load(start_loc_ptr + seq).to(tl.int64)
     query_len = tl.load(start_loc_ptr + seq + 1) - token
     seq_len = tl.load(seq_lens_ptr + seq)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_C) * BLOCK_C, MIN_SPLIT)
-    used_splits = tl.cdiv(seq_len, per_split)
-    begin = split * per_split
+    first = first_visible(seq_len - 1, WINDOW, CHUNKED)
+    num_keys = seq_len - first
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), BLOCK_C) * BLOCK_C, MIN_SPLIT)
+    used_splits = tl.cdiv(num_keys, per_split)
+    begin = first + split * per_split
     end = tl.minimum(begin + per_split, seq_len - 1)
     base = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
     if PDL and HEAD_DIM * kv_ptr.dtype.element_ty.primitive_bitwidth % 128 == 0:
@@ -100,6 +104,7 @@ def _decode_kernel(
     max_G = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
     acc_GE = tl.zeros((BLOCK_G, BLOCK_E), dtype=tl.float32)
+    slopes_G1 = load_head_log2(slopes_ptr, kv_head * GROUP + heads_G, ok_G, HAS_ALIBI)[:, None]
     if split == used_splits - 1:
         one = tl.zeros((1,), dtype=tl.int32)
         k_low_1R, k_high_1R = load_norm_rope(
@@ -122,9 +127,16 @@ def _decode_kernel(
             tl.store(at + TO_VALUES + cols_E, v_E, mask=ok_E)
         dot_G = tl.sum(q_low_GR.to(tl.float32) * k_low_1R.to(tl.float32), 1)
         dot_G += tl.sum(q_high_GR.to(tl.float32) * k_high_1R.to(tl.float32), 1)
-        max_G = dot_G * scale_log2
+        max_G = score_log2(dot_G, 0.0, 0.0, scale_log2, cap_log2, HAS_CAP, False)
         sum_G += 1.0
         acc_GE += v_E.to(tl.float32)[None, :]
+        if HAS_SINKS:
+            sinks_G = load_head_log2(sinks_ptr, kv_head * GROUP + heads_G, ok_G, HAS_SINKS)
+            largest_G = tl.maximum(max_G, sinks_G)
+            shrink_G = tl.exp2(max_G - largest_G)
+            sum_G = shrink_G + tl.exp2(sinks_G - largest_G)
+            acc_GE *= shrink_G[:, None]
+            max_G = largest_G
 
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         tokens_C = start + tl.arange(0, BLOCK_C)
@@ -142,7 +154,9 @@ def _decode_kernel(
         ).to(product)
         scores_GC = tl.dot(q_low_GR, tl.trans(k_low_CR), input_precision="ieee")
         scores_GC = tl.dot(q_high_GR, tl.trans(k_high_CR), scores_GC, input_precision="ieee")
-        scores_GC = tl.where(ok_C[None, :], scores_GC * scale_log2, float("-inf"))
+        distance_C = (tokens_C - (seq_len - 1)).to(tl.float32)
+        scores_GC = score_log2(scores_GC, distance_C[None, :], slopes_G1, scale_log2, cap_log2, HAS_CAP, HAS_ALIBI)
+        scores_GC = tl.where(ok_C[None, :], scores_GC, float("-inf"))
         new_max_G = tl.maximum(max_G, tl.max(scores_GC, 1))
         shrink_G = tl.exp2(max_G - new_max_G)
         probs_GC = tl.exp2(scores_GC - new_max_G[:, None])
@@ -183,14 +197,23 @@ def _decode_kernel(
             tl.store(counter, 0)
 
 
-def decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2) -> tuple[int, int, int, int, int]:
+def decode_config(
+    num_seqs: int, num_kv_heads: int, sms: int, itemsize: int = 2, head_dim: int = 128
+) -> tuple[int, int, int, int, int]:
     """(tile of keys, splits, stages, warps, min. tokens per split) for a number of sequences. itemsize: bytes of a cached value.
 
     Few sequences get many splits. Many sequences fill the device, and the longest run first, so only sequences of more than 2048 tokens
     (4096 in float8) are split: a single long one would run alone at the end. (64 sequences, four of them with 8000 tokens, take 111 µs
     instead of 268 µs. Without long sequences, the ability to split costs some per cent.) One warp per program is the fastest where the
     programs are enough to keep the loads in flight. Float8 tiles are twice as long, because instructions per tile are the limit there.
+    Heads of more than 128 values get tiles of half as many keys, so that a tile fits the registers.
     """
+    tile, *others = _decode_config(num_seqs, num_kv_heads, sms, itemsize)
+    return (max(16, tile // 2) if head_dim > 128 else tile, *others)  # type: ignore[return-value]
+
+
+def _decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """`decode_config` for head sizes up to 128."""
     groups = num_seqs * num_kv_heads
     if groups <= sms // 8:
         return 128, MAX_SPLITS, 1, 4, 128
@@ -219,6 +242,9 @@ def decode_attention(
     q_norm_weight_E: torch.Tensor | None = None,
     k_norm_weight_E: torch.Tensor | None = None,
     eps: float = 1e-6,
+    window: int | None = None,
+    chunked: bool = False,
+    scores: Scores = PLAIN_SCORES,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> None:
     """out = attention of the sequences with exactly one query token. Rows of other sequences are not written.
@@ -232,7 +258,7 @@ def decode_attention(
     num_kv_heads, block_size = k_TKE.shape[1], kv_cache.shape[3]
     device = q_THE.device
     block_c, splits, stages, warps, min_split = config or decode_config(
-        num_seqs, num_kv_heads, num_sms(device), kv_cache.itemsize
+        num_seqs, num_kv_heads, num_sms(device), kv_cache.itemsize, head_dim
     )
     partial = counters = None
     if splits > 1:
@@ -242,13 +268,16 @@ def decode_attention(
     launch(
         _decode_kernel, (num_kv_heads, num_seqs, splits),
         q_THE, k_TKE, v_TKE, cos_TE, sin_TE, q_norm_weight_E, k_norm_weight_E, kv_cache, out_THE, partial, counters,
-        query_start_loc, seq_lens_S, block_table_SM, slot_mapping_T,
+        query_start_loc, seq_lens_S, block_table_SM, slot_mapping_T, scores.sinks_H, scores.alibi_slopes_H,
         q_THE.stride(0), k_TKE.stride(0), v_TKE.stride(0), cos_TE.stride(0) if cos_TE is not None else 0,
-        kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E, eps,
+        kv_cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E,
+        scores.soft_cap * LOG2_E, eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         BLOCK_G=max(16, next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_R=max(16, next_power_of_2(head_dim // 2)), BLOCK_E=max(16, next_power_of_2(head_dim)), BLOCK_C=block_c,
         SPLITS=splits, MIN_SPLIT=max(block_c, min_split), STAGES=stages,
+        WINDOW=window or 0, CHUNKED=chunked, HAS_CAP=scores.soft_cap > 0, HAS_SINKS=scores.sinks_H is not None,
+        HAS_ALIBI=scores.alibi_slopes_H is not None,
         HAS_Q_NORM=q_norm_weight_E is not None, HAS_K_NORM=k_norm_weight_E is not None, HAS_ROPE=cos_TE is not None,
         PDL=pdl, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip

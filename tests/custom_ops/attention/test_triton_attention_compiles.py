@@ -22,12 +22,16 @@ from tests.support.hopper import compiled
 
 INT32 = {"has_run_ptr", "start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "counter_ptr", "top_k_ptr", "gathered_id_ptr"}
 INT64 = {"slot_ptr", "seed_ptr", "position_ptr", "out_ptr"}
-FLOAT = {"scale_log2", "eps"}
+FLOAT = {"scale_log2", "cap_log2", "eps"}
 FLOATS = {"cos_ptr", "sin_ptr", "partial_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "block_max_ptr", "gathered_ptr",
           "out_best_ptr"}
 ATTENTION = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_R": 64, "BLOCK_E": 128, "BLOCK_G": 16,
              "BLOCK_H": 32, "BLOCK_K": 8, "WRITE_Q": True, "WRITE_K": False, "HAS_Q_NORM": False, "HAS_K_NORM": False,
-             "HAS_ROPE": True, "PDL": True, "q_norm_ptr": None, "k_norm_ptr": None, "k_out_ptr": None}
+             "HAS_ROPE": True, "PDL": True, "q_norm_ptr": None, "k_norm_ptr": None, "k_out_ptr": None,
+             "WINDOW": 0, "CHUNKED": False, "HAS_CAP": False, "HAS_SINKS": False, "HAS_ALIBI": False, "sinks_ptr": None,
+             "slopes_ptr": None}
+GEMMA = {"NUM_HEADS": 8, "NUM_KV_HEADS": 4, "HEAD_DIM": 256, "BLOCK_R": 128, "BLOCK_E": 256, "WINDOW": 1024, "HAS_CAP": True,
+         "HAS_SINKS": True, "HAS_ALIBI": True, "sinks_ptr": "", "slopes_ptr": ""}
 SAMPLING = {"CHUNK": 8192, "CHUNKS": 16, "STEP": 2048, "BLOCK": 128, "BLOCK_J": 16, "BLOCKS": 1024, "CANDIDATES": 1024, "KEY_BITS": 16,
             "GATHERED_K": 256, "PDL": True}
 
@@ -51,6 +55,16 @@ for num_seqs in (1, 64, 256, 9000):  # so many are not split
     found[f"decode {num_seqs}"] = ptx(_decode_kernel, ATTENTION | constants, warps, cache)
 constants = {"BLOCK_Q": 64, "BLOCK_C": 64, "STAGES": 3, "SKIP_SINGLE": False}
 found["prefill"] = ptx(_prefill_kernel, ATTENTION | constants, 4, cache)
+every = {key: value for key, value in ATTENTION.items() if key not in ("sinks_ptr", "slopes_ptr")}
+every |= {key: value for key, value in GEMMA.items() if value != ""}
+bf16 = {"out_ptr": "*bf16", "slopes_ptr": "*fp32"}
+for num_seqs in (1, 64, 256):
+    tile, splits, stages, warps, min_split = decode_config(num_seqs, 4, 132, head_dim=256)
+    constants = {"BLOCK_C": tile, "SPLITS": splits, "MIN_SPLIT": min_split, "STAGES": stages}
+    found[f"window decode {num_seqs}"] = ptx(_decode_kernel, every | constants, warps, bf16)
+for chunked in (False, True):
+    constants = {"BLOCK_Q": 64, "BLOCK_C": 32, "STAGES": 2, "SKIP_SINGLE": False, "CHUNKED": chunked}
+    found[f"window prefill {chunked}"] = ptx(_prefill_kernel, every | constants, 4, bf16)
 nothing = {n: None for n in ("temperature_ptr", "top_k_ptr", "seed_ptr", "position_ptr", "block_max_ptr")}
 found["greedy"] = ptx(_draw_kernel, SAMPLING | nothing | {"GREEDY": True}, 8, {"rank_ptr": "*u64"})
 found["draw"] = ptx(_draw_kernel, SAMPLING | {"GREEDY": False}, 8, {"rank_ptr": "*u64"})
@@ -82,6 +96,13 @@ def test_pages_come_as_bytes_and_are_widened_two_at_a_time(ptx: dict[str, str], 
     assert "cvt.rn.f16x2.e4m3x2" in ptx[name]
     if name != "decode 1":  # which keeps nothing on its way but what a tile needs
         assert "cp.async" in ptx[name]
+
+
+@pytest.mark.parametrize("name", ["decode 1", "decode 64", "decode 256", "prefill False", "prefill True"])
+def test_windows_and_scores_compile_for_large_heads(ptx: dict[str, str], name: str) -> None:
+    """The cap's tanh is powers and quotients; a tile fits the registers that a thread may have."""
+    assert "ex2.approx" in ptx["window " + name]
+    assert "bf16" in ptx["window " + name]
 
 
 def test_only_splits_are_counted(ptx: dict[str, str]) -> None:

@@ -16,11 +16,12 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from compile_and_serve.custom_ops.attention import triton_decode
-from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata, Scores, attention_metadata
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
 from compile_and_serve.custom_ops.triton_common import SPLIT_COUNTERS
+from tests.support import attention_cases as cases
 
 BLOCK_SIZE = 8
 FP8 = torch.float8_e4m3fn
@@ -46,7 +47,9 @@ def random_cache(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape).to(dtype)
 
 
-def make_metadata(query_lens: list[int], seq_lens: list[int], num_blocks: int, padding: int = 0) -> AttentionMetadata:
+def make_metadata(
+    query_lens: list[int], seq_lens: list[int], num_blocks: int, padding: int = 0, window: int | None = None, chunked: bool = False
+) -> AttentionMetadata:  # fmt: skip
     columns = max(seq_lens) // BLOCK_SIZE + 1
     table = torch.randperm(num_blocks)[: len(seq_lens) * columns].reshape(len(seq_lens), columns).int()
     slots = [
@@ -65,6 +68,8 @@ def make_metadata(query_lens: list[int], seq_lens: list[int], num_blocks: int, p
         num_tokens=sum(query_lens),
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
+        window=window,
+        chunked=chunked,
     )
 
 
@@ -74,6 +79,36 @@ BATCHES = [
     ([20], [20]),
     ([1, 66, 3], [9, 70, 3]),
 ]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mask", [(None, False), (1, False), (20, False), (500, False), (24, True), (13, True)])
+@pytest.mark.parametrize("kind", ["plain", "cap", "sinks", "alibi", "cap sinks"])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [*BATCHES, ([70, 1], [150, 300])])
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (256, 2, 1)])
+def test_windows_and_scores(
+    mask: tuple[int | None, bool], kind: str, query_lens: list[int], seq_lens: list[int], head_dim: int, heads: int, kv_heads: int
+) -> None:  # fmt: skip
+    torch.manual_seed(len(kind) + len(seq_lens))
+    num_blocks, total = 170, sum(query_lens)
+    metadata = make_metadata(query_lens, seq_lens, num_blocks, 0, *mask)
+    reads = torch.zeros(num_blocks, dtype=torch.bool)
+    for s, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        first = cases.first_visible(seq_len - query_len, *mask) // BLOCK_SIZE
+        reads[metadata.block_table[s, first : (seq_len - 1) // BLOCK_SIZE + 1].long()] = True
+    cache = torch.randn(num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim)
+    cache[~reads] = float("nan")  # freed blocks: must never be read
+    q, kv = torch.randn(total, heads, head_dim), torch.randn(total, 2, kv_heads, head_dim)
+    scores = Scores(
+        soft_cap=1.5 if "cap" in kind else 0.0,
+        sinks_H=torch.randn(heads).bfloat16() if "sinks" in kind else None,
+        alibi_slopes_H=0.5 ** (torch.arange(heads) + 1.0) if "alibi" in kind else None,
+    )
+    scale = head_dim**-0.5
+    expected = TorchAttention().forward(q, kv[:, 0], kv[:, 1], cache.clone(), scale, metadata, scores)
+    out = TritonAttention().forward(q, kv[:, 0], kv[:, 1], cache, scale, metadata, scores)
+    assert out.isfinite().all()
+    assert torch.allclose(out, expected, atol=3e-5, rtol=1e-4)
 
 
 @pytest.mark.pairwise
@@ -193,6 +228,7 @@ def test_configurations_are_powers_of_two() -> None:
     assert triton_decode.decode_config(131, 8, 132) == (64, 4, 2, 4, 2048)
     assert triton_decode.decode_config(132, 8, 132) == (32, 4, 2, 1, 2048)
     assert triton_decode.decode_config(132, 8, 132, itemsize=1) == (64, 4, 2, 1, 4096)
+    assert triton_decode.decode_config(132, 8, 132, head_dim=256) == (16, 4, 2, 1, 2048)
     assert triton_decode.decode_config(2048, 32, 132)[1] > 1
     assert triton_decode.decode_config(2049, 32, 132)[1] == 1  # a counter for each would be too many
 
