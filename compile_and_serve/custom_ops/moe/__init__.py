@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, and the products of the experts that each token is routed to."""

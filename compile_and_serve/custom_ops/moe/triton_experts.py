@@ -1,0 +1,404 @@
+"""`cas::experts` on CUDA, by two methods that the tuner chooses between:
+
+- "gemv", for few pairs: each program multiplies a few rows of one expert by one token, in float32, without tensor cores;
+- "grouped …", else: the pairs are sorted by expert into blocks, and each program multiplies a block of tokens by a tile of its expert's
+  rows on the tensor cores. So each touched expert is read once for each block of its tokens.
+
+Both run two kernels: gate and up products with the activation, which writes h [P, F], and down products. The grouped one writes the
+weighted results of pairs [P, D], and a third kernel adds those of each token. No sum depends on the order in which programs run.
+
+Shape legend: T tokens, K experts of a token, P = T · K pairs (pair p is of token p // K), X experts, D hidden size, F intermediate size
+of an expert, B blocks of pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.moe.triton_order import ExpertOrder, order_by_expert
+from compile_and_serve.custom_ops.triton_common import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    silu,
+    supports_pdl,
+    wait_for_previous,
+)
+from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
+from compile_and_serve.custom_ops.tuning.tuner import Problem
+
+MAX_GEMV_PAIRS = 64
+
+
+@triton.jit
+def _activate(gate, up, limit, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        return silu(gate) * up
+
+
+@triton.jit
+def _gemv_gate_up_kernel(
+    x_ptr, ids_ptr, w_ptr, bias_ptr, h_ptr, x_stride, features, inputs, top_k, limit,
+    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    ok_F = rows_F < features
+    safe_rows_F = tl.where(ok_F, rows_F, 0).to(tl.int64)
+    cols_1D = tl.arange(0, BLOCK_D)[None, :]
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    gate_FD = w_ptr + expert * (2 * features.to(tl.int64) * inputs) + safe_rows_F[:, None] * inputs + cols_1D
+    up_FD = gate_FD + features.to(tl.int64) * inputs
+    x_1D = x_ptr + (pair // top_k).to(tl.int64) * x_stride + cols_1D
+    acc = tl.zeros((BLOCK_F, BLOCK_D // LANES), dtype=tl.float32)
+    acc_up = tl.zeros((BLOCK_F, BLOCK_D // LANES), dtype=tl.float32)
+    for start in range(0, inputs, BLOCK_D):
+        ok_1D = start + cols_1D < inputs
+        gate = tl.load(gate_FD + start, mask=ok_1D, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        up = tl.load(up_FD + start, mask=ok_1D, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_1D + start, mask=ok_1D, other=0.0).to(tl.float32)
+        acc += tl.sum(tl.reshape(gate * x, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
+        acc_up += tl.sum(tl.reshape(up * x, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
+    gate_F, up_F = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    if HAS_BIAS:
+        bias_F = bias_ptr + expert * 2 * features + rows_F
+        gate_F += tl.load(bias_F, mask=ok_F, other=0.0).to(tl.float32)
+        up_F += tl.load(bias_F + features, mask=ok_F, other=0.0).to(tl.float32)
+    out_F = _activate(gate_F, up_F, limit, CLAMPED)
+    tl.store(h_ptr + pair * features + rows_F, out_F.to(h_ptr.dtype.element_ty), mask=ok_F)
+
+
+@triton.jit
+def _gemv_down_kernel(
+    h_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, out_ptr, outputs, features, top_k,
+    HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1)
+    rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    ok_O = rows_O < outputs
+    safe_rows_O = tl.where(ok_O, rows_O, 0).to(tl.int64)
+    slots_K = tl.arange(0, BLOCK_K)
+    ok_K = slots_K < top_k
+    pairs_K = token * top_k + tl.where(ok_K, slots_K, 0)
+    cols_F = tl.arange(0, BLOCK_F)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    experts_K = tl.load(ids_ptr + pairs_K).to(tl.int64)
+    weights_K = tl.load(weights_ptr + pairs_K, mask=ok_K, other=0.0).to(tl.float32)
+    w_KO = experts_K[:, None] * (outputs.to(tl.int64) * features) + safe_rows_O[None, :] * features
+    w_KOF = w_ptr + w_KO[:, :, None] + cols_F[None, None, :]
+    h_KF = h_ptr + pairs_K[:, None] * features + cols_F[None, :]
+    acc_KOF = tl.zeros((BLOCK_K, BLOCK_O, BLOCK_F), dtype=tl.float32)
+    for start in range(0, features, BLOCK_F):
+        ok_F = start + cols_F < features
+        ok_KF = ok_K[:, None] & ok_F[None, :]
+        w = tl.load(w_KOF + start, mask=ok_KF[:, None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        h = tl.load(h_KF + start, mask=ok_KF, other=0.0).to(tl.float32)
+        acc_KOF += w * h[:, None, :]
+    y_KO = tl.sum(acc_KOF, 2)
+    if HAS_BIAS:
+        bias_KO = bias_ptr + experts_K[:, None] * outputs + rows_O[None, :]
+        y_KO += tl.load(bias_KO, mask=ok_K[:, None] & ok_O[None, :], other=0.0).to(tl.float32)
+    y_KO = y_KO.to(out_ptr.dtype.element_ty).to(tl.float32)
+    out_O = tl.sum(y_KO * weights_K[:, None], 0)
+    tl.store(out_ptr + token * outputs + rows_O, out_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _grouped_gate_up_kernel(
+    x_ptr, order_ptr, block_experts_ptr, w_ptr, bias_ptr, h_ptr, x_stride, num_pairs, features, inputs, top_k, limit,
+    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    ok_F = rows_F < features
+    safe_rows_F = tl.where(ok_F, rows_F, 0).to(tl.int64)
+    cols_D = tl.arange(0, BLOCK_D)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    expert = tl.load(block_experts_ptr + block).to(tl.int64)
+    if expert >= 0:
+        pairs_P = tl.load(order_ptr + block * BLOCK_P + tl.arange(0, BLOCK_P))
+        ok_P = pairs_P < num_pairs
+        tokens_P = tl.where(ok_P, pairs_P, 0) // top_k
+        x_PD = x_ptr + tokens_P[:, None].to(tl.int64) * x_stride + cols_D[None, :]
+        gate_FD = w_ptr + expert * (2 * features.to(tl.int64) * inputs) + safe_rows_F[:, None] * inputs + cols_D[None, :]
+        up_FD = gate_FD + features.to(tl.int64) * inputs
+        acc_PF = tl.zeros((BLOCK_P, BLOCK_F), dtype=tl.float32)
+        acc_up_PF = tl.zeros((BLOCK_P, BLOCK_F), dtype=tl.float32)
+        for start in tl.range(0, inputs, BLOCK_D, num_stages=STAGES):
+            if WHOLE_D:
+                x = tl.load(x_PD + start)
+                gate = tl.load(gate_FD + start)
+                up = tl.load(up_FD + start)
+            else:
+                ok_1D = start + cols_D[None, :] < inputs
+                x = tl.load(x_PD + start, mask=ok_1D, other=0.0)
+                gate = tl.load(gate_FD + start, mask=ok_1D, other=0.0)
+                up = tl.load(up_FD + start, mask=ok_1D, other=0.0)
+            acc_PF = tl.dot(x, tl.trans(gate), acc_PF, input_precision="ieee")
+            acc_up_PF = tl.dot(x, tl.trans(up), acc_up_PF, input_precision="ieee")
+        if HAS_BIAS:
+            bias_F = bias_ptr + expert * 2 * features + rows_F
+            acc_PF += tl.load(bias_F, mask=ok_F, other=0.0).to(tl.float32)[None, :]
+            acc_up_PF += tl.load(bias_F + features, mask=ok_F, other=0.0).to(tl.float32)[None, :]
+        out_PF = _activate(acc_PF, acc_up_PF, limit, CLAMPED)
+        h_PF = h_ptr + pairs_P[:, None].to(tl.int64) * features + rows_F[None, :]
+        tl.store(h_PF, out_PF.to(h_ptr.dtype.element_ty), mask=ok_P[:, None] & ok_F[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _grouped_down_kernel(
+    h_ptr, order_ptr, block_experts_ptr, weights_ptr, w_ptr, bias_ptr, y_ptr, num_pairs, outputs, features,
+    HAS_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE_F: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1)
+    rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    ok_O = rows_O < outputs
+    safe_rows_O = tl.where(ok_O, rows_O, 0).to(tl.int64)
+    cols_F = tl.arange(0, BLOCK_F)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    expert = tl.load(block_experts_ptr + block).to(tl.int64)
+    if expert >= 0:
+        pairs_P = tl.load(order_ptr + block * BLOCK_P + tl.arange(0, BLOCK_P))
+        ok_P = pairs_P < num_pairs
+        safe_pairs_P = tl.where(ok_P, pairs_P, 0)
+        h_PF = h_ptr + safe_pairs_P[:, None].to(tl.int64) * features + cols_F[None, :]
+        w_OF = w_ptr + expert * (outputs.to(tl.int64) * features) + safe_rows_O[:, None] * features + cols_F[None, :]
+        acc_PO = tl.zeros((BLOCK_P, BLOCK_O), dtype=tl.float32)
+        for start in tl.range(0, features, BLOCK_F, num_stages=STAGES):
+            if WHOLE_F:
+                h = tl.load(h_PF + start)
+                w = tl.load(w_OF + start)
+            else:
+                ok_1F = start + cols_F[None, :] < features
+                h = tl.load(h_PF + start, mask=ok_1F, other=0.0)
+                w = tl.load(w_OF + start, mask=ok_1F, other=0.0)
+            acc_PO = tl.dot(h, tl.trans(w), acc_PO, input_precision="ieee")
+        if HAS_BIAS:
+            acc_PO += tl.load(bias_ptr + expert * outputs + rows_O, mask=ok_O, other=0.0).to(tl.float32)[None, :]
+        acc_PO *= tl.load(weights_ptr + safe_pairs_P).to(tl.float32)[:, None]
+        y_PO = y_ptr + safe_pairs_P[:, None].to(tl.int64) * outputs + rows_O[None, :]
+        tl.store(y_PO, acc_PO.to(y_ptr.dtype.element_ty), mask=ok_P[:, None] & ok_O[None, :])
+
+
+@triton.jit
+def _add_pairs_kernel(
+    y_ptr, out_ptr, outputs, TOP_K: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    cols_O = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    ok_O = cols_O < outputs
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    acc_O = tl.zeros((BLOCK_O,), dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        acc_O += tl.load(y_ptr + (token * TOP_K + k) * outputs + cols_O, mask=ok_O, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * outputs + cols_O, acc_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of the grouped kernels: block_p pairs; block_f rows of gate and as many of up; block_o rows of down; depth columns at once."""
+
+    block_p: int
+    block_f: int
+    block_o: int
+    depth: int
+    stages: int
+    warps: int
+
+    @property
+    def name(self) -> str:
+        return f"grouped {self.block_p}x{self.block_f}x{self.depth}/{self.block_o}"
+
+
+# By the number of pairs that an expert has on average, the likely best first.
+_FEW = (Tiles(16, 32, 64, 256, 3, 4), Tiles(16, 64, 128, 128, 4, 4), Tiles(16, 64, 64, 128, 4, 4))
+_SOME = (Tiles(32, 64, 128, 128, 3, 4), Tiles(16, 64, 128, 128, 4, 4), Tiles(64, 64, 128, 64, 4, 4))
+_MORE = (Tiles(64, 64, 128, 64, 4, 4), Tiles(64, 128, 128, 64, 3, 8), Tiles(128, 64, 128, 64, 4, 8))
+_MANY = (Tiles(128, 128, 256, 64, 3, 8), Tiles(128, 64, 128, 64, 4, 8), Tiles(128, 128, 128, 64, 3, 8))
+
+
+def grouped_tiles(num_pairs: int, num_experts: int) -> tuple[Tiles, ...]:
+    """The candidates for a number of pairs that are spread evenly over the experts."""
+    each = num_pairs / num_experts
+    return _FEW if each <= 8 else _SOME if each <= 24 else _MORE if each <= 96 else _MANY
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """The arguments of `experts`, with x's and ids' rows contiguous and ids in int32."""
+
+    x_TD: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    clamped: bool
+    limit: float
+
+    @property
+    def num_pairs(self) -> int:
+        return self.ids_TK.numel()
+
+    @property
+    def top_k(self) -> int:
+        return self.ids_TK.shape[1]
+
+
+def run_gemv(operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
+    """The "gemv" method. gate_up: replaces the operands' weight, for the tuner."""
+    x_TD, top_k = operands.x_TD, operands.top_k
+    (num_tokens, hidden), features = x_TD.shape, operands.down.shape[2]
+    h_PF = x_TD.new_empty(operands.num_pairs, features)
+    out_TD = x_TD.new_empty(num_tokens, hidden)
+    pdl = supports_pdl(x_TD.device)
+    lanes = 16 // gate_up.element_size()
+    warps, block_f, block_o, block_k = 4, 4, 4, next_power_of_2(top_k)
+    launch(
+        _gemv_gate_up_kernel, (cdiv(features, block_f), operands.num_pairs),
+        x_TD, operands.ids_TK, gate_up, operands.gate_up_bias, h_PF, x_TD.stride(0), features, hidden, top_k, operands.limit,
+        HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCK_F=block_f, BLOCK_D=32 * warps * lanes,
+        LANES=lanes, PDL=pdl, num_warps=warps, **launch_options(pdl),
+    )  # fmt: skip
+    launch(
+        _gemv_down_kernel, (cdiv(hidden, block_o), num_tokens),
+        h_PF, operands.ids_TK, operands.weights_TK, operands.down, operands.down_bias, out_TD, hidden, features, top_k,
+        HAS_BIAS=operands.down_bias is not None, BLOCK_K=block_k, BLOCK_O=block_o, BLOCK_F=256, PDL=pdl, num_warps=warps,
+        **launch_options(pdl),
+    )  # fmt: skip
+    return out_TD
+
+
+def run_grouped(tiles: Tiles, operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
+    """A "grouped" method. gate_up: replaces the operands' weight, for the tuner."""
+    order = order_by_expert(operands.ids_TK, gate_up.shape[0], tiles.block_p)
+    h_PF = _grouped_gate_up(tiles, operands, gate_up, order)
+    return _grouped_down(tiles, operands, h_PF, order)
+
+
+def _grouped_gate_up(tiles: Tiles, operands: _Operands, gate_up: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
+    x_TD = operands.x_TD
+    hidden, features = x_TD.shape[1], operands.down.shape[2]
+    h_PF = x_TD.new_empty(operands.num_pairs, features)
+    pdl = supports_pdl(x_TD.device)
+    launch(
+        _grouped_gate_up_kernel, (cdiv(features, tiles.block_f), order.max_blocks),
+        x_TD, order.pairs, order.experts, gate_up, operands.gate_up_bias, h_PF, x_TD.stride(0), operands.num_pairs, features,
+        hidden, operands.top_k, operands.limit,
+        HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCK_P=tiles.block_p, BLOCK_F=tiles.block_f,
+        BLOCK_D=tiles.depth, STAGES=tiles.stages, WHOLE_D=hidden % tiles.depth == 0, PDL=pdl, num_warps=tiles.warps,
+        **launch_options(pdl),
+    )  # fmt: skip
+    return h_PF
+
+
+def _grouped_down(tiles: Tiles, operands: _Operands, h_PF: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
+    (num_tokens, hidden), features = operands.x_TD.shape, h_PF.shape[1]
+    y_PD = h_PF.new_empty(operands.num_pairs, hidden)
+    out_TD = h_PF.new_empty(num_tokens, hidden)
+    pdl = supports_pdl(h_PF.device)
+    launch(
+        _grouped_down_kernel, (cdiv(hidden, tiles.block_o), order.max_blocks),
+        h_PF, order.pairs, order.experts, operands.weights_TK, operands.down, operands.down_bias, y_PD, operands.num_pairs,
+        hidden, features,
+        HAS_BIAS=operands.down_bias is not None, BLOCK_P=tiles.block_p, BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth,
+        STAGES=tiles.stages, WHOLE_F=features % tiles.depth == 0, PDL=pdl, num_warps=tiles.warps, **launch_options(pdl),
+    )  # fmt: skip
+    block = min(1024, next_power_of_2(hidden))
+    launch(
+        _add_pairs_kernel, (num_tokens, cdiv(hidden, block)), y_PD, out_TD, hidden,
+        TOP_K=operands.top_k, BLOCK_O=block, PDL=pdl, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    return out_TD
+
+
+@functools.lru_cache(maxsize=64)
+def _even_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Ids that spread the pairs evenly, as the tuner assumes: int32 [T, K]. What a step without real tokens routes is no measure."""
+    pairs = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
+    return (pairs % num_experts).view(num_tokens, top_k)
+
+
+def methods(operands: _Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """The methods for these operands by name, as functions of the gate/up weight. The first is the default."""
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    if operands.num_pairs <= MAX_GEMV_PAIRS:
+        runs["gemv"] = functools.partial(run_gemv, operands)
+    for tiles in grouped_tiles(operands.num_pairs, operands.gate_up.shape[0]):
+        runs[tiles.name] = functools.partial(run_grouped, tiles, operands)
+    return runs
+
+
+def experts(
+    x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    limit: float = 0.0,
+) -> torch.Tensor:
+    """As `cas::experts`, over plain weights. The host does not wait for the device; the launches depend on T alone.
+
+    The fastest method is measured once for each shape and range of T, with the pairs spread evenly over the experts.
+    """
+    num_tokens, top_k = ids_TK.shape
+    if num_tokens == 0:
+        return x_TD.new_empty(x_TD.shape)
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
+    operands = _Operands(
+        x_TD, ids_TK.to(torch.int32).contiguous(), weights_TK.contiguous(), gate_up, down, gate_up_bias, down_bias,
+        activation == "clamped_swiglu", limit,
+    )  # fmt: skip
+    num_experts, rows, hidden = gate_up.shape
+    problem = Problem(
+        kind="experts",
+        name=f"X={num_experts} K={top_k} F={rows // 2} D={hidden} {gate_up.dtype} {activation}",
+        num_tokens=num_tokens,
+    )
+    runs = methods(operands)
+    name = fastest_kernel(problem, _with_even_ids(runs, operands), gate_up, max_tokens=num_tokens)
+    return runs[name](gate_up)
+
+
+def _with_even_ids(
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]], operands: _Operands
+) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """`methods` over evenly spread pairs, made when the first of them is measured."""
+
+    def even(name: str, gate_up: torch.Tensor) -> torch.Tensor:
+        num_tokens, top_k = operands.ids_TK.shape
+        ids_TK = _even_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
+        same = _Operands(
+            operands.x_TD, ids_TK, operands.weights_TK, operands.gate_up, operands.down, operands.gate_up_bias,
+            operands.down_bias, operands.clamped, operands.limit,
+        )  # fmt: skip
+        return methods(same)[name](gate_up)
+
+    return {name: functools.partial(even, name) for name in runs}

@@ -1,0 +1,115 @@
+"""`cas::route` on CUDA: one kernel, one warp for each token.
+
+Shape legend: T tokens, X experts, K experts of a token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.triton_common import (
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    supports_pdl,
+    wait_for_previous,
+)
+
+
+@triton.jit
+def _only_best_groups(choice_X, BLOCK_X: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """The choice scores, with -inf for experts outside the TOP_GROUPS groups whose two best experts have the largest sum."""
+    size: tl.constexpr = BLOCK_X // NUM_GROUPS
+    grouped_GE = tl.reshape(choice_X, (NUM_GROUPS, size))
+    experts_1E = tl.arange(0, size)[None, :]
+    best_G = tl.max(grouped_GE, 1)
+    at_G = tl.min(tl.where(grouped_GE == best_G[:, None], experts_1E, size), 1)
+    second_G = tl.max(tl.where(experts_1E == at_G[:, None], -float("inf"), grouped_GE), 1)
+    left_G = best_G + (second_G if size > 1 else 0.0)
+    groups_G = tl.arange(0, NUM_GROUPS)
+    is_kept_G = groups_G < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        group = tl.min(tl.where(left_G == tl.max(left_G, 0), groups_G, NUM_GROUPS), 0)
+        is_kept_G = is_kept_G | (groups_G == group)
+        left_G = tl.where(groups_G == group, -float("inf"), left_G)
+    return tl.reshape(tl.where(is_kept_G[:, None], grouped_GE, -float("inf")), (BLOCK_X,))
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, logits_stride, scale, smallest_sum,
+    NUM_EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    experts_X = tl.arange(0, BLOCK_X)
+    ok_X = experts_X < NUM_EXPERTS
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    at_X = logits_ptr + token.to(tl.int64) * logits_stride + experts_X
+    logits_X = tl.load(at_X, mask=ok_X, other=-float("inf")).to(tl.float32)
+    if SIGMOID:
+        scores_X = 1.0 / (1.0 + tl.exp(-logits_X))
+    else:
+        exp_X = tl.exp(logits_X - tl.max(logits_X, 0))
+        scores_X = exp_X / tl.sum(exp_X, 0)
+    choice_X = scores_X
+    if HAS_BIAS:
+        choice_X += tl.load(bias_ptr + experts_X, mask=ok_X, other=0.0).to(tl.float32)
+    choice_X = tl.where(ok_X, choice_X, -float("inf"))
+    if NUM_GROUPS > 1:
+        choice_X = _only_best_groups(choice_X, BLOCK_X, NUM_GROUPS, TOP_GROUPS)
+    slots_K = tl.arange(0, BLOCK_K)
+    weights_K = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    ids_K = tl.zeros((BLOCK_K,), dtype=tl.int32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.min(tl.where(choice_X == tl.max(choice_X, 0), experts_X, BLOCK_X), 0)
+        expert = tl.minimum(expert, NUM_EXPERTS - 1)  # NaN equals nothing; an id outside of the weights must not leave here
+        weight = tl.sum(tl.where(experts_X == expert, scores_X, 0.0), 0)
+        weights_K = tl.where(slots_K == k, weight, weights_K)
+        ids_K = tl.where(slots_K == k, expert, ids_K)
+        choice_X = tl.where(experts_X == expert, -float("inf"), choice_X)
+    if RENORMALIZE:
+        weights_K /= tl.maximum(tl.sum(weights_K, 0), smallest_sum)
+    out_K = token * TOP_K + slots_K
+    tl.store(weights_ptr + out_K, weights_K * scale, mask=slots_K < TOP_K)
+    tl.store(ids_ptr + out_K, ids_K, mask=slots_K < TOP_K)
+
+
+def route(
+    logits_TX: torch.Tensor,
+    top_k: int,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    bias_X: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `cas::route`. With groups, the number of experts and of groups must be powers of 2."""
+    from compile_and_serve.custom_ops.moe.route import SMALLEST_SUM
+
+    if logits_TX.stride(1) != 1:
+        logits_TX = logits_TX.contiguous()
+    num_tokens, num_experts = logits_TX.shape
+    block_x = next_power_of_2(num_experts)
+    if num_groups > 1 and (block_x != num_experts or num_groups & (num_groups - 1)):
+        raise ValueError(
+            f"The routing kernel takes powers of 2 of grouped experts, not {num_experts} experts in {num_groups} groups."
+        )
+    weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TX.device)
+    ids_TK = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits_TX.device)
+    pdl = supports_pdl(logits_TX.device)
+    if num_tokens:
+        launch(
+            _route_kernel, (num_tokens,),
+            logits_TX, bias_X, weights_TK, ids_TK, logits_TX.stride(0), float(scale), SMALLEST_SUM,
+            NUM_EXPERTS=num_experts, BLOCK_X=block_x, TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), SIGMOID=scoring == "sigmoid",
+            RENORMALIZE=renormalize, HAS_BIAS=bias_X is not None, NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, PDL=pdl,
+            num_warps=1 if block_x <= 256 else 4, **launch_options(pdl),
+        )  # fmt: skip
+    return weights_TK, ids_TK

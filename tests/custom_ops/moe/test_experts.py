@@ -1,0 +1,157 @@
+"""Routing and the products of experts: the reference, and the Triton kernels against it in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from compile_and_serve.custom_ops.moe import triton_experts, triton_order, triton_route
+from compile_and_serve.custom_ops.moe.experts import experts, pack_expert_weights
+from compile_and_serve.custom_ops.moe.route import route
+
+X, K, D, FEATURES = 6, 2, 48, 40  # no multiples of a tile
+
+
+def routing(kind: str, num_tokens: int, num_experts: int = X, top_k: int = K) -> torch.Tensor:
+    """Expert ids int32 [T, K]: drawn evenly; or the same few experts for all tokens."""
+    if kind == "to_one":
+        return torch.arange(top_k, dtype=torch.int32).flip(0).expand(num_tokens, top_k).contiguous()
+    return torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(torch.int32).contiguous()
+
+
+def operands(num_tokens: int, kind: str, dtype: torch.dtype, biased: bool) -> list[torch.Tensor | None]:
+    x = torch.randn(num_tokens, D).to(dtype)
+    weights = torch.rand(num_tokens, K)
+    gate_up, down = torch.randn(X, 2 * FEATURES, D).to(dtype) * 0.2, torch.randn(X, D, FEATURES).to(dtype) * 0.2
+    biases = [torch.randn(X, 2 * FEATURES).to(dtype), torch.randn(X, D).to(dtype)] if biased else [None, None]
+    return [x, routing(kind, num_tokens), weights, gate_up, down, *biases]
+
+
+def by_loops(args: list[torch.Tensor | None], activation: str, limit: float) -> torch.Tensor:
+    """The definition in float64, token by token and expert by expert."""
+    x, ids, weights, gate_up, down, gate_up_bias, down_bias = (a if a is None else a.double() for a in args)
+    assert x is not None and ids is not None and weights is not None and gate_up is not None and down is not None
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for slot in range(ids.shape[1]):
+            expert = int(ids[token, slot])
+            y = gate_up[expert] @ x[token] + (0 if gate_up_bias is None else gate_up_bias[expert])
+            gate, up = y.chunk(2)
+            if activation == "silu":
+                h = F.silu(gate) * up
+            else:
+                gate = gate.clamp(max=limit)
+                h = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(1.702 * gate)
+            out[token] += weights[token, slot] * (down[expert] @ h + (0 if down_bias is None else down_bias[expert]))
+    return out
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((value.double() - reference).norm() / reference.norm()).item()
+
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("kind", ["even", "to_one"])
+@pytest.mark.parametrize(("activation", "biased"), [("silu", False), ("clamped_swiglu", True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_op_equals_the_definition(
+    num_tokens: int, kind: str, activation: str, biased: bool, dtype: torch.dtype
+) -> None:
+    args = operands(num_tokens, kind, dtype, biased)
+    expected = by_loops(args, activation, 1.5)
+    out = experts(*args, activation=activation, limit=1.5)  # type: ignore[arg-type]
+    assert out.dtype == dtype
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    packed = [pack_expert_weights(a) if i in (3, 4) else a for i, a in enumerate(args)]  # type: ignore[arg-type]
+    out = experts(*packed, activation=activation, limit=1.5)  # type: ignore[arg-type]
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("method", ["gemv", "grouped"])
+@pytest.mark.parametrize("num_tokens", [1, 13])
+@pytest.mark.parametrize("kind", ["even", "to_one"])
+@pytest.mark.parametrize(("activation", "biased"), [("silu", False), ("clamped_swiglu", True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.pairwise
+def test_triton_kernels_equal_the_definition(
+    method: str, num_tokens: int, kind: str, activation: str, biased: bool, dtype: torch.dtype
+) -> None:  # the interpreter has no products of bfloat16
+    x, ids, weights, gate_up, down, gate_up_bias, down_bias = args = operands(num_tokens, kind, dtype, biased)
+    ours = triton_experts._Operands(
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation == "clamped_swiglu", 1.5  # type: ignore[arg-type]
+    )
+    if method == "gemv":
+        out = triton_experts.run_gemv(ours, gate_up)  # type: ignore[arg-type]
+    else:
+        out = triton_experts.run_grouped(triton_experts.Tiles(16, 16, 32, 32, 2, 4), ours, gate_up)  # type: ignore[arg-type]
+    assert relative_error(out, by_loops(args, activation, 1.5)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["even", "to_one"])
+def test_a_thousand_tokens(kind: str) -> None:
+    args = operands(1000, kind, torch.float32, biased=False)
+    reference = experts(*args)  # type: ignore[arg-type]
+    out = triton_experts.experts(*args)  # type: ignore[arg-type]
+    assert relative_error(out, reference.double()) < 1e-6
+
+
+@pytest.mark.parametrize(("num_pairs", "num_experts", "block_size"), [(1, 4, 16), (70, 5, 16), (9000, 64, 64)])
+@pytest.mark.parametrize("kind", ["even", "to_one"])
+def test_order_has_every_pair_once(num_pairs: int, num_experts: int, block_size: int, kind: str) -> None:
+    ids = routing(kind, num_pairs, num_experts, top_k=1)
+    order = triton_order.order_by_expert(ids, num_experts, block_size)
+    blocks = order.pairs.view(-1, block_size)
+    seen: list[int] = []
+    for expert, pairs in zip(order.experts.tolist(), blocks.tolist(), strict=True):
+        if expert < 0:
+            continue
+        taken = [pair for pair in pairs if pair < num_pairs]
+        assert taken
+        assert taken == sorted(taken)
+        assert pairs == taken + [num_pairs] * (block_size - len(taken))
+        assert all(int(ids[pair, 0]) == expert for pair in taken)
+        seen += taken
+    assert sorted(seen) == list(range(num_pairs))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("num_experts", "num_groups", "top_groups"), [(128, 1, 1), (60, 1, 1), (64, 8, 4), (8, 8, 3)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.pairwise
+def test_route_kernel_equals_reference(
+    scoring: str, num_experts: int, num_groups: int, top_groups: int, biased: bool, renormalize: bool
+) -> None:
+    logits = torch.randn(11, num_experts + 3)[:, :num_experts]
+    bias = torch.randn(num_experts) * 0.3 if biased else None
+    settings = (3, scoring, renormalize, 2.5, bias, num_groups, top_groups)
+    weights, ids = triton_route.route(logits, *settings)
+    expected_weights, expected_ids = torch.ops.cas.route(logits, *settings)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+def test_route_by_hand() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
+    weights, ids = route(logits, 2, renormalize=True)
+    assert ids.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 1.0]]).softmax(-1))
+    # the bias decides which expert is chosen, the score its weight
+    weights, ids = route(logits, 1, scoring="sigmoid", renormalize=False, bias_X=torch.tensor([9.0, 0, 0, 0]))
+    assert ids.tolist() == [[0]]
+    assert weights.item() == 0.5
+    # of two groups, the one with the best pair
+    weights, ids = route(torch.tensor([[3.0, -9.0, 2.0, 2.0]]), 2, scoring="sigmoid", num_groups=2, top_groups=1)
+    assert sorted(ids[0].tolist()) == [2, 3]
+
+
+def test_nan_logits_stay_inside_the_experts() -> None:
+    _, ids = triton_route.route(torch.full((2, 6), float("nan")), 2)
+    assert ids.min() >= 0
+    assert ids.max() < 6
