@@ -31,6 +31,7 @@ class MoeConfig:
     up to 1. sparse_layers: which layers have experts; the others have one MLP. clip_qkv: limit of attention's inputs (OLMoE).
     """
 
+    hidden_size: int
     num_experts: int
     top_k: int
     intermediate_size: int
@@ -45,13 +46,16 @@ class MoeConfig:
         num_experts = _count(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
         top_k = _count(config, "num_experts_per_tok")
         if top_k > num_experts:
-            raise ModelConfigError(f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {top_k}.")
+            raise ModelConfigError(
+                f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {top_k}."
+            )
         if config.get("sliding_window") is not None and config.get("model_type") == "mixtral":
             raise ModelConfigError("sliding_window is not supported for Mixtral: set it to null in the model's config.")
         is_mixtral = config.get("model_type") == "mixtral"
         step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
         clip_qkv = config.get("clip_qkv")
         return cls(
+            hidden_size=_count(config, "hidden_size"),
             num_experts=num_experts,
             top_k=top_k,
             intermediate_size=_count(

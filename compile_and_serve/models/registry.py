@@ -13,10 +13,11 @@ from torch import nn
 from compile_and_serve.custom_ops.step import KVCacheSpec
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
-from compile_and_serve.models.llama import LlamaForCausalLM
+from compile_and_serve.models.llama import LlamaAttention, LlamaForCausalLM
+from compile_and_serve.models.moe import MoeConfig, MoeForCausalLM, OlmoeAttention, Qwen2Attention
 from compile_and_serve.models.quantization_config import quantized_weights
-from compile_and_serve.models.qwen3 import Qwen3ForCausalLM
-from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
+from compile_and_serve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM
+from compile_and_serve.models.spec import ModelSpec, ShardStyle, TensorPart, full_attention
 
 log = logging.getLogger(__name__)
 
@@ -33,22 +34,59 @@ DECODER_TP_PLAN: Mapping[str, ShardStyle] = {
     "model.layers.*.mlp.down_proj": "rowwise",
     "lm_head": "vocab",
 }
+MOE_TP_PLAN: Mapping[str, ShardStyle] = {
+    **DECODER_TP_PLAN,
+    "model.layers.*.mlp.gate": "replicated",
+    "model.layers.*.mlp.experts": "experts",
+    "model.layers.*.mlp.shared_expert_gate": "replicated",
+    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNames:
+    """How a family's checkpoints name the linears of expert e: `model.layers.0.{block}.experts.{e}.{gate}.weight`."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    block: str = "mlp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """One architecture: its module class and its config's defaults.
 
+    module: made from the decoder's config, or for a mixture of experts from both configs. experts: names of an expert's gate, up and
+    down projections in checkpoints, and of the block that has the experts; None for a model without experts.
     default_head_dim: None means hidden_size / num_attention_heads.
     """
 
-    module: Callable[[DecoderConfig], nn.Module]
+    module: Callable[..., nn.Module]
     default_head_dim: int | None = None
+    experts: ExpertNames | None = None
 
 
 ARCHITECTURES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(module=LlamaForCausalLM),
     "Qwen3ForCausalLM": Family(module=Qwen3ForCausalLM, default_head_dim=128),
+    "MixtralForCausalLM": Family(
+        module=lambda config, moe: MoeForCausalLM(config, moe, lambda: LlamaAttention(config)),
+        experts=ExpertNames(gate="w1", up="w3", down="w2", block="block_sparse_moe"),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        module=lambda config, moe: MoeForCausalLM(config, moe, lambda: Qwen2Attention(config)), experts=ExpertNames()
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        module=lambda config, moe: MoeForCausalLM(config, moe, lambda: Qwen3Attention(config)),
+        experts=ExpertNames(),
+    ),
+    "OlmoeForCausalLM": Family(
+        module=lambda config, moe: MoeForCausalLM(config, moe, lambda: OlmoeAttention(config, moe.clip_qkv)),
+        experts=ExpertNames(),
+    ),
 }
 
 
@@ -81,8 +119,9 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
 def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
     family = ARCHITECTURES[architecture]
     decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
+    moe = None if family.experts is None else MoeConfig.from_dict(config)
     with torch.device("meta"):
-        module = family.module(decoder)
+        module = family.module(decoder) if moe is None else family.module(decoder, moe)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     module.requires_grad_(False).eval()
@@ -90,6 +129,10 @@ def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dty
     unused: dict[str, str | None] = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in layers}
     if decoder.tie_word_embeddings:
         unused["lm_head.weight"] = None
+    parts: dict[str, TensorPart] = {}
+    if family.experts is not None and moe is not None:
+        parts, renamed = _expert_parts(family.experts, moe)
+        unused |= renamed
     return ModelSpec(
         module=module,
         config=config,
@@ -101,9 +144,30 @@ def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dty
         vocab_size=decoder.vocab_size,
         max_model_len=max_positions(decoder),
         weight_map=unused,
-        tp_plan=DECODER_TP_PLAN,
+        parts=parts,
+        tp_plan=DECODER_TP_PLAN if moe is None else MOE_TP_PLAN,
         buffers={"model.rotary_emb.inv_freq": inverse_frequencies(decoder.rope, decoder.head_dim)},
     )
+
+
+def _expert_parts(names: ExpertNames, moe: MoeConfig) -> tuple[dict[str, TensorPart], dict[str, str]]:
+    """Checkpoint tensors that are parts of the stacked weights, and those that only have another name."""
+    parts, renamed = {}, {}
+    for layer, is_sparse in enumerate(moe.sparse_layers):
+        if not is_sparse:
+            continue
+        theirs, ours = f"model.layers.{layer}.{names.block}", f"model.layers.{layer}.mlp"
+        for expert in range(moe.num_experts):
+            for leaf, parameter, first_row in (
+                (names.gate, "gate_up_proj", 0), (names.up, "gate_up_proj", moe.intermediate_size), (names.down, "down_proj", 0),
+            ):  # fmt: skip
+                parts[f"{theirs}.experts.{expert}.{leaf}.weight"] = TensorPart(
+                    parameter=f"{ours}.experts.{parameter}", index=expert, first_row=first_row,
+                    num_rows=moe.hidden_size if leaf == names.down else moe.intermediate_size,
+                )  # fmt: skip
+        if theirs != ours:
+            renamed[f"{theirs}.gate.weight"] = f"{ours}.gate.weight"
+    return parts, renamed
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

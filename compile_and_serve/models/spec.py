@@ -22,13 +22,23 @@ from compile_and_serve.custom_ops.step import (
 )
 
 # How a module's weight [out, in] is cut over tensor-parallel ranks: by its outputs; by its inputs; by the tokens of an embedding
-# or of an output head.
-ShardStyle = Literal["colwise", "rowwise", "vocab"]
+# or of an output head; "experts": each expert's intermediate features, of the stacked weights of experts; "replicated": not at all.
+ShardStyle = Literal["colwise", "rowwise", "vocab", "experts", "replicated"]
 
 
 def full_attention(layers: Iterable[KVCacheSpec]) -> StateGroup:
     """The state of layers that attend to every earlier token; the argument `kv_caches` of a model's `forward`."""
     return StateGroup(name=KV_CACHES, layers=tuple(layers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPart:
+    """A checkpoint tensor that is a part of a stacked parameter: parameter[index, first_row : first_row + num_rows]."""
+
+    parameter: str
+    index: int
+    first_row: int
+    num_rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +53,7 @@ class ModelSpec:
     inputs, outputs: what a step takes and gives; the first output is the logits.
     drafter: guesses tokens that the model's next step checks; None: a decode step takes one token of each sequence.
     weight_map: checkpoint tensor name → parameter name, where they differ; None: the tensor is not used and may be skipped.
+    parts: checkpoint tensor name → the part of a parameter that it is. A checkpoint has either the parameter or all of its parts.
     tp_plan: glob over module names → how its weight is sharded.
     max_model_len: longest sequence that the positions encode.
     buffers: name → value of the buffers that no checkpoint holds (RoPE frequencies); the module's own are on the meta device.
@@ -55,6 +66,7 @@ class ModelSpec:
     vocab_size: int
     max_model_len: int
     weight_map: Mapping[str, str | None] = field(default_factory=dict)
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
     tp_plan: Mapping[str, ShardStyle] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)

@@ -22,8 +22,18 @@ SIZES = {
 }
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48,
+    },
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "OlmoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
 def config_of(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
-    return {"architectures": [architecture], **SIZES, **overrides}
+    return {"architectures": [architecture], **SIZES, **EXPERTS.get(architecture, {}), **overrides}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -41,10 +51,11 @@ def test_module_is_on_meta_in_the_given_dtype(architecture: str) -> None:
 def test_parameter_names_equal_those_of_transformers(architecture: str) -> None:
     import transformers
 
-    config_class = transformers.LlamaConfig if architecture == "LlamaForCausalLM" else transformers.Qwen3Config
+    config = config_of(architecture, attention_bias=architecture not in EXPERTS)
+    model_class = getattr(transformers, architecture)
     with torch.device("meta"):
-        theirs = getattr(transformers, architecture)(config_class(**SIZES, attention_bias=True))
-    ours = build_model(config_of(architecture, attention_bias=True), dtype=torch.float32).module
+        theirs = model_class(model_class.config_class(**config))
+    ours = build_model(config, dtype=torch.float32).module
     assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
 
 
@@ -60,16 +71,20 @@ def test_tied_embeddings_are_one_parameter() -> None:
 def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
     spec = build_model(config_of(architecture), dtype=torch.float32)
     linears = [n for n, m in spec.module.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
-    assert len(linears) == 3 * 7
+    assert len(linears) == 3 * {"Qwen2MoeForCausalLM": 9}.get(architecture, 5 if architecture in EXPERTS else 7)
     for name in linears:
         styles = [style for pattern, style in spec.tp_plan.items() if fnmatch(name, pattern)]
-        assert styles == ["rowwise" if name.endswith(("o_proj", "down_proj")) else "colwise"]
+        whole = "replicated" if name.endswith(("gate", "expert_gate")) else "colwise"
+        assert styles == ["rowwise" if name.endswith(("o_proj", "down_proj")) else whole]
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**SIZES}, 'names no architecture: expected "architectures" to be one of LlamaForCausalLM, Qwen3ForCausalLM'),
+        (
+            {**SIZES},
+            'names no architecture: expected "architectures" to be one of LlamaForCausalLM, Qwen3ForCausalLM, ',
+        ),
         (
             config_of("MambaForCausalLM"),
             "MambaForCausalLM cannot run in the transformers package's implementation: the class does not allow",

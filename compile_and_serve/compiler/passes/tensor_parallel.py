@@ -4,9 +4,10 @@
     rowwise   F.linear(shard, W)   →  all_reduce(F.linear(shard, columns of W))
     vocab     F.embedding(ids, W)  →  all_reduce(the rows that this rank has, zero for the others)
               F.linear(x, W)       →  all_gather(F.linear(x, rows of W))
+    experts   experts(x, …)        →  all_reduce(experts(x, … with this rank's features of each expert))
 
 The graph is the same for every rank. A rank's rows and columns are selected when its weights are loaded (Megatron-LM's scheme,
-arXiv:1909.08053). The plan is the model's `tp_plan`; a linear or embedding that it does not name stays whole on every rank.
+arXiv:1909.08053). The plan is the model's `tp_plan`; a linear or embedding that is "replicated" or not named stays whole on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.collectives.collectives  # noqa: F401 (defines the ops)
+import compile_and_serve.custom_ops.collectives.collectives
+import compile_and_serve.custom_ops.moe.experts  # noqa: F401 (these define the ops)
 from compile_and_serve.compiler.compat import node_source_line
 from compile_and_serve.compiler.passes.shard_placement import ATTENTION, HEAD_VIEWS, sharded_dimension
 from compile_and_serve.compiler.rewrite.graph_pass import (
@@ -40,6 +42,8 @@ from compile_and_serve.compiler.weights.transforms import depends_on_rank, weigh
 
 ALL_REDUCE = torch.ops.cas.all_reduce.default
 ALL_GATHER = torch.ops.cas.all_gather.default
+EXPERTS = torch.ops.cas.experts.default
+GATE_UP, DOWN, GATE_UP_BIAS, DOWN_BIAS = 3, 4, 5, 6  # arguments of `cas::experts`
 LARGEST_SIZE = 64  # in proposals of error messages
 
 
@@ -62,6 +66,21 @@ def shard_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor
     return weight[:, rank * columns : (rank + 1) * columns]
 
 
+@weight_function("shard_expert_rows", by_rank=True)
+def shard_expert_rows(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
+    """A rank's features of every expert's gate and up: [X, 2F, …] → [X, 2F / size, …]"""
+    halves = weight.unflatten(1, (2, -1))
+    rows = halves.shape[2] // size
+    return halves[:, :, rank * rows : (rank + 1) * rows].flatten(1, 2)
+
+
+@weight_function("shard_expert_columns", by_rank=True)
+def shard_expert_columns(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
+    """A rank's features of every expert's down: [X, D, F] → [X, D, F / size]"""
+    columns = weight.shape[2] // size
+    return weight[:, :, rank * columns : (rank + 1) * columns]
+
+
 @weight_function("first_row", by_rank=True)
 def first_row(weight: torch.Tensor, size: int, *, rank: int) -> torch.Tensor:
     """The first row of a rank's part of `shard_rows(weight, size, size)`. → int64 [1]"""
@@ -76,7 +95,7 @@ def on_first_rank(bias: torch.Tensor, *, rank: int) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Site:
-    """A linear or an embedding whose weight is sharded.
+    """A linear, an embedding or experts whose weight is sharded. Of experts, `weight` is the down projection.
 
     units: number of indivisible units of the sharded dimension: heads, or single rows or columns.
     shared_by_ranks: several ranks may have the same unit (a key/value head).
@@ -119,9 +138,9 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
     near_misses = []
     keys_and_values = _keys_and_values(gm)
     for node in gm.graph.nodes:
-        if not is_call(node, F.linear, F.embedding):
+        if not is_call(node, F.linear, F.embedding, EXPERTS):
             continue
-        weight = node.args[1]
+        weight = node.args[DOWN] if is_call(node, EXPERTS) else node.args[1]
         name = weight_of(weight)
         if name is None or not isinstance(weight, Node):
             near_misses.append(
@@ -137,7 +156,8 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
                 NearMiss.at(node, f"the model's tp_plan has no {module}: its weight is whole on every rank")
             )
             continue
-        sites[node] = _site(node, weight, style, node in keys_and_values)
+        if style != "replicated":
+            sites[node] = _site(node, weight, style, node in keys_and_values)
     for site in sites.values():
         others = [user for user in site.weight.users if user not in sites]
         if others:
@@ -147,11 +167,16 @@ def _find_sites(gm: GraphModule, ctx: PassContext) -> tuple[dict[Node, _Site], l
 
 
 def _site(node: Node, weight: Node, style: str, shared_by_ranks: bool) -> _Site:
-    possible = ("vocab",) if is_call(node, F.embedding) else ("colwise", "rowwise", "vocab")
+    possible: tuple[str, ...] = ("colwise", "rowwise", "vocab")
+    if is_call(node, F.embedding, EXPERTS):
+        possible = ("vocab",) if is_call(node, F.embedding) else ("experts",)
     if style not in possible:
         raise PassError(
             f"{weight_of(weight)} is {style!r} in the model's tp_plan: expected {' or '.join(map(repr, possible))}."
         )
+    if style == "experts":
+        features = tensor_of(weight).shape[2]
+        return _Site(node=node, weight=weight, style=style, units=features, unit_name="features in each expert")
     rows, columns = tensor_of(weight).shape
     if style == "rowwise":
         return _Site(node=node, weight=weight, style=style, units=columns, unit_name="columns")
@@ -210,6 +235,9 @@ def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContex
         if site.style == "rowwise":
             ctx.replace_weight(site.weight, "shard_columns", size)
             continue
+        if site.style == "experts":
+            _shard_experts(site, ctx)
+            continue
         if site.style == "vocab":  # before the weight is sharded
             ctx.derived_weight(gm, _first_row_name(site), "first_row", site.weight, size)
         ctx.replace_weight(site.weight, "shard_rows", site.parts(size) or size, size)
@@ -223,6 +251,19 @@ def _shard_weights(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContex
             ctx.replace_weight(bias, "on_first_rank")
         else:
             ctx.replace_weight(bias, "shard_rows", site.parts(size) or size, size)
+
+
+def _shard_experts(site: _Site, ctx: PassContext) -> None:
+    size, arguments = ctx.tensor_parallel_size, [*site.node.args, None, None]
+    gate_up, gate_up_bias, down_bias = arguments[GATE_UP], arguments[GATE_UP_BIAS], arguments[DOWN_BIAS]
+    if any(weight is not None and weight_of(weight) is None for weight in (gate_up, gate_up_bias, down_bias)):
+        raise PassError(f"{weight_of(site.weight)} cannot be sharded: a weight beside it is computed, not a parameter.")
+    ctx.replace_weight(site.weight, "shard_expert_columns", size)
+    for weight in (gate_up, gate_up_bias):
+        if isinstance(weight, Node):
+            ctx.replace_weight(weight, "shard_expert_rows", size)
+    if isinstance(down_bias, Node):
+        ctx.replace_weight(down_bias, "on_first_rank")
 
 
 def _first_row_name(site: _Site) -> str:
@@ -301,7 +342,7 @@ def _rewrite_site(gm: GraphModule, site: _Site, dimensions: dict[Node, int], ctx
     _recompute(node, ctx)
     if site.style == "colwise":
         dimensions[node] = tensor_of(node).dim() - 1
-    elif site.style == "rowwise":
+    elif site.style in ("rowwise", "experts"):
         _insert_after(gm, node, ALL_REDUCE, (), ctx)
     else:
         _insert_after(gm, node, ALL_GATHER, (size, whole_columns), ctx)

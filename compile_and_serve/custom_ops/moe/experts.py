@@ -21,7 +21,6 @@ ACTIVATIONS = ("silu", "clamped_swiglu")
 CLAMPED_SWIGLU_ALPHA = 1.702
 
 
-
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
     """silu(gate) · up; or with "clamped_swiglu" min(gate, limit) · σ(1.702 · min(gate, limit)) · (clamp(up, ±limit) + 1)."""
     if activation == "silu":

@@ -138,7 +138,9 @@ def _grouped_gate_up_kernel(
         ok_P = pairs_P < num_pairs
         tokens_P = tl.where(ok_P, pairs_P, 0) // top_k
         x_PD = x_ptr + tokens_P[:, None].to(tl.int64) * x_stride + cols_D[None, :]
-        gate_FD = w_ptr + expert * (2 * features.to(tl.int64) * inputs) + safe_rows_F[:, None] * inputs + cols_D[None, :]
+        gate_FD = (
+            w_ptr + expert * (2 * features.to(tl.int64) * inputs) + safe_rows_F[:, None] * inputs + cols_D[None, :]
+        )
         up_FD = gate_FD + features.to(tl.int64) * inputs
         acc_PF = tl.zeros((BLOCK_P, BLOCK_F), dtype=tl.float32)
         acc_up_PF = tl.zeros((BLOCK_P, BLOCK_F), dtype=tl.float32)

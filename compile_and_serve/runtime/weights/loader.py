@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,7 @@ def load_weights(
         tensors = dummy_tensors(sources, device=device, seed=seed, std=std, quantized=spec.quantized_weights)
     else:
         tensors, unexpected = _checked_stream(sources, spec, path)
+        tensors = _joined(tensors, sources, spec, device=device, dtype=dtype)
     num_tensors = 0
     with torch.no_grad():
         dtypes = {name: tensor.dtype for name, tensor in sources.items() if name in _quantized_names(spec)}
@@ -110,9 +112,16 @@ def _checked_stream(
     of unexpected tensors.
     """
     checkpoint, known_scales = open_checkpoint(path), _quantized_names(spec) - spec.quantized_weights.keys()
-    wanted: dict[str, str] = {}  # checkpoint name → parameter name
+    wanted: dict[str, str] = {}  # checkpoint name → parameter name; of a part, its own name
+    part_names: dict[str, set[str]] = {}  # parameter → names of its parts in the checkpoint
     unexpected: list[str] = []
     for name, shape in checkpoint.shapes.items():
+        part = spec.parts.get(name)
+        if part is not None and part.parameter in specs:
+            part_names.setdefault(part.parameter, set()).add(name)
+            wanted[name] = name
+            _check_shape(name, shape, (part.num_rows, *specs[part.parameter].shape[2:]), path)
+            continue
         parameter = spec.weight_map.get(name, name)
         if parameter is None:
             continue
@@ -122,12 +131,10 @@ def _checked_stream(
             continue
         wanted[name] = parameter
         expected = tuple(specs[parameter].shape)
-        if shape != expected and not (parameter in known_scales and _without_ones(shape) == _without_ones(expected)):
-            raise WeightError(
-                f"{name} in {path} has shape {list(shape)}, but the model's config makes it {list(expected)}: "
-                "use the config.json that belongs to these weights."
-            )
-    missing = sorted(specs.keys() - wanted.values(), key=list(specs).index)
+        if not (parameter in known_scales and _without_ones(shape) == _without_ones(expected)):
+            _check_shape(name, shape, expected, path)
+    missing = sorted(specs.keys() - wanted.values() - part_names.keys(), key=list(specs).index)
+    missing += [n for n, part in spec.parts.items() if n not in part_names.get(part.parameter, (n,))]
     if missing:
         raise WeightError(
             f"{path} lacks {_abbreviate(missing)}, which the model's config requires: use complete weights of the same model."
@@ -143,6 +150,9 @@ def _checked_stream(
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint.stream(set(wanted)):
+            if name in spec.parts and wanted[name] == name:
+                yield name, tensor
+                continue
             expected = specs[wanted[name]]
             if tensor.dtype != expected.dtype and (tensor.dtype in LARGEST or expected.dtype in LARGEST):
                 raise WeightError(
@@ -152,6 +162,35 @@ def _checked_stream(
             yield wanted[name], tensor.view(expected.shape)
 
     return stream(), tuple(unexpected)
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], path: Path) -> None:
+    if shape != expected:
+        raise WeightError(
+            f"{name} in {path} has shape {list(shape)}, but the model's config makes it {list(expected)}: "
+            "use the config.json that belongs to these weights."
+        )
+
+
+def _joined(
+    tensors: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec], spec: ModelSpec, *,
+    device: torch.device, dtype: torch.dtype,
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+    """The stream with parts joined into their parameters, on `device` in `dtype`. A parameter is yielded when its last part arrives."""
+    joining: dict[str, torch.Tensor] = {}
+    left = Counter(part.parameter for part in spec.parts.values())
+    for name, tensor in tensors:
+        part = spec.parts.get(name)
+        if part is None:
+            yield name, tensor
+            continue
+        parameter = part.parameter
+        if parameter not in joining:
+            joining[parameter] = torch.empty(specs[parameter].shape, dtype=dtype, device=device)
+        joining[parameter][part.index, part.first_row : part.first_row + part.num_rows].copy_(tensor)
+        left[parameter] -= 1
+        if left[parameter] == 0:
+            yield parameter, joining.pop(parameter)
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

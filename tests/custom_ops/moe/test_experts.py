@@ -30,8 +30,8 @@ def operands(num_tokens: int, kind: str, dtype: torch.dtype, biased: bool) -> li
 
 def by_loops(args: list[torch.Tensor | None], activation: str, limit: float) -> torch.Tensor:
     """The definition in float64, token by token and expert by expert."""
-    x, ids, weights, gate_up, down, gate_up_bias, down_bias = (a if a is None else a.double() for a in args)
-    assert x is not None and ids is not None and weights is not None and gate_up is not None and down is not None
+    x, ids, weights, gate_up, down = (a.double() for a in args[:5] if a is not None)
+    gate_up_bias, down_bias = (a if a is None else a.double() for a in args[5:])
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
         for slot in range(ids.shape[1]):
@@ -82,7 +82,15 @@ def test_triton_kernels_equal_the_definition(
 ) -> None:  # the interpreter has no products of bfloat16
     x, ids, weights, gate_up, down, gate_up_bias, down_bias = args = operands(num_tokens, kind, dtype, biased)
     ours = triton_experts._Operands(
-        x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation == "clamped_swiglu", 1.5  # type: ignore[arg-type]
+        x,
+        ids,
+        weights,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        activation == "clamped_swiglu",
+        1.5,  # type: ignore[arg-type]
     )
     if method == "gemv":
         out = triton_experts.run_gemv(ours, gate_up)  # type: ignore[arg-type]
@@ -119,9 +127,7 @@ def test_order_has_every_pair_once(num_pairs: int, num_experts: int, block_size:
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(
-    ("num_experts", "num_groups", "top_groups"), [(128, 1, 1), (60, 1, 1), (64, 8, 4), (8, 8, 3)]
-)
+@pytest.mark.parametrize(("num_experts", "num_groups", "top_groups"), [(128, 1, 1), (60, 1, 1), (64, 8, 4), (8, 8, 3)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.pairwise

@@ -1,0 +1,164 @@
+"""Routing and experts on a GPU: correctness against float32 first, then the time of every method. Prints JSON lines.
+
+    python -m benchmarks.moe_gpu [--tokens 1,8,32,256,4096,16384] [--shapes qwen3-30b-a3b,gpt-oss-20b] [--check-only] [--out FILE]
+
+Tokens go to experts that are drawn evenly. One line for each shape, number of tokens and method: `us` of the whole op as a CUDA graph
+replays it, `tb_s` the bytes of the touched experts' weights (each once), of x and of the result over that time, `tflop_s`. Weights of
+several layers take turns, so that they come from memory. `route` and `order` are the times of routing and of sorting by expert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import environment
+from compile_and_serve.custom_ops.moe import triton_experts
+from compile_and_serve.custom_ops.moe.route import route
+from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
+from compile_and_serve.custom_ops.tuning.timer import call_seconds
+
+# experts, experts of a token, hidden size, intermediate size of an expert, activation
+SHAPES = {
+    "qwen3-30b-a3b": (128, 8, 2048, 768, "silu"),
+    "gpt-oss-20b": (32, 4, 2880, 2880, "clamped_swiglu"),
+}
+LIMIT = 7.0
+LAYERS = 3  # whose weights take turns
+TOLERANCE = 1e-2  # relative, of bfloat16 results
+
+
+def make_operands(shape: str, num_tokens: int, seed: int = 0) -> list[triton_experts._Operands]:
+    """Operands of `LAYERS` layers with the same x."""
+    num_experts, top_k, hidden, features, activation = SHAPES[shape]
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*size: int, std: float = 1.0) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(0, std, generator=generator)
+
+    x_TD = normal(num_tokens, hidden)
+    biased = activation == "clamped_swiglu"
+    layers = []
+    for _ in range(LAYERS):
+        weights_TK, ids_TK = route(normal(num_tokens, num_experts), top_k)
+        layers.append(
+            triton_experts._Operands(
+                x_TD, ids_TK, weights_TK, normal(num_experts, 2 * features, hidden, std=hidden**-0.5),
+                normal(num_experts, hidden, features, std=features**-0.5),
+                normal(num_experts, 2 * features) if biased else None, normal(num_experts, hidden) if biased else None,
+                biased, LIMIT,
+            )
+        )  # fmt: skip
+    return layers
+
+
+def reference(operands: triton_experts._Operands, tokens: torch.Tensor) -> torch.Tensor:
+    """The rows `tokens` of the result in float32."""
+    out = []
+    for token in tokens.tolist():
+        x = operands.x_TD[token].float()
+        total = torch.zeros_like(x)
+        for expert, weight in zip(operands.ids_TK[token].tolist(), operands.weights_TK[token], strict=True):
+            y = operands.gate_up[expert].float() @ x
+            if operands.gate_up_bias is not None:
+                y += operands.gate_up_bias[expert].float()
+            gate, up = y.chunk(2)
+            if operands.clamped:
+                gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+                h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            else:
+                h = torch.nn.functional.silu(gate) * up
+            y = operands.down[expert].float() @ h
+            if operands.down_bias is not None:
+                y += operands.down_bias[expert].float()
+            total += weight * y
+        out.append(total)
+    return torch.stack(out)
+
+
+def all_to_one(operands: triton_experts._Operands) -> triton_experts._Operands:
+    """The operands with all tokens sent to the same experts."""
+    return replace(operands, ids_TK=operands.ids_TK[:1].expand_as(operands.ids_TK).contiguous())
+
+
+def check(name: str, method: Callable[..., torch.Tensor], operands: triton_experts._Operands) -> float:
+    """Relative error of up to 16 tokens, which must be within `TOLERANCE`."""
+    num_tokens = operands.x_TD.shape[0]
+    tokens = torch.randint(num_tokens, (min(16, num_tokens),))
+    expected = reference(operands, tokens)
+    found = method(operands)[tokens.cuda()].float()
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < TOLERANCE, f"{name}: relative error {error}"
+    return error
+
+
+def seconds(calls: list[Callable[[], object]]) -> float:
+    """Device seconds of one call; the calls take turns."""
+    rounds = call_seconds(
+        [lambda number: calls[number % len(calls)]()], torch.device("cuda"), num_calls=12, num_rounds=5
+    )
+    return min(rounds[0])
+
+
+def measure(shape: str, num_tokens: int, emit: Callable[..., None], check_only: bool) -> None:
+    num_experts, top_k, hidden, features, _ = SHAPES[shape]
+    layers = make_operands(shape, num_tokens)
+    touched = [int(layer.ids_TK.unique().numel()) for layer in layers]
+    mean = sum(touched) / len(touched)
+    pairs = num_tokens * top_k
+    num_bytes = mean * 3 * hidden * features * 2 + 2 * num_tokens * hidden * 2
+    flop = pairs * 3 * hidden * features * 2
+    common: dict[str, Any] = {"shape": shape, "tokens": num_tokens, "distinct_experts": round(mean, 1)}
+    if not check_only:
+        logits = torch.randn(num_tokens, num_experts, dtype=torch.bfloat16, device="cuda")
+        emit(**common, method="route", us=round(seconds([lambda: route(logits, top_k)]) * 1e6, 2))
+        for block in (16, 128):
+            us = seconds([lambda block=block: order_by_expert(layers[0].ids_TK, num_experts, block)]) * 1e6  # type: ignore[misc]
+            emit(**common, method=f"order {block}", us=round(us, 2))
+    for name in triton_experts.methods(layers[0]):
+
+        def method(operands: triton_experts._Operands, name: str = name) -> torch.Tensor:
+            return triton_experts.methods(operands)[name](operands.gate_up)
+
+        error = check(name, method, layers[0])
+        check(f"{name}, all to one", method, all_to_one(layers[0]))
+        row = common | {"method": name, "relative_error": round(error, 5)}
+        if not check_only:
+            took = seconds([lambda layer=layer, method=method: method(layer) for layer in layers])  # type: ignore[misc]
+            row |= {"us": round(took * 1e6, 2), "tb_s": round(num_bytes / took / 1e12, 3),
+                    "tflop_s": round(flop / took / 1e12, 1)}  # fmt: skip
+        emit(**row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = [1, 8, 32, 256, 4096, 16384]
+    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=numbers)
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
+    parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--out", type=Path, help="also append the rows to this file")
+    args = parser.parse_args()
+    device = torch.cuda.get_device_name()
+    rows: list[str] = []
+
+    def emit(**row: Any) -> None:
+        rows.append(json.dumps({"device": device, **row, **environment()}))
+        print(rows[-1], flush=True)
+
+    for shape in args.shapes:
+        for num_tokens in args.tokens:
+            measure(shape, num_tokens, emit, args.check_only)
+            torch.cuda.empty_cache()
+    if args.out:
+        with args.out.open("a") as file:
+            file.writelines(row + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
