@@ -1,0 +1,106 @@
+"""Parsers by name, by the chat template that uses their format, and from installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from compile_and_serve.serve.parsers.reasoning.base import ReasoningParser
+from compile_and_serve.serve.parsers.reasoning.granite import GraniteReasoningParser
+from compile_and_serve.serve.parsers.reasoning.harmony import HarmonyParser
+from compile_and_serve.serve.parsers.reasoning.think import DeepseekR1Parser, Qwen3Parser
+from compile_and_serve.serve.parsers.tools.base import ToolParser
+from compile_and_serve.serve.parsers.tools.deepseek_v3 import DeepseekV3Parser
+from compile_and_serve.serve.parsers.tools.granite import GraniteParser
+from compile_and_serve.serve.parsers.tools.hermes import HermesParser
+from compile_and_serve.serve.parsers.tools.llama3_json import Llama3JsonParser
+from compile_and_serve.serve.parsers.tools.mistral import MistralParser
+from compile_and_serve.serve.parsers.tools.phi4 import Phi4Parser
+from compile_and_serve.serve.parsers.tools.pythonic import PythonicParser
+from compile_and_serve.serve.parsers.tools.qwen3_coder import Qwen3CoderParser
+
+TOOL_ENTRY_POINTS = "compile_and_serve.tool_parsers"
+REASONING_ENTRY_POINTS = "compile_and_serve.reasoning_parsers"
+
+TOOL_PARSERS: tuple[type[ToolParser], ...] = (
+    HermesParser,
+    Llama3JsonParser,
+    MistralParser,
+    Qwen3CoderParser,
+    DeepseekV3Parser,
+    PythonicParser,
+    GraniteParser,
+    Phi4Parser,
+)
+REASONING_PARSERS: tuple[type[ReasoningParser], ...] = (
+    DeepseekR1Parser,
+    Qwen3Parser,
+    GraniteReasoningParser,
+    HarmonyParser,
+)
+# vLLM's other names of the same formats.
+_ALIASES = {
+    "deepseek_v31": "deepseek_v3",
+    "llama4_pythonic": "pythonic",
+    "phi4_mini_json": "phi4",
+    "qwen3_xml": "qwen3_coder",
+    "openai_gptoss": "gpt-oss",
+    "gpt_oss": "gpt-oss",
+}
+
+P = TypeVar("P", bound=ToolParser | ReasoningParser)
+
+
+class ParserError(ValueError):
+    """There is no such parser. The message is one sentence."""
+
+
+def tool_parser(name: str) -> type[ToolParser]:
+    """The class of a name, of an entry point of an installed package, or of "package.module:Class"."""
+    return _find(name, TOOL_PARSERS, TOOL_ENTRY_POINTS, ToolParser, "tool")
+
+
+def reasoning_parser(name: str) -> type[ReasoningParser]:
+    """`tool_parser` for reasoning parsers."""
+    return _find(name, REASONING_PARSERS, REASONING_ENTRY_POINTS, ReasoningParser, "reasoning")
+
+
+def detect_tool_parser(templates: Iterable[str]) -> type[ToolParser] | None:
+    """The parser whose format the chat templates use; None if it is none, or more than one."""
+    return _detect(templates, TOOL_PARSERS)
+
+
+def detect_reasoning_parser(templates: Iterable[str]) -> type[ReasoningParser] | None:
+    """`detect_tool_parser` for reasoning parsers."""
+    return _detect(templates, REASONING_PARSERS)
+
+
+def _detect(templates: Iterable[str], known: Sequence[type[P]]) -> type[P] | None:
+    found = {parser for template in templates for parser in known if parser.matches(template)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _find(name: str, known: Sequence[type[P]], group: str, base: type[P], kind: str) -> type[P]:
+    wanted = _ALIASES.get(name, name)
+    by_name: dict[str, type[P]] = {parser.name: parser for parser in known}
+    if wanted in by_name:
+        return by_name[wanted]
+    try:
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            found = getattr(import_module(module), attribute)
+        else:
+            point = next((point for point in entry_points(group=group) if point.name == name), None)
+            if point is None:
+                names = ", ".join(sorted({*by_name, *(p.name for p in entry_points(group=group))}))
+                raise ParserError(f"There is no {kind} parser {name!r}: expected {names}, or package.module:Class.")
+            found = point.load()
+    except ParserError:
+        raise
+    except Exception as error:  # a plug-in may raise anything
+        raise ParserError(f"The {kind} parser {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ParserError(f"{name} is no {kind} parser: derive it from {base.__module__}.{base.__name__}.")
+    return found

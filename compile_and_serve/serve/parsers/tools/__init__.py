@@ -1,0 +1,1 @@
+"""Tool parsers, one file per format of the models."""

@@ -1,0 +1,159 @@
+"""`ToolParser`: finds tool calls in generated text. Its subclasses know the formats of the models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from compile_and_serve.serve.parsers.events import (
+    CallArguments,
+    CallBegin,
+    CallDropped,
+    CallEnd,
+    Content,
+    Event,
+)
+from compile_and_serve.serve.parsers.text import find_marker
+
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+class ToolParser:
+    """A state machine from text to events. `feed` takes the next text and `finish` ends it; neither ever raises.
+
+    The events depend only on the text, not on how it is divided. Malformed calls become content (`CallDropped`), and what
+    follows them is searched for calls again. Whitespace around calls is dropped.
+
+    A subclass sets `openers` and implements `_opened`. A state is a method that consumes a part of `_buffer` and returns
+    whether to go on; False means that more text is needed.
+
+    name: of the format. openers: texts that begin a call or a block of calls. markers: all texts that the parser must see,
+    even where they are special tokens. id_length: length of the ids of calls, for models whose templates demand one.
+    """
+
+    name: ClassVar[str] = ""
+    openers: ClassVar[tuple[str, ...]] = ()
+    markers: ClassVar[tuple[str, ...]] = ()
+    id_length: ClassVar[int | None] = None
+
+    def __init__(self, schemas: Schemas) -> None:
+        """schemas: name of each tool → JSON schema of its parameters."""
+        self.schemas = schemas
+        self._buffer = ""
+        self._raw = ""  # the text since the end of the last call, or since the opener
+        self._whitespace = ""  # content that is dropped if a call follows
+        self._after_call = False
+        self._begun = False
+        self._events: list[Event] = []
+        self._state: Callable[[], bool] = self._text
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        """Whether a chat template uses this format."""
+        return False
+
+    @classmethod
+    def call_format(cls, name: str) -> tuple[str, str] | None:
+        """Text before and after the arguments in a call of the tool `name`, for grammars; None if there is none."""
+        return None
+
+    @classmethod
+    def calls_format(cls, tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
+        """The structural tag of an output of at least one call. tags: one for each tool, from `call_format`."""
+        return {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": "\n",
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that the next text completes."""
+        self._buffer += text
+        while self._state():
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[Event]:
+        """The events of the end. A call that is not complete is malformed."""
+        self._end_of_text()
+        text, self._buffer = self._buffer, ""
+        if self._state == self._text:
+            self._content(text)
+            if self._whitespace and not self._after_call:
+                self._events.append(Content(self._whitespace))
+        elif self._raw:
+            self._raw += text
+            self._drop()
+        events, self._events = self._events, []
+        return events
+
+    def _end_of_text(self) -> None:
+        """Called before the last events are made."""
+
+    def _opened(self, marker: str) -> None:
+        """Set the state after an opener."""
+        raise NotImplementedError
+
+    def _text(self) -> bool:
+        at, marker = find_marker(self._buffer, self.openers)
+        self._content(self._buffer[:at])
+        self._buffer = self._buffer[at:]
+        if marker is None:
+            return False
+        self._raw, self._whitespace = self._whitespace, ""
+        self._take(len(marker))
+        self._opened(marker)
+        return True
+
+    def _content(self, text: str) -> None:
+        text = self._whitespace + text
+        shown = text.rstrip()
+        self._whitespace = text[len(shown) :]
+        if shown:
+            self._after_call = False
+            self._events.append(Content(shown))
+
+    def _take(self, count: int) -> str:
+        """Consume the first characters of the buffer."""
+        taken, self._buffer = self._buffer[:count], self._buffer[count:]
+        self._raw += taken
+        return taken
+
+    def _skip_whitespace(self) -> bool:
+        """Whether the buffer then has a character."""
+        self._take(len(self._buffer) - len(self._buffer.lstrip()))
+        return bool(self._buffer)
+
+    def _begin(self, name: str) -> None:
+        self._begun = True
+        self._events.append(CallBegin(name))
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._events.append(CallArguments(text))
+
+    def _end(self) -> None:
+        self._events.append(CallEnd())
+        self._begun, self._raw, self._after_call = False, "", True
+
+    def _drop(self) -> bool:
+        """Give the text since the last call back as content, and continue with text."""
+        if self._raw or self._begun:
+            self._events.append(CallDropped(self._raw, self._begun))
+        self._begun, self._raw, self._after_call = False, "", False
+        self._state = self._text
+        return True
+
+
+def mentions(template: str, *texts: str) -> bool:
+    """Whether a template contains all texts."""
+    return all(text in template for text in texts)
+
+
+def uses_tools(template: str) -> bool:
+    """Whether a chat template knows the variable `tools`."""
+    return re.search(r"\btools\b", template) is not None

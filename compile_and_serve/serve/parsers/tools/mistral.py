@@ -1,0 +1,70 @@
+"""The formats of Mistral's models."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from compile_and_serve.serve.parsers.json_scanner import ObjectReader, to_json
+from compile_and_serve.serve.parsers.tools.base import Schemas
+from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
+from compile_and_serve.serve.parsers.tools.json_list import in_list
+
+_HEAD = re.compile(r"\s*([^\s\[\]{}\"]{1,256})\s*(\[CALL_ID\][A-Za-z0-9]{0,64})?(\[ARGS\])?\s*(?=\{)")
+_MAX_HEAD = 400
+
+
+class MistralParser(JsonCallsParser):
+    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since version 11 of the tokenizer [TOOL_CALLS]name[ARGS]{…}, repeated."""
+
+    name = "mistral"
+    openers = ("[TOOL_CALLS]",)
+    markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    id_length = 9
+
+    def __init__(self, schemas: Schemas) -> None:
+        super().__init__(schemas)
+        self._object = ObjectReader()
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "[TOOL_CALLS]" in template
+
+    @classmethod
+    def call_format(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": {to_json(name)}, "arguments": ', "}"
+
+    @classmethod
+    def calls_format(cls, tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
+        return in_list(super().calls_format(tags, parallel=parallel), "[TOOL_CALLS][")
+
+    def _start_call(self) -> bool:
+        if self._in_list or self._buffer[0] == "{":
+            return super()._start_call()
+        head = _HEAD.match(self._buffer[:_MAX_HEAD])
+        if head is None:
+            is_open = len(self._buffer) < _MAX_HEAD and "{" not in self._buffer and self.openers[0] not in self._buffer
+            return False if is_open else self._drop()
+        self._take(head.end())
+        self._begin(head[1])
+        self._object = ObjectReader()
+        self._state = self._named
+        return True
+
+    def _named(self) -> bool:
+        parts: list[str] = []
+        for at, char in enumerate(self._buffer):
+            text = self._object.push(char)
+            if text is None:
+                self._take(at)
+                return self._drop()
+            parts.append(text)
+            if self._object.done:
+                self._take(at + 1)
+                self._arguments("".join(parts))
+                self._end()
+                self._state = self._text
+                return True
+        self._take(len(self._buffer))
+        self._arguments("".join(parts))
+        return False

@@ -1,0 +1,34 @@
+"""The formats of Phi-4-mini."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_and_serve.serve.parsers.json_scanner import to_json
+from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
+from compile_and_serve.serve.parsers.tools.json_list import in_list
+
+
+class Phi4Parser(JsonCallsParser):
+    """functools[{"name": …, "arguments": {…}}, …], or <|tool_call|>…<|/tool_call|> around an object or a list."""
+
+    name = "phi4"
+    openers = ("functools[", "<|tool_call|>")
+    closers = ("<|/tool_call|>",)
+    markers = ("<|tool_call|>", "<|/tool_call|>")
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<|tool|>" in template and "<|/tool|>" in template
+
+    @classmethod
+    def call_format(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": {to_json(name)}, "arguments": ', "}"
+
+    @classmethod
+    def calls_format(cls, tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
+        return in_list(super().calls_format(tags, parallel=parallel), "functools[")
+
+    def _opened(self, marker: str) -> None:
+        super()._opened(marker)
+        self._in_list = marker.endswith("[")

@@ -1,0 +1,80 @@
+"""Parsers by name, by chat template, and from packages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from compile_and_serve.serve.parsers.reasoning.think import Qwen3Parser
+from compile_and_serve.serve.parsers.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    ParserError,
+    detect_reasoning_parser,
+    detect_tool_parser,
+    reasoning_parser,
+    tool_parser,
+)
+from compile_and_serve.serve.parsers.tools.hermes import HermesParser
+
+# The parts of the families' templates that tell their formats.
+TOOL_TEMPLATES = {
+    "hermes": '{{ tools }}<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>',
+    "llama3_json": '<|start_header_id|>{"name": function name, "parameters": dictionary of argument name and its value}.',
+    "mistral": "[AVAILABLE_TOOLS][TOOL_CALLS]",
+    "qwen3_coder": "<tool_call>\\n<function=example>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call> arguments",
+    "deepseek_v3": "<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+    "granite": "<|start_of_role|>assistant<|end_of_role|><|tool_call|>",
+    "phi4": "<|tool|>{{ tools }}<|/tool|>",
+}
+REASONING_TEMPLATES = {
+    "deepseek_r1": "<｜Assistant｜>{% if '</think>' in content %}",
+    "qwen3": "<|im_start|>assistant\\n{% if enable_thinking %}<think>{% endif %}",
+    "granite": "<|start_of_role|>Here is my thought process:",
+    "gpt-oss": "<|channel|>analysis<|message|>",
+}
+
+
+def test_every_parser_is_found_by_name_and_by_template() -> None:
+    assert {parser.name for parser in TOOL_PARSERS} == set(TOOL_TEMPLATES)
+    assert {parser.name for parser in REASONING_PARSERS} == set(REASONING_TEMPLATES)
+    for name, template in TOOL_TEMPLATES.items():
+        found = detect_tool_parser([template])
+        assert found is tool_parser(name)
+        assert tool_parser(name).name == name
+    for name, template in REASONING_TEMPLATES.items():
+        assert detect_reasoning_parser([template]) is reasoning_parser(name)
+    assert tool_parser("phi4_mini_json").name == "phi4"
+
+
+def test_ambiguous_and_unknown_templates_have_no_parser() -> None:
+    assert detect_tool_parser([TOOL_TEMPLATES["hermes"], TOOL_TEMPLATES["mistral"]]) is None
+    assert detect_tool_parser(["{{ messages }}"]) is None
+    assert detect_reasoning_parser([]) is None
+
+
+def test_plug_in_is_loaded_only_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_parsers.py").write_text(
+        "from compile_and_serve.serve.parsers.tools.hermes import HermesParser\nclass Mine(HermesParser):\n    name = 'mine'\n"
+    )
+    (tmp_path / "my_broken.py").write_text("raise SystemError('loaded')\n")
+    info = tmp_path / "my_parsers-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-parsers\nVersion: 1\n")
+    points = "[compile_and_serve.tool_parsers]\nmine = my_parsers:Mine\nbroken = my_broken:X\nnone = my_parsers:HermesParser.name\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tool_parser("hermes")
+    assert "my_parsers" not in sys.modules
+    assert issubclass(tool_parser("mine"), HermesParser)
+    assert tool_parser("my_parsers:Mine").name == "mine"
+    assert "my_broken" not in sys.modules
+    for name in ("broken", "none", "my_parsers:Absent"):
+        with pytest.raises(ParserError, match=name):
+            tool_parser(name)
+    with pytest.raises(ParserError, match="no tool parser 'absent': expected broken, deepseek_v3"):
+        tool_parser("absent")
+    assert reasoning_parser("qwen3") is Qwen3Parser
