@@ -49,8 +49,8 @@ from compile_and_serve.custom_ops.collectives.allreduce_norm import (
 )
 from compile_and_serve.custom_ops.collectives.collectives import (
     all_reduce,
-    join_tensor_parallel_group,
-    leave_tensor_parallel_group,
+    join_groups,
+    leave_groups,
 )
 from compile_and_serve.custom_ops.quantization import quantize_activations
 from compile_and_serve.custom_ops.tuning.tuner import Tuner, device_name
@@ -117,7 +117,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         os.environ.setdefault(name, value)
     if not has_devices:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.size))
-    join_tensor_parallel_group(rank=rank, size=args.size, init_method=f"file://{folder}/meeting", device=device)
+    join_groups(rank=rank, size=args.size, init_method=f"file://{folder}/meeting", device=device)
     chosen = None
     if has_devices:
         start = time.perf_counter()
@@ -143,7 +143,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
                 row["kernel"] = kernel
             if rank == 0:
                 print(json.dumps(row | environment()), flush=True)
-    leave_tensor_parallel_group()
+    leave_groups()
 
 
 def _over_symmetric_memory(tokens: int, chosen: AllreduceChoice | None) -> dict[str, AllreduceChoice]:

@@ -145,6 +145,11 @@ class EngineConfig:
     num_threads: int | None = None
 
     @property
+    def rank_groups(self) -> dict[str, list[list[int]]]:
+        """By name, how the groups of this name divide the engine's ranks."""
+        return {"tensor": [list(range(self.num_ranks))]}
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks of this engine."""
         return self.compile.tensor_parallel_size

@@ -6,14 +6,14 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
 import torch
 
-from compile_and_serve.custom_ops.collectives.collectives import join_tensor_parallel_group, leave_tensor_parallel_group
+from compile_and_serve.custom_ops.collectives.collectives import Partition, join_groups, leave_groups
 from compile_and_serve.runtime.distributed.child_process import one_device
 from compile_and_serve.runtime.distributed.rank_process import rank_environment
 from tests.support.forkserver import forkserver
@@ -21,19 +21,21 @@ from tests.support.forkserver import forkserver
 
 def run_ranks(
     size: int, work: Callable[..., Any], *args: Any, folder: Path, seconds: float = 300.0, device: str = "cpu",
-    sees_all: bool = True,
+    sees_all: bool = True, partitions: Mapping[str, Partition] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """`work(rank, *args)` in `size` new processes, one thread each, that have joined one group. → results in the order of ranks
+    """`work(rank, *args)` in `size` new processes, one thread each, that have joined groups. → results in the order of ranks
 
     work: a module-level function. folder: of the rendezvous file, used once. device: of the group. sees_all: whether a
-    rank sees the other ranks' GPUs too. Raises with a rank's traceback if one fails.
+    rank sees the other ranks' GPUs too. partitions: into groups (`join_groups`). Raises with a rank's traceback if one fails.
     """
     context = forkserver() if device == "cpu" else multiprocessing.get_context("spawn")
     results = context.Queue()
     rendezvous = f"file://{folder / 'rendezvous'}"
     processes = [
         context.Process(
-            target=_run_rank, args=(rank, size, rendezvous, device, sees_all, work, args, results), daemon=True
+            target=_run_rank,
+            args=(rank, size, rendezvous, device, sees_all, partitions, work, args, results),
+            daemon=True,
         )
         for rank in range(size)
     ]
@@ -57,7 +59,8 @@ def run_ranks(
 
 
 def _run_rank(
-    rank: int, size: int, rendezvous: str, kind: str, sees_all: bool, work: Callable[..., Any], args: tuple[Any, ...], results: Any
+    rank: int, size: int, rendezvous: str, kind: str, sees_all: bool, partitions: Mapping[str, Partition] | None,
+    work: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:  # fmt: skip
     for name, value in {"GLOO_SOCKET_IFNAME": "lo", **rank_environment()}.items():
         os.environ.setdefault(name, value)
@@ -66,9 +69,11 @@ def _run_rank(
     os.environ.update(environment)  # CUDA looks at it when it is first used
     device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
     try:
-        join_tensor_parallel_group(rank=rank, size=size, init_method=rendezvous, device=device, timeout_seconds=240)
+        join_groups(
+            rank=rank, size=size, init_method=rendezvous, device=device, partitions=partitions, timeout_seconds=240
+        )
         value = pickle.dumps(work(rank, *args))  # tensors as bytes: their memory ends with this process
-        leave_tensor_parallel_group()
+        leave_groups()
         results.put((rank, value, None))
     except Exception:
         results.put((rank, b"", traceback.format_exc()))

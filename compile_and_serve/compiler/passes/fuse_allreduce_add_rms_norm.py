@@ -98,7 +98,8 @@ def _match(reduce: Node) -> _Site:
 
 
 def _fuse(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
-    args = (site.reduce.args[0], site.residual, site.norm_weight, site.eps)
+    x, *group = arguments(site.reduce)
+    args = (x, site.residual, site.norm_weight, site.eps, *group)
     with gm.graph.inserting_before(site.add):
         both = ctx.call(gm, FUSED, *args, origin=site.add)
         total = ctx.call(gm, operator.getitem, both, 0, origin=site.add)

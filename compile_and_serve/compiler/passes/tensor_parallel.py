@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.collectives.collectives
-import compile_and_serve.custom_ops.moe.experts  # noqa: F401 (these define the ops)
+import compile_and_serve.custom_ops.moe.experts  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.compat import node_source_line
 from compile_and_serve.compiler.passes.shard_placement import ATTENTION, HEAD_VIEWS, sharded_dimension
 from compile_and_serve.compiler.rewrite.graph_pass import (
@@ -39,6 +38,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     weight_of,
 )
 from compile_and_serve.compiler.weights.transforms import depends_on_rank, weight_function
+from compile_and_serve.custom_ops.collectives.collectives import TENSOR
 
 ALL_REDUCE = torch.ops.cas.all_reduce.default
 ALL_GATHER = torch.ops.cas.all_gather.default
@@ -343,12 +343,12 @@ def _rewrite_site(gm: GraphModule, site: _Site, dimensions: dict[Node, int], ctx
     if site.style == "colwise":
         dimensions[node] = tensor_of(node).dim() - 1
     elif site.style in ("rowwise", "experts"):
-        _insert_after(gm, node, ALL_REDUCE, (), ctx)
+        _insert_after(gm, node, ALL_REDUCE, (TENSOR,), ctx)
     else:
-        _insert_after(gm, node, ALL_GATHER, (size, whole_columns), ctx)
+        _insert_after(gm, node, ALL_GATHER, (size, whole_columns, TENSOR), ctx)
 
 
-def _insert_after(gm: GraphModule, node: Node, op: Any, constants: tuple[int, ...], ctx: PassContext) -> Node:
+def _insert_after(gm: GraphModule, node: Node, op: Any, constants: tuple[int | str, ...], ctx: PassContext) -> Node:
     users = list(node.users)
     with gm.graph.inserting_after(node):
         whole = ctx.call(gm, op, node, *constants, origin=node)
@@ -373,7 +373,7 @@ def _look_up_own_rows(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     with gm.graph.inserting_after(node):
         part = ctx.call(gm, torch.where, is_own_column, node, 0.0, origin=node)
     with gm.graph.inserting_after(part):
-        whole = ctx.call(gm, ALL_REDUCE, part, origin=node)
+        whole = ctx.call(gm, ALL_REDUCE, part, TENSOR, origin=node)
     for user in users:
         user.replace_input_with(node, whole)
 

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from compile_and_serve.custom_ops.collectives.collectives import (
-    TensorParallelGroup,
+    TENSOR,
+    RankGroup,
     all_reduce,
-    tensor_parallel_group,
+    rank_group,
 )
 from compile_and_serve.custom_ops.collectives.symmetric_memory import (
     SymmetricMemory,
@@ -93,7 +94,7 @@ class AllreduceChoice:
 class FusedAllreduce:
     """How all-reduces before a norm run in a group: over symmetric memory, each kernel up to its number of rows."""
 
-    group: TensorParallelGroup
+    group: RankGroup
     memory: SymmetricMemory
     choice: AllreduceChoice
 
@@ -104,12 +105,12 @@ _fused: FusedAllreduce | None = None
 def use_symmetric_memory(memory: SymmetricMemory, choice: AllreduceChoice) -> None:
     """From now on, all-reduces before a norm run as `choice` says. Every rank calls it with the same choice."""
     global _fused
-    _fused = FusedAllreduce(group=tensor_parallel_group(), memory=memory, choice=choice)
+    _fused = FusedAllreduce(group=rank_group(), memory=memory, choice=choice)
 
 
-def fused_allreduce() -> FusedAllreduce | None:
-    """What `use_symmetric_memory` chose for the group that this process is in; None: NCCL."""
-    return _fused if _fused is not None and _fused.group is tensor_parallel_group() else None
+def fused_allreduce(group: str = TENSOR) -> FusedAllreduce | None:
+    """What `use_symmetric_memory` chose for this group; None: NCCL."""
+    return _fused if _fused is not None and _fused.group is rank_group(group) else None
 
 
 def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) -> AllreduceChoice:
@@ -144,7 +145,7 @@ def choose_allreduce(
     """
     from compile_and_serve.custom_ops.triton_common import num_sms
 
-    group = tensor_parallel_group()
+    group = rank_group()
     layout = layout_for(
         group.size, num_features, dtype, max_rows, num_sms(device), has_parts=TWO_SHOT_STORES in kernels
     )
@@ -229,7 +230,7 @@ def _sizes(memory: SymmetricMemory) -> list[int]:
 
 
 def _measured(
-    group: TensorParallelGroup, memory: SymmetricMemory, num_features: int, dtype: torch.dtype, device: torch.device,
+    group: RankGroup, memory: SymmetricMemory, num_features: int, dtype: torch.dtype, device: torch.device,
     kernels: Sequence[str],
 ) -> Measurement:  # fmt: skip
     """The times of the slowest rank, for each kernel and size. A kernel whose results differ from NCCL's is left out."""

@@ -21,9 +21,10 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
 )
 from compile_and_serve.custom_ops.collectives.collectives import (
     REFERENCES,
+    TENSOR,
     all_reduce,
     gather_parts,
-    tensor_parallel_group,
+    rank_group,
 )
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.quantization import Quantized, quantize_activations
@@ -33,7 +34,7 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _reference(
-    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> tuple[torch.Tensor, torch.Tensor]:
     math_dtype = torch.promote_types(residual_TD.dtype, torch.float32)
     total = residual_TD.to(math_dtype)
@@ -44,21 +45,21 @@ def _reference(
 
 
 def _allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = gather_parts(x_TD, tensor_parallel_group()).unbind(0)
+    parts = gather_parts(x_TD, rank_group(group)).unbind(0)
     return _reference(parts, residual_TD, norm_weight_D, eps)
 
 
 def _allreduce_add_rms_norm_cuda(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float,
-    quantized: Quantized | None = None,
+    group: str = TENSOR, quantized: Quantized | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     from compile_and_serve.custom_ops.collectives import triton_allreduce  # Triton is imported where it is used
     from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
     from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
 
-    fused = fused_allreduce()
+    fused = fused_allreduce(group)
     if fused is not None and triton_allreduce.takes(x_TD, fused.memory):
         kernel = fused.choice.kernel(x_TD.shape[0])
         args = (x_TD, residual_TD, norm_weight_D, eps, fused.memory, quantized)
@@ -70,35 +71,35 @@ def _allreduce_add_rms_norm_cuda(
             return triton_allreduce.two_shot_allreduce_add_rms_norm(*args)
         if kernel == TWO_SHOT_STORES:
             return two_shot_stores_allreduce_add_rms_norm(*args)
-    normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, norm_weight_D, eps, quantized)
+    normed_TD, total_TD = add_rms_norm(all_reduce(x_TD, group), residual_TD, norm_weight_D, eps, quantized)
     return total_TD, normed_TD
 
 
 def _fake(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
 
 
 def _quantize_reference(
-    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+    x_N: Sequence[torch.Tensor], residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> Four:
     total_TD, normed_TD = _reference(x_N, residual_TD, norm_weight_D, eps)
     return total_TD, normed_TD, *quantize_activations(normed_TD, FLOAT8)
 
 
 def _allreduce_add_rms_norm_quantize(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> Four:
-    parts = gather_parts(x_TD, tensor_parallel_group()).unbind(0)
+    parts = gather_parts(x_TD, rank_group(group)).unbind(0)
     return _quantize_reference(parts, residual_TD, norm_weight_D, eps)
 
 
 def _allreduce_add_rms_norm_quantize_cuda(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> Four:
     quantized = _quantized_like(x_TD)
-    return *_allreduce_add_rms_norm_cuda(x_TD, residual_TD, norm_weight_D, eps, quantized), *quantized
+    return *_allreduce_add_rms_norm_cuda(x_TD, residual_TD, norm_weight_D, eps, group, quantized), *quantized
 
 
 def _quantize_fake(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float) -> Four:
@@ -111,7 +112,7 @@ def _quantized_like(x_TD: torch.Tensor) -> Quantized:
 
 
 _op = define(
-    "allreduce_add_rms_norm(Tensor x, Tensor residual, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
+    "allreduce_add_rms_norm(Tensor x, Tensor residual, Tensor norm_weight, float eps, str group='tensor') -> (Tensor, Tensor)",
     kind=OpKind.CAPTURABLE,
     version=1,
     fake=_fake,
@@ -119,7 +120,8 @@ _op = define(
     CUDA=_allreduce_add_rms_norm_cuda,
 )
 _quantize_op = define(
-    "allreduce_add_rms_norm_quantize(Tensor x, Tensor residual, Tensor norm_weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "allreduce_add_rms_norm_quantize(Tensor x, Tensor residual, Tensor norm_weight, float eps, str group='tensor')"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     kind=OpKind.CAPTURABLE,
     version=1,
     fake=_quantize_fake,
@@ -130,21 +132,21 @@ REFERENCES |= {_op: _reference, _quantize_op: _quantize_reference}
 
 
 def allreduce_add_rms_norm(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = residual + Σ over ranks of x, in x's dtype; y = s / sqrt(mean(s²) + eps) · norm_weight.
+    """s = residual + Σ over the group's ranks of x, in x's dtype; y = s / sqrt(mean(s²) + eps) · norm_weight.
 
     x_TD, residual_TD: [T, D] of one dtype; the residual is equal on all ranks. norm_weight_D: [D]. → s, y, each [T, D] in x's dtype,
     with the same bits on every rank.
     """
-    return _op(x_TD, residual_TD, norm_weight_D, eps)
+    return _op(x_TD, residual_TD, norm_weight_D, eps, group)
 
 
 def allreduce_add_rms_norm_quantize(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> Four:
     """As `allreduce_add_rms_norm`, and y quantized to float8_e4m3fn with one scale per row, as by `quantize_activations`.
 
     → s, y, each [T, D] in x's dtype, float8_e4m3fn [T, D], float32 [T, 1], with the same bits on every rank.
     """
-    return _quantize_op(x_TD, residual_TD, norm_weight_D, eps)
+    return _quantize_op(x_TD, residual_TD, norm_weight_D, eps, group)

@@ -27,8 +27,8 @@ from compile_and_serve.custom_ops.build.sources import PACKAGE
 from compile_and_serve.custom_ops.build.triton_launch import compile_ahead
 from compile_and_serve.custom_ops.collectives.collectives import (
     gather_objects,
-    join_tensor_parallel_group,
-    tensor_parallel_group,
+    join_groups,
+    rank_group,
 )
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
@@ -91,8 +91,12 @@ class Worker:
         if rank.size > 1:
             assert rank.rendezvous is not None
             start = time.perf_counter()
-            join_tensor_parallel_group(rank=rank.index, size=rank.size, init_method=rank.rendezvous, device=device)
+            join_groups(
+                rank=rank.index, size=rank.size, init_method=rank.rendezvous, device=device,
+                partitions=config.rank_groups,
+            )  # fmt: skip
             self._stage("join", start, f"{rank.size} ranks")
+        tensor_rank, tensor_size = (rank_group().rank, rank_group().size) if rank.size > 1 else (0, 1)
 
         start = time.perf_counter()
         spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
@@ -122,7 +126,7 @@ class Worker:
             )
         spec = replace(spec, inputs=tuple(model.inputs), state=tuple(model.state))
         # From here on the rank's part: its share of the heads.
-        self._spec = replace(spec, state=tuple(group.of_rank(rank.size) for group in spec.state))
+        self._spec = replace(spec, state=tuple(group.of_rank(tensor_size) for group in spec.state))
         self._pages = PageLayout.of(self._spec.state, config.cache.block_size, self._cache_dtype)
 
         start = time.perf_counter()
@@ -135,7 +139,7 @@ class Worker:
                 device=device,
                 dtype=dtype,
                 seed=config.model.seed,
-                rank=rank.index,
+                rank=tensor_rank,
             )
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
 
@@ -414,7 +418,7 @@ class Worker:
         """Those of all ranks, which have to make the same calls, although one may know what another does not."""
         if self.rank.size == 1:
             return list(counts)
-        return sorted(set().union(*gather_objects(counts, tensor_parallel_group().process_group)))
+        return sorted(set().union(*gather_objects(counts)))
 
     def _measure(self, num_tokens: int) -> None:
         """Run a step with about as many rows of logits as a step of so many tokens may have, so that the output head is measured too; not

@@ -11,7 +11,8 @@ import torch
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
-from compile_and_serve.custom_ops.collectives.collectives import all_gather, all_reduce
+from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm
+from compile_and_serve.custom_ops.collectives.collectives import all_gather, all_reduce, rank_group
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
@@ -81,6 +82,32 @@ def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
     assert sorted(report["artifact"] for report in reports) == ["hit"] * (size - 1) + ["made"]
     assert len({report["artifact_key"] for report in reports}) == 1
     assert reports[0]["distinct_pieces"] == 3
+
+
+PARTITIONS = {"tensor": [[0, 1], [2, 3]], "expert": [[0, 2], [1, 3]]}
+
+
+def collectives_of_groups(rank: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    x, ones = random_part(rank, torch.float32), torch.ones(7)
+    results = {}
+    for name in PARTITIONS:
+        total, _ = allreduce_add_rms_norm(x, torch.ones_like(x), ones, 1e-6, name)
+        results[name] = (all_reduce(x, name), all_gather(x, 2, 14, name), total, torch.tensor(rank_group(name).rank))
+    assert torch.equal(all_reduce(x), results["tensor"][0])  # the default
+    return results
+
+
+def test_collectives_name_their_group(tmp_path: Path) -> None:
+    by_rank = run_ranks(4, collectives_of_groups, folder=tmp_path, partitions=PARTITIONS)
+    for name, partition in PARTITIONS.items():
+        for members in partition:
+            parts = [random_part(member, torch.float32) for member in members]
+            for index, member in enumerate(members):
+                total, gathered, with_residual, rank = by_rank[member][name]
+                torch.testing.assert_close(total, parts[0] + parts[1])
+                assert torch.equal(gathered, torch.cat(parts, dim=1))
+                torch.testing.assert_close(with_residual, 1 + parts[0] + parts[1])
+                assert rank == index
 
 
 def reduce_and_gather(rank: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -22,7 +22,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     choose_allreduce,
     fused_allreduce,
 )
-from compile_and_serve.custom_ops.collectives.collectives import tensor_parallel_group
+from compile_and_serve.custom_ops.collectives.collectives import rank_group
 from compile_and_serve.custom_ops.collectives.symmetric_memory import (
     BufferLayout,
     SymmetricMemory,
@@ -148,7 +148,7 @@ def test_what_rank_0_kept_holds_for_all(tmp_path: Path) -> None:
 def map_without_cuda(rank: int) -> SymmetricMemory | str:
     """As on GPUs that have no access to each other: torch raises where a buffer is made."""
     layout = BufferLayout(size=2, row_bytes=16, rows_per_program=1, num_programs=128)
-    return map_symmetric_memory(rank, layout, tensor_parallel_group().process_group, torch.device("cpu"))
+    return map_symmetric_memory(rank, layout, rank_group().process_group, torch.device("cpu"))
 
 
 def test_memory_that_cannot_be_mapped_is_a_sentence_on_all_ranks(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_norm import (
 from compile_and_serve.custom_ops.collectives.collectives import (
     all_gather,
     all_reduce,
-    tensor_parallel_group,
+    rank_group,
 )
 from compile_and_serve.custom_ops.collectives.symmetric_memory import SymmetricMemory, layout_for, map_symmetric_memory
 from compile_and_serve.custom_ops.quantization import quantize_activations
@@ -52,7 +52,7 @@ def run_rank(rank: int, size: int, kernel: str) -> list[dict[str, torch.Tensor]]
     device = torch.device("cuda", torch.cuda.current_device())
     results = []
     if kernel in CHOICES:
-        group = tensor_parallel_group()
+        group = rank_group()
         layout = layout_for(size, FEATURES, torch.bfloat16, ROWS[-1], num_sms(device))
         memory = map_symmetric_memory(rank, layout, group.process_group, device)
         assert isinstance(memory, SymmetricMemory), memory
@@ -89,7 +89,7 @@ def run_rank(rank: int, size: int, kernel: str) -> list[dict[str, torch.Tensor]]
             assert torch.equal(tensor.cpu(), called[name]), f"{name} of {rows} rows differs in a graph"
         check_launches_one_by_one(x, residual, weight, called["total"])
         results.append(called)
-    assert tensor_parallel_group().size == size
+    assert rank_group().size == size
     return results
 
 
