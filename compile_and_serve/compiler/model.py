@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from compile_and_serve.compiler.inductor import PieceCallable
-from compile_and_serve.compiler.pieces.executor import Executor, make_executor, step_calls
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan
+from compile_and_serve.compiler.pieces.plan_function import PlanFunction, make_plan_function, step_calls
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTransform
@@ -111,7 +111,7 @@ class CompiledModel:
     report: dict[str, Any]
     work_dir: tempfile.TemporaryDirectory[str]  # Inductor's files; removed with the model
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    _forward: Executor | None = None
+    _forward: PlanFunction | None = None
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
@@ -146,7 +146,7 @@ class CompiledModel:
                 if transform.sources == (name,):
                     self.assign(transform.target, transform.fn(value.to(self.device)))
         _require(self._weights, [t.target for t in self.plan.transforms])
-        self._forward = make_executor(self.plan, step_calls(self.plan, self.pieces), self._weights)
+        self._forward = make_plan_function(self.plan, step_calls(self.plan, self.pieces), self._weights)
 
     def __call__(self, step: Step) -> Outputs:
         assert self._forward is not None, "the model's weights are not loaded"

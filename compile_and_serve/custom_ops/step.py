@@ -2,8 +2,9 @@
 
 Shape legend: T tokens of the step, S sequences, L rows of output, R batch slots, N pages, P tokens per page.
 
-A model declares its inputs, its state and its outputs. The compiler and the runner iterate over the declarations; neither knows a
-name. The running step's metadata is not an argument of a graph: ops read it with `current_metadata`, by the name of their state group.
+A model declares its inputs, its state and its outputs. The compiler and the runner iterate over the declarations. The only name that
+they know is that of the logits, from which tokens are sampled. A step's metadata is not an argument of a graph: while the step runs, ops
+read it with `current_metadata`, by the name of their state group.
 """
 
 from __future__ import annotations
@@ -250,11 +251,11 @@ class SlotMetadata:
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """One step's tensors by name and the metadata of each state group. It is passed whole.
+    """One step's tensors by name and the metadata of each state group. It is the only argument of a model.
 
     inputs: by the name of their `StepInput`. state: by the names of `StateGroup.tensor_shapes`. metadata: by the name of the state
     group. num_tokens, num_seqs: without padding. padded_tokens, padded_seqs: the lengths of the tensors. num_rows: rows of output.
-    max_query_len: tokens of the longest sequence.
+    max_query_len: the largest number of new tokens of a sequence.
     """
 
     inputs: dict[str, torch.Tensor]

@@ -29,7 +29,7 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     if rope_type not in ROPE_TYPES:
         raise ModelConfigError(f"RoPE type {rope_type!r} is not supported: expected one of {', '.join(ROPE_TYPES)}.")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    frequencies = 1.0 / (_rope_parameter(rope, "rope_theta") ** exponents)
     if rope_type == "linear":
         return frequencies / _rope_parameter(rope, "factor")
     if rope_type == "llama3":
@@ -39,7 +39,7 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
         unscaled_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - unscaled_share) * frequencies / factor + unscaled_share * frequencies
     if rope_type == "divisors":
-        return frequencies / torch.tensor(rope["divisors"], dtype=torch.float32)
+        return frequencies / torch.tensor(_required(rope, "divisors"), dtype=torch.float32)
     return frequencies
 
 
@@ -53,9 +53,13 @@ def max_positions(config: DecoderConfig) -> int:
 
 
 def _rope_parameter(rope: Mapping[str, Any], name: str) -> float:
+    return float(_required(rope, name))
+
+
+def _required(rope: Mapping[str, Any], name: str) -> Any:
     if rope.get(name) is None:
         raise ModelConfigError(f"RoPE type {rope['rope_type']!r} needs {name!r}, which the model's config lacks.")
-    return float(rope[name])
+    return rope[name]
 
 
 class RotaryEmbedding(nn.Module):

@@ -102,6 +102,7 @@ def register_model(architecture: str, build: ModelBuilder) -> None:
 def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto") -> ModelSpec:
     """Build the module of a config.json on the meta device, with its parameters in `dtype`.
 
+    A builder of `register_model` comes first and makes the whole spec, `quantized_weights` included; model_impl then has no effect.
     model_impl: "transformers" uses the transformers package's class; "auto" does so only without a native implementation.
     Raises `ModelConfigError` for a config without an architecture, an unsupported architecture, invalid sizes, or an
     unsupported quantization.

@@ -139,9 +139,10 @@ class JsonRoute(APIRoute):
 
 
 def _check_content_type(request: Request) -> None:
-    """Raise a 415 for a body that a web page of another origin could send without asking the server first.
+    """Raise HTTP 415 unless the content type is JSON. Without a content type, raise it for requests of web pages (header Origin).
 
-    Browsers ask (with a CORS preflight) before they send JSON with its content type, but not before other content types.
+    This keeps web pages of other origins out: for JSON a browser first asks the server (a CORS preflight), for other content types it
+    does not.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/json" or (not content_type and "origin" not in request.headers):

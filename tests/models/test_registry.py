@@ -106,6 +106,8 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
             "'yarn' is not supported: expected one of default",
         ),
         (config_of(rope_scaling={"rope_type": "linear"}), "RoPE type 'linear' needs 'factor'"),
+        (config_of(rope_scaling={"rope_type": "divisors"}), "RoPE type 'divisors' needs 'divisors'"),
+        (config_of(rope_scaling={"rope_type": "linear", "rope_theta": None}), "RoPE type 'linear' needs 'rope_theta'"),
         (
             config_of(
                 rope_parameters={"rope_type": "default", "rope_theta": 1e6},

@@ -24,9 +24,9 @@ from compile_and_serve.compiler.artifacts.cache_key import piece_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore, Entry, default_root, is_machine_error
 from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.inductor import CompiledPiece, load_pieces
-from compile_and_serve.compiler.pieces.executor import executor_source
 from compile_and_serve.compiler.pieces.fingerprint import normalized_text
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan
+from compile_and_serve.compiler.pieces.plan_function import plan_source
 from compile_and_serve.custom_ops.tuning.store import tuning_folder
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class ModelArtifacts:
     def write_plan(self, fields: Mapping[str, Any], stored: StoredPlan, folder: Path) -> None:
         """Store a plan; `folder` is used for its files. It replaces a plan with the same fields."""
         data = {"plan": stored.plan.to_json(), "ops": stored.op_versions, "passes": stored.passes}
-        _write(folder, {PLAN: json.dumps(data), FORWARD: executor_source(stored.plan)})
+        _write(folder, {PLAN: json.dumps(data), FORWARD: plan_source(stored.plan)})
         if self.stores:
             # A plan contains measured choices, so it only fits the pieces that were compiled with it.
             self.stores[-1].put("plan", fields, folder, replaces=True)

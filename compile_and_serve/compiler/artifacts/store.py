@@ -138,7 +138,7 @@ class ArtifactStore:
         return self.root / kind / key_of(fields)
 
     def get(self, kind: str, fields: Mapping[str, Any]) -> Entry | None:
-        """The artifact with these fields, verified; None if there is none that can be used. The reason is logged once."""
+        """The artifact with these fields, once its files are verified; None if there is none. One that cannot be used is logged once."""
         entry = Entry(kind=kind, key=key_of(fields), path=self.path(kind, fields))
         if entry.path in self._rejected | self._unreadable or not os.path.lexists(entry.path / MANIFEST):
             return None
@@ -148,7 +148,7 @@ class ArtifactStore:
             log.warning("Not using an artifact: %s. It is rebuilt.", error)
             if not self._read_only:
                 shutil.rmtree(entry.path, ignore_errors=True)
-            if os.path.lexists(entry.path):  # if it was removed, another process may rebuild it meanwhile
+            if os.path.lexists(entry.path):  # it could not be removed; a removed one may be rebuilt by another process
                 self.reject(entry)
             return None
         except OSError as error:
@@ -156,7 +156,7 @@ class ArtifactStore:
             self._unreadable.add(entry.path)
             return None
         if not self._read_only:
-            with contextlib.suppress(OSError):  # no permission: the time of its use is not recorded
+            with contextlib.suppress(OSError):  # without permission to write, the time of use is not recorded
                 os.utime(entry.path / MANIFEST)
         return entry
 
@@ -165,10 +165,10 @@ class ArtifactStore:
         self._rejected.add(entry.path)
 
     def put(self, kind: str, fields: Mapping[str, Any], content: Path, *, replaces: bool = False) -> Entry | None:
-        """Copy the folder `content` into the store. → the artifact; None if it could not be written, which is logged once, or
-        if the store is read-only.
+        """Copy the folder `content` into the store as the artifact with these fields.
 
-        replaces: an intact artifact with the same fields is replaced; otherwise it is kept, unless it was rejected.
+        → the artifact; None if the store is read-only, or if it cannot be written, which is logged once.
+        replaces: True replaces an existing artifact with the same fields. False keeps it, unless it was rejected.
         """
         target = self.path(kind, fields)
         if self._read_only or target in self._unreadable:

@@ -1,9 +1,9 @@
-"""Piecewise CUDA graphs: each compiled piece of a step is a graph of its own, the ops between them run as they are.
+"""Piecewise CUDA graphs: each compiled piece of the plan has a graph of its own; the ops between pieces run without graphs.
 
 For a padded token count, every piece is captured on static inputs; the outputs of an op between pieces are copied into the
 static inputs of the next piece. Memory is that of one layer, not of all: a value's memory is free for later pieces once its
-last reader is captured. The steps from the first that reads an input of "rows" on run without a graph: the number of rows changes
-from step to step.
+last reader is captured. The end of the plan, from the first piece or op that reads an input of "rows", has no graphs, because the
+number of rows changes from step to step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch
 
 from compile_and_serve.compiler.cudagraphs.graph_capture import GraphDevice, capturing
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
-from compile_and_serve.compiler.pieces.executor import StepCall, is_computed, make_executor, step_calls
 from compile_and_serve.compiler.pieces.plan import WEIGHT, ExecutionPlan, OpStep, PieceStep, reads
+from compile_and_serve.compiler.pieces.plan_function import StepCall, is_computed, make_plan_function, step_calls
 from compile_and_serve.custom_ops.step import ROWS, Step, running
 
-PIECEWISE_TOKENS = 2048  # a longer step keeps the device busy for longer than the host needs to launch it
-SMALL_LAYERS_TOKENS = 4096  # the same where a layer has few weights:
-# With 4096 tokens 0.25 TFLOP, which a large GPU computes faster than the host launches a layer.
-SMALL_LAYER_WEIGHTS = 30_000_000
+# In a longer step, the device takes longer to compute than the host to launch, so that graphs gain nothing.
+PIECEWISE_TOKENS = 2048
+SMALL_LAYERS_TOKENS = 4096  # where pieces have at most SMALL_LAYER_WEIGHTS weights
+SMALL_LAYER_WEIGHTS = (
+    30_000_000  # 0.25 TFLOP for 4096 tokens: a large GPU computes this faster than the host launches it
+)
 ASKED_BEFORE_CAPTURE = 3  # a size is captured once this many steps came with it: a capture costs several steps
 
 Outputs = dict[str, torch.Tensor]
@@ -61,7 +63,7 @@ class _Captured:
 
 
 class PiecewiseGraphs:
-    """Captures sizes as steps ask for them, and replays them."""
+    """Captures graphs of a size once enough steps have come with it, and replays them."""
 
     def __init__(self, model: Any, device: GraphDevice, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
@@ -79,7 +81,7 @@ class PiecewiseGraphs:
         self._run_tail: Any = None
 
     def run(self, step: Step, stats: GraphStats) -> Outputs | None:
-        """The step's outputs, or None where it has to run without graphs (its size is not captured, or not padded to a size)."""
+        """→ the step's outputs; None if it has to run without graphs: its size is not captured yet, or it is not padded to a size."""
         size = step.padded_tokens
         if self.sizes[bisect.bisect_left(self.sizes, size)] != size:
             return None
@@ -99,7 +101,7 @@ class PiecewiseGraphs:
             static.copy_(step.inputs[name])
         if self._run_tail is None:
             calls = step_calls(self._tail, self._model.pieces)
-            self._run_tail = make_executor(self._tail, calls, self._model.weights)
+            self._run_tail = make_plan_function(self._tail, calls, self._model.weights)
         with running(step.metadata):
             for action in captured.actions:
                 action()
@@ -142,7 +144,7 @@ class PiecewiseGraphs:
             for index, (call, one) in enumerate(zip(step_calls(self._head, self._model.pieces), self._head.steps, strict=True))
         ]  # fmt: skip
         with running(step.metadata):
-            results = make_executor(self._head, calls, self._model.weights)(step.values)
+            results = make_plan_function(self._head, calls, self._model.weights)(step.values)
         of_ops = {one.output for one in self._head.steps if isinstance(one, OpStep)}
         live = zip(self._head.results, results, strict=True)
         return kept + sum(value.nbytes for name, value in live if name not in of_ops)
@@ -187,7 +189,7 @@ class PiecewiseGraphs:
             for index, (call, one) in enumerate(zip(step_calls(self._head, self._model.pieces), self._head.steps, strict=True))
         ]  # fmt: skip
         with running(step.metadata):
-            results = make_executor(self._head, calls, self._model.weights)({**step.state, **inputs})
+            results = make_plan_function(self._head, calls, self._model.weights)({**step.state, **inputs})
         values = {**dict(zip(self._head.results, results, strict=True)), **inputs}
         return _Captured(inputs, actions, values, _state_address(step))
 

@@ -46,10 +46,10 @@ class OpStep:
         return (self.output,)
 
 
-Step = PieceStep | OpStep
+PlanStep = PieceStep | OpStep
 
 
-def reads(step: Step) -> list[str]:
+def reads(step: PlanStep) -> list[str]:
     """Names of the values that a step reads, in order."""
     if isinstance(step, PieceStep):
         return list(step.inputs)
@@ -63,7 +63,7 @@ class ExecutionPlan:
     outputs: the model's outputs by name, in the order of `results`. transforms: how the weights are made of the checkpoint.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     results: tuple[str, ...]
     outputs: tuple[str, ...]
     transforms: tuple[WeightTransform, ...] = ()
@@ -133,7 +133,7 @@ def make_plan(
             if node.users:
                 used_weights.append(node.meta["weight"])
     graphs: dict[str, GraphModule] = {}
-    steps: list[Step] = []
+    steps: list[PlanStep] = []
     num_values = 0
     for stage in stages:
         for node in stage.outputs if isinstance(stage, Piece) else [stage.node]:
@@ -159,7 +159,7 @@ def symbolic_lengths(gm: GraphModule) -> list[str]:
     return list(dict.fromkeys(str(size) for size in sizes if isinstance(size, torch.SymInt)))
 
 
-def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) -> Step:
+def _step(stage: Stage, names: dict[Node, str], graphs: dict[str, GraphModule]) -> PlanStep:
     if isinstance(stage, SplitOp):
         target = stage.node.target
         assert isinstance(target, OpOverload)

@@ -27,9 +27,9 @@ from typing import Any, ParamSpec
 import torch
 from torch.fx import GraphModule, Node
 
-from compile_and_serve.compiler.pieces.executor import executor_source
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, OpStep, PieceStep
+from compile_and_serve.compiler.pieces.plan_function import plan_source
 from compile_and_serve.compiler.pieces.splitter import Piece, split
 from compile_and_serve.compiler.reports.dump_format import BYTECODE, COMPILED, FORWARD, REPORT, SCHEMA, SPLIT
 from compile_and_serve.compiler.reports.graph_text import GraphText, SymbolNames, source_of, target_name
@@ -122,7 +122,7 @@ class Dump:
                               "shape": t.spec.shape} for t in plan.transforms}  # fmt: skip
         self.report |= {"steps": steps, "weights": weights, "weight_bytes": _weight_bytes(plan)}
         head = "\n".join(f"# piece_{i}: {SPLIT}/piece_{i}_{piece[:8]}.py" for i, piece in enumerate(plan.pieces))
-        (self.folder / FORWARD).write_text(f"{head}\n\n{executor_source(plan)}")
+        (self.folder / FORWARD).write_text(f"{head}\n\n{plan_source(plan)}")
 
     @_logs_errors
     def compiled(self, piece: str, source: str, how: str, seconds: float) -> None:

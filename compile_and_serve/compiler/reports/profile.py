@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from compile_and_serve.compiler.pieces.executor import make_executor, step_calls
-from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, PieceStep, Step
+from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, PieceStep, PlanStep
+from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.made_up_step import make_step
@@ -142,9 +142,9 @@ class _DecodeStep:
         calls = step_calls(plan, pieces)
         self._clock = _Clock(device)
         self._op_work: dict[str, dict[str, int]] = {}
-        self._whole = make_executor(plan, calls, weights)
+        self._whole = make_plan_function(plan, calls, weights)
         timed = [self._timed(call, step) for call, step in zip(calls, plan.steps, strict=True)]
-        self._parts = make_executor(plan, timed, weights)
+        self._parts = make_plan_function(plan, timed, weights)
 
     def measure(self) -> tuple[dict[str, list[float]], float]:
         """(piece or op → seconds of each of its uses, seconds of the whole step), each the fastest of the runs: what else
@@ -164,7 +164,7 @@ class _DecodeStep:
             seconds[_key(step)].append(min(times))
         return seconds, min(wholes)
 
-    def _timed(self, call: Callable[..., Any], step: Step) -> Callable[..., Any]:
+    def _timed(self, call: Callable[..., Any], step: PlanStep) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             self._clock.start()
             returned = call(*arguments)
@@ -266,7 +266,7 @@ def _best(work: Callable[[], object], device: torch.device, runs: int = 20) -> f
     return min(times)
 
 
-def _key(step: Step) -> str:
+def _key(step: PlanStep) -> str:
     return step.piece if isinstance(step, PieceStep) else step.op
 
 

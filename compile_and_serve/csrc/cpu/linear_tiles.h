@@ -1,8 +1,8 @@
 // The loop of every linear, for any kind of weights: rows are prepared, threads take panels of outputs, and tiles of rows are
 // multiplied and finished. The weights are streamed from memory once per chunk of rows.
 //
-// Names: T rows (tokens), I inputs, O outputs. A group is the Dot<T>::kInputs inputs of one lane. A tile is at most kMaxRows
-// rows by kMaxTileBlocks blocks of 16 outputs.
+// T: type of the activations. A token has one or more rows. A group is the Dot<T>::kInputs inputs of one lane. A tile is at most
+// kMaxRows rows by kMaxTileBlocks blocks of 16 outputs.
 #pragma once
 
 #include <omp.h>
@@ -18,12 +18,12 @@ namespace cas {
 
 constexpr int kMaxTileBlocks = 3;
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
-constexpr int kStreamRows = 4;              // up to here memory bandwidth limits, and the hardware prefetcher alone is faster
+constexpr int kStreamRows = 4;              // up to this many, memory bandwidth limits, and hardware prefetching alone is faster
 constexpr int kPrefetchGroups = 64;         // prefetch distance in weight vectors of 64 bytes
 constexpr int kAheadTiles = 2;              // how many of a panel's last tiles prefetch the next panel
 constexpr int64_t kGrabBytes = 128 << 10;   // weights that a thread takes at a time
 constexpr int64_t kChunkBytes = 512 << 10;  // activations per pass over the weights; they stay in the L2 cache
-constexpr int64_t kOwnRows = 2;             // up to here each thread prepares all rows itself, which is faster than a barrier
+constexpr int64_t kOwnTokens = 2;           // up to this many, each thread prepares all tokens: faster than a barrier
 
 inline f32x16 silu(f32x16 x) { return x / (1.0f + exp16(-x)); }
 
@@ -93,8 +93,8 @@ void compute_tile(
     int64_t tiles, int64_t groups, typename Dot<T>::Sum* tile
 ) {
     constexpr int kVector = Dot<T>::kInputs * kLanes;
-    const int64_t parts = std::min<int64_t>(tiles, kAheadTiles), part = tile_index - (tiles - parts);
-    if (part < 0 || (tiles == 1 && rows <= kStreamRows))
+    const int64_t shares = std::min<int64_t>(tiles, kAheadTiles), share = tile_index - (tiles - shares);
+    if (share < 0 || (tiles == 1 && rows <= kStreamRows))
         return multiply_tile<T, kPlain, false>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
     Ahead<T> ahead;
     const int at_once = rows <= kMaxRowsTwo ? 2 : 1;
@@ -103,11 +103,11 @@ void compute_tile(
         for (int i = 0; i < n; ++i) {
             const auto* following = next.weights[std::min(b + i, next.blocks - 1)];
             ahead.first[i] = tiles == 1 ? panel.weights[b + i] + kPrefetchGroups * kVector
-                                        : following + groups * part / parts * kVector;
+                                        : following + groups * share / shares * kVector;
             ahead.second[i] = following;
         }
         ahead.turn = tiles == 1 ? std::max<int64_t>(0, groups - kPrefetchGroups) : groups;
-        ahead.step = kVector / parts;
+        ahead.step = kVector / shares;
         const auto product = n == 2 ? pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRowsTwo>{})
                                     : pick<T, 1, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{});
         product(x, x_stride, panel.weights + b, groups, tile + b * kLanes, kTileWidth, nullptr, &ahead);
@@ -159,7 +159,7 @@ void run_linear(const CasLinear& a, const Kernel& kernel) {
     const int64_t panels = Panel<T>::count(a);
     const int rows_per_token = kernel.rows_per_token(), tile_tokens = kMaxRows / rows_per_token;
     const size_t scratch_bytes = kernel.scratch_bytes();
-    const bool prepares_together = scratch_bytes && a.num_tokens > kOwnRows;
+    const bool prepares_together = scratch_bytes && a.num_tokens > kOwnTokens;
     void* shared_memory = prepares_together ? scratch(scratch_bytes) : nullptr;
 
     const int64_t token_bytes = int64_t(sizeof(typename Dot<T>::X)) * groups * Dot<T>::kInputs * rows_per_token;

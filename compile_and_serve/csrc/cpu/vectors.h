@@ -163,8 +163,8 @@ CAS_INLINE inline auto& part(V& value, int i) {
 using PartF32 = std::remove_reference_t<decltype(part(std::declval<f32x16&>(), 0))>;
 using PartU32 = std::remove_reference_t<decltype(part(std::declval<u32x16&>(), 0))>;
 
-// Shuffle indices of a butterfly of distance d on two registers: elements whose row and column differ in bit d are swapped.
-// Indices from kPartLanes on select from the second register.
+// Shuffle indices of one step of a transpose. distance: a power of two. A lane of the first register whose number has this bit
+// is exchanged with the second register's lane `distance` below. Indices from kPartLanes on select from the second register.
 struct Butterfly {
     PartU32 first{}, second{};
     CAS_INLINE explicit Butterfly(uint32_t distance) {

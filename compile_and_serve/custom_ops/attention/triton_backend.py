@@ -149,12 +149,12 @@ class TritonAttention:
                 q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
                 write_q=cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous(),
             )  # fmt: skip
-            has_single = metadata.num_tokens < metadata.num_seqs * metadata.max_query_len
+            lengths_differ = metadata.num_tokens < metadata.num_seqs * metadata.max_query_len
             prefill_attention(
-                rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, has_single, metadata.window, metadata.chunked,
+                rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, lengths_differ, metadata.window, metadata.chunked,
                 scores,
             )  # fmt: skip
-            if not has_single:
+            if not lengths_differ:  # no sequence has a single token
                 return out_THE
         num_rows = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_seqs
         decode_attention(

@@ -1,4 +1,4 @@
-"""The tuner finds the fastest of several candidates for a problem. Each problem is measured once; the store keeps the result."""
+"""The tuner measures which of several kernels is the fastest for a problem. The store keeps the result for later starts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Seconds per call of the candidates that ran, by name: one value per measured size, infinite for a size that a candidate does not
-    support.
+    """seconds: by candidate, seconds per call, one value per measured size; infinite for a size that the candidate does not support.
+    Candidates that failed have no entry.
 
     is_final: False if a later start should measure again, because a candidate ran out of memory.
     """
@@ -217,7 +217,7 @@ def is_tuning_on() -> bool:
 
 @contextmanager
 def tuning_off() -> Iterator[None]:
-    """Tuning is off inside the block, because requests wait."""
+    """Turn tuning off inside the block. Used while requests wait: measuring would delay them."""
     global _is_tuning_on
     before, _is_tuning_on = _is_tuning_on, False
     try:

@@ -1,7 +1,7 @@
-"""`EngineCore`: turns requests into tokens, step by step. It runs the scheduler; its executor runs the model.
+"""`EngineCore`: in each step, the scheduler chooses what to compute, the executor runs the model, and the scheduler takes the tokens.
 
-With async scheduling, a step is launched before the result of the previous one is read, so the device never waits for
-the host.
+With async scheduling, a step is launched before the result of the previous one is read, so that the device need not wait
+for the host.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EngineCore:
         # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        # Guesses are checked on the host, so that the next step's inputs wait for this step's tokens.
+        # With draft tokens one step at a time: the host compares them before it can make the next step's inputs.
         self._depth = 2 if options.async_scheduling and not found.num_draft_tokens else 1
         self._decode_misses = 0  # as of the last idle task
         self._host_gap = 0.0

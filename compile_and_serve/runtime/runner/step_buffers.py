@@ -1,9 +1,7 @@
-"""The persistent arrays of steps, as a `Step` of any size.
+"""The persistent arrays that every step lies in.
 
-Shape legend: T tokens of the step, S sequences, L rows of output, R batch slots.
-
-Every step of a size lies in the same memory, which is what CUDA graphs are captured on. Each array is a flat buffer; a step's array of
-several dimensions is its beginning, so that it is contiguous.
+All steps of one size lie in the same memory, as CUDA graphs need it. Each array is a flat buffer. A step uses its first elements, viewed
+in the step's shape, so that the tensor is contiguous.
 """
 
 from __future__ import annotations
@@ -80,12 +78,12 @@ class StepBuffers(StagedArrays):
             array[(*before, slice(count, None))] = 0
 
     def pad_slot_mapping(self, begin: int, end: int) -> None:
-        """Tokens begin … end - 1 are padding: nothing is written for them."""
+        """Make tokens begin … end - 1 padding, for which no keys and values are written."""
         for name in self._paged:
             self.host_slot_mapping(name)[begin:end] = -1
 
     def pad_sequences(self, begin: int, end: int, query_len: int, padding_slot: int) -> None:
-        """Sequences begin … end - 1 are padding: length 0, `query_len` tokens each."""
+        """Make sequences begin … end - 1 padding of length 0, with `query_len` tokens each. padding_slot: of state that nobody reads."""
         self.pad_slot_mapping(begin * query_len, end * query_len)
         host = self.host
         host["query_start_loc"][begin + 1 : end + 1] = np.arange(begin + 1, end + 1) * query_len
@@ -143,7 +141,7 @@ class StepBuffers(StagedArrays):
         )  # fmt: skip
 
     def update(self, step: Step, max_seq_len: int) -> None:
-        """Make a step of earlier the current one: its sequences are longer, and the host's arrays may be the other copy."""
+        """Reuse an earlier step of the same sequences: set their lengths, and the host's arrays that are filled now."""
         for name in self._paged:
             metadata = step.metadata[name]
             metadata.max_seq_len = max_seq_len

@@ -1,4 +1,4 @@
-"""Blocks of requests: which are allocated, shared through the prefix cache, and freed.
+"""Allocates the blocks of requests, shares them through the prefix cache, and frees them.
 
 Layers whose caches are alike form a group. A request has a list of blocks per group, all from one pool. In a group
 without a window it gets the blocks of its whole prompt when it is admitted. In a group with a window it gets blocks
@@ -27,18 +27,18 @@ from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys
 from compile_and_serve.runtime.scheduler.request import Request
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
 
-_HASHED_AT_ONCE = 64  # keys that a look into the prefix cache computes before it looks further
+_HASHED_AT_ONCE = 64  # keys that `find_prefix` computes before it looks them up, since most prefixes end early
 
 
 @dataclass(slots=True)
 class Prefix:
-    """The beginning of a request that the prefix cache has.
+    """The leading tokens of a request that the prefix cache has.
 
     blocks: per group, those that the request can share; in a group with a window, the ones that hold the last `window`
         tokens before num_tokens.
-    num_ready_tokens: fewer than num_tokens where the step that is being scheduled computes some of these blocks, so that
-        only later steps may read them.
-    missing_key: key of the block that would have made the prefix longer; None where it could not be.
+    num_ready_tokens: tokens that this step may read. The rest up to num_tokens is computed by this step, so that only later
+        steps may read it.
+    missing_key: key of the first block that the cache lacks; None if the prefix could not be longer.
     """
 
     num_tokens: int = 0
@@ -49,8 +49,12 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """keys_per_block: a block's key is the last of these many keys of the chain, with `suffix`. max_window_blocks: blocks that a
-    request needs at a time at most in a group with a window.
+    """A group of layers and how its blocks are keyed.
+
+    A request has one chain of keys, each of which names a whole prefix of its tokens (prefix_keys.py). The chain has a key for every g
+    tokens, where g is the greatest common divisor of the groups' block sizes. A block of this group covers keys_per_block · g tokens;
+    its key is the chain's key at its last token, and `suffix`, which keeps groups apart.
+    max_window_blocks: most blocks that a request holds at a time in a group with a window.
     """
 
     index: int
@@ -66,7 +70,7 @@ class _Group:
         return needed if self.window is None else min(needed, self.max_window_blocks)
 
     def key(self, request: Request, index: int) -> bytes:
-        """Key of a block whose chain is computed."""
+        """Key of block `index` of the request. The chain must reach to the block's end."""
         return request.keys[(index + 1) * self.keys_per_block - 1] + self.suffix
 
     def keys(self, request: Request, start: int, stop: int) -> Sequence[bytes]:
@@ -266,8 +270,8 @@ class KVCacheManager:
         self._set_next_cache_len(request)
 
     def uncache(self, request: Request, num_tokens: int, step: int) -> set[int]:
-        """Forget the content of the request's first `num_tokens` tokens that `step` or a later step computes; the ids of its
-        blocks.
+        """Remove from the prefix cache those blocks of the request's first `num_tokens` tokens that `step` or a later step
+        computes. → their ids
         """
         block_ids = set()
         if self.enable_prefix_caching:
@@ -374,7 +378,7 @@ class KVCacheManager:
             request.next_cache_len = sys.maxsize
 
     def _extend_keys(self, request: Request, num_keys: int) -> None:
-        """Compute the keys of the leading blocks that have none."""
+        """Extend the request's chain to `num_keys` keys. Sequences of one prompt share the chain until one extends beyond the prompt."""
         size, keys, prompt = self._key_size, request.keys, request.prompt
         if len(keys) >= num_keys:
             return

@@ -1,8 +1,8 @@
-"""From an execution plan to one Python function. Everything that runs a plan runs this function.
+"""Makes one Python function of an execution plan. Everything that runs a plan runs this function.
 
-The function is generated as text (kept in the artifact and in dumps), so that a step costs one call a piece and nothing else: no
-interpreter loop, no dictionaries; a value is deleted where it is read for the last time. What is called at each step is handed in:
-the pieces and ops themselves, the same with a clock around them, or what captures a graph of each.
+The function is generated as text, which the artifact and dumps keep. Running it costs one call per piece or op: there is no interpreter
+loop and no look-up, and a value is deleted after its last use. The caller gives what each step of the plan calls: the pieces and ops
+themselves, versions that measure their time, or versions that capture CUDA graphs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from compile_and_serve.compiler.pieces.plan import REF, WEIGHT, ExecutionPlan, OpStep, PieceStep, Step, reads
+from compile_and_serve.compiler.pieces.plan import REF, WEIGHT, ExecutionPlan, OpStep, PieceStep, PlanStep, reads
 from compile_and_serve.custom_ops.library import OPS
 
 # inputs, state and earlier results by name → results in order
-Executor = Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]]
+PlanFunction = Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]]
 # A piece takes the list of its inputs and returns a tuple; an op takes its arguments and returns a tensor.
 StepCall = Callable[..., Any]
 
 
-def executor_source(plan: ExecutionPlan) -> str:
+def plan_source(plan: ExecutionPlan) -> str:
     """Text of `forward(values)`; its globals are `call_<n>` for the n-th step, and `weight_<…>` for each weight."""
     last_use = plan.last_use
     numbers = {piece: i for i, piece in enumerate(plan.pieces)}
@@ -45,17 +45,19 @@ def executor_source(plan: ExecutionPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def make_executor(plan: ExecutionPlan, calls: Sequence[StepCall], weights: Mapping[str, torch.Tensor]) -> Executor:
-    """The function that runs a plan. calls: one a step, usually `step_calls`; weights: by parameter name."""
+def make_plan_function(
+    plan: ExecutionPlan, calls: Sequence[StepCall], weights: Mapping[str, torch.Tensor]
+) -> PlanFunction:
+    """The function that runs a plan. calls: one for each of its steps, usually `step_calls`. weights: by parameter name."""
     names: dict[str, Any] = {f"call_{i}": call for i, call in enumerate(calls)}
     names |= {identifier(WEIGHT + name): tensor for name, tensor in weights.items()}
-    exec(compile(executor_source(plan), "<executor>", "exec"), names)
+    exec(compile(plan_source(plan), "<plan>", "exec"), names)
     return names["forward"]
 
 
 def step_calls(plan: ExecutionPlan, pieces: Mapping[str, StepCall]) -> list[StepCall]:
-    """What each step calls when it just runs. pieces: by fingerprint."""
-    # A split point's Python function, not its overload: 30 calls through the dispatcher take a tenth of a millisecond a step.
+    """What each step of the plan calls in service. pieces: by fingerprint."""
+    # A split point's Python function, not its overload: the dispatcher takes a tenth of a millisecond per 30 calls.
     return [
         pieces[step.piece] if isinstance(step, PieceStep) else OPS[step.op].python or _overload(step)
         for step in plan.steps
@@ -78,7 +80,7 @@ def _argument(argument: Any) -> str:
     return repr(argument)
 
 
-def _overload(step: Step) -> StepCall:
+def _overload(step: PlanStep) -> StepCall:
     assert isinstance(step, OpStep)
     namespace, name = step.op.split("::")
     return getattr(getattr(torch.ops, namespace), name).default
