@@ -18,7 +18,7 @@ from compile_and_serve.compiler.pieces.plan_function import PlanFunction, make_p
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTransform
-from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, StepOutput, running
 
 
@@ -61,7 +61,7 @@ class ModelSource(Protocol):
     def tp_plan(self) -> Mapping[str, str]: ...
 
     @property
-    def quantized_weights(self) -> Mapping[str, QuantizedWeight]: ...
+    def quantized_weights(self) -> Mapping[str, StoredWeight]: ...
 
 
 class Model(Protocol):

@@ -8,7 +8,7 @@ The quantized dtypes are float8_e4m3fn (±448, three bits of mantissa) and int8 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,6 +37,37 @@ class QuantizedWeight:
     per_block: bool = False
     activations: Activations
     input_scale: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedWeight:
+    """A weight of a checkpoint as unsigned codes with a scale per output and group of inputs, stored packed under other names.
+
+    weight = (code − zero point) · scale, or code · scale + minimum. codes, scale, offset, input_groups: expressions of weight functions
+    (`compiler/weights/transforms.py`) over the checkpoint's tensors:
+    - codes: uint8 [O, I], less than 2^bits. scale: [O, G].
+    - offset: [O, G], zero points as uint8, or minima as floating-point numbers; None: the zero point is 2^(bits − 1).
+    - input_groups: int64 [I], the group of each input ("act-order"); None: groups are `group_size` adjacent inputs.
+    tensors: name → shape and dtype of the checkpoint's tensors that they use. scale_dtype: as stored.
+    unused: names of further tensors of the weight that may be in the checkpoint.
+    """
+
+    bits: int
+    group_size: int
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    codes: Any
+    scale: Any
+    offset: Any = None
+    input_groups: Any = None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def container_bits(self) -> int:
+        """Bits of a code as the kernels store it."""
+        return 4 if self.bits <= 4 else 8
+
+
+StoredWeight = QuantizedWeight | GroupedWeight
 
 
 def row_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Reads a config.json's `quantization_config`: which linears the checkpoint stores quantized, and how.
 
 Supported are the formats that the kernels run without conversion:
-- `compressed-tensors` (llm-compressor): formats float-quantized, int-quantized and naive-quantized with 8 bits;
-- Hugging Face's `fp8`: blocks of 128 × 128 with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` per tensor.
+- `compressed-tensors` (llm-compressor): formats float-quantized, int-quantized and naive-quantized with 8 bits; pack-quantized with 4 or
+  8 bits, per group or channel, symmetric or not;
+- Hugging Face's `fp8`: blocks of 128 × 128 with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` per tensor;
+- `awq`, `gptq` and `auto-round`: `models/grouped_config.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantization import BLOCK, Activations, QuantizedWeight
+from compile_and_serve.custom_ops.quantization import BLOCK, Activations, QuantizedWeight, StoredWeight
 from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.grouped_config import PACKED_FORMAT, grouped_weights, pack_quantized
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
 
 
-def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, QuantizedWeight]:
+def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> Mapping[str, StoredWeight]:
     """Parameter name → how the checkpoint stores it, for the linears that `quantization_config` declares quantized.
 
     module: the model on the meta device. Raises `ModelConfigError` for an unsupported method or scheme.
@@ -33,12 +36,14 @@ def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str,
         raise ModelConfigError(f"quantization_config must be a JSON object, got a {type(quantization).__name__}.")
     method = quantization.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors(quantization, _linears(module))
+        return _compressed_tensors(quantization, _linears(module), config.get("torch_dtype") or config.get("dtype"))
     if method == "fp8":
         return _fp8(quantization, _linears(module))
+    if (grouped := grouped_weights(quantization, _linears(module))) is not None:
+        return grouped
     raise ModelConfigError(
-        f"The checkpoint is quantized with {method!r}, which is not supported: use a checkpoint in the compressed-tensors "
-        "(8 bits) or fp8 format, or an unquantized one with --quantization."
+        f"quantization_config's quant_method {method!r} is not supported: use a checkpoint in the format compressed-tensors, fp8, awq, "
+        "gptq or auto-round, or an unquantized one with --quantization."
     )
 
 
@@ -52,17 +57,24 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _compressed_tensors(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, QuantizedWeight]:
-    found: dict[str, QuantizedWeight] = {}
+def _compressed_tensors(
+    config: Mapping[str, Any], linears: Mapping[str, nn.Linear], model_dtype: Any
+) -> dict[str, StoredWeight]:
+    found: dict[str, StoredWeight] = {}
     ignored = config.get("ignore") or []
     for group in (config.get("config_groups") or {}).values():
         file_format = group.get("format") or config.get("format")
-        if file_format not in _FORMATS:
+        if file_format not in (*_FORMATS, PACKED_FORMAT):
             raise ModelConfigError(
                 f"The checkpoint's compressed-tensors format {file_format!r} is not supported: expected one of "
-                f"{', '.join(_FORMATS)}."
+                f"{', '.join((*_FORMATS, PACKED_FORMAT))}."
             )
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        if file_format == PACKED_FORMAT:
+            for name, linear in linears.items():
+                if _is_target(name, group.get("targets") or []) and not _is_target(name, ignored):
+                    found[f"{name}.weight"] = pack_quantized(name, linear, weights, inputs, model_dtype)
+            continue
         dtype, activations, strategy = _scheme(weights, inputs)
         for name, linear in linears.items():
             if not _is_target(name, group.get("targets") or []) or _is_target(name, ignored):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import (
     DECODER_INPUTS,
     KV_CACHES,
@@ -69,7 +69,7 @@ class ModelSpec:
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
     tp_plan: Mapping[str, ShardStyle] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    quantized_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     inputs: tuple[StepInput, ...] = DECODER_INPUTS
     outputs: tuple[StepOutput, ...] = (StepOutput(name=LOGITS),)
     drafter: Drafter | None = None

@@ -67,7 +67,7 @@ def test_fp8() -> None:
     ("config", "message"),
     [
         ("fp8", "must be a JSON object, got a str"),
-        ({"quant_method": "gptq"}, "quantized with 'gptq', which is not supported: use a checkpoint in the"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported: use a checkpoint in the"),
         (FP8_BLOCKS | {"weight_block_size": [64, 64]}, "fp8 blocks of [64, 64] with dynamic activations, which is not"),
         (FP8_BLOCKS | {"activation_scheme": "static"}, "fp8 blocks of [128, 128] with static activations"),
         (FP8_BLOCKS | {"activation_scheme": "odd"}, "activation_scheme 'odd'"),
@@ -80,7 +80,7 @@ def test_fp8() -> None:
             compressed_tensors_config("int", "channel", "group"),
             "8-bit int activations per group over 8-bit int weights",
         ),
-        (compressed_tensors_config("int", "channel", "token", file_format="pack-quantized"), "format 'pack-quantized'"),
+        (compressed_tensors_config("int", "channel", "token", file_format="marlin-24"), "format 'marlin-24'"),
     ],
 )
 def test_unsupported_scheme_is_one_sentence(config: Any, message: str) -> None:

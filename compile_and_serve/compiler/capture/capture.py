@@ -26,7 +26,7 @@ from compile_and_serve.compiler.compat import (
 )
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTable
-from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def example_tensors(
 
 def capture(
     module: nn.Module, inputs: Sequence[StepInput], groups: Sequence[StateGroup], dtype: torch.dtype, *,
-    quantized: Mapping[str, QuantizedWeight] | None = None, with_bytecode: bool = False,
+    quantized: Mapping[str, StoredWeight] | None = None, with_bytecode: bool = False,
 ) -> CapturedGraph:  # fmt: skip
     """Capture a step of `module` with symbolic lengths.
 
@@ -121,7 +121,7 @@ def _trace(
 
 def _name_placeholders(
     module: nn.Module, inputs: Mapping[str, torch.Tensor], declarations: Mapping[str, StepInput | StateGroup],
-    quantized: Mapping[str, QuantizedWeight], gm: GraphModule, examples: Sequence[Any],
+    quantized: Mapping[str, StoredWeight], gm: GraphModule, examples: Sequence[Any],
 ) -> CapturedGraph:  # fmt: skip
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     weight_names = {id(tensor): name for name, tensor in tensors.items()}

@@ -2,6 +2,7 @@
 
     F.linear(rms_norm(x, g), W) [silu(gate) · up | + residual]  →  fused_linear(x, pack(W), …)
     quantized_linear(rms_norm(x, g), …) [the same]              →  quantized_linear(x, …)
+    group_linear(rms_norm(x, g), …) [the same]                  →  group_linear(x, …)
 
 The normalized activations, the gate/up product and the sum are not written to memory, and a layer has four op calls instead of a dozen. The
 weight is packed once, while it is loaded, into the layout of the device's kernel.
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
+from compile_and_serve.compiler.passes.quantize_linears import GROUP_LINEAR, QUANTIZED_LINEAR
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -82,10 +83,15 @@ class FuseLinears(BasePass):
 
 def _is_bare_quantized(node: Node) -> bool:
     """Whether this is a quantized linear from `quantize_linears`, with nothing fused into it yet."""
-    if not is_call(node, QUANTIZED_LINEAR):
+    if not is_call(node, QUANTIZED_LINEAR, GROUP_LINEAR):
         return False
-    norm_weight, silu_mul, residual = node.args[4], node.args[7], node.args[8]
+    norm_weight, _, _, silu_mul, residual = node.args[_fused_arguments(node)]
     return norm_weight is None and not silu_mul and residual is None
+
+
+def _fused_arguments(node: Node) -> slice:
+    """Where a quantized linear has its norm weight, eps, bias, silu_mul and residual."""
+    return slice(4, 9) if is_call(node, QUANTIZED_LINEAR) else slice(7, 12)
 
 
 def _take_norm(site: _Site) -> list[NearMiss]:
@@ -148,11 +154,11 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
 
 def _extend(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     """Replace a quantized linear by one with the site's ops fused into it."""
-    _, packed, scale, out_features, _, _, bias, _, _, *rounding = site.linear.args
-    out = site.out
-    assert out is not None
-    args = (site.x, packed, scale, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual)
+    at, args, out = _fused_arguments(site.linear), list(site.linear.args), site.out
+    assert out is not None and callable(site.linear.target)
+    args[0] = site.x
+    args[at] = [site.norm_weight, site.eps, args[at][2], site.silu_mul, site.residual]
     with gm.graph.inserting_before(out):
-        fused = ctx.call(gm, QUANTIZED_LINEAR, *args, *rounding, origin=site.linear)
+        fused = ctx.call(gm, site.linear.target, *args, origin=site.linear)
     out.replace_all_uses_with(fused)
     gm.graph.erase_node(out)

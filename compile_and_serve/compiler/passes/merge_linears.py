@@ -3,7 +3,7 @@
     F.linear(x, a), F.linear(x, b)  →  F.linear(x, cat(a, b)).split(…)
 
 One kernel reads x once, instead of two or three kernels; for small batches, one large product is faster than several small ones. The
-weights are concatenated once, while they are loaded.
+weights are concatenated once, while they are loaded. Weights that the checkpoint stores in different group-quantized formats are not merged.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
+from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of, storage_of
+from compile_and_serve.custom_ops.quantization import GroupedWeight
 
 
 class MergeLinears(BasePass):
     name = "merge_linears"
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        by_input: dict[Node, list[Node]] = defaultdict(list)
+        by_input: dict[Any, list[Node]] = defaultdict(list)
         for node in gm.graph.nodes:
             if is_call(node, F.linear):
-                by_input[arguments(node)[0]].append(node)
+                by_input[arguments(node)[0], _storage(node, ctx)].append(node)
         matched, near_misses = 0, []
         for group in by_input.values():
             if len(group) < 2:
@@ -46,6 +48,16 @@ class MergeLinears(BasePass):
             _merge(gm, group, ctx)
             matched += len(group)
         return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+
+def _storage(node: Node, ctx: PassContext) -> Any:
+    """Equal for linears whose weights are not quantized to groups in different formats, which no kernel could multiply as one."""
+    weight = weight_of(arguments(node)[1])
+    if weight is None:
+        return None
+    names = [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight].expression)]
+    stored = [ctx.quantized_weights.get(name) for name in names]
+    return tuple(dict.fromkeys(storage_of(one) for one in stored if isinstance(one, GroupedWeight)))
 
 
 def _bias(node: Node) -> Any:

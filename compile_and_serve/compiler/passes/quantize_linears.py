@@ -1,6 +1,7 @@
-"""Linears over 8-bit weights: half the bytes to read, and twice the products per second if activations are quantized, too.
+"""Linears over quantized weights: fewer bytes to read, and twice the products per second if activations are quantized to 8 bits, too.
 
-    F.linear(x, W, bias)  →  quantized_linear(x, pack(Q), scale, …)        W ≈ scale · Q
+    F.linear(x, W, bias)  →  quantized_linear(x, pack(Q), scale, …)        W ≈ scale · Q, 8 bits
+                          →  group_linear(x, pack(Q), scale, zero, …)      W = scale · (Q − zero) per group of inputs, 4 or 8 bits
 
 With `--quantization`, every linear that is not excluded is quantized while its weight is loaded. Without it, the linears whose weights
 are quantized in the checkpoint keep the checkpoint's values and scales. `compiler/weights/quantized_expressions.py` derives Q and the
@@ -32,21 +33,26 @@ from compile_and_serve.compiler.weights.quantized_expressions import (
     CannotQuantizeError,
     QuantizedExpression,
     Scales,
+    grouped_expression,
     leaves,
     parameter_of,
     quantized_expression,
 )
+from compile_and_serve.compiler.weights.transforms import Expression
 from compile_and_serve.custom_ops.quantization import (
     Activations,
-    QuantizedWeight,
+    GroupedWeight,
+    StoredWeight,
     block_scales,
     dequantize_weight,
     quantize_weight,
     row_scales,
 )
+from compile_and_serve.custom_ops.quantized.group_linear import group_linear_unsupported_reason
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_unsupported_reason
 
 QUANTIZED_LINEAR = torch.ops.cas.quantized_linear.default
+GROUP_LINEAR = torch.ops.cas.group_linear.default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +77,23 @@ SCHEMES: Mapping[Quantization, Scheme] = {
 
 
 def slow_reason(
-    quantization: Quantization | None, stored: Mapping[str, QuantizedWeight], device: torch.device, dtype: torch.dtype
+    quantization: Quantization | None, stored: Mapping[str, StoredWeight], device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Why quantized linears run as plain torch here, in one sentence. None where kernels run them, or nothing is quantized.
 
     stored: the checkpoint's quantized weights. dtype: of the activations.
     """
-    kinds = {(weight.dtype, weight.per_block) for weight in stored.values()}
+    kinds = {(one.dtype, one.per_block) for one in stored.values() if not isinstance(one, GroupedWeight)}
+    group_sizes = {one.group_size for one in stored.values() if isinstance(one, GroupedWeight)}
     if quantization is not None:
         scheme = SCHEMES[quantization]
         kinds.add((scheme.dtype, scheme.scales == "block"))
     reasons = [
         quantized_linear_unsupported_reason(device=device, dtype=dtype, weight_dtype=weight_dtype, per_block=per_block)
         for weight_dtype, per_block in sorted(kinds, key=str)
+    ]
+    reasons += [
+        group_linear_unsupported_reason(device=device, dtype=dtype, group_size=size) for size in sorted(group_sizes)
     ]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -118,7 +128,7 @@ class QuantizeLinears(BasePass):
             if weight is None:
                 near_misses.append(NearMiss.at(node, "its weight is computed, not a parameter"))
                 continue
-            parameters = [parameter_of(leaf) for leaf in leaves(ctx.weights[weight].expression)]
+            parameters = [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight].expression)]
             modules = [_modules(parameter, ctx) for parameter in parameters]
             seen |= {module for names in modules for module in names}
             wanted = [self._wants(names, parameter, ctx) for names, parameter in zip(modules, parameters, strict=True)]
@@ -127,7 +137,8 @@ class QuantizeLinears(BasePass):
             try:
                 if not all(wanted):
                     raise CannotQuantizeError("only a part of the merged weight is to be quantized")
-                self._quantize(gm, node, weight, ctx)
+                is_grouped = self.scheme is None and isinstance(ctx.quantized_weights[parameters[0]], GroupedWeight)
+                (self._use_groups if is_grouped else self._quantize)(gm, node, weight, ctx)
                 matched += 1
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
@@ -164,6 +175,36 @@ class QuantizeLinears(BasePass):
         args = (x, packed, scale, out_features, None, 1e-6, bias, False, None, quantized.activations, input_scale)
         with gm.graph.inserting_before(node):
             replacement = ctx.call(gm, QUANTIZED_LINEAR, *args, origin=node)
+        node.replace_all_uses_with(replacement)
+        gm.graph.erase_node(node)
+
+    def _use_groups(self, gm: GraphModule, node: Node, weight: str, ctx: PassContext) -> None:
+        x, weight_node = arguments(node)[:2]
+        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        if tensor_of(x).dim() != 2:
+            raise CannotQuantizeError("its input is not [tokens, features]")
+        grouped = grouped_expression(ctx.weights[weight].expression, ctx.weights.sources, ctx.quantized_weights)
+        out_features, in_features = tensor_of(weight_node).shape
+        bits, size, name = grouped.bits, grouped.group_size, f"{weight}.{grouped.bits}bits"
+
+        def scales(of: str, values: Expression) -> Node:
+            return ctx.defined_weight(
+                gm, f"{name}.{of}", ("pack_group_scales", values, in_features, size), near=weight_node
+            )
+
+        packed = ctx.defined_weight(
+            gm, f"{name}.packed", ("pack_group_codes", grouped.codes, bits, size), near=weight_node
+        )
+        scale = scales("scale", grouped.scale)
+        offset = None if grouped.offset is None else scales("offset", grouped.offset)
+        order = None
+        if grouped.input_order is not None:
+            order = ctx.defined_weight(gm, f"{name}.input_order", grouped.input_order, near=weight_node)
+        with gm.graph.inserting_before(node):
+            if order is not None:
+                x = ctx.call(gm, torch.index_select, x, 1, order, origin=node)
+            args = (x, packed, scale, offset, out_features, bits, size, None, 1e-6, bias, False, None)
+            replacement = ctx.call(gm, GROUP_LINEAR, *args, origin=node)
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)
 

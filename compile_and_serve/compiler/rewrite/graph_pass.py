@@ -21,7 +21,7 @@ from compile_and_serve.compiler.weights.transforms import (
     evaluate_spec,
     expression_spec,
 )
-from compile_and_serve.custom_ops.quantization import QuantizedWeight
+from compile_and_serve.custom_ops.quantization import StoredWeight
 from compile_and_serve.custom_ops.step import StateGroup, StepInput
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class PassContext:
     tuner: FusionTuner | None = None
     tensor_parallel_size: int = 1
     tp_plan: Mapping[str, str] = field(default_factory=dict)
-    quantized_weights: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    quantized_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     declared: Mapping[str, StepInput | StateGroup] = field(default_factory=dict)
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat

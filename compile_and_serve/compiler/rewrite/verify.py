@@ -169,6 +169,14 @@ class RandomWeights:
         if name in self._buffers:
             return _widen(self._buffers[name].cpu())
         spec = self._weights.sources[name]
+        if spec.dtype in (torch.int32, torch.uint8):  # packed codes: random bits
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            if name.endswith("g_idx"):
+                # The same order for all weights of this size, because merged weights must agree.
+                inputs = torch.randperm(spec.shape[0], generator=generator.manual_seed(spec.shape[0]))
+                return (inputs * self._num_groups(name) // spec.shape[0]).to(spec.dtype)
+            limits = torch.iinfo(spec.dtype)
+            return torch.randint(limits.min, limits.max, spec.shape, generator=generator, dtype=spec.dtype)
         value = self._random(name, spec.shape)
         if spec.dtype in LARGEST:
             return (value * 200).round().clamp(-100, 100).to(spec.dtype)  # 10 on average
@@ -177,6 +185,14 @@ class RandomWeights:
         if len(spec.shape) == 1:
             return 1 + 4 * value
         return value if self._rounding is None or len(spec.shape) != 2 else self._rounding(value)
+
+    def _num_groups(self, name: str) -> int:
+        """Number of groups of the weight whose inputs' groups are tensor `name`: scales are [G, O] (GPTQ) or [O, G]."""
+        owner = name.rpartition(".")[0]
+        sources = self._weights.sources
+        if f"{owner}.scales" in sources:
+            return sources[f"{owner}.scales"].shape[0]
+        return sources[f"{owner}.weight_scale"].shape[1]
 
     def _random(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         offset = zlib.crc32(name.encode()) % self._slack

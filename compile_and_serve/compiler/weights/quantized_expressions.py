@@ -11,6 +11,9 @@ does with the scales. With Q the values and S the scales of an expression,
 
 so a merged or sharded weight has exactly the values that its parts would have separately. f and g are weight functions that are
 registered with `selects`. With scales per block, they must not divide a block.
+
+Weights with scales per group of inputs (`GroupedWeight`) have codes, scales and offsets. f applies to all three, g to codes, and to scales and
+offsets whose groups are divided where a slice would divide one.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -34,12 +38,17 @@ from compile_and_serve.custom_ops.quantization import (
     BLOCK,
     LARGEST,
     Activations,
+    GroupedWeight,
     QuantizedWeight,
+    StoredWeight,
     block_scales,
     dequantize_weight,
     quantize_weight,
     row_scales,
 )
+from compile_and_serve.custom_ops.quantized import group_formats
+from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
+from compile_and_serve.custom_ops.quantized.group_linear import pack_group_codes, pack_group_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight
 
 Scales = Literal["row", "block"]
@@ -63,6 +72,22 @@ class QuantizedExpression:
     input_scale: Expression | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedExpression:
+    """The form of an expression over group-quantized weights.
+
+    codes: uint8 [O, I]. scale, offset: [O, G], as in `GroupedWeight`. input_order: int64 [I], the order of x's columns in which groups
+    are adjacent; None: as they are.
+    """
+
+    codes: Expression
+    scale: Expression
+    offset: Expression | None
+    bits: int
+    group_size: int
+    input_order: Expression | None = None
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -74,6 +99,52 @@ for _dtype in LARGEST:
 for _dtype in (torch.bfloat16, torch.float16, torch.float32):
     weight_function(f"dequantize.{_name(_dtype)}")(partial(dequantize_weight, dtype=_dtype))
 weight_function("pack_quantized_weight")(pack_quantized_weight)
+weight_function("pack_group_codes")(pack_group_codes)
+weight_function("pack_group_scales")(pack_group_scales)
+for _function in ("awq_codes", "gptq_codes", "gptq_zeros", "packed_rows", "packed_columns", "transposed"):
+    weight_function(_function)(getattr(group_formats, _function))
+
+
+def _dequantize_groups(
+    codes_OI: torch.Tensor, scale_OG: torch.Tensor, bits: int, group_size: int, *others: torch.Tensor, dtype: torch.dtype,
+    has_offset: bool, has_groups: bool,
+) -> torch.Tensor:  # fmt: skip
+    if scale_OG.dtype == torch.float64:  # the verification of passes
+        dtype = torch.float64
+    offset_OG = others[0] if has_offset else None
+    input_groups_I = others[-1].long() if has_groups else None
+    return dequantize_groups(codes_OI, scale_OG, offset_OG, bits, group_size, dtype, input_groups_I)
+
+
+for _dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for _has_offset in (False, True):
+        for _has_groups in (False, True):
+            weight_function(f"dequantize_groups.{_name(_dtype)}.{int(_has_offset)}{int(_has_groups)}")(
+                partial(_dequantize_groups, dtype=_dtype, has_offset=_has_offset, has_groups=_has_groups)
+            )
+
+
+@weight_function("input_order")
+def _input_order(*input_groups: torch.Tensor) -> torch.Tensor:
+    """The columns in the order of their groups. The parts of a merged weight must agree. int32 [I] each → int64 [I]"""
+    first = input_groups[0]
+    is_real = type(first) is torch.Tensor  # not a tensor without data, of which only the shape is asked
+    if is_real and not all(torch.equal(first, other) for other in input_groups[1:]):
+        raise ValueError(
+            "Merged linears have different orders of their inputs (g_idx): compile with --disable-pass merge_linears."
+        )
+    return torch.argsort(first.long(), stable=True)
+
+
+@weight_function("take_columns")
+def _take_columns(codes_OI: torch.Tensor, order_I: torch.Tensor) -> torch.Tensor:
+    return codes_OI[:, order_I]
+
+
+@weight_function("divide_groups")
+def _divide_groups(scale_OG: torch.Tensor, parts: int) -> torch.Tensor:
+    """Each group as `parts` equal groups. [O, G] → [O, G · parts]"""
+    return scale_OG.repeat_interleave(parts, 1)
 
 
 @weight_function("scale_to_rows")
@@ -88,12 +159,15 @@ def _largest_scale(*scales: torch.Tensor) -> torch.Tensor:
     return torch.stack([scale.float().reshape(1) for scale in scales]).amax(0)
 
 
-def checkpoint_specs(
-    specs: Mapping[str, TensorSpec], quantized: Mapping[str, QuantizedWeight]
-) -> dict[str, TensorSpec]:
+def checkpoint_specs(specs: Mapping[str, TensorSpec], quantized: Mapping[str, StoredWeight]) -> dict[str, TensorSpec]:
     """The tensors that a checkpoint must hold: the parameters, and for quantized ones their own dtype and their scales."""
     sources = dict(specs)
     for name, stored in quantized.items():
+        if isinstance(stored, GroupedWeight):
+            if all(name != tensor for tensor, _, _ in stored.tensors):
+                del sources[name]
+            sources |= {tensor: TensorSpec(shape=shape, dtype=dtype) for tensor, shape, dtype in stored.tensors}
+            continue
         sources[name] = TensorSpec(shape=specs[name].shape, dtype=stored.dtype)
         sources[stored.scale] = TensorSpec(shape=stored.scale_shape, dtype=torch.float32)
         if stored.input_scale is not None:
@@ -101,12 +175,18 @@ def checkpoint_specs(
     return sources
 
 
-def plain_expressions(
-    specs: Mapping[str, TensorSpec], quantized: Mapping[str, QuantizedWeight]
-) -> dict[str, Expression]:
+def plain_expressions(specs: Mapping[str, TensorSpec], quantized: Mapping[str, StoredWeight]) -> dict[str, Expression]:
     """The expression of each parameter of the plain model: its name, or the dequantized value of a quantized tensor."""
     expressions: dict[str, Expression] = {name: name for name in specs}
     for name, stored in quantized.items():
+        if isinstance(stored, GroupedWeight):
+            others = [part for part in (stored.offset, stored.input_groups) if part is not None]
+            kinds = f"{int(stored.offset is not None)}{int(stored.input_groups is not None)}"
+            expressions[name] = (
+                f"dequantize_groups.{_name(specs[name].dtype)}.{kinds}", stored.codes, stored.scale, stored.bits, stored.group_size,
+                *others,
+            )  # fmt: skip
+            continue
         scale: Expression = stored.scale if stored.per_block else ("scale_to_rows", stored.scale, name)
         expressions[name] = (f"dequantize.{_name(specs[name].dtype)}", name, scale)
     return expressions
@@ -120,23 +200,26 @@ def leaves(expression: Expression) -> list[Expression]:
     return [leaf for argument in expression[1:] if not isinstance(argument, int) for leaf in leaves(argument)]
 
 
-def parameter_of(leaf: Expression) -> str:
-    """The parameter of one of `leaves`."""
+def parameter_of(leaf: Expression, quantized: Mapping[str, StoredWeight]) -> str:
+    """The parameter of one of `leaves`. quantized: the checkpoint's quantized parameters."""
     name = leaf[1] if isinstance(leaf, tuple) else leaf
+    if isinstance(name, tuple):
+        names = (n for n, stored in quantized.items() if isinstance(stored, GroupedWeight) and stored.codes == name)
+        name = next(names)
     assert isinstance(name, str)
     return name
 
 
 def quantized_expression(
-    expression: Expression, sources: Mapping[str, TensorSpec], quantized: Mapping[str, QuantizedWeight], *,
+    expression: Expression, sources: Mapping[str, TensorSpec], quantized: Mapping[str, StoredWeight], *,
     dtype: torch.dtype | None = None, scales: Scales = "row", activations: Activations = "none",
 ) -> QuantizedExpression:  # fmt: skip
     """The quantized form of an expression. Raises `CannotQuantizeError`.
 
     dtype, scales, activations: format to which the weights are quantized. With dtype None, the checkpoint's format (`quantized`).
     """
-    names = [parameter_of(leaf) for leaf in leaves(expression)]
-    stored = [quantized[name] for name in names if name in quantized]
+    names = [parameter_of(leaf, quantized) for leaf in leaves(expression)]
+    stored = [one for one in map(quantized.get, names) if isinstance(one, QuantizedWeight)]
     if dtype is None:
         if len(stored) < len(names):
             raise CannotQuantizeError("only a part of the merged weight is quantized in the checkpoint")
@@ -156,8 +239,83 @@ def quantized_expression(
     )
 
 
+def grouped_expression(
+    expression: Expression, sources: Mapping[str, TensorSpec], quantized: Mapping[str, StoredWeight]
+) -> GroupedExpression:
+    """The form of an expression over group-quantized weights. Raises `CannotQuantizeError`."""
+    stored = [quantized.get(parameter_of(leaf, quantized)) for leaf in leaves(expression)]
+    grouped = [one for one in stored if isinstance(one, GroupedWeight)]
+    if len(grouped) < len(stored):
+        raise CannotQuantizeError("only a part of the merged weight is quantized to groups in the checkpoint")
+    if len({storage_of(one) for one in grouped}) > 1:
+        raise CannotQuantizeError("the parts of the merged weight are quantized to different formats in the checkpoint")
+    parts = _grouped(expression, sources, quantized)
+    order: Expression | None = None
+    if grouped[0].input_groups is not None:
+        order = ("input_order", *dict.fromkeys(one.input_groups for one in grouped))
+        parts.codes = ("take_columns", parts.codes, order)
+    return GroupedExpression(
+        codes=parts.codes, scale=parts.scale, offset=parts.offset, bits=grouped[0].container_bits, group_size=parts.group_size,
+        input_order=order,
+    )  # fmt: skip
+
+
+def storage_of(stored: GroupedWeight) -> tuple[Any, ...]:
+    """Equal for weights that can be merged into one."""
+    offset = None if stored.offset is None else stored.offset[0]
+    return stored.container_bits, stored.group_size, stored.codes[0], offset, stored.input_groups is not None
+
+
+@dataclass(slots=True)
+class _Grouped:
+    codes: Any
+    scale: Any
+    offset: Any
+    group_size: int
+    input_groups: Any = None
+
+
+def _grouped(
+    expression: Expression, sources: Mapping[str, TensorSpec], quantized: Mapping[str, StoredWeight]
+) -> _Grouped:
+    assert isinstance(expression, tuple), "not a group-quantized weight"
+    if _is_dequantized(expression):
+        stored = quantized[parameter_of(expression, quantized)]
+        assert isinstance(stored, GroupedWeight)
+        return _Grouped(stored.codes, stored.scale, stored.offset, stored.group_size, stored.input_groups)
+    function, *arguments = expression
+    dimension = selected_dimension(function)
+    if dimension is None:
+        raise CannotQuantizeError(f"the weight is computed by {function}, which cannot be applied to its scales")
+    parts = [a if isinstance(a, int) else _grouped(a, sources, quantized) for a in arguments]
+    first = parts[0]
+    assert isinstance(first, _Grouped)
+
+    def of_parts(field: str) -> Any:
+        if getattr(first, field) is None:
+            return None
+        return (function, *(part if isinstance(part, int) else getattr(part, field) for part in parts))
+
+    if dimension == 0:
+        return _Grouped(of_parts("codes"), of_parts("scale"), of_parts("offset"), first.group_size, first.input_groups)
+    if first.input_groups is not None:
+        raise CannotQuantizeError("its inputs are sharded over ranks, and their groups are not adjacent (act-order)")
+    width = _spec((function, *(p if isinstance(p, int) else p.codes for p in parts)), sources).shape[1]
+    if _spec(first.scale, sources).shape[1] == 1:
+        return _Grouped(of_parts("codes"), first.scale, first.offset, first.group_size)
+    size = gcd(width, first.group_size)
+    if size < first.group_size:
+        if size % 16:
+            raise CannotQuantizeError(
+                f"a rank has {width} inputs, which divide groups of {first.group_size} too finely"
+            )
+        first.scale = ("divide_groups", first.scale, first.group_size // size)
+        first.offset = None if first.offset is None else ("divide_groups", first.offset, first.group_size // size)
+    return _Grouped(of_parts("codes"), of_parts("scale"), of_parts("offset"), size)
+
+
 def _is_dequantized(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(expression, tuple) and str(expression[0]).startswith("dequantize.")
+    return isinstance(expression, tuple) and str(expression[0]).startswith(("dequantize.", "dequantize_groups."))
 
 
 def _selects_rows(expression: Expression) -> bool:

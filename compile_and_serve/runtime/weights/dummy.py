@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from compile_and_serve.compiler.weights.transforms import TensorSpec
-from compile_and_serve.custom_ops.quantization import LARGEST, QuantizedWeight
+from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight, StoredWeight
 
 
 def dummy_tensors(
@@ -17,17 +17,32 @@ def dummy_tensors(
     device: torch.device,
     seed: int,
     std: float,
-    quantized: Mapping[str, QuantizedWeight] | None = None,
+    quantized: Mapping[str, StoredWeight] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor on `device`) of every spec: N(0, std²), except that norm weights are 1 and biases 0.
 
     A tensor depends only on its name, its spec, the seed and the type of device. quantized: weight name → how a quantized
     checkpoint would store it.
     """
-    scales = {stored.scale: _spread(stored.dtype) for stored in (quantized or {}).values()}
+    scales: dict[str, float] = {}
+    group_sizes: dict[str, int] = {}  # by the name of the tensor with each input's group
+    for stored in (quantized or {}).values():
+        if isinstance(stored, GroupedWeight):  # the codes are random bits
+            if stored.input_groups is not None:
+                group_sizes[stored.input_groups] = stored.group_size
+            scales |= {
+                tensor: _spread_of_bits(stored.bits) for tensor, _, dtype in stored.tensors if dtype.is_floating_point
+            }
+        else:
+            scales[stored.scale] = _spread(stored.dtype)
     for name, spec in specs.items():
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        if name in scales:
+        if name in group_sizes:
+            tensor.copy_(torch.arange(spec.shape[0], device=device) // group_sizes[name])
+        elif spec.dtype in (torch.int32, torch.uint8):
+            limits = torch.iinfo(spec.dtype)
+            tensor.random_(limits.min, limits.max, generator=_generator(name, seed, device))
+        elif name in scales:
             tensor.fill_(std / scales[name])
         elif spec.dtype in LARGEST:
             values = torch.empty(spec.shape, dtype=torch.float32, device=device)
@@ -50,3 +65,8 @@ def _generator(name: str, seed: int, device: torch.device) -> torch.Generator:
 def _spread(dtype: torch.dtype) -> float:
     """Standard deviation of quantized values: a quarter of the largest value."""
     return LARGEST[dtype] / 4
+
+
+def _spread_of_bits(bits: int) -> float:
+    """Standard deviation of the difference of two random codes: a code and its zero point."""
+    return float(((1 << 2 * bits) - 1) / 6) ** 0.5

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, select, source_of
-from compile_and_serve.custom_ops.quantization import LARGEST
+from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights.checkpoint import open_checkpoint
 from compile_and_serve.runtime.weights.dummy import dummy_tensors
@@ -101,8 +101,13 @@ def load_weights(
 
 def _quantized_names(spec: ModelSpec) -> set[str]:
     """Names of the quantized weights and their scales."""
-    stored = spec.quantized_weights
-    return {n for name, weight in stored.items() for n in (name, weight.scale, weight.input_scale) if n is not None}
+    names: set[str] = set()
+    for name, stored in spec.quantized_weights.items():
+        if isinstance(stored, GroupedWeight):
+            names |= {tensor for tensor, _, _ in stored.tensors} | set(stored.unused)
+        else:
+            names |= {one for one in (name, stored.scale, stored.input_scale) if one is not None}
+    return names
 
 
 def _checked_stream(
@@ -148,6 +153,13 @@ def _checked_stream(
     if others := [name for name in unexpected if name not in cache_scales]:
         logger.warning("%s has tensors that the model does not use: %s.", path, _abbreviate(others))
 
+    grouped = {
+        tensor
+        for stored in spec.quantized_weights.values()
+        if isinstance(stored, GroupedWeight)
+        for tensor, _, _ in stored.tensors
+    }
+
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint.stream(set(wanted)):
             if name in spec.parts and wanted[name] == name:
@@ -159,6 +171,8 @@ def _checked_stream(
                     f"{name} in {path} is stored as {tensor.dtype}, but the model's config makes it {expected.dtype}: use the "
                     "config.json with the quantization_config that belongs to these weights."
                 )
+            if wanted[name] in grouped:
+                _check_grouped(name, tensor, expected.dtype, path)
             yield wanted[name], tensor.view(expected.shape)
 
     return stream(), tuple(unexpected)
@@ -191,6 +205,18 @@ def _joined(
         left[parameter] -= 1
         if left[parameter] == 0:
             yield parameter, joining.pop(parameter)
+
+
+def _check_grouped(name: str, tensor: torch.Tensor, dtype: torch.dtype, path: Path) -> None:
+    """Raise `WeightError` if a tensor of a group-quantized weight would lose values as `dtype`."""
+    if tensor.dtype == dtype:
+        return
+    is_exact = tensor.is_floating_point() and dtype.is_floating_point and bool((tensor.to(dtype) == tensor).all())
+    if not is_exact:
+        raise WeightError(
+            f"{name} in {path} is stored as {tensor.dtype}, but quantization_config makes it {dtype}: use the config.json that belongs "
+            "to these weights (for scales of compressed-tensors, its torch_dtype)."
+        )
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ def test_quantized_tensors_of_the_checkpoint_are_not_changed(kind: str, dtype: t
     assert torch.equal(value(plain["a"], tensors), expected)
 
     merged = ("cat", plain["a"], plain["b"])
-    assert [parameter_of(leaf) for leaf in leaves(merged)] == ["a", "b"]
+    assert [parameter_of(leaf, quantized) for leaf in leaves(merged)] == ["a", "b"]
     made = quantized_expression(merged, sources, quantized)
     assert (made.dtype, made.activations) == (dtype, "static")
     assert made.values == ("cat", "a", "b")

@@ -1,0 +1,127 @@
+"""`cas::group_linear` on CUDA: its kernels, and the choice of the fastest.
+
+Shape legend: T tokens, I input features, O output features.
+
+- TILE: the weight is dequantized inside the product (`triton_group_matmul`);
+- EXPANDED: the weight is dequantized to x's dtype in scratch memory, then `fused_linear`'s kernels run.
+
+The tuner measures both for token counts where either may be faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
+from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
+from compile_and_serve.custom_ops.quantized.group_layout import TILE_OUTPUTS
+from compile_and_serve.custom_ops.quantized.triton_group_matmul import dequantize, group_matmul
+from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
+from compile_and_serve.custom_ops.tuning.tuner import Problem
+
+TILE, EXPANDED = "tile", "expanded"
+_MIN_EXPANDED_TOKENS = 65  # with fewer, writing and reading the expanded weight takes longer than any tile
+MAX_TILE_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupLinear:
+    """A call of the op. The fields are its arguments. The host never waits for the device."""
+
+    x_TI: torch.Tensor
+    packed: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor | None
+    out_features: int
+    bits: int
+    group_size: int
+    norm_weight_I: torch.Tensor | None = None
+    eps: float = 1e-6
+    bias_O: torch.Tensor | None = None
+    silu_mul: bool = False
+    residual_TO: torch.Tensor | None = None
+
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernels that take this call; the first is the default without a measurement."""
+        num_tokens = self.x_TI.shape[0]
+        if num_tokens < _MIN_EXPANDED_TOKENS:
+            return (TILE,)
+        return (EXPANDED, TILE) if num_tokens <= MAX_TILE_TOKENS else (EXPANDED,)
+
+    def problem(self) -> Problem:
+        """What the fastest kernel depends on."""
+        kept = ("norm_weight_I", "bias_O", "residual_TO")
+        parts = (
+            f"{self.bits} bits {self.out_features}x{self.x_TI.shape[1]}",
+            f"groups of {self.group_size}",
+            f"{_name(self.scale.dtype)} {_name(self.offset.dtype) if self.offset is not None else 'symmetric'}",
+            _name(self.x_TI.dtype),
+            *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
+            *(("silu_mul",) if self.silu_mul else ()),
+        )
+        return Problem(kind="group_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
+
+    def fastest(self) -> str:
+        """Name of the kernel to run."""
+        runs = {kernel: partial(self.run, kernel) for kernel in self.kernels()}
+        if len(runs) == 1:
+            return next(iter(runs))
+        return fastest_kernel(
+            self.problem(), runs, self.packed, min_tokens=_MIN_EXPANDED_TOKENS, max_tokens=MAX_TILE_TOKENS
+        )
+
+    def run(self, kernel: str, packed: torch.Tensor | None = None) -> torch.Tensor:
+        """The result by one of `kernels`. packed: replaces the weight while measuring."""
+        packed = self.packed if packed is None else packed
+        if kernel == EXPANDED:
+            in_features = self.x_TI.shape[1]
+            weight_OI = dequantize(
+                packed, self.scale, self.offset, self.out_features, in_features, self.bits, self.group_size, self.x_TI.dtype
+            )  # fmt: skip
+            return fused_linear(
+                self.x_TI, weight_OI, self.out_features, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul,
+                self.residual_TO,
+            )  # fmt: skip
+        x_TI = self.x_TI
+        if self.norm_weight_I is not None:
+            x_TI = rms_norm(x_TI, self.norm_weight_I, self.eps)
+        weight = (packed, self.scale, self.offset, self.out_features, self.bits, self.group_size)
+        if self.silu_mul and self.out_features // 2 % TILE_OUTPUTS:
+            y_TO = silu_mul_rows(group_matmul(x_TI, *weight, self.bias_O, False, None))
+            return y_TO if self.residual_TO is None else y_TO + self.residual_TO
+        return group_matmul(x_TI, *weight, self.bias_O, self.silu_mul, self.residual_TO)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def group_linear(
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    out_features: int,
+    bits: int,
+    group_size: int,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias_O: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `compile_and_serve.custom_ops.quantized.group_linear.group_linear`, over a weight in the Triton layout."""
+    if x_TI.stride(1) != 1:
+        x_TI = x_TI.contiguous()
+    if residual_TO is not None and residual_TO.stride(1) != 1:
+        residual_TO = residual_TO.contiguous()
+    if not x_TI.shape[0]:
+        return x_TI.new_empty(0, out_features // 2 if silu_mul else out_features)
+    linear = GroupLinear(
+        x_TI=x_TI, packed=packed, scale=scale, offset=offset, out_features=out_features, bits=bits, group_size=group_size,
+        norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul, residual_TO=residual_TO,
+    )  # fmt: skip
+    return linear.run(linear.fastest())

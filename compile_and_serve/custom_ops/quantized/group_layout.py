@@ -1,0 +1,132 @@
+"""Layouts of group-quantized weights for the kernels of `cas::group_linear`.
+
+Shape legend: I input features, O output features, G groups of inputs.
+
+- plain: codes uint8 [O, I], scales and offsets [O, G]. Every device can run the torch reference on it.
+- Triton: codes int16 [ceil(O / 64), ceil(I / 128), 64, 32] with 4 bits, [ceil(O / 64), ceil(I / 64), 64, 32] with 8 bits. Element c of a
+  block has the codes of columns c, c + 32, c + 64 and c + 96 (8 bits: c and c + 32), lowest bits first. So one shift gives codes of 32
+  adjacent columns, and a tile of 64 outputs is contiguous in memory. Scales and offsets: [ceil(O / 64), G, 64].
+- C++: codes uint8 [ceil(O / 16), ceil(I / 32), 16 · 16 bytes (4 bits) or 32 · 16 bytes (8 bits)]: of 16 outputs, 4 adjacent inputs each;
+  with 4 bits the high nibbles are the next 4 inputs. Scales and offsets: [ceil(O / 16), ceil(I / 32) · S, 16], where S = 1, or 2 for
+  groups of 16.
+
+The layouts differ in the number of dimensions: 2, 4 and 3.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+TILE_OUTPUTS = 64  # outputs per tile of the Triton layout
+TILE_WORDS = 32  # int16 elements per output of a tile
+CPU_OUTPUTS = 16
+CPU_INPUTS = 32  # inputs per block of the C++ layout
+
+
+def dequantize_groups(
+    codes_OI: torch.Tensor,
+    scale_OG: torch.Tensor,
+    offset_OG: torch.Tensor | None,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    input_groups_I: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(code − zero point) · scale, or code · scale + minimum, in float32 (float64 for float64), rounded once to `dtype`. → [O, I]
+
+    offset_OG: integers are zero points, floating-point numbers are minima; None: the zero point is 2^(bits − 1).
+    """
+    math_dtype = torch.promote_types(dtype, torch.float32)
+    in_features = codes_OI.shape[1]
+
+    def over_inputs(values_OG: torch.Tensor) -> torch.Tensor:
+        values_OG = values_OG.to(math_dtype)
+        if input_groups_I is not None:
+            return values_OG[:, input_groups_I]
+        return values_OG.repeat_interleave(group_size, 1)[:, :in_features]
+
+    codes = codes_OI.to(math_dtype)
+    scale = over_inputs(scale_OG)
+    if offset_OG is None:
+        return ((codes - (1 << (bits - 1))) * scale).to(dtype)
+    if offset_OG.is_floating_point():
+        return (codes * scale + over_inputs(offset_OG)).to(dtype)
+    return ((codes - over_inputs(offset_OG)) * scale).to(dtype)
+
+
+def tile_columns(bits: int) -> int:
+    """Inputs per tile of the Triton layout."""
+    return TILE_WORDS * 16 // bits
+
+
+def pack_codes_triton(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [O, I] → int16 [ceil(O / 64), ceil(I / columns), 64, 32]"""
+    out_features, in_features = codes_OI.shape
+    columns = tile_columns(bits)
+    tiles, blocks = -(-out_features // TILE_OUTPUTS), -(-in_features // columns)
+    padded = F.pad(codes_OI, (0, blocks * columns - in_features, 0, tiles * TILE_OUTPUTS - out_features))
+    parts = padded.view(tiles, TILE_OUTPUTS, blocks, 16 // bits, TILE_WORDS).to(torch.int16)
+    words = parts[:, :, :, 0].clone()
+    for part in range(1, 16 // bits):
+        words |= parts[:, :, :, part] << (bits * part)
+    return words.transpose(1, 2).contiguous()
+
+
+def pack_scales_triton(scale_OG: torch.Tensor) -> torch.Tensor:
+    """[O, G] → [ceil(O / 64), G, 64]"""
+    return _blocked_rows(scale_OG, TILE_OUTPUTS)
+
+
+def pack_codes_cpu(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [O, I] → uint8 [ceil(O / 16), ceil(I / 32), 256 or 512]"""
+    out_features, in_features = codes_OI.shape
+    blocks, groups = -(-out_features // CPU_OUTPUTS), -(-in_features // CPU_INPUTS)
+    padded = F.pad(codes_OI, (0, groups * CPU_INPUTS - in_features, 0, blocks * CPU_OUTPUTS - out_features))
+    # [block, output, group, quad, input] → [block, group, quad, output, input]
+    quads = padded.view(blocks, CPU_OUTPUTS, groups, CPU_INPUTS // 4, 4).permute(0, 2, 3, 1, 4)
+    if bits == 8:
+        return quads.reshape(blocks, groups, CPU_INPUTS * CPU_OUTPUTS)
+    packed = quads[:, :, 0::2] | (quads[:, :, 1::2] << 4)
+    return packed.reshape(blocks, groups, CPU_INPUTS * CPU_OUTPUTS // 2)
+
+
+def pack_scales_cpu(scale_OG: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
+    """[O, G] → [ceil(O / 16), ceil(I / 32), 16], or with groups of 16 [ceil(O / 16), ceil(I / 32) · 2, 16]"""
+    step = min(group_size, CPU_INPUTS)
+    width = -(-in_features // CPU_INPUTS) * (CPU_INPUTS // step)
+    expanded = scale_OG.repeat_interleave(group_size // step, 1)[:, :width]
+    return _blocked_rows(F.pad(expanded, (0, width - expanded.shape[1])), CPU_OUTPUTS)
+
+
+def unpack_codes(packed: torch.Tensor, bits: int, out_features: int, in_features: int) -> torch.Tensor:
+    """The codes of any layout. → uint8 [out_features, in_features]"""
+    if packed.dim() == 2:
+        return packed
+    if packed.dim() == 4:
+        parts = [(packed >> (bits * part)) & ((1 << bits) - 1) for part in range(16 // bits)]
+        padded = torch.stack(parts, 3).to(torch.uint8).transpose(1, 2)  # [tile, output, block, part, word]
+        return padded.reshape(packed.shape[0] * TILE_OUTPUTS, -1)[:out_features, :in_features]
+    blocks, groups, _ = packed.shape
+    if bits == 8:
+        quads = packed.view(blocks, groups, CPU_INPUTS // 4, CPU_OUTPUTS, 4)
+    else:
+        pairs = packed.view(blocks, groups, CPU_INPUTS // 8, CPU_OUTPUTS, 4)
+        quads = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2, 3)
+    padded = quads.permute(0, 3, 1, 2, 4).reshape(blocks * CPU_OUTPUTS, -1)
+    return padded[:out_features, :in_features]
+
+
+def unpack_scales(packed: torch.Tensor, out_features: int) -> torch.Tensor:
+    """The scales or offsets of any layout. → [out_features, groups]"""
+    if packed.dim() == 2:
+        return packed
+    return packed.transpose(1, 2).flatten(0, 1)[:out_features]
+
+
+def _blocked_rows(values_OG: torch.Tensor, rows: int) -> torch.Tensor:
+    """[O, G] → [ceil(O / rows), G, rows], padded with zeros."""
+    out_features, groups = values_OG.shape
+    blocks = -(-out_features // rows)
+    padded = F.pad(values_OG, (0, 0, 0, blocks * rows - out_features))
+    return padded.view(blocks, rows, groups).transpose(1, 2).contiguous()

@@ -1,0 +1,254 @@
+"""Linears that a checkpoint stores as 4-bit or 8-bit codes with scales per group of inputs, from its `quantization_config`.
+
+- `awq` (AutoAWQ, version "gemm"): 4 bits with zero points, `qweight`, `qzeros`, `scales`.
+- `gptq` (AutoGPTQ, GPTQModel): 2, 3, 4 and 8 bits, with or without act-order (`desc_act`), the same names and `g_idx`. The format "gptq"
+  stores zero points minus 1, "gptq_v2" as they are.
+- `auto-round`: either of them, as `packing_format` says.
+- compressed-tensors' `pack-quantized`: `weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_and_serve.custom_ops.quantization import GroupedWeight
+from compile_and_serve.models.config import ModelConfigError
+
+PACKED_FORMAT = "pack-quantized"
+_WHOLE = 128  # one group per output is a group of the inputs, rounded up to this multiple
+_KERNEL_GROUP = 16  # groups are multiples of this
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def grouped_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, GroupedWeight] | None:
+    """Parameter name → how the checkpoint stores it; None for other quantization methods. Raises `ModelConfigError`."""
+    method = config.get("quant_method")
+    if method == "awq":
+        return _awq(config, linears)
+    if method == "gptq":
+        return _gptq(config, linears)
+    if method in ("auto-round", "intel/auto-round"):
+        return _auto_round(config, linears)
+    return None
+
+
+def _awq(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, GroupedWeight]:
+    bits = config.get("bits", config.get("w_bit", 4))
+    _require("bits", bits, (4,))
+    _require("version", str(config.get("version", "gemm")).lower(), ("gemm",))
+    _require("zero_point", config.get("zero_point", True), (True,))
+    group_size = _integer(config, "group_size", config.get("q_group_size", 128))
+    ignored = ["lm_head", *(config.get("modules_to_not_convert") or [])]
+    return {
+        f"{name}.weight": awq_weight(name, linear, group_size)
+        for name, linear in linears.items()
+        if not _is_ignored(name, ignored)
+    }
+
+
+def awq_weight(name: str, linear: nn.Linear, group_size: int) -> GroupedWeight:
+    """A linear in AWQ's format: qweight int32 [I, O / 8], qzeros int32 [G, O / 8], scales float16 [G, O]."""
+    out_features, in_features = linear.weight.shape
+    group_size, groups = _groups(name, in_features, group_size)
+    _require_multiple(name, "outputs", out_features, 8)
+    return GroupedWeight(
+        bits=4,
+        group_size=group_size,
+        tensors=(
+            (f"{name}.qweight", (in_features, out_features // 8), torch.int32),
+            (f"{name}.qzeros", (groups, out_features // 8), torch.int32),
+            (f"{name}.scales", (groups, out_features), torch.float16),
+        ),
+        codes=("awq_codes", f"{name}.qweight"),
+        scale=("transposed", f"{name}.scales"),
+        offset=("awq_codes", f"{name}.qzeros"),
+    )
+
+
+def _gptq(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, GroupedWeight]:
+    file_format = config.get("checkpoint_format") or config.get("format") or "gptq"
+    _require("checkpoint_format", file_format, ("gptq", "gptq_v2"))
+    only = [name for names in config.get("modules_in_block_to_quantize") or [] for name in _as_list(names)]
+    ignored = [*([] if config.get("lm_head") else ["lm_head"]), *(config.get("modules_to_not_convert") or [])]
+    found: dict[str, GroupedWeight] = {}
+    for name, linear in linears.items():
+        if _is_ignored(name, ignored) or (only and not any(name.endswith(f".{one}") for one in only)):
+            continue
+        settings = _overridden(config, name)
+        if settings is None:
+            continue
+        found[f"{name}.weight"] = gptq_weight(
+            name, linear, _bits(settings), _integer(settings, "group_size", 128), stores_less=file_format == "gptq",
+            act_order=bool(settings.get("desc_act", False)) and not settings.get("static_groups", False),
+        )  # fmt: skip
+    return found
+
+
+def _overridden(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """The settings of a module with GPTQModel's `dynamic` rules (regular expression → settings); None: it is not quantized."""
+    for pattern, settings in (config.get("dynamic") or {}).items():
+        if pattern.startswith("-:"):
+            if re.match(pattern[2:], name):
+                return None
+        elif re.match(pattern.removeprefix("+:"), name):
+            return {**config, **settings}
+    return config
+
+
+def gptq_weight(
+    name: str, linear: nn.Linear, bits: int, group_size: int, *, stores_less: bool, act_order: bool
+) -> GroupedWeight:
+    """A linear in GPTQ's format: qweight int32 [I · bits / 32, O], qzeros int32 [G, O · bits / 32], scales float16 [G, O], g_idx int32 [I].
+
+    stores_less: zero points are stored minus 1. act_order: the inputs of a group are not adjacent.
+    """
+    out_features, in_features = linear.weight.shape
+    group_size, groups = _groups(name, in_features, group_size)
+    _require_multiple(name, "inputs", in_features, 32)
+    _require_multiple(name, "outputs", out_features, 32)
+    order = ((f"{name}.g_idx", (in_features,), torch.int32),) if act_order and groups > 1 else ()
+    return GroupedWeight(
+        bits=bits,
+        group_size=group_size,
+        tensors=(
+            (f"{name}.qweight", (in_features * bits // 32, out_features), torch.int32),
+            (f"{name}.qzeros", (groups, out_features * bits // 32), torch.int32),
+            (f"{name}.scales", (groups, out_features), torch.float16),
+            *order,
+        ),
+        codes=("gptq_codes", f"{name}.qweight", bits, in_features),
+        scale=("transposed", f"{name}.scales"),
+        offset=("gptq_zeros", f"{name}.qzeros", bits, out_features, int(stores_less)),
+        input_groups=f"{name}.g_idx" if order else None,
+        unused=(f"{name}.g_idx",),
+    )
+
+
+def _auto_round(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, GroupedWeight]:
+    packing = str(config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq")
+    known = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_gptq", "auto_awq")
+    _require("packing_format", packing, known)
+    blocks = _as_list(config.get("block_name_to_quantize") or config.get("to_quant_block_names") or [])
+    found: dict[str, GroupedWeight] = {}
+    extra = config.get("extra_config") or {}
+    for name, linear in linears.items():
+        own = next((extra[key] for key in extra if key == name or _matches(key, name)), None)
+        if own is None and (
+            name == "lm_head" or (blocks and not any(name.startswith(f"{block}.") for block in blocks))
+        ):
+            continue
+        settings = {**config, **(own or {})}
+        if settings.get("bits", 4) >= 16:
+            continue
+        if packing.endswith("auto_awq"):
+            _require("bits", settings.get("bits"), (4,))
+            found[f"{name}.weight"] = awq_weight(name, linear, _integer(settings, "group_size", 128))
+        else:
+            found[f"{name}.weight"] = gptq_weight(
+                name, linear, _bits(settings), _integer(settings, "group_size", 128), stores_less=True, act_order=False
+            )
+    return found
+
+
+def pack_quantized(
+    name: str, linear: nn.Linear, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, model_dtype: Any
+) -> GroupedWeight:
+    """A linear in compressed-tensors' pack-quantized format. weights, inputs: the group's. model_dtype: the config's, which scales have."""
+    if inputs is not None:
+        raise ModelConfigError(
+            f"compressed-tensors' input_activations with the format {PACKED_FORMAT} are not supported: use weight-only quantization."
+        )
+    bits = weights.get("num_bits")
+    _require("config_groups.weights.num_bits", bits, (4, 8))
+    _require("config_groups.weights.type", weights.get("type", "int"), ("int",))
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    _require("config_groups.weights.strategy", strategy, ("group", "channel"))
+    actorder = weights.get("actorder")
+    _require("config_groups.weights.actorder", actorder, (None, False, "weight", "static", "group", "dynamic"))
+    out_features, in_features = linear.weight.shape
+    size = -1 if strategy == "channel" else _integer(weights, "group_size", 128)
+    group_size, groups = _groups(name, in_features, size)
+    words, is_symmetric = -(-in_features * bits // 32), weights.get("symmetric", True)
+    has_order = actorder in ("group", "dynamic") and groups > 1
+    tensors = [
+        (f"{name}.weight_packed", (out_features, words), torch.int32),
+        (f"{name}.weight_scale", (out_features, groups), _DTYPES.get(str(model_dtype), torch.float32)),
+    ]
+    if not is_symmetric:
+        tensors.append((f"{name}.weight_zero_point", (-(-out_features * bits // 32), groups), torch.int32))
+    if has_order:
+        tensors.append((f"{name}.weight_g_idx", (in_features,), torch.int32))
+    zeros = ("packed_columns", f"{name}.weight_zero_point", bits, out_features)
+    return GroupedWeight(
+        bits=bits,
+        group_size=group_size,
+        tensors=tuple(tensors),
+        codes=("packed_rows", f"{name}.weight_packed", bits, in_features),
+        scale=f"{name}.weight_scale",
+        offset=None if is_symmetric else zeros,
+        input_groups=f"{name}.weight_g_idx" if has_order else None,
+        unused=(f"{name}.weight_shape", f"{name}.weight_g_idx", f"{name}.weight_zero_point"),
+    )
+
+
+def _groups(name: str, in_features: int, group_size: int) -> tuple[int, int]:
+    """(inputs per group, groups); a group_size of −1 is one group per output."""
+    if group_size == -1 or group_size >= in_features:
+        return -(-in_features // _WHOLE) * _WHOLE, 1
+    if group_size <= 0 or group_size % _KERNEL_GROUP:
+        raise ModelConfigError(
+            f"quantization_config's group_size is {group_size}: expected -1 or a multiple of {_KERNEL_GROUP}."
+        )
+    if in_features % group_size:
+        raise ModelConfigError(
+            f"quantization_config's group_size is {group_size}, which does not divide the {in_features} inputs of {name}."
+        )
+    return group_size, in_features // group_size
+
+
+def _bits(settings: Mapping[str, Any]) -> int:
+    _require("bits", settings.get("bits"), (2, 3, 4, 8))
+    return settings["bits"]
+
+
+def _integer(settings: Mapping[str, Any], field: str, default: Any) -> int:
+    value = settings.get(field, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ModelConfigError(f"quantization_config's {field} is {value!r}: expected an integer.")
+    return value
+
+
+def _require(field: str, value: Any, known: Sequence[Any]) -> None:
+    if value not in known:
+        expected = " or ".join(repr(one) for one in known)
+        raise ModelConfigError(
+            f"quantization_config's {field} is {value!r}, which is not supported: expected {expected}."
+        )
+
+
+def _require_multiple(name: str, what: str, size: int, multiple: int) -> None:
+    if size % multiple:
+        raise ModelConfigError(f"{name} has {size} {what}, but its packed format needs a multiple of {multiple}.")
+
+
+def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
+    return any(
+        f".{name}.".endswith(f".{one}.") or f"{name}.".startswith(f"{one}.") or f".{one}." in f".{name}."
+        for one in ignored
+    )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a key of extra_config is a regular expression for the module."""
+    return any(character in pattern for character in "*+[(\\") and re.fullmatch(pattern, name) is not None
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [one.strip() for one in value.split(",")]
+    return [item for one in value for item in _as_list(one)] if isinstance(value, list | tuple) else [value]

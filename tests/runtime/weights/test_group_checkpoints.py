@@ -1,0 +1,173 @@
+"""AWQ, GPTQ, auto-round and compressed-tensors W4A16 end to end: dequantized values are exact, and logits match the dequantized model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler.model import Model
+from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
+from tests.support.group_checkpoints import write_grouped
+from tests.support.tiny_models import caches, step
+
+CPU = torch.device("cpu")
+KERNELS = frozenset({"rope_attention", "fused_linear"})
+TOKENS = [5, 6, 7, 8, 200, 41]
+LAYERS = 2
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+
+
+def w4a16(**weights: Any) -> dict[str, Any]:
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | weights
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "gptq-zeros": GPTQ | {"sym": False},
+    "gptq-act-order": GPTQ | {"desc_act": True, "sym": False},
+    "gptq-v2-channel": GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1},
+    "gptq-8-bits": GPTQ | {"bits": 8, "sym": False},
+    "gptq-3-bits": GPTQ | {"bits": 3, "sym": False},
+    "auto-round": GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
+    "auto-round-awq": AWQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+    "w4a16": w4a16(),
+    "w4a16-zeros": w4a16(symmetric=False),
+    "w8a16-channel": w4a16(num_bits=8, strategy="channel", group_size=None),
+    "w4a16-act-order": w4a16(actorder="group"),
+}
+COMPILED = ("awq", "gptq-act-order", "gptq-8-bits", "gptq-3-bits", "w4a16")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=128, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.08, tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("plain")
+    LlamaForCausalLM(config).to(torch.float16).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, config: CompileConfig, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    spec = build_model(read_config(folder), dtype=dtype)
+    model = compile_model(spec, config, device=CPU, dtype=dtype, kernels=KERNELS)
+    load_weights(model, spec, folder, **({"load_format": "auto", "device": CPU, "dtype": dtype, "seed": 0} | options))
+    return model
+
+
+def logits(model: Model, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return step(model, TOKENS, 0, caches(model.spec, dtype))  # type: ignore[attr-defined]
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((out.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -> None:
+    quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
+    model = load(quantized, CompileConfig(mode="eager"))
+    held = dict(model.spec.module.named_parameters())  # type: ignore[attr-defined]
+    held |= dict(model.module.named_parameters())  # type: ignore[attr-defined, union-attr]
+    for key, expected in load_file(dequantized / "model.safetensors").items():
+        assert torch.equal(held[key].float(), expected.float()), key
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
+    quantized, dequantized = write_grouped(plain, tmp_path, FORMATS[name])
+    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    model = load(
+        quantized, CompileConfig(cache_dir=tmp_path / "cache", verify_passes=name in ("awq", "gptq-act-order"))
+    )
+    row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
+    assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
+    if name == "awq":
+        assert [row for row in model.report["passes"] if row.get("verification", {}).get("reason")] == []
+    assert relative_error(logits(model), reference) < 1e-3
+    assert any(target.endswith("bits.packed") for target in model.weights)  # type: ignore[attr-defined]
+
+
+def test_float16_end_to_end(plain: Path, tmp_path: Path) -> None:
+    quantized, dequantized = write_grouped(plain, tmp_path, AWQ)
+    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"), torch.float16)
+    assert relative_error(logits(model, torch.float16), reference) < 5e-3
+    scales = [w for target, w in model.weights.items() if target.endswith("4bits.scale")]  # type: ignore[attr-defined]
+    assert scales and all(scale.dtype == torch.float16 for scale in scales)
+
+
+def test_modules_that_are_not_quantized(plain: Path, tmp_path: Path) -> None:
+    skipped = ("model.layers.1.self_attn.k_proj", "model.layers.0.mlp.down_proj")
+    config = AWQ | {"modules_to_not_convert": list(skipped)}
+    quantized, dequantized = write_grouped(plain, tmp_path, config, skipped)
+    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache"))
+    row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
+    assert (row["matched"], row["near_misses"]) == (4 * LAYERS - 1, [])  # q and v are merged without k
+    reference = logits(load(dequantized, CompileConfig(mode="eager")))
+    assert relative_error(logits(model), reference) < 1e-3
+
+
+def test_dummy_weights_are_random_bits(plain: Path, tmp_path: Path) -> None:
+    for config in (AWQ, FORMATS["gptq-act-order"], FORMATS["w4a16"]):
+        settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        model = load(tmp_path, CompileConfig(mode="eager"), load_format="dummy")
+        weight = model.module.model.layers[0].mlp.up_proj.weight  # type: ignore[attr-defined, union-attr]
+        assert 0.6 < weight.std() / settings["initializer_range"] < 1.2
+        assert logits(model).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AWQ | {"version": "gemv"}, "version is 'gemv'"),
+        (AWQ | {"bits": 3}, "bits is 3"),
+        (AWQ | {"group_size": 48}, "group_size is 48, which does not divide the 128 inputs of model.layers.0"),
+        (GPTQ | {"bits": 5}, "bits is 5"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (GPTQ | {"group_size": "big"}, "group_size is 'big': expected an integer"),
+        (GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:gguf"}, "packing_format is"),
+        (w4a16(num_bits=5), "num_bits is 5"),
+        (w4a16(strategy="tensor"), "strategy is 'tensor'"),
+        ({"quant_method": "squeeze"}, "quant_method 'squeeze' is not supported"),
+    ],
+)
+def test_a_wrong_config_is_one_sentence(config: dict[str, Any], message: str, plain: Path) -> None:
+    settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
+    with pytest.raises(ModelConfigError) as caught:
+        build_model(settings, dtype=torch.float32)
+    assert message in str(caught.value)
+    assert str(caught.value).count(". ") == 0
+
+
+def test_scales_that_would_lose_bits_are_an_error(plain: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    quantized, _ = write_grouped(plain, tmp_path, AWQ)
+    file = quantized / "model.safetensors"
+    tensors = {n: t.float() * 1.0001 if n.endswith(".scales") else t for n, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(WeightError, match="is stored as torch.float32, but quantization_config makes it torch.float16"):
+        load(quantized, CompileConfig(mode="eager"))
