@@ -2,7 +2,8 @@
 
 usage: python -m benchmarks.ops_gpu_quantized [--models llama-8b] [--tokens 1,16,64] [--sites qkv,down] [--quantization fp8] [--sweep]
        python -m benchmarks.ops_gpu_quantized --quantization int4 --tokens 1,4,16,64,256,4096 [--sweep]
-int4: random 4-bit codes with float16 scales and zero points for groups of 128 inputs, as in AWQ. CUTLASS' kernels are built first if needed (a minute). Weights come from memory, as in a step over many layers.
+int4: random 4-bit codes with float16 scales and zero points for groups of 128 inputs, as in AWQ.
+CUTLASS' kernels are built first if needed (a minute). Weights come from memory, as in a step over many layers.
 """
 
 from __future__ import annotations

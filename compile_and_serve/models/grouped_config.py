@@ -163,7 +163,7 @@ def pack_quantized(
         raise ModelConfigError(
             f"compressed-tensors' input_activations with the format {PACKED_FORMAT} are not supported: use weight-only quantization."
         )
-    bits = weights.get("num_bits")
+    bits: int = weights.get("num_bits", 0)
     _require("config_groups.weights.num_bits", bits, (4, 8))
     _require("config_groups.weights.type", weights.get("type", "int"), ("int",))
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
@@ -175,7 +175,7 @@ def pack_quantized(
     group_size, groups = _groups(name, in_features, size)
     words, is_symmetric = -(-in_features * bits // 32), weights.get("symmetric", True)
     has_order = actorder in ("group", "dynamic") and groups > 1
-    tensors = [
+    tensors: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         (f"{name}.weight_packed", (out_features, words), torch.int32),
         (f"{name}.weight_scale", (out_features, groups), _DTYPES.get(str(model_dtype), torch.float32)),
     ]

@@ -155,7 +155,8 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
 def _extend(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     """Replace a quantized linear by one with the site's ops fused into it."""
     at, args, out = _fused_arguments(site.linear), list(site.linear.args), site.out
-    assert out is not None and callable(site.linear.target)
+    assert out is not None
+    assert callable(site.linear.target)
     args[0] = site.x
     args[at] = [site.norm_weight, site.eps, args[at][2], site.silu_mul, site.residual]
     with gm.graph.inserting_before(out):

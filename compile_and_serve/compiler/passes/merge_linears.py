@@ -3,7 +3,8 @@
     F.linear(x, a), F.linear(x, b)  →  F.linear(x, cat(a, b)).split(…)
 
 One kernel reads x once, instead of two or three kernels; for small batches, one large product is faster than several small ones. The
-weights are concatenated once, while they are loaded. Weights that the checkpoint stores in different group-quantized formats are not merged.
+weights are concatenated once, while they are loaded. Weights in different
+group-quantized formats are not merged.
 """
 
 from __future__ import annotations

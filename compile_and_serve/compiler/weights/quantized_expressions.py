@@ -12,8 +12,8 @@ does with the scales. With Q the values and S the scales of an expression,
 so a merged or sharded weight has exactly the values that its parts would have separately. f and g are weight functions that are
 registered with `selects`. With scales per block, they must not divide a block.
 
-Weights with scales per group of inputs (`GroupedWeight`) have codes, scales and offsets. f applies to all three, g to codes, and to scales and
-offsets whose groups are divided where a slice would divide one.
+Weights with scales per group of inputs (`GroupedWeight`) have codes, scales and offsets. f applies to all three, g to codes, and to
+scales and offsets, whose groups are divided where a slice would divide one.
 """
 
 from __future__ import annotations

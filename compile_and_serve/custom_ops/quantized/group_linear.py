@@ -2,8 +2,8 @@
 
 Shape legend: T tokens, I input features, O output features, G groups of inputs.
 
-weight = (code − zero point) · scale, or code · scale + minimum. Activations stay in their dtype, except that the C++ kernels convert them to
-integers with one scale for 32 inputs: of 8 bits in a bfloat16 model, of 16 bits in a float32 model. The layouts are those of
+weight = (code − zero point) · scale, or code · scale + minimum. Activations stay in their dtype, except that the C++ kernels convert them
+to integers with one scale for 32 inputs: of 8 bits in a bfloat16 model, of 16 bits in a float32 model. The layouts are those of
 `group_layout.py`.
 """
 
@@ -196,7 +196,7 @@ def group_linear(
     residual_TO: [T, O] (with silu_mul: [T, O / 2]). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
 
     Products are summed in float32, scaled in float32, and rounded once to x's dtype. The normalized x is rounded to x's dtype. For many
-    tokens on CUDA, the weight is rounded to x's dtype, and products round before bias, SiLU-mul and residual. C++: see the file's docstring.
+    tokens on CUDA, the weight is rounded to x's dtype, and products round before bias, SiLU-mul and residual. C++: see above.
     """
     return _group_linear_op(
         x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO
