@@ -10,7 +10,8 @@ special case.
 
 from __future__ import annotations
 
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import (
@@ -64,6 +65,10 @@ class Executor(Protocol):
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
         """Wait for the oldest launched step. Raises what the rank raised, or `RankFailedError`."""
+        ...
+
+    def compile_grammar(self, grammar: str) -> Future[Any]:
+        """Let every rank compile a checked grammar of structured output. The result may raise `ValueError`."""
         ...
 
     def idle(self) -> bool:

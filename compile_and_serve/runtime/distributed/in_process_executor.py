@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.executor import StepHandle
@@ -43,6 +44,10 @@ class InProcessExecutor:
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
         """Wait for a launched step and return what it sampled."""
         return handle.result()  # type: ignore[attr-defined]
+
+    def compile_grammar(self, grammar: str) -> Future[Any]:
+        """Compile a grammar of structured output in a thread."""
+        return self.runner.grammars.compile(grammar)
 
     def idle(self) -> bool:
         """Capture one more CUDA graph; False if there is none to capture."""

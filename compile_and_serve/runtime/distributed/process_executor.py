@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -38,6 +39,7 @@ from compile_and_serve.runtime.distributed.executor import (
     report_shared_stages,
 )
 from compile_and_serve.runtime.distributed.rank_messages import (
+    CompileGrammar,
     FromRank,
     IdleTaskDone,
     ProgressReport,
@@ -55,6 +57,8 @@ from compile_and_serve.runtime.distributed.rank_messages import (
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap, rank_environment
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
+from compile_and_serve.runtime.structured.compiler import GrammarCompiler
+from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +163,7 @@ class DistributedExecutor:
         first = next(message.info for message in loaded if message.rank == 0)
         self.info = msgspec.structs.replace(first, num_blocks=num_blocks)
         self._has_idle_tasks = first.has_idle_tasks
+        self._grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), first.vocab_size)
 
     def launch(self, scheduled: SchedulerOutput) -> StepHandle:
         """Send the step to every rank."""
@@ -172,6 +177,11 @@ class DistributedExecutor:
         assert done.output.step == handle.step, (done.output.step, handle.step)
         self._stats = done.stats
         return done.output
+
+    def compile_grammar(self, grammar: str) -> Future[Any]:
+        """Compile a grammar of structured output here, to know whether it can be, and on every rank."""
+        self._broadcast(CompileGrammar(grammar))
+        return self._grammars.compile(grammar)
 
     def idle(self) -> bool:
         """Capture one more CUDA graph on every rank; False if there is none to capture.

@@ -24,6 +24,12 @@ class RunStep(msgspec.Struct, tag="step"):
     scheduled: SchedulerOutput
 
 
+class CompileGrammar(msgspec.Struct, tag="grammar"):
+    """Compile a checked grammar of structured output in a thread: a request that needs it will come."""
+
+    grammar: str
+
+
 class RunIdleTask(msgspec.Struct, tag="idle"):
     """Run one deferrable task, such as capturing a CUDA graph."""
 
@@ -32,7 +38,7 @@ class StopRank(msgspec.Struct, tag="stop"):
     """End the process."""
 
 
-ToRank = StartRank | RunStep | RunIdleTask | StopRank
+ToRank = StartRank | RunStep | CompileGrammar | RunIdleTask | StopRank
 
 
 class RankStage(msgspec.Struct, tag="stage"):

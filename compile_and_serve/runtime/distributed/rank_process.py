@@ -27,6 +27,7 @@ from compile_and_serve.runtime.distributed.child_process import (
     set_up_child,
 )
 from compile_and_serve.runtime.distributed.rank_messages import (
+    CompileGrammar,
     FromRank,
     IdleTaskDone,
     ProgressReport,
@@ -144,6 +145,8 @@ class RankProcess:
                 results.wait_for_room()
                 self._steps_begun += 1
                 results.put(worker.launch(command.scheduled), worker.stats())
+            elif isinstance(command, CompileGrammar):
+                worker.runner.grammars.compile(command.grammar)
             else:
                 results.wait_for_all()  # no other thread may wait for the device while a graph is captured
                 did_work = worker.idle()

@@ -11,7 +11,9 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -23,6 +25,7 @@ from compile_and_serve.runtime.messages import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    ErrorKind,
     RequestOutput,
     Sibling,
     StageCallback,
@@ -40,6 +43,8 @@ UtilityValue = dict[str, int | float | str | bool | None]
 
 # Decode steps without a CUDA graph before one is captured under load: a capture costs as much as several steps.
 MISSES_BEFORE_CAPTURE = 4
+GRAMMAR_WAIT_SECONDS = 0.002  # for a grammar, while no step can run: new requests may arrive meanwhile
+NO_GRAMMAR = "The engine failed on this request's structured_outputs; its log has the details."
 
 
 class EngineCore:
@@ -74,6 +79,7 @@ class EngineCore:
         self._decode_misses = 0  # as of the last idle task
         self._host_gap = 0.0
         self._idle_since: float | None = None
+        self._compiling: list[tuple[list[str], Future[Any]]] = []  # requests whose grammars are not known to be ready
         self._broken_by: BaseException | None = None  # the error with which a step failed
         self.info = EngineInfo(
             max_model_len=found.max_model_len,
@@ -109,7 +115,18 @@ class EngineCore:
                 sampling_params=msgspec.structs.replace(params, seed=draw(63)),
                 siblings=[Sibling(sibling.request_id, draw(63)) for sibling in request.siblings],
             )
-        self._scheduler.add_request(request)
+        structured = params.structured_outputs
+        if structured is None:
+            self._scheduler.add_request(request)
+            return
+        if structured.compiled is None:
+            raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
+        grammar = self._executor.compile_grammar(structured.compiled)
+        if grammar.done():
+            grammar.result()
+        self._scheduler.add_request(request, grammar)
+        if not grammar.done():
+            self._compiling.append((request.request_ids, grammar))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without an output; unknown ids are ignored."""
@@ -130,6 +147,7 @@ class EngineCore:
                 "unknown: create a new engine."
             ) from self._broken_by
         scheduler, in_flight, executor = self._scheduler, self._in_flight, self._executor
+        failed = self._requests_without_grammar() if self._compiling else []
         depth = self._depth
         if executor.stats().decode_misses - self._decode_misses >= MISSES_BEFORE_CAPTURE:
             depth = 1  # a graph can be captured only while nothing is in flight
@@ -149,17 +167,34 @@ class EngineCore:
                     raise
         if not in_flight:
             self._idle_since = None
-            return StepOutputs(stats=self.stats())
+            if self._compiling and not failed:
+                wait((grammar for _, grammar in self._compiling), GRAMMAR_WAIT_SECONDS, FIRST_COMPLETED)
+            return StepOutputs(outputs=failed, stats=self.stats())
         scheduled, handle = in_flight[0]
         result = executor.result(handle)  # if Ctrl-C interrupts this wait, the step stays in flight
         in_flight.popleft()
         self._idle_since = None if in_flight else time.perf_counter()
-        outputs = scheduler.update(scheduled, result)
+        outputs = failed + scheduler.update(scheduled, result)
         if not scheduler.has_work():
             self._idle_since = None
         stats = self.stats()
         stats.step_tokens = scheduled.total_num_scheduled_tokens
         return StepOutputs(outputs=outputs, stats=stats)
+
+    def _requests_without_grammar(self) -> list[RequestOutput]:
+        """End the requests whose grammars turned out to be wrong."""
+        outputs: list[RequestOutput] = []
+        for request_ids, grammar in self._compiling:
+            if grammar.done() and (error := grammar.exception()) is not None:
+                kind: ErrorKind = "invalid" if isinstance(error, ValueError) else "internal"
+                reason = str(error) if kind == "invalid" else NO_GRAMMAR
+                outputs += [
+                    RequestOutput(request_id=request_id, finish_reason="error", error=reason, error_kind=kind)
+                    for request_id in self._scheduler.unfinished(request_ids)
+                ]
+                self._scheduler.abort(request_ids)
+        self._compiling = [entry for entry in self._compiling if not entry[1].done()]
+        return outputs
 
     def idle(self) -> bool:
         """Run one deferrable task (capture one more CUDA graph); False if there is none or a step is in flight.

@@ -10,20 +10,23 @@ CPU `launch` computes at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
 from compile_and_serve.compiler.cudagraphs.runner import StepResult
 from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.sampling.token_masks import mask_tokens
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device, begin_step, end_step
-from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
+from compile_and_serve.runtime.runner.device import num_cores
+from compile_and_serve.runtime.runner.input_batch import BatchLayout, HeldRequest, InputBatch
 from compile_and_serve.runtime.runner.pending_step import OnAccepted, PendingStep, PromptResult
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
@@ -32,6 +35,9 @@ from compile_and_serve.runtime.sampling.ops import SAMPLING_FIELDS
 from compile_and_serve.runtime.sampling.sampler import Sampler, SamplingPlan
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
+from compile_and_serve.runtime.structured.compiler import GrammarCompiler
+from compile_and_serve.runtime.structured.masks import GrammarSequence, MaskedRows, TokenMasks
+from compile_and_serve.runtime.text.load_tokenizer import load_model_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +99,10 @@ class ModelRunner:
         self._advances_on_device = (
             spec.drafter is None and advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
         )
+        self.grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), spec.vocab_size)
+        self._sequences: dict[int, GrammarSequence] = {}  # of structured output, by slot
+        self._masks: TokenMasks | None = None
+        self._structured_step: PendingStep | None = None  # the last one with structured output
         self._plan: SamplingPlan | None = None
         self._plan_version = -1
         self._last_step: Step | None = None
@@ -121,6 +131,7 @@ class ModelRunner:
         if plan is None or plan.valid_steps <= 0:
             batch.forget_advanced()  # what it is sampled with is new
         layout, buffers, tokens = batch.prepare(scheduled)
+        structured = self._structured_rows(layout) if self._sequences else []
         if plan is None or self._plan_version != layout.version or plan.valid_steps <= 0:
             plan = self._plan = self._sampling_plan(layout)
             self._plan_version = layout.version
@@ -129,7 +140,7 @@ class ModelRunner:
         else:
             for name, values in sampler.inputs(plan).items():
                 buffers.host[name][: len(values)] = values
-            result = self._run(layout, buffers, tokens)
+            result = self._run(layout, buffers, tokens, with_sampling=not structured)
         logits_LV = result.outputs[LOGITS]
         num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
         if num_sampled == 0:
@@ -141,7 +152,8 @@ class ModelRunner:
             if self._advances_on_device:
                 batch.will_advance_on_device()
         self.decode_misses += result.is_missed
-        sampled = sampler.sample(logits_SV, plan, buffers.device, drawn)
+        exclude = self._fill_masks(layout, structured) if structured else None
+        sampled = sampler.sample(logits_SV, plan, buffers.device, drawn, exclude)
         if drawn is not None and sampled.tokens_S is drawn[0]:
             pass  # they are the last tokens already
         elif batch.query_len > 1:
@@ -153,9 +165,13 @@ class ModelRunner:
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         counts = scheduled.num_scheduled_tokens
         on_accepted = self._on_accepted(layout, result.outputs, counts) if batch.query_len > 1 else None
-        return self._pending(
+        pending = self._pending(
             scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted
         )
+        if structured:
+            pending.follow_with([(index, rows.sequence) for index, rows in structured])
+            self._structured_step = pending
+        return pending
 
     def decode_step(self, size: int) -> DecodeStep:
         """A step of `size` decodes in the persistent buffers, which are filled with padding sequences: what a graph is captured on."""
@@ -224,6 +240,8 @@ class ModelRunner:
                 inputs = {n: torch.from_numpy(v).to(self.device) for n, v in self.sampler.inputs(plan).items()}
                 self.sampler.sample(logits_SV, plan, inputs)
                 self.sampler.remove(0)
+            words = torch.zeros(1, -(-self.sampler.vocab_size // 32), dtype=torch.int32, device=self.device)
+            mask_tokens(logits_SV, words, torch.zeros(1, dtype=torch.int32, device=self.device))
 
     def _take_in(self, scheduled: SchedulerOutput) -> None:
         batch, sampler = self.batch, self.sampler
@@ -231,12 +249,19 @@ class ModelRunner:
             gone = batch.remove(request_id)
             if gone is not None:
                 sampler.remove(gone.slot)
+                self._sequences.pop(gone.slot, None)
         for data in scheduled.new_requests:
             request = batch.add(data)
             tokens, num_prompt = request.token_ids, data.num_prompt_tokens
+            params, structured = request.params, request.params.structured_outputs
             try:
-                sampler.add(request.slot, request.params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
-                request.needs_history = batch.query_len > 1 and sampler.needs_history(request.slot)
+                if structured is not None:
+                    self._add_sequence(request, data.stop_token_ids, tokens[num_prompt:])
+                    params = msgspec.structs.replace(params, min_tokens=0)  # which the masks see to
+                sampler.add(request.slot, params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
+                request.needs_history = batch.query_len > 1 and (
+                    sampler.needs_history(request.slot) or bool(structured and structured.begins_after)
+                )
             except Exception:
                 if not self._is_alone:  # the other ranks may have taken it in, and would go on with other tokens
                     raise
@@ -247,7 +272,46 @@ class ModelRunner:
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
 
-    def _run(self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch) -> StepResult:
+    def _add_sequence(self, request: HeldRequest, stop_ids: Sequence[int], output: np.ndarray) -> None:
+        structured = request.params.structured_outputs
+        assert structured is not None
+        assert structured.compiled is not None
+        grammar = self.grammars.compile(structured.compiled).result()  # compiled before the request was scheduled
+        sequence = GrammarSequence(grammar, structured.begins_after, request.params.min_tokens, stop_ids)
+        sequence.advance(output.tolist())
+        self._sequences[request.slot] = sequence
+
+    def _structured_rows(self, layout: BatchLayout) -> list[tuple[int, MaskedRows]]:
+        """The rows of the sequences with structured output, each with its sequence's number among those that sample."""
+        found, first = [], 0
+        for index, slot in enumerate(layout.sampled_slots.tolist()):
+            sequence = self._sequences.get(slot)
+            drafts = layout.sampled_drafts[index].tolist() if layout.sampled_counts else []
+            if sequence is not None:
+                found.append((index, MaskedRows(first_row=first, sequence=sequence, drafts=drafts)))
+            first += 1 + len(drafts)
+        return found
+
+    def _fill_masks(
+        self, layout: BatchLayout, structured: list[tuple[int, MaskedRows]]
+    ) -> Callable[[torch.Tensor], None] | None:
+        """Compute the masks on the host, while the device runs the model; what applies them. Waits for the tokens of the step before."""
+        if self._structured_step is not None:
+            self._structured_step.advance_grammars()
+            self._structured_step = None
+        masks = self._masks
+        if masks is None:
+            num_rows = self.batch.num_slots * self.batch.query_len
+            masks = self._masks = TokenMasks(num_rows, self.grammars.num_words, self.device, num_cores())
+        count = masks.fill([rows for _, rows in structured])
+        for index, rows in structured:
+            if rows.sequence.error is not None:
+                self._errors[layout.sampled_ids[index]] = rows.sequence.error
+        return (lambda logits_SV: masks.apply(logits_SV, count)) if count else None
+
+    def _run(
+        self, layout: BatchLayout, buffers: StepBuffers, tokens: TokenBatch, *, with_sampling: bool = True
+    ) -> StepResult:
         batch, device = self.batch, buffers.device
         num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
         size = self.steps.padded_size(num_tokens, num_seqs, layout.max_query_len) or num_tokens
@@ -280,7 +344,7 @@ class ModelRunner:
                 torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[name][: layout.num_decodes])
         for name, backend in self.backends.items():
             backend.plan(step.metadata[name])
-        return self.steps.run(step)
+        return self.steps.run(step, with_sampling=with_sampling)
 
     def _step_in(self, buffers: StepBuffers, size: int, seqs: int, rows: int, **lengths: int) -> Step:
         return buffers.step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from compile_and_serve.runtime.runner.input_batch import BatchLayout, PromptRows
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs
 from compile_and_serve.runtime.sampling.sampler import SamplingPlan
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, ModelRunnerOutput
+from compile_and_serve.runtime.structured.masks import GrammarSequence
 
 NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) for this request."
 
@@ -31,7 +33,8 @@ class PendingStep:
     """A launched step; `result` waits for it and may be called once."""
 
     __slots__ = (
-        "_best", "_errors", "_event", "_layout", "_logprobs", "_on_accepted", "_plan", "_prompts", "_tokens", "step",
+        "_best", "_errors", "_event", "_grammars", "_layout", "_lock", "_logprobs", "_on_accepted", "_plan", "_prompts", "_tokens",
+        "step",
     )  # fmt: skip
 
     def __init__(
@@ -58,11 +61,30 @@ class PendingStep:
         self._prompts = prompts
         self._event = event
         self._on_accepted = on_accepted
+        self._grammars: list[tuple[int, GrammarSequence]] = []
+        self._lock = threading.Lock()  # of _grammars: a thread may take the result while the next step is launched
+
+    def follow_with(self, grammars: list[tuple[int, GrammarSequence]]) -> None:
+        """Let grammars follow the step's tokens. Each comes with its sequence's number among those that sample."""
+        self._grammars = grammars
+
+    def advance_grammars(self) -> None:
+        """Wait for the step's tokens and let its grammars follow them, unless they have."""
+        with self._lock:
+            if not self._grammars:
+                return
+            if self._event is not None:
+                self._event.synchronize()
+            accepted, _ = self._accepted()
+            grammars, self._grammars = self._grammars, []
+            for index, grammar in grammars:
+                grammar.advance(accepted[index])
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the device; what the step sampled."""
         if self._event is not None:
             self._event.synchronize()
+        self.advance_grammars()
         accepted, first_rows = self._accepted()
         if self._on_accepted is not None:
             self._on_accepted(accepted)

@@ -11,7 +11,7 @@ reused while the composition stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -187,15 +187,17 @@ class Sampler:
         plan: SamplingPlan,
         inputs: Mapping[str, torch.Tensor],
         drawn: tuple[torch.Tensor, torch.Tensor] | None = None,
+        exclude: Callable[[torch.Tensor], None] | None = None,
     ) -> SampledRows:
         """Sample one token per row.
 
-        logits_SV: raw, any floating dtype, not changed. inputs: the arrays of `inputs`, on the device. drawn: the result of
-        `sample_rows` if the model's graph has already computed it.
+        logits_SV: raw, any floating dtype, changed only by `exclude`. inputs: the arrays of `inputs`, on the device. drawn: the result of
+        `sample_rows` if the model's graph has already computed it. exclude: sets logits of tokens that must not be sampled to -inf,
+        in place.
         """
         self.num_outputs[plan.slots_S] += 1
         plan.valid_steps -= 1
-        if plan.is_plain_greedy:
+        if plan.is_plain_greedy and exclude is None:
             tokens_S, best_S = drawn or argmax_rows(logits_SV)
             return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=None)
 
@@ -204,6 +206,11 @@ class Sampler:
             logits_SV = logits_SV.to(torch.float32, copy=True)
             self._processors.apply(plan.logits, logits_SV)
             drawn = None  # it was drawn from the unchanged logits
+        if exclude is not None:
+            if logits_SV is raw_SV and plan.logprob_rows_L is not None:
+                logits_SV = logits_SV.clone()
+            exclude(logits_SV)
+            drawn = None
         tokens_S, best_S = drawn or self._choose(logits_SV, plan, inputs)
         if plan.logits is not None:
             self._processors.observe(plan.logits, tokens_S)

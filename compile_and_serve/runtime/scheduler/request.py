@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from enum import IntEnum, auto
+from typing import Any
 
 from compile_and_serve.runtime.messages import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from compile_and_serve.runtime.scheduler.prefix_keys import root_key
@@ -50,11 +52,12 @@ class Request:
     fast_until: below this number of computed tokens, a decode needs neither a block nor a check. 0 during the prefill.
     num_pending_steps: of a preempted request, the steps in flight that sample for it. It cannot resume before their
         tokens are known.
+    grammar: of structured output. The request cannot start before it is done.
     """
 
     __slots__ = (
         "arrival_time", "block_ids", "decode_end", "end_ids", "fast_until", "finish_reason", "first_scheduled_time",
-        "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
+        "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
         "num_preemptions", "num_promised_blocks", "num_prompt_tokens", "prefill_end", "prefill_step", "prompt",
         "prompt_logprobs", "request_id", "sampling_params", "status", "step_data", "stop_ids", "token_ids",
@@ -80,11 +83,15 @@ class Request:
         if params.max_tokens is not None:
             self.max_total_tokens = min(max_len, self.num_prompt_tokens + params.max_tokens)
         self.min_total_tokens = self.num_prompt_tokens + params.min_tokens
-        self.end_ids = frozenset() if params.ignore_eos else frozenset(request.eos_token_ids)
+        is_structured = params.structured_outputs is not None
+        if is_structured:  # the masks see to min_tokens, where the grammar allows it
+            self.min_total_tokens = self.num_prompt_tokens
+        self.end_ids = frozenset() if params.ignore_eos and not is_structured else frozenset(request.eos_token_ids)
         self.stop_ids = self.end_ids | frozenset(request.stop_token_ids)
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.grammar: Future[Any] | None = None
         self.num_computed_tokens = 0
         self.prefill_end = self.num_prompt_tokens
         self.prefill_step = -1

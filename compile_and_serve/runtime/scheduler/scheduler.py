@@ -33,6 +33,8 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -48,6 +50,7 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     NewRequestData,
     PagedGroup,
     SchedulerOutput,
+    is_users_mistake,
 )
 from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk, StepInFlight
 
@@ -116,8 +119,8 @@ class Scheduler:
         self._num_preemptions = 0
         self._free_slots = FreeSlots(self.max_num_seqs, admit_in_groups=bool(config.admit_in_groups))
 
-    def add_request(self, request: EngineRequest) -> None:
-        """Queue all sequences of a request.
+    def add_request(self, request: EngineRequest, grammar: Future[Any] | None = None) -> None:
+        """Queue all sequences of a request. They do not run, and delay nobody, until `grammar` is done.
 
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
         in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished sequences.
@@ -156,6 +159,7 @@ class Scheduler:
             if self.config.policy == "priority":
                 key = (float(request.priority), request.arrival_time or now, order)
             new = Request(sequence, prompt, key=key, max_len=self.max_len, now=now)
+            new.grammar = grammar
             self._requests[new.request_id] = new
             heapq.heappush(self._waiting, (key, new))
 
@@ -166,6 +170,10 @@ class Scheduler:
             if request is not None:
                 self._finish(request, "abort")
         self._drop_finished()
+
+    def unfinished(self, request_ids: Iterable[str]) -> list[str]:
+        """Those of the requests that have not ended."""
+        return [request_id for request_id in request_ids if request_id in self._requests]
 
     def fail_all(self, reason: str) -> list[RequestOutput]:
         """End every request with the error `reason` (a sentence). Steps in flight are forgotten: do not update them."""
@@ -344,11 +352,15 @@ class Scheduler:
         manager, running = self.manager, self._running
         manager.hash_budget = HASHED_TOKENS if scheduled else sys.maxsize
         deferred: list[tuple[tuple[float, ...], Request]] = []
+        not_ready: list[tuple[tuple[float, ...], Request]] = []
         num_admitted_tokens = 0
         # A block for each running sequence is kept back: its next decodes should not undo what is admitted now.
         reserve = len(running)
         while self._waiting and budget > 0 and len(running) + len(deferred) < self.max_num_seqs:
             request = self._waiting[0][1]
+            if request.grammar is not None and not request.grammar.done():
+                not_ready.append(heapq.heappop(self._waiting))
+                continue
             num_tokens = len(request.token_ids)
             if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
                 break
@@ -388,9 +400,9 @@ class Scheduler:
             reserve += 1
             budget -= scheduled[request.request_id]
             num_admitted_tokens += num_tokens
-        for entry in deferred:
+        for entry in (*deferred, *not_ready):
             heapq.heappush(self._waiting, entry)
-        self._free_slots.was_full = bool(self._waiting) and len(running) == self.max_num_seqs
+        self._free_slots.was_full = len(self._waiting) > len(not_ready) and len(running) == self.max_num_seqs
         return budget
 
     def _is_blocked(self, request: Request, num_spare: int) -> bool:
@@ -488,15 +500,15 @@ class Scheduler:
         outputs.append(output)
 
     def _fail(self, step: StepInFlight, errors: dict[str, str], outputs: list[RequestOutput]) -> None:
-        """End the requests that failed. What their prefills computed cannot be trusted, unless NOTHING_LEFT is the error."""
+        """End the requests that failed. What their prefills computed cannot be trusted, unless it was the user's mistake."""
         for chunk in step.chunks:
-            if errors.get(chunk.request.request_id, NOTHING_LEFT) != NOTHING_LEFT:
+            if not is_users_mistake(errors.get(chunk.request.request_id, NOTHING_LEFT)):
                 self._uncache_failed(chunk, step)
         for request in [*step.decodes, *(chunk.request for chunk in step.chunks)]:
             if request.request_id in errors and request.status is not RequestStatus.FINISHED:
                 self._finish(request, "error")
                 error = errors[request.request_id]
-                kind: ErrorKind = "invalid" if error == NOTHING_LEFT else "internal"
+                kind: ErrorKind = "invalid" if is_users_mistake(error) else "internal"
                 outputs.append(
                     RequestOutput(request_id=request.request_id, finish_reason="error", error=error, error_kind=kind)
                 )

@@ -25,10 +25,14 @@ import msgspec
 
 from compile_and_serve.runtime.messages import StepData, TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.structured.grammar_error import GRAMMAR_FAILED
 
-NOTHING_LEFT = (
-    "No token can follow: allowed_token_ids, bad_words, logit_bias and min_tokens together exclude every one."
-)
+NOTHING_LEFT = "No token can follow: allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together exclude every one."
+
+
+def is_users_mistake(error: str) -> bool:
+    """Whether the request, and not the engine, is the cause of an error of `ModelRunnerOutput.errors`."""
+    return error == NOTHING_LEFT or error.startswith(GRAMMAR_FAILED)
 
 
 class PagedGroup(msgspec.Struct, frozen=True):
@@ -93,8 +97,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: where a request asks for them and the step computed positions a … b-1 of its prompt of P tokens:
         the entries of the prompt tokens a+1 … min(b, P-1), in order (the logits at a position are those of the token
         after it). May be left out when empty.
-    errors: request → sentence. The request ends with finish_reason "error" and needs no other entry. NOTHING_LEFT is
-        the user's mistake, everything else ours.
+    errors: request → sentence. The request ends with finish_reason "error" and needs no other entry. `is_users_mistake` tells
+        whose fault it is.
     """
 
     step: int

@@ -25,6 +25,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     begins_after: token id sequences. Tokens are free until the first of them was generated, and structured after it. Empty:
     structured from the first token. A reasoning parser puts the ids of its end marker here.
 
+    compiled: the checked grammar, which `InputProcessor` puts in place of the fields above for the engine.
+
     A request carries them in `SamplingParams.structured_outputs`. `InputProcessor.prepare` checks them and raises
     `SamplingParamsError` with the path of the part that is wrong. The end-of-sequence ids are allowed only where the output
     is complete, and where nothing else can follow the request ends.
@@ -39,3 +41,4 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     begins_after: list[list[int]] = []
+    compiled: str | None = None

@@ -10,6 +10,9 @@ import msgspec
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData
 from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
+from compile_and_serve.runtime.structured.checker import grammar_checker
+from compile_and_serve.runtime.structured.grammar_error import GrammarError
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 1 << 16  # characters; shorter texts are tokenized at once
@@ -74,7 +77,8 @@ class InputProcessor:
     def prepare(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         """The prompt for the engine, truncated if the request says so, and a completed copy of `params`.
 
-        max_tokens None becomes the room that the prompt leaves. Bad words become token ids. Raises `SamplingParamsError` or
+        max_tokens None becomes the room that the prompt leaves. Bad words become token ids, structured outputs a checked
+        grammar, which may take two seconds. Raises `SamplingParamsError` or
         `PromptTooLongError`.
         """
         params.verify()
@@ -95,6 +99,8 @@ class InputProcessor:
             raise SamplingParamsError(
                 "min_tokens", f"min_tokens is {params.min_tokens}, but the prompt leaves room for only {room} tokens."
             )
+        if params.structured_outputs is not None:
+            changes["structured_outputs"] = self._checked(params.structured_outputs)
         if params.bad_words:
             words = self._bad_words(params.bad_words)
             changes["bad_words_token_ids"] = [
@@ -114,7 +120,8 @@ class InputProcessor:
     ) -> EngineRequest:
         """The engine request for a prompt and parameters that `prepare` has returned."""
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else []
-        stops = list(dict.fromkeys([*params.stop_token_ids, *([] if params.ignore_eos else eos)]))
+        ignores_eos = params.ignore_eos and params.structured_outputs is None  # a complete structured output ends
+        stops = list(dict.fromkeys([*params.stop_token_ids, *([] if ignores_eos else eos)]))
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -144,6 +151,25 @@ class InputProcessor:
             f"{whose} {self.limit} tokens, but the prompt has {prompt_tokens} tokens and "
             f"{asked} of completion were requested: shorten the prompt or lower max_tokens."
         )
+
+    def _checked(self, structured: StructuredOutputsParams) -> StructuredOutputsParams:
+        tokenizer = self.require_tokenizer("structured output")
+        if not tokenizer.eos_token_ids:
+            raise SamplingParamsError(
+                "structured_outputs",
+                "structured_outputs needs an end-of-sequence id, which the tokenizer does not have.",
+            )
+        if structured.compiled is not None:
+            return structured
+        if not all(structured.begins_after):
+            raise SamplingParamsError(
+                "structured_outputs", "structured_outputs.begins_after must not hold empty lists."
+            )
+        try:
+            grammar = grammar_checker().check(structured, tokenizer.special_texts)
+        except GrammarError as error:
+            raise SamplingParamsError("structured_outputs", f"structured_outputs: {error}.") from error
+        return StructuredOutputsParams(compiled=grammar, begins_after=structured.begins_after)
 
     def _check_ids(self, params: SamplingParams) -> None:
         verify_token_ids(params, params.stop_token_ids, self.info.vocab_size)

@@ -11,12 +11,15 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from compile_and_serve.runtime.text.gguf_tokenizer import tokenizer_from_gguf_metadata
 from compile_and_serve.runtime.text.tokenizer import Tokenizer, TokenizerError
+
+if TYPE_CHECKING:
+    from compile_and_serve.runtime.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if len(ggufs) == 1:
         return _load_gguf(ggufs[0])
     return _load_folder(path, _convert_with_transformers(path))
+
+
+def load_model_tokenizer(config: ModelConfig) -> Tokenizer:
+    """Load the tokenizer that an engine's options name. Raises `TokenizerError`, also if they say to load none."""
+    if config.skip_tokenizer_init:
+        raise TokenizerError("The engine runs without a tokenizer: start it without skip_tokenizer_init.")
+    return load_tokenizer(config.path if config.tokenizer is None else config.tokenizer)
 
 
 def load_generation_defaults(path: str | Path) -> dict[str, float | int]:

@@ -60,9 +60,22 @@ class Tokenizer:
         return self._byte_rule == "byte_level"
 
     @cached_property
+    def special_texts(self) -> dict[str, int]:
+        """Text of each special token → id."""
+        return {
+            text: token_id
+            for token_id in sorted(self.special_ids)
+            if (text := self.backend.id_to_token(token_id)) is not None
+        }
+
+    @cached_property
     def max_token_chars(self) -> int:
         """Length of the longest token in characters: a text of n characters has at least n / max_token_chars tokens."""
         return max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def to_json(self) -> str:
+        """The tokenizer as the content of a tokenizer.json."""
+        return self.backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens that it contains as text become their ids.

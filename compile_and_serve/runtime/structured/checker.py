@@ -1,0 +1,137 @@
+"""`GrammarChecker`: checks grammars in processes with a deadline and a memory limit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cache
+from typing import BinaryIO
+
+import msgspec
+
+from compile_and_serve.runtime.structured.check_worker import CheckAnswer, CheckRequest, read_frame, write_frame
+from compile_and_serve.runtime.structured.grammar import MAX_BYTES, check_kind
+from compile_and_serve.runtime.structured.grammar_error import GrammarError
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
+
+MAX_PROCESSES = 2
+SECONDS = 2.0  # for one grammar, as long as the machine's cores are free
+_START_SECONDS = 20.0
+_CACHED_BYTES = 32 << 20
+_BOOT = "import sys; sys.path[:] = {path!r}; from compile_and_serve.runtime.structured.check_worker import main; main()"
+
+
+class GrammarChecker:
+    """Turns `StructuredOutputsParams` into checked grammars. May be called from several threads.
+
+    The processes are started when they are needed. Results are cached by content.
+    """
+
+    def __init__(self, *, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
+        self._idle: list[_Process] = []
+        self._slots = threading.Semaphore(MAX_PROCESSES)
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, CheckAnswer] = OrderedDict()
+        self._cached_bytes = 0
+
+    def check(self, params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
+        """The grammar. Raises `GrammarError`, also for a grammar that exceeds time or memory. Blocks the calling thread."""
+        check_kind(params)
+        try:
+            request = msgspec.msgpack.encode(CheckRequest(params, dict(special)))
+        except RecursionError:
+            raise GrammarError("It is nested too deeply") from None
+        except (TypeError, ValueError) as error:
+            raise GrammarError(f"It cannot be encoded as JSON: {error}") from None
+        if len(request) > 4 * MAX_BYTES:
+            raise GrammarError(f"It may have at most {MAX_BYTES} characters")
+        key = hashlib.sha256(request).digest()
+        with self._lock:
+            answer = self._cache.get(key)
+            if answer is not None:
+                self._cache.move_to_end(key)
+        if answer is None:
+            answer = self._ask(CheckRequest(params, dict(special)))
+            self._remember(key, answer)
+        if answer.error is not None:
+            raise GrammarError(answer.error, answer.path)
+        return answer.grammar
+
+    def close(self) -> None:
+        """End the idle processes."""
+        while self._idle:
+            self._idle.pop().end()
+
+    def _remember(self, key: bytes, answer: CheckAnswer) -> None:
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = answer
+                self._cached_bytes += len(answer.grammar) + 256
+            while self._cached_bytes > _CACHED_BYTES:
+                self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar) + 256
+
+    def _ask(self, request: CheckRequest) -> CheckAnswer:
+        with self._slots:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            process = process or _Process()
+            answer = process.ask(request, self.seconds)
+            if answer is None:
+                process.end()
+                return CheckAnswer(error="The grammar is too complex: it exceeds the limits on time, memory or depth")
+            with self._lock:
+                self._idle.append(process)
+            return answer
+
+
+class _Process:
+    def __init__(self) -> None:
+        path = [entry or os.getcwd() for entry in sys.path]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT.format(path=path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input: BinaryIO = self._process.stdin  # type: ignore[assignment]
+        self._output: BinaryIO = self._process.stdout  # type: ignore[assignment]
+        self._is_new = True
+
+    def ask(self, request: CheckRequest, seconds: float) -> CheckAnswer | None:
+        """None if the process ended or the time is over."""
+        deadline = time.monotonic() + seconds + (_START_SECONDS if self._is_new else 0.0)
+        self._is_new = False
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            write_frame(self._input, request)
+            select.select([self._output], [], [])
+            content = read_frame(self._output)
+            return None if content is None else msgspec.msgpack.decode(content, type=CheckAnswer)
+        except OSError:
+            return None
+        finally:
+            timer.cancel()
+
+    def end(self) -> None:
+        """Kill the process. Its standard input would end it, too, with this process."""
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._input.close()
+        self._output.close()
+
+
+@cache
+def grammar_checker() -> GrammarChecker:
+    """This process's checker."""
+    return GrammarChecker()
