@@ -20,6 +20,8 @@ MAX_TEXT_BYTES = 1 << 16  # of a regex or an EBNF grammar
 MAX_CHOICES = 4096
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
+# Enough for indented JSON. Without a bound, small models go on with whitespace for ever.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 # A grammar that needs more is refused, and a request whose masks need more ends with an error. A mask then takes at most
 # about 15 ms. The defaults of the library are 1 000 000, 200 000, 50 000, 250 000 and 500 000.
 _LIMITS: dict[str, Any] = {
@@ -99,18 +101,15 @@ def _part(kind: str, value: Any, path: str, params: StructuredOutputsParams) -> 
 def _schema(given: Any, path: str, params: StructuredOutputsParams) -> Any:
     _bounded(_dump(given, "The schema"), "The schema")
     schema = rewrite(given, path)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
     if params.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
+        options = {"whitespace_flexible": False}
 
     def with_options(part: Any) -> Any:
-        return (
-            {**part, "x-guidance": {**options, **part.get("x-guidance", {})}}
-            if options and isinstance(part, dict)
-            else part
-        )
+        if not isinstance(part, dict):
+            return part
+        own = part.get("x-guidance", {})
+        return {**part, "x-guidance": {**options, **own} if isinstance(own, dict) else own}
 
     def fails(part: Any) -> str | None:
         return _why_invalid(json.dumps({"grammars": [{"json_schema": with_options(part)}]}))

@@ -21,7 +21,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         tags_with_separator.
 
     disable_any_whitespace: JSON is written without optional whitespace. whitespace_pattern: a regex for JSON's optional
-    whitespace.
+    whitespace; by default up to 32 spaces, tabs and line ends at each place.
     begins_after: token id sequences. Tokens are free until the first of them was generated, and structured after it. Empty:
     structured from the first token. A reasoning parser puts the ids of its end marker here.
 
