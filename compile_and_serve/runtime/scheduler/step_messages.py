@@ -27,8 +27,10 @@ from compile_and_serve.runtime.messages import StepData, TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.structured.grammar_error import GRAMMAR_FAILED
 
-NOTHING_LEFT = "No token can follow: allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together exclude "
-    "all of them."
+NOTHING_LEFT = (
+    "No token can follow: allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs "
+    "together exclude every one."
+)
 
 
 def is_users_mistake(error: str) -> bool:
