@@ -13,8 +13,9 @@
 11. quantize_linears             linears over 8-bit weights, if asked for
 12. fuse_allreduce_quantize      the fused all-reduce also quantizes the norm to float8, for linears that would quantize it
 13. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-14. fuse_silu_mul                SiLU-mul outside of fused linears becomes one op, where that is measured to be faster
-15. fuse_add_rms_norm            the same for residual add + RMSNorm
+14. fuse_experts                 experts add the residual; their weights are packed for the CPU's kernels
+15. fuse_silu_mul                SiLU-mul outside of fused linears becomes one op, where that is measured to be faster
+16. fuse_add_rms_norm            the same for residual add + RMSNorm
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from compile_and_serve.compiler.passes.functionalize import Functionalize
 from compile_and_serve.compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FuseAllreduceAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FuseAllreduceQuantize
+from compile_and_serve.compiler.passes.fuse_experts import FuseExperts
 from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
 from compile_and_serve.compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
@@ -47,5 +49,5 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
         *((TensorParallel(),) if has_ranks else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
-        FuseLinears(), FuseSiluMul(), FuseAddRmsNorm(),
+        FuseLinears(), FuseExperts(), FuseSiluMul(), FuseAddRmsNorm(),
     )  # fmt: skip

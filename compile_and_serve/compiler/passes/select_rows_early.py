@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.collectives.collectives  # noqa: F401 (defines the op)
+import compile_and_serve.custom_ops.collectives.collectives
+import compile_and_serve.custom_ops.moe.experts
+import compile_and_serve.custom_ops.moe.route  # noqa: F401 (these define the ops)
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -27,17 +29,18 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
 )
 
-# Row i of the result depends only on row i of the first argument, and of a second one with as many rows.
+# Row i of the result depends only on row i of the first argument, and of others with as many rows.
 ROW_WISE = (
     F.linear, torch.rms_norm, F.layer_norm, F.silu, F.gelu, F.relu, torch.add, torch.sub, torch.mul, torch.div, torch.neg,
     torch.pow, torch.square, torch.rsqrt, torch.tanh, torch.sigmoid, torch.split, torch.chunk, torch.Tensor.to,
-    torch.ops.cas.all_reduce.default,
+    torch.ops.cas.all_reduce.default, torch.ops.cas.experts.default, torch.ops.cas.route.default,
 )  # fmt: skip
+TUPLES = (torch.split, torch.chunk, torch.ops.cas.route.default)  # their results are taken apart by `getitem`
 
 
 class SelectRowsEarly(BasePass):
     name = "select_rows_early"
-    version = 2
+    version = 3
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []
@@ -47,7 +50,7 @@ class SelectRowsEarly(BasePass):
             cone = _cone(node)
             if not cone:
                 continue
-            if any(tensor_of(n).dim() != 2 for n in cone if not is_call(n, torch.split, torch.chunk)):
+            if any(tensor_of(n).dim() != 2 for n in cone if not is_call(n, *TUPLES)):
                 near_misses.append(NearMiss.at(node, "a value before the selection is not [tokens, features]"))
                 continue
             _move(gm, node, cone, ctx)
@@ -83,7 +86,7 @@ def _reversed_before(node: Node) -> list[Node]:
 
 def _is_row_wise(node: Node) -> bool:
     if is_call(node, operator.getitem):
-        return is_call(arguments(node)[0], torch.split, torch.chunk)
+        return is_call(arguments(node)[0], *TUPLES)
     if is_call(node, torch.mean):
         return node.args[1:] in ((-1,), ([-1],)) and node.kwargs.get("keepdim") is True
     return is_call(node, *ROW_WISE)

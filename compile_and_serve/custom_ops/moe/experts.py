@@ -78,6 +78,7 @@ def _experts(
     down_bias: torch.Tensor | None = None,
     activation: str = "silu",
     limit: float = 0.0,
+    residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_tokens, top_k = ids_TK.shape
     math_dtype = torch.promote_types(x_TD.dtype, torch.float32)
@@ -94,7 +95,8 @@ def _experts(
             begin += count
     y_PD *= weights_TK.to(math_dtype).reshape(-1)[order, None]
     by_pair = torch.empty_like(y_PD).index_copy_(0, order, y_PD)
-    return by_pair.view(num_tokens, top_k, -1).sum(1).to(x_TD.dtype)
+    out_TD = by_pair.view(num_tokens, top_k, -1).sum(1)
+    return (out_TD if residual_TD is None else out_TD + residual_TD).to(x_TD.dtype)
 
 
 def _experts_fake(
@@ -107,6 +109,7 @@ def _experts_fake(
     down_bias: torch.Tensor | None = None,
     activation: str = "silu",
     limit: float = 0.0,
+    residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x_TD.new_empty(x_TD.shape)
 
@@ -121,19 +124,20 @@ def _experts_cuda(
     down_bias: torch.Tensor | None = None,
     activation: str = "silu",
     limit: float = 0.0,
+    residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from compile_and_serve.custom_ops.moe.triton_experts import (
         experts as triton_experts,  # imported here, because Triton may be missing
     )
 
     return triton_experts(
-        x_TD, ids_TK, weights_TK, gate_up, down, gate_up_bias, down_bias, activation=activation, limit=limit
+        x_TD, ids_TK, weights_TK, gate_up, down, gate_up_bias, down_bias, activation, limit, residual_TD
     )
 
 
 _experts_op = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
-    'Tensor? down_bias=None, str activation="silu", float limit=0.0) -> Tensor',
+    'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None) -> Tensor',
     kind=OpKind.CAPTURABLE,
     version=1,
     fake=_experts_fake,
@@ -153,12 +157,14 @@ def experts(
     *,
     activation: str = "silu",
     limit: float = 0.0,
+    residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd), where Wg, Wu, Wd are those of expert id_k and f is `activate`.
+    """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], where Wg, Wu, Wd are those of expert id_k and f is `activate`.
 
     x_TD: [T, D]. ids_TK: integers [T, K], a token's ids differ. weights_TK: floating [T, K]. gate_up: [X, 2F, D], gate rows before up rows;
-    down: [X, D, F]; both plain or both packed. gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". → [T, D] in x's dtype
+    down: [X, D, F]; both plain or both packed. gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].
+    → [T, D] in x's dtype
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
     """
     assert activation in ACTIVATIONS, activation
-    return _experts_op(x_TD, ids_TK, weights_TK, gate_up, down, gate_up_bias, down_bias, activation, limit)
+    return _experts_op(x_TD, ids_TK, weights_TK, gate_up, down, gate_up_bias, down_bias, activation, limit, residual_TD)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -85,8 +85,8 @@ def _gemv_gate_up_kernel(
 
 @triton.jit
 def _gemv_down_kernel(
-    h_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, out_ptr, outputs, features, top_k,
-    HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, outputs, features, top_k, residual_stride,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -116,6 +116,8 @@ def _gemv_down_kernel(
         y_KO += tl.load(bias_KO, mask=ok_K[:, None] & ok_O[None, :], other=0.0).to(tl.float32)
     y_KO = y_KO.to(out_ptr.dtype.element_ty).to(tl.float32)
     out_O = tl.sum(y_KO * weights_K[:, None], 0)
+    if HAS_RESIDUAL:
+        out_O += tl.load(residual_ptr + token.to(tl.int64) * residual_stride + rows_O, mask=ok_O, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * outputs + rows_O, out_O.to(out_ptr.dtype.element_ty), mask=ok_O)
 
 
@@ -204,7 +206,8 @@ def _grouped_down_kernel(
 
 @triton.jit
 def _add_pairs_kernel(
-    y_ptr, out_ptr, outputs, TOP_K: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, residual_ptr, out_ptr, outputs, residual_stride,
+    TOP_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     cols_O = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -212,6 +215,8 @@ def _add_pairs_kernel(
     let_next_start(PDL)
     wait_for_previous(PDL)
     acc_O = tl.zeros((BLOCK_O,), dtype=tl.float32)
+    if HAS_RESIDUAL:
+        acc_O += tl.load(residual_ptr + token * residual_stride + cols_O, mask=ok_O, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP_K):
         acc_O += tl.load(y_ptr + (token * TOP_K + k) * outputs + cols_O, mask=ok_O, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * outputs + cols_O, acc_O.to(out_ptr.dtype.element_ty), mask=ok_O)
@@ -257,8 +262,9 @@ class _Operands:
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
-    clamped: bool
-    limit: float
+    clamped: bool = False
+    limit: float = 0.0
+    residual_TD: torch.Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -267,6 +273,10 @@ class _Operands:
     @property
     def top_k(self) -> int:
         return self.ids_TK.shape[1]
+
+    @property
+    def residual_stride(self) -> int:
+        return 0 if self.residual_TD is None else self.residual_TD.stride(0)
 
 
 def run_gemv(operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
@@ -286,8 +296,9 @@ def run_gemv(operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
     launch(
         _gemv_down_kernel, (cdiv(hidden, block_o), num_tokens),
-        h_PF, operands.ids_TK, operands.weights_TK, operands.down, operands.down_bias, out_TD, hidden, features, top_k,
-        HAS_BIAS=operands.down_bias is not None, BLOCK_K=block_k, BLOCK_O=block_o, BLOCK_F=256, PDL=pdl, num_warps=warps,
+        h_PF, operands.ids_TK, operands.weights_TK, operands.down, operands.down_bias, operands.residual_TD, out_TD, hidden, features,
+        top_k, operands.residual_stride,
+        HAS_BIAS=operands.down_bias is not None, HAS_RESIDUAL=operands.residual_TD is not None, BLOCK_K=block_k, BLOCK_O=block_o, BLOCK_F=256, PDL=pdl, num_warps=warps,
         **launch_options(pdl),
     )  # fmt: skip
     return out_TD
@@ -330,8 +341,9 @@ def _grouped_down(tiles: Tiles, operands: _Operands, h_PF: torch.Tensor, order: 
     )  # fmt: skip
     block = min(1024, next_power_of_2(hidden))
     launch(
-        _add_pairs_kernel, (num_tokens, cdiv(hidden, block)), y_PD, out_TD, hidden,
-        TOP_K=operands.top_k, BLOCK_O=block, PDL=pdl, num_warps=4, **launch_options(pdl),
+        _add_pairs_kernel, (num_tokens, cdiv(hidden, block)), y_PD, operands.residual_TD, out_TD, hidden,
+        operands.residual_stride,
+        TOP_K=operands.top_k, HAS_RESIDUAL=operands.residual_TD is not None, BLOCK_O=block, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return out_TD
 
@@ -361,9 +373,9 @@ def experts(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    *,
     activation: str = "silu",
     limit: float = 0.0,
+    residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `cas::experts`, over plain weights. The host does not wait for the device; the launches depend on T alone.
 
@@ -374,9 +386,11 @@ def experts(
         return x_TD.new_empty(x_TD.shape)
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
+    if residual_TD is not None and residual_TD.stride(1) != 1:
+        residual_TD = residual_TD.contiguous()
     operands = _Operands(
         x_TD, ids_TK.to(torch.int32).contiguous(), weights_TK.contiguous(), gate_up, down, gate_up_bias, down_bias,
-        activation == "clamped_swiglu", limit,
+        activation == "clamped_swiglu", limit, residual_TD,
     )  # fmt: skip
     num_experts, rows, hidden = gate_up.shape
     problem = Problem(
@@ -397,10 +411,7 @@ def _with_even_ids(
     def even(name: str, gate_up: torch.Tensor) -> torch.Tensor:
         num_tokens, top_k = operands.ids_TK.shape
         ids_TK = _even_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
-        same = _Operands(
-            operands.x_TD, ids_TK, operands.weights_TK, operands.gate_up, operands.down, operands.gate_up_bias,
-            operands.down_bias, operands.clamped, operands.limit,
-        )  # fmt: skip
+        same = replace(operands, ids_TK=ids_TK)
         return methods(same)[name](gate_up)
 
     return {name: functools.partial(even, name) for name in runs}

@@ -99,6 +99,17 @@ def test_triton_kernels_equal_the_definition(
     assert relative_error(out, by_loops(args, activation, 1.5)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("num_tokens", [3, 40])  # with so many tokens, pairs are grouped
+def test_residual_is_added(num_tokens: int) -> None:
+    args = operands(num_tokens, "even", torch.float32, biased=False)
+    residual = torch.randn(num_tokens, D + 2)[:, :D]
+    expected = by_loops(args, "silu", 0.0) + residual.double()
+    out = triton_experts.experts(*args, residual_TD=residual)  # type: ignore[arg-type]
+    assert relative_error(out, expected) < 1e-6
+    out = torch.ops.cas.experts(*args, "silu", 0.0, residual)
+    assert relative_error(out, expected) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["even", "to_one"])
 def test_a_thousand_tokens(kind: str) -> None:
     args = operands(1000, kind, torch.float32, biased=False)

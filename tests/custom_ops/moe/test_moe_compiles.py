@@ -21,7 +21,7 @@ from tests.support.hopper import compiled
 
 INT32 = {"ids_ptr", "counts_ptr", "order_ptr", "block_experts_ptr"}
 FLOATS = {"weights_ptr", "limit", "scale", "smallest_sum"}
-NOTHING = {"bias_ptr": None, "HAS_BIAS": False}
+NOTHING = {"bias_ptr": None, "HAS_BIAS": False, "HAS_RESIDUAL": True}
 
 def facts(kernel, constants, num_warps):
     def type_of(name):
@@ -45,7 +45,7 @@ for tiles in {*e._FEW, *e._SOME, *e._MORE, *e._MANY}:
         tiles.warps)
     found[f"down {tiles.name}"] = facts(
         e._grouped_down_kernel, NOTHING | sizes | dict(BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth, WHOLE_F=True), tiles.warps)
-found["add"] = facts(e._add_pairs_kernel, dict(TOP_K=8, BLOCK_O=1024), 4)
+found["add"] = facts(e._add_pairs_kernel, dict(TOP_K=8, BLOCK_O=1024, HAS_RESIDUAL=True), 4)
 print(json.dumps(found))
 """
 

@@ -1,0 +1,86 @@
+"""Fuses the residual addition after experts into them, and packs their weights for the device's kernel.
+
+    experts(x, ids, weights, W…) + residual  →  experts(x, ids, weights, pack(W)…, residual)
+
+The kernel that adds the results of a token's experts adds the residual, too. Weights are packed on the CPU only, one expert at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    is_call,
+    only_user,
+    tensor_of,
+    weight_of,
+)
+from compile_and_serve.compiler.weights.transforms import weight_function
+from compile_and_serve.custom_ops.linear.fused_linear import packed_linear_unsupported_reason
+from compile_and_serve.custom_ops.moe.experts import pack_expert_weights
+
+weight_function("pack_expert_weights")(pack_expert_weights)
+
+EXPERTS = torch.ops.cas.experts.default
+GATE_UP, DOWN, RESIDUAL = 3, 4, 9  # arguments of `cas::experts`
+DEFAULTS = (None, None, "silu", 0.0, None)  # of its arguments from the biases on
+
+
+class FuseExperts(BasePass):
+    name = "fuse_experts"
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched, near_misses = 0, []
+        packs = packed_linear_unsupported_reason(device=ctx.device, dtype=ctx.dtype) is None
+        for node in gm.graph.find_nodes(op="call_function", target=EXPERTS):
+            args = [*node.args, *DEFAULTS[len(node.args) - 5 :]]
+            changed = False
+            if packs and tensor_of(args[GATE_UP]).dim() == 3:
+                reason = _pack(gm, args, ctx)
+                if reason is None:
+                    changed = True
+                else:
+                    near_misses.append(NearMiss.at(node, reason))
+            add = _residual_addition(node) if args[RESIDUAL] is None else None
+            if add is not None:
+                args[RESIDUAL] = add.args[0] if add.args[1] is node else add.args[1]
+                changed = True
+            if changed:
+                out = add or node
+                with gm.graph.inserting_before(out):
+                    fused = ctx.call(gm, EXPERTS, *args, origin=node)
+                out.replace_all_uses_with(fused)
+                gm.graph.erase_node(out)
+                if add is not None:
+                    gm.graph.erase_node(node)
+                matched += 1
+        gm.graph.eliminate_dead_code()
+        return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+
+def _pack(gm: GraphModule, args: list[Node], ctx: PassContext) -> str | None:
+    """Replace both weights by packed ones, or return why not."""
+    if any(weight_of(args[at]) is None for at in (GATE_UP, DOWN)):
+        return "its weights are computed, not parameters"
+    if any(tensor_of(args[at]).shape[2] % 2 for at in (GATE_UP, DOWN)):
+        return "an odd number of columns would be padded"
+    for at in (GATE_UP, DOWN):
+        args[at] = ctx.derived_weight(gm, f"{weight_of(args[at])}.packed", "pack_expert_weights", args[at])
+    return None
+
+
+def _residual_addition(node: Node) -> Node | None:
+    """The addition of a tensor of the same shape and dtype, if that is the only use of the experts' result."""
+    add = only_user(node)
+    if not is_call(add, torch.add) or add.kwargs or len(add.args) != 2:
+        return None
+    other = add.args[0] if add.args[1] is node else add.args[1]
+    if not isinstance(other, Node) or other is node or weight_of(other) is not None:
+        return None
+    ours, theirs = tensor_of(node), tensor_of(other)
+    return add if str(ours.shape) == str(theirs.shape) and ours.dtype == theirs.dtype else None
