@@ -12,6 +12,8 @@ decode: (time of 129 new tokens − time of 1 new token) / 128 at prompts of 128
 prefill: prompts of one length, one new token, the best of three runs.
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens.
+experts (not by default): of a mixture of experts, the experts that had a token in a decode step, on average over layers, and the share of
+    all tokens that the busiest eighth of a layer's experts got. Random weights must route about evenly, as trained ones do.
 profile (not by default): time per kernel, in captured decode steps and in a prefill of 4 × 4096. Where two kernels overlap, the time
     of the later one includes its wait for the earlier one, so the sum may exceed the step.
 """
@@ -30,7 +32,8 @@ from typing import Any
 from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 
 PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # (number of prompts, tokens per prompt)
-WORKS = ("startup", "decode", "prefill", "mixed", "profile")
+WORKS = ("startup", "decode", "prefill", "mixed", "experts", "profile")
+DEFAULT_WORKS = ("startup", "decode", "prefill", "mixed")
 
 
 def seconds_since_process_start() -> float:
@@ -44,7 +47,9 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.vocab: int = json.loads((args.model / "config.json").read_text())["vocab_size"]
+        config = json.loads((args.model / "config.json").read_text())
+        self.vocab: int = config["vocab_size"]
+        self.has_experts = any(name.startswith("num_") and name.endswith("experts") for name in config)
         self.rng = random.Random(0)
         self.rows: list[dict[str, Any]] = []
         started = time.perf_counter()
@@ -138,6 +143,7 @@ class Bench:
             best = (many - one) / new
             row: dict[str, Any] = {"step_ms": round(best * 1e3, 3), "tok_s": round(batch / best, 1)}
             row |= self.times_of_decodes(batch, prompt, new)
+            row |= self.expert_load(batch)
             self.emit(work="decode", batch=batch, prompt=prompt, **row)
 
     def times_of_decodes(self, batch: int, prompt: int, new: int) -> dict[str, float]:
@@ -149,6 +155,34 @@ class Bench:
         with StepTimes(self.executor) as times:
             self.generate(self.prompts(batch, prompt), [new + 1] * batch)
         return times.of_decodes(batch)
+
+    def expert_load(self, batch: int) -> dict[str, float]:
+        """The distinct experts of a layer in a decode step, counted in a run without CUDA graphs; empty for a model without experts."""
+        from compile_and_serve.custom_ops.moe.expert_load import counting_experts
+
+        if self.worker is None or not self.has_experts:
+            return {}
+        graphs = self.worker._graphs
+        if graphs is not None:
+            kept, waiting, graphs._full, graphs._waiting = graphs._full, graphs._waiting, {}, []
+        try:
+            with counting_experts() as layers:
+                self.generate(self.prompts(batch, 128), [9] * batch)
+        finally:
+            if graphs is not None:
+                graphs._full, graphs._waiting = kept, waiting
+        distinct = [layer.mean_distinct(batch) for layer in layers.values()]
+        busiest = [layer.tokens.sort(descending=True).values for layer in layers.values()]
+        shares = [(top[: max(1, len(top) // 8)].sum() / top.sum()).item() for top in busiest]
+        return {
+            "distinct_experts": round(sum(distinct) / len(distinct), 1),
+            "distinct_experts_min": round(min(distinct), 1),
+            "busiest_eighth": round(sum(shares) / len(shares), 3),
+        }
+
+    def experts(self) -> None:
+        for batch in self.args.batches:
+            self.emit(work="experts", batch=batch, **self.expert_load(batch))
 
     def captured_graph(self, batch: int) -> Any:
         """The graph of a decode step, or None if there is none or the ranks are other processes."""
@@ -211,9 +245,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument(
-        "--work", type=lambda text: text.split(","), default=[work for work in WORKS if work != "profile"]
-    )
+    parser.add_argument("--work", type=lambda text: text.split(","), default=list(DEFAULT_WORKS))
     parser.add_argument("--quantization", help="like the server's flag: fp8, int8, …")
     parser.add_argument("--kv-cache-dtype", default="auto", help="like the server's flag: auto or fp8")
     parser.add_argument("--tp", type=int, default=1, help="number of GPUs, one rank each")

@@ -29,13 +29,17 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
     return {"architectures": [architecture], **SIZES, **changes}
 
 
-def write_random_model(folder: Path, architecture: str, **changes: Any) -> Path:
-    """A folder with a random float32 model whose biases are not 0 and whose norm weights are not 1."""
+def write_random_model(folder: Path, architecture: str, without: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A folder with a random float32 model whose biases are not 0 and whose norm weights are not 1.
+
+    without: names of `SIZES` that the class's config does not have.
+    """
     import transformers
 
     model_class = getattr(transformers, architecture)
     torch.manual_seed(sum(architecture.encode()))
-    model = model_class(model_class.config_class(**(SIZES | changes)))
+    sizes = {name: value for name, value in (SIZES | changes).items() if name not in without}
+    model = model_class(model_class.config_class(**sizes))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data += torch.randn_like(parameter) * (0.3 if name.endswith("bias") else 0.1)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
+from compile_and_serve.custom_ops.moe.expert_load import count_call
 
 ACTIVATIONS = ("silu", "clamped_swiglu")
 CLAMPED_SWIGLU_ALPHA = 1.702
@@ -80,6 +81,7 @@ def _experts(
     limit: float = 0.0,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    count_call(ids_TK, down)
     num_tokens, top_k = ids_TK.shape
     math_dtype = torch.promote_types(x_TD.dtype, torch.float32)
     run = _expert_mlp(gate_up, down, gate_up_bias, down_bias, activation, limit)
@@ -130,6 +132,7 @@ def _experts_cuda(
         experts as triton_experts,  # imported here, because Triton may be missing
     )
 
+    count_call(ids_TK, down)
     return triton_experts(
         x_TD, ids_TK, weights_TK, gate_up, down, gate_up_bias, down_bias, activation, limit, residual_TD
     )
@@ -159,7 +162,7 @@ def experts(
     limit: float = 0.0,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], where Wg, Wu, Wd are those of expert id_k and f is `activate`.
+    """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
 
     x_TD: [T, D]. ids_TK: integers [T, K], a token's ids differ. weights_TK: floating [T, K]. gate_up: [X, 2F, D], gate rows before up rows;
     down: [X, D, F]; both plain or both packed. gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].

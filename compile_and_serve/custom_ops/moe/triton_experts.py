@@ -86,7 +86,8 @@ def _gemv_gate_up_kernel(
 @triton.jit
 def _gemv_down_kernel(
     h_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, outputs, features, top_k, residual_stride,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -117,7 +118,9 @@ def _gemv_down_kernel(
     y_KO = y_KO.to(out_ptr.dtype.element_ty).to(tl.float32)
     out_O = tl.sum(y_KO * weights_K[:, None], 0)
     if HAS_RESIDUAL:
-        out_O += tl.load(residual_ptr + token.to(tl.int64) * residual_stride + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+        out_O += tl.load(residual_ptr + token.to(tl.int64) * residual_stride + rows_O, mask=ok_O, other=0.0).to(
+            tl.float32
+        )
     tl.store(out_ptr + token * outputs + rows_O, out_O.to(out_ptr.dtype.element_ty), mask=ok_O)
 
 
@@ -298,7 +301,8 @@ def run_gemv(operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
         _gemv_down_kernel, (cdiv(hidden, block_o), num_tokens),
         h_PF, operands.ids_TK, operands.weights_TK, operands.down, operands.down_bias, operands.residual_TD, out_TD, hidden, features,
         top_k, operands.residual_stride,
-        HAS_BIAS=operands.down_bias is not None, HAS_RESIDUAL=operands.residual_TD is not None, BLOCK_K=block_k, BLOCK_O=block_o, BLOCK_F=256, PDL=pdl, num_warps=warps,
+        HAS_BIAS=operands.down_bias is not None, HAS_RESIDUAL=operands.residual_TD is not None, BLOCK_K=block_k,
+        BLOCK_O=block_o, BLOCK_F=256, PDL=pdl, num_warps=warps,
         **launch_options(pdl),
     )  # fmt: skip
     return out_TD

@@ -36,13 +36,23 @@ CASES = {
     "biases on 2": (
         2, Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
     ),
+    "experts on 2": (
+        2,
+        Case(
+            "Qwen2MoeForCausalLM",
+            {
+                "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                "shared_expert_intermediate_size": 80,
+            },
+        ),
+    ),
     "int8 on 2": (2, Case("LlamaForCausalLM", quantization="int8-weight-only")),
     # 2 key/value heads on 4 ranks; the norms are the all-reduces', not the linears'
     "key/value heads shared by 4": (
         4, Case("Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"})
     ),
 }  # fmt: skip
-QUICK = "biases on 2"
+QUICK = ("biases on 2", "experts on 2")
 
 
 def run_case(case: Case, size: int, rank: int, cache_dir: str | None) -> tuple[torch.Tensor, list[int], dict[str, Any]]:
@@ -69,7 +79,7 @@ def run_rank(rank: int, name: str, cache_dir: str) -> tuple[torch.Tensor, list[i
     return run_case(case, size, rank, cache_dir)
 
 
-@pytest.mark.parametrize("name", [QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != QUICK)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in QUICK)])
 def test_sharded_models_say_the_same(name: str, tmp_path: Path) -> None:
     size, case = CASES[name]
     results = run_ranks(size, run_rank, name, str(tmp_path / "artifacts"), folder=tmp_path)

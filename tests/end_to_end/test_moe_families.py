@@ -1,0 +1,31 @@
+"""Mixtures of experts that transformers wrote: the same greedy tokens, with prompts in chunks and beside decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compile_and_serve import LLM, SamplingParams
+from tests.support.moe_models import FAMILIES, write_moe
+from tests.support.transformers_models import greedy_tokens
+
+PROMPTS = [[7, 21, 300, 9, 44], [5], list(range(30, 53)), list(range(100, 139))]
+NUM_TOKENS = 64
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None:
+    folder = write_moe(tmp_path / "model", architecture)
+    expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)
+    with LLM(
+        str(folder), dtype="float32", max_num_seqs=4, num_kv_blocks=64, device="cpu", skip_tokenizer_init=True,
+        max_num_batched_tokens=16,  # so that prompts come in chunks, beside decodes of other sequences
+        cache_dir=tmp_path / "cache",
+    ) as llm:  # fmt: skip
+        report = llm.info.compile_report
+        assert report["distinct_pieces"] == 3  # routing neither splits a layer nor makes layers differ
+        assert report["pass_sites.fuse_experts.matched"] == 3
+        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -1,0 +1,34 @@
+"""Tiny mixtures of experts that transformers writes, one for each family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.transformers_models import SIZES, write_random_model
+
+_QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Changes to `SIZES`; None removes a size.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "sliding_window": None,
+    },
+    "Qwen2MoeForCausalLM": {**_QWEN, "shared_expert_intermediate_size": 80, "norm_topk_prob": False, "head_dim": None},
+    "Qwen3MoeForCausalLM": {**_QWEN, "norm_topk_prob": True},
+    "OlmoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": None},
+}
+
+
+def write_moe(folder: Path, architecture: str, **changes: Any) -> Path:
+    """A folder with a random float32 model of the family."""
+    settings = {name: value for name, value in (FAMILIES[architecture] | changes).items() if name != "head_dim"}
+    return write_random_model(
+        folder, architecture, without=("head_dim",) if _lacks_head_dim(architecture) else (), **settings
+    )
+
+
+def _lacks_head_dim(architecture: str) -> bool:
+    return FAMILIES[architecture].get("head_dim", SIZES["head_dim"]) is None
