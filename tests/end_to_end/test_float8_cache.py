@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from compile_and_serve import LLM, SamplingParams
-from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
+from tests.support.kernels import require_cpu_kernels
 from tests.support.transformers_models import load_reference
 
 NUM_TOKENS = 16
@@ -46,8 +46,8 @@ def logits_over_rounded_cache(model: Any, ids: list[int]) -> torch.Tensor:
 def test_greedy_tokens_over_a_float8_cache(
     smollm2_dir: Path, reference: Any, prompts: list[list[int]], backend: str
 ) -> None:
-    if backend == "cpu" and not load_cpu_kernels():
-        pytest.skip(str(cpu_kernels_status()))
+    if backend == "cpu":
+        require_cpu_kernels()
     prompts = prompts[::5]
     llm = LLM(
         str(smollm2_dir), dtype="float32", kv_cache_dtype="fp8", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=48,

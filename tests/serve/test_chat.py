@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from tests.serve.conftest import ANSWER, Server, StartServer
+from compile_and_serve.serve.protocol.chunks import ChunkWriter
+from tests.serve.conftest import ANSWER, Server, StartServer, eventually
 from tests.support.fake_engine import says
 from tests.support.sse import read_events
 
@@ -117,6 +119,39 @@ async def test_cached_tokens_of_the_shared_prompt_count_once(start_server: Start
     assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] // 2}
     *_, last, _ = read_events((await server.chat(n=3, stream=True, stream_options={"include_usage": True})).text)
     assert last["usage"]["prompt_tokens_details"] == usage["prompt_tokens_details"]
+
+
+async def test_cached_tokens_of_several_prompts_are_added(start_server: StartServer) -> None:
+    server = await start_server(prompt_tokens_details=True)
+    prompts = [[5] * 4, [6] * 10, [7] * 20]  # half of each is cached
+    for n in (1, 3):
+        usage = (await server.complete(prompt=prompts, n=n)).json()["usage"]
+        assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (34, {"cached_tokens": 17})
+        stream = await server.complete(prompt=prompts, n=n, stream=True, stream_options={"include_usage": True})
+        *_, last, _ = read_events(stream.text)
+        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 17}
+
+
+@pytest.mark.parametrize("path", ["chat", "complete"])
+async def test_a_response_writer_that_fails_aborts_the_generation(
+    start_server: StartServer, tokenizer: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"pause": 0.001})
+    chunk, written = ChunkWriter.chunk, 0
+
+    def fail_later(self: ChunkWriter, *args: Any, **options: Any) -> bytes:
+        nonlocal written
+        written += 1
+        if written > 5:
+            raise RuntimeError("the writer failed")
+        return chunk(self, *args, **options)
+
+    monkeypatch.setattr(ChunkWriter, "chunk", fail_later)
+    response = await getattr(server, path)(n=2, stream=True, ignore_eos=True)
+    assert "[DONE]" not in response.text
+    await eventually(lambda: server.engine.num_running == 0)
+    assert len(server.engine.aborted) == 2
+    assert server.app.state.context.engine.num_in_flight == 0
 
 
 async def test_n_completions_stream_by_index(server: Server) -> None:

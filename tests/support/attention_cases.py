@@ -36,6 +36,9 @@ BATCHES = {
     "chunk after a cached prefix": Batch(query_lens=(70,), seq_lens=(600,), padding=1),
     "mixed": Batch(query_lens=(1, 5, 40, 1), seq_lens=(3, 70, 40, 300), padding=3),
     "odd block size": Batch(query_lens=(1, 9), seq_lens=(50, 20), block_size=5),
+    # Kernels take 64 or more keys at a time, which begin inside a block here.
+    "many keys in odd blocks": Batch(query_lens=(1, 9, 70), seq_lens=(203, 150, 131), block_size=5),
+    "blocks of more keys than a step": Batch(query_lens=(1, 9, 70), seq_lens=(300, 150, 131), block_size=128),
 }
 
 

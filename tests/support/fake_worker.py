@@ -5,7 +5,7 @@ A JSON file in the model's folder tells it what to do besides answering steps:
 - "record": a folder where each rank writes down its steps.
 - "devices": a folder where each rank writes which CUDA devices it sees, and which is its own.
 - "load", "step", "result": {rank: action}, or {"replica/rank": action} for one replica. Actions: "mistake", "error", "kill", "stop",
-  "hang". Those of "step" and "result" happen at step 3.
+  "hang", "end" (with status 0). Those of "step" and "result" happen at step 3.
 - "until": a file that must exist before an action happens.
 - "pause": seconds that each of a step's "collectives" (default 1) takes.
 
@@ -147,6 +147,8 @@ class Worker:
             raise RuntimeError("connection closed by peer")
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "end":
+            os._exit(0)
         if what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "hang":

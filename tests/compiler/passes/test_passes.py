@@ -13,6 +13,7 @@ from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
+from compile_and_serve.compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason
@@ -200,3 +201,69 @@ def test_a_linear_with_two_readers_keeps_its_output() -> None:
     FuseLinears().run(captured.gm, ctx)
     captured.gm.graph.lint()
     assert targets(captured).count(F.silu) == 1
+
+
+def rotations(captured: CapturedGraph, layer: int) -> tuple[torch.fx.Node, torch.fx.Node]:
+    """x·cos + rotate_half(x)·sin of a layer's queries and of its keys."""
+    attention = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.attention.default)[layer]
+    return attention.args[0], attention.args[1]
+
+
+def negate_cos(captured: CapturedGraph, ctx: PassContext, *rotated: torch.fx.Node) -> torch.fx.Node:
+    """Give the rotations another cosine, which is returned."""
+    factors = [next(arg for arg in node.args[0].args if arg.target is torch.unsqueeze) for node in rotated]
+    with captured.gm.graph.inserting_before(min(node.args[0] for node in rotated)):
+        other = ctx.call(captured.gm, torch.neg, factors[0].args[0], origin=factors[0])
+        factor = ctx.call(captured.gm, torch.unsqueeze, other, 1, origin=factors[0])
+    for node, old in zip(rotated, factors, strict=True):
+        node.args[0].replace_input_with(old, factor)
+    return other
+
+
+WITHOUT_ROPE = frozenset({"fuse_rope_attention", "fuse_linears"})
+
+
+def test_each_site_keeps_its_own_angles() -> None:
+    """As in models whose local layers rotate by other angles than their global ones."""
+    captured, ctx, _ = run(disabled=WITHOUT_ROPE)
+    other = negate_cos(captured, ctx, *rotations(captured, 1))
+    result = FuseRopeAttention().run(captured.gm, ctx)
+    assert result == PassResult(matched=LAYERS)
+    captured.gm.graph.lint()
+    fused = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.rope_attention.default)
+    cosines, sines = [node.args[1] for node in fused], [node.args[2] for node in fused]
+    assert cosines == [other.args[0], other, other.args[0]]
+    assert len(set(sines)) == 1
+    assert sines[0] not in cosines
+
+
+def test_queries_and_keys_of_different_angles_are_a_near_miss() -> None:
+    captured, ctx, _ = run(disabled=WITHOUT_ROPE)
+    negate_cos(captured, ctx, rotations(captured, 1)[1])
+    result = FuseRopeAttention().run(captured.gm, ctx)
+    assert (result.matched, [miss.reason for miss in result.near_misses]) == (
+        LAYERS - 1,
+        ["queries and keys are rotated by different angles"],
+    )
+
+
+def test_a_residual_of_another_dtype_is_added_after_the_linear() -> None:
+    captured, ctx, _ = run(disabled=WITHOUT_LINEARS | {"fuse_silu_mul", "fuse_add_rms_norm"})
+    [o_proj, *_] = [
+        node
+        for node in captured.gm.graph.find_nodes(op="call_function", target=F.linear)
+        if "o_proj" in str(node.args[1])
+    ]
+    [add] = o_proj.users
+    assert add.target is torch.add
+    residual = next(arg for arg in add.args if arg is not o_proj)
+    with captured.gm.graph.inserting_before(add):
+        wide = ctx.call(captured.gm, torch.Tensor.float, residual, origin=add)
+    add.replace_input_with(residual, wide)
+    FuseLinears().run(captured.gm, ctx)
+    captured.gm.graph.lint()
+    fused = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.fused_linear.default)
+    with_residual = [node for node in fused if node.args[7] is not None]
+    assert len(with_residual) == 2 * LAYERS - 1
+    assert wide not in [node.args[7] for node in fused]
+    assert list(wide.users) == [add]

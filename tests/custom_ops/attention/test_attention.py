@@ -11,6 +11,7 @@ from compile_and_serve.custom_ops.attention.rope_attention import norm_rope_refe
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.step import AttentionFeature
 from tests.support import attention_cases as cases
+from tests.support.kernels import require_cpu_kernels
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
@@ -27,6 +28,8 @@ def require(
     kv_cache_dtype: torch.dtype | None = None,
     features: frozenset[AttentionFeature] = frozenset(),
 ) -> None:
+    if isinstance(backend, CpuAttention):
+        require_cpu_kernels()
     reason = backend.unsupported_reason(
         device=CPU,
         dtype=dtype,

@@ -13,6 +13,7 @@ from compile_and_serve.custom_ops.linear.fused_linear import (
     packed_shape,
     unpack_linear_weight,
 )
+from tests.support.kernels import require_cpu_kernels
 
 CPU = torch.device("cpu")
 # Rounding of the normalized row, and of the output, each 2^-9 at most; float32 sums one after another over up to 1536 products.
@@ -41,9 +42,8 @@ def reference(x, weight, norm_weight=None, eps=1e-6, bias=None, silu_mul=False, 
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels() -> None:
-    reason = packed_linear_unsupported_reason(device=CPU, dtype=torch.float32)
-    if reason is not None:
-        pytest.skip(reason)
+    require_cpu_kernels()
+    assert packed_linear_unsupported_reason(device=CPU, dtype=torch.float32) is None
 
 
 @pytest.mark.pairwise
@@ -84,6 +84,27 @@ def test_fusions(num_tokens: int, silu_mul: bool, out_features: int, in_features
         expected = reference(x, weight, eps=1e-5, silu_mul=silu_mul, **options)
         # A bfloat16 tie that falls the other way in the normalized row counts more when there are few outputs to average it.
         assert relative_error(y, expected) < TOLERANCE[dtype] * (3 if out_features * in_features < 1000 else 1), options
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("in_features", [33, 7, 2, 40])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_product_of_nan_leaves_nothing_for_the_next(
+    num_tokens: int, in_features: int, with_norm: bool, dtype: torch.dtype
+) -> None:
+    """Rows are padded in memory that products share: NaN times a padded weight of 0 would be NaN."""
+    wide, weight = torch.randn(48, 64, dtype=dtype), torch.randn(48, in_features, dtype=dtype)
+    norms = (torch.ones(64, dtype=dtype), torch.ones(in_features, dtype=dtype)) if with_norm else (None, None)
+    x = torch.randn(num_tokens, in_features, dtype=dtype)
+    nan = torch.full((num_tokens, 64), torch.nan, dtype=dtype)
+    assert (
+        fused_linear(nan[:, :63], pack_linear_weight(wide[:, :63]), 48).isnan().all()
+    )  # 63: padded, so that it is copied
+    assert fused_linear(nan, pack_linear_weight(wide), 48, norms[0], 1e-6).isnan().all()
+    y = fused_linear(x, pack_linear_weight(weight), 48, norms[1], 1e-6)
+    assert y.isfinite().all()
+    assert relative_error(y, reference(x, weight, norms[1])) < 3 * TOLERANCE[dtype]
 
 
 def test_silu_of_large_values_stays_finite() -> None:

@@ -15,6 +15,7 @@ from compile_and_serve.custom_ops.quantized.quantized_linear import (
     quantized_linear_unsupported_reason,
     unpack_quantized_weight,
 )
+from tests.support.kernels import require_cpu_kernels
 
 WEIGHT_DTYPES = [torch.int8, torch.float8_e4m3fn]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -62,9 +63,8 @@ def unsupported_reason(dtype=torch.bfloat16, weight_dtype=torch.int8, per_block=
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels() -> None:
-    reason = unsupported_reason()
-    if reason is not None:
-        pytest.skip(reason)
+    require_cpu_kernels(quantized=True)
+    assert unsupported_reason() is None
 
 
 @pytest.mark.pairwise

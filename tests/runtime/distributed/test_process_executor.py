@@ -197,6 +197,7 @@ def fail_in_the_fourth_step(model_dir: Path, message: str, stuck_seconds: float 
             "Rank 2 of 3 failed while it computed a step: RuntimeError: connection closed by peer",
         ),
         ({"device": "cuda", "result": {"0": "hang", "2": "kill"}}, "Rank 2 of 3 was ended by signal 9."),
+        ({"step": {"0": "hang", "1": "end"}}, "Rank 1 of 3 ended with status 0."),  # a library called exit
     ],
 )
 def test_a_rank_that_fails_in_a_step_ends_all(

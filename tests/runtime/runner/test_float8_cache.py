@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_and_serve.custom_ops.build.cpu_kernels import cpu_kernels_status, load_cpu_kernels
 from compile_and_serve.runtime.engine.core import EngineCore
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, write_tiny_model
+from tests.support.kernels import require_cpu_kernels
 from tests.support.tiny_models import plain_logits
 
 FP8 = torch.float8_e4m3fn
@@ -35,8 +35,8 @@ def plain_logprobs(core: EngineCore, tokens: list[int], dtype: torch.dtype) -> t
 def test_logprobs_are_those_of_rounded_keys_and_values(
     model_dir: Path, options: dict[str, object], backend: str
 ) -> None:
-    if backend == "cpu" and not load_cpu_kernels():
-        pytest.skip(str(cpu_kernels_status()))
+    if backend == "cpu":
+        require_cpu_kernels()
     core = EngineCore(tiny_config(model_dir, kv_cache_dtype="fp8", attention_backend=backend, **options))
     assert {cache.dtype for cache in core._executor.runner.state.values()} == {FP8}  # type: ignore[attr-defined]
     prompts = {f"r{i}": prompt_of(i, 5 + 13 * i) for i in range(4)}

@@ -145,6 +145,22 @@ def test_stop_strings_cut_where_a_plain_search_does(include: bool) -> None:
     assert 50 < stopped < 390
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_of_two_stop_strings_in_one_token_the_earliest_end_wins(include: bool) -> None:
+    tokenizer = byte_level_tokenizer(["abcdef " * 50])
+    [_, token_id] = tokenizer.encode(" abcdef abcdef", add_special_tokens=False)
+    assert tokenizer.decode([token_id]) == " abcdef"
+    for stop, cut in (
+        (["def", "bc"], "bc"),  # bc ends first, and comes later in the list
+        (["abcde", "bcd"], "bcd"),  # abcde begins first
+        (["ef", "cdef", "f"], "cdef"),  # of equal ends the longest
+        (["zz", "f", "a"], "a"),
+    ):
+        text, reason, _ = stream_all(tokenizer, [token_id, token_id], stop=stop, include_stop=include)
+        end = " abcdef".index(cut) + (len(cut) if include else 0)
+        assert (text, reason) == (" abcdef"[:end], cut)
+
+
 def test_beginning_of_a_stop_string_is_held_back_and_released() -> None:
     tokenizer = byte_level_tokenizer([])
     ids = tokenizer.encode("xENOUGH", add_special_tokens=False)
