@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from compile_and_serve.custom_ops.collectives.collectives import Partition, join_groups, leave_groups
-from compile_and_serve.runtime.distributed.child_process import one_device
+from compile_and_serve.runtime.child_process import one_device
 from compile_and_serve.runtime.distributed.rank_process import rank_environment
 from tests.support.forkserver import forkserver
 

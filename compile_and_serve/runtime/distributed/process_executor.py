@@ -24,14 +24,14 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 import zmq
 
-from compile_and_serve.runtime.config import EngineConfig, Rank
-from compile_and_serve.runtime.distributed.child_process import (
+from compile_and_serve.runtime.child_process import (
     LINGER_MS,
     boot_input,
     describe_exit,
     one_device,
     private_folder,
 )
+from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.executor import (
     STUCK_SECONDS,
     RankFailedError,

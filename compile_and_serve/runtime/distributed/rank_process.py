@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import msgspec
 import zmq
 
-from compile_and_serve.runtime.config import EngineConfig, Rank
-from compile_and_serve.runtime.distributed.child_process import (
+from compile_and_serve.runtime.child_process import (
     EXIT_FAILURE,
     LINGER_MS,
     boot_code,
@@ -26,6 +25,7 @@ from compile_and_serve.runtime.distributed.child_process import (
     read_bootstrap,
     set_up_child,
 )
+from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.rank_messages import (
     CompileGrammar,
     FromRank,

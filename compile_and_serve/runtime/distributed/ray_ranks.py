@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from compile_and_serve.runtime.child_process import describe_exit, private_folder, remove_after_exit
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.distributed.child_process import describe_exit, private_folder, remove_after_exit
 from compile_and_serve.runtime.distributed.rank_process import RankBootstrap, RankProcess, rank_environment
 
 _PLACEMENT_SECONDS = 60.0

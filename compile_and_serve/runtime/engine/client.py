@@ -18,8 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.distributed.child_process import (
+from compile_and_serve.runtime.child_process import (
     LINGER_MS,
     boot_input,
     describe_error,
@@ -27,6 +26,7 @@ from compile_and_serve.runtime.distributed.child_process import (
     one_device,
     private_folder,
 )
+from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.heartbeat import HeartbeatMonitor
 from compile_and_serve.runtime.engine.process import BOOT_CODE, Bootstrap
 from compile_and_serve.runtime.messages import (

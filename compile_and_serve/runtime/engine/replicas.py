@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from compile_and_serve.runtime.child_process import describe_error
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.distributed.child_process import describe_error
 from compile_and_serve.runtime.distributed.executor import report_shared_stages
 from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.router import Router

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import msgspec
 
-from compile_and_serve.runtime.distributed.child_process import boot_code, boot_input
+from compile_and_serve.runtime.child_process import boot_code, boot_input
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.template_worker import RenderAnswer, RenderRequest, frame
 from compile_and_serve.runtime.text.tokenizer import Tokenizer

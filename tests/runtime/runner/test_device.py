@@ -9,7 +9,7 @@ import torch
 
 from compile_and_serve.custom_ops import platform
 from compile_and_serve.custom_ops.platform import resolve_device
-from compile_and_serve.runtime.distributed.child_process import one_device
+from compile_and_serve.runtime.child_process import one_device
 from compile_and_serve.runtime.runner import device as devices
 from compile_and_serve.runtime.runner.device import resolve_dtype, use_threads
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from compile_and_serve.runtime.distributed.child_process import EXIT_ORPHANED
+from compile_and_serve.runtime.child_process import EXIT_ORPHANED
 from tests.support.processes import is_running, wait_until
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import os, sys, time
-from compile_and_serve.runtime.distributed.child_process import private_folder, remove_after_exit
+from compile_and_serve.runtime.child_process import private_folder, remove_after_exit
 folder = private_folder()
 remove_after_exit(folder)
 open(folder + "/file", "w").close()
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 SET_UP = """
 import logging, os, signal, subprocess, sys, time
-from compile_and_serve.runtime.distributed.child_process import set_up_child
+from compile_and_serve.runtime.child_process import set_up_child
 set_up_child(who="", log_level=logging.WARNING, folder=None)
 os.kill(os.getpid(), signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGINT)
