@@ -20,6 +20,7 @@ from compile_and_serve.serve.errors import install_error_handlers
 from compile_and_serve.serve.inspect import router as graphs
 from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from compile_and_serve.serve.parsers.selection import select_parsers
 from compile_and_serve.serve.routers import chat, completions, health, models, tokens
 from compile_and_serve.serve.settings import ServerSettings
 
@@ -38,6 +39,7 @@ def create_app(
     """The application for an engine that is ready. Its lifespan reads the engine's outputs and finally stops the engine.
 
     tokenizer: None if the engine works on token ids only (skip_tokenizer_init). on_engine_death: called with the reason.
+    Raises `ParserError` for parsers that the settings name and that do not exist.
     templates: renders chat templates; by default a pool that the lifespan closes.
     """
     inputs = InputProcessor(tokenizer, client.info)
@@ -46,6 +48,13 @@ def create_app(
     if num_replicas > 1:
         metrics.describe_replicas(num_replicas)
     engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death)
+    parsers = select_parsers(
+        tokenizer,
+        settings.chat_template,
+        tools=settings.tool_call_parser,
+        reasoning=settings.reasoning_parser,
+        require_tools=settings.enable_auto_tool_choice,
+    )
     pool = templates or TemplatePool(seconds=settings.template_timeout)
 
     @asynccontextmanager
@@ -65,7 +74,9 @@ def create_app(
         swagger_ui_parameters={"tryItOutEnabled": True, "persistAuthorization": True},
     )
     app.router.strict_content_type = False  # `JsonRoute` checks the header
-    app.state.context = ServerContext(settings=settings, engine=engine, inputs=inputs, metrics=metrics, templates=pool)
+    app.state.context = ServerContext(
+        settings=settings, engine=engine, inputs=inputs, metrics=metrics, templates=pool, parsers=parsers
+    )
     for router in ROUTERS:
         app.include_router(router)
     if settings.graphs_dir is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
@@ -20,8 +20,12 @@ from compile_and_serve.serve.engine import AsyncEngine
 from compile_and_serve.serve.errors import ApiError, user_errors
 from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import tenant_of
+from compile_and_serve.serve.parsers.selection import Parsers
+from compile_and_serve.serve.protocol.chat import ChatFields
 from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.tool_prompt import describe_tools
+from compile_and_serve.serve.tool_use import ToolUse, tool_use
 
 T = TypeVar("T")
 
@@ -39,6 +43,7 @@ class ServerContext:
     inputs: InputProcessor
     metrics: Metrics
     templates: TemplatePool
+    parsers: Parsers
     started: int = field(default_factory=lambda: int(time.time()))
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_LARGE_BODIES))
 
@@ -83,6 +88,25 @@ class ServerContext:
         """A request's public id: from the body, else from the X-Request-Id header, else new."""
         given = wanted or request.headers.get("x-request-id", "")[:256]
         return f"{prefix}-{given or uuid.uuid4().hex}"
+
+    def render(self, body: ChatFields, *, only_prompt: bool = False) -> tuple[str, ToolUse]:
+        """The text of a conversation, and how its answer may use tools. only_prompt: there is no answer. Raises a 400."""
+        parallel = body.parallel_tool_calls is not False
+        use = tool_use(body.tools, body.tool_choice, self.parsers, parallel=parallel, only_shown=only_prompt)
+        messages: Sequence[Any] = body.messages
+        tools = use.shown
+        with user_errors():
+            tokenizer = self.inputs.require_tokenizer("a conversation")
+            if tools and not self.parsers.template_uses_tools and use.parser is not None:
+                messages, tools = describe_tools(messages, tools, use.parser), ()
+            text = self.templates.render(
+                tokenizer,
+                messages,
+                template=self.settings.chat_template,
+                tools=tools or None,
+                **body.template_options(),
+            )
+        return text, use
 
     def encode(
         self, text: str, params: SamplingParams, *, add_special_tokens: bool, names: Mapping[str, str] | None = None

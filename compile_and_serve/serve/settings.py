@@ -26,6 +26,8 @@ class ServerSettings:
     shutdown_timeout: seconds that running requests get to finish after the first SIGINT or SIGTERM.
     graphs_dir: the dump of the model's compilation, shown at /graphs. None: no such page.
     template_timeout: seconds in which the chat template must render a conversation.
+    tool_call_parser, reasoning_parser: names of parsers. None: the one whose format the chat template uses.
+    enable_auto_tool_choice: refuse to start without a tool parser.
     prompt_tokens_details: whether usage includes the number of cached prompt tokens, which reveals whether another request
         had the same prefix.
     """
@@ -52,6 +54,9 @@ class ServerSettings:
     prompt_tokens_details: bool = False
     connection_limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     template_timeout: float = 10.0
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = False
 
     @property
     def is_local(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_CONTENT_IS_NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?none\b", re.IGNORECASE)
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -38,11 +40,26 @@ class HasTemplates(Protocol):
 
 
 class _Compiled(NamedTuple):
-    """A template, whether it iterates over a message's content parts itself, and its string constants."""
+    """A template, whether it iterates over a message's content parts itself and compares content to none, and its string
+    constants."""
 
     template: jinja2.Template
     iterates_parts: bool
+    knows_none: bool
     constants: frozenset[str]
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a tool call: an object for most templates, and JSON text for those that concatenate it with text."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -91,7 +108,12 @@ def _compile(source: str) -> _Compiled:
         tree = environment.parse(source)
         constants = (node.value for node in tree.find_all(jinja2.nodes.Const))
         strings = frozenset(value for value in constants if isinstance(value, str))
-        return _Compiled(environment.from_string(source), _iterates_content(tree), strings)
+        return _Compiled(
+            environment.from_string(source),
+            _iterates_content(tree),
+            _CONTENT_IS_NONE.search(source) is not None,
+            strings,
+        )
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"The chat template is not valid Jinja: {error}") from error
 
@@ -190,9 +212,12 @@ def _normalize(message: Mapping[str, Any], index: int, compiled: _Compiled) -> d
         raise ChatTemplateError(f"{where}.role must be a string such as 'user', got {message.get('role')!r:.200}.")
     result = copy.deepcopy(dict(message))
     result["role"] = _known_role(message["role"], where, compiled.constants)
+    calls = result.get("tool_calls") or []
+    if not calls:
+        result.pop("tool_calls", None)  # templates take the key for calls
     content = result.get("content")
     if content is None:
-        result["content"] = ""
+        result["content"] = None if calls and compiled.knows_none else ""
     elif isinstance(content, list):
         texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         result["content"] = (
@@ -200,11 +225,14 @@ def _normalize(message: Mapping[str, Any], index: int, compiled: _Compiled) -> d
         )
     elif not isinstance(content, str):
         raise ChatTemplateError(f"{where}.content must be a string or a list of parts, got a {type(content).__name__}.")
-    calls = result.get("tool_calls") or []
     if not isinstance(calls, list):
         raise ChatTemplateError(f"{where}.tool_calls must be a list, got a {type(calls).__name__}.")
     for call in calls:
         _parse_arguments(call, where)
+    # Clients send back the name of the answer's field; templates read the older one.
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if isinstance(result.get(name), str):
+            result.setdefault(other, result[name])
     return result
 
 
@@ -241,6 +269,8 @@ def _parse_arguments(call: Any, where: str) -> None:
             function["arguments"] = json.loads(arguments or "{}")
         except ValueError as error:
             raise ChatTemplateError(f"{where}.tool_calls has arguments that are not valid JSON ({error}).") from error
+    if isinstance(function.get("arguments"), dict):
+        function["arguments"] = _Arguments(function["arguments"])
 
 
 def _mark_end(message: dict[str, Any]) -> dict[str, Any]:

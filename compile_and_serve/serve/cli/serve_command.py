@@ -76,6 +76,31 @@ def serve_command(
             help="A Jinja file or Jinja source that replaces the model's chat template.", rich_help_panel=SERVER_PANEL
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format in which the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, pythonic, "
+            "granite, phi4, or a parser of your own (an entry point's name, or module:Class). By default told by the chat "
+            "template.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice",
+            help="Refuse to start without a tool parser. With one, tool_choice 'auto' is always accepted.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = False,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format in which the model writes its reasoning: deepseek_r1, qwen3, granite, gpt-oss, or a parser of your own. "
+            "By default told by the chat template.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
     response_role: Annotated[
         str, typer.Option(help="Role of the generated messages.", rich_help_panel=SERVER_PANEL)
     ] = "assistant",
@@ -107,6 +132,7 @@ def serve_command(
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat and completions API, metrics and health checks."""
     from compile_and_serve.runtime.options import make_engine_config
+    from compile_and_serve.serve.parsers.registry import check_names
     from compile_and_serve.serve.server import run
     from compile_and_serve.serve.settings import ServerSettings
 
@@ -127,12 +153,16 @@ def serve_command(
         prompt_tokens_details=enable_prompt_tokens_details,
         root_path=root_path,
         chat_template=chat_template,
+        tool_call_parser=tool_call_parser,
+        enable_auto_tool_choice=enable_auto_tool_choice,
+        reasoning_parser=reasoning_parser,
         response_role=response_role,
         return_tokens_as_token_ids=return_tokens_as_token_ids,
         shutdown_timeout=shutdown_timeout,
         access_log=access_log,
         graphs_dir=Path(engine_options["dump_dir"]) if enable_graphs else None,
     )
+    check_names(tool_call_parser, reasoning_parser)
     config = make_engine_config(model, **engine_options)
     started = time.perf_counter()
     with graphs, StageDisplay() as stages:

@@ -67,6 +67,14 @@ def reasoning_parser(name: str) -> type[ReasoningParser]:
     return _find(name, REASONING_PARSERS, REASONING_ENTRY_POINTS, ReasoningParser, "reasoning")
 
 
+def check_names(tools: str | None, reasoning: str | None) -> None:
+    """Raise `ParserError` if one of the parsers does not exist. None is no parser."""
+    if tools is not None:
+        tool_parser(tools)
+    if reasoning is not None:
+        reasoning_parser(reasoning)
+
+
 def detect_tool_parser(templates: Iterable[str]) -> type[ToolParser] | None:
     """The parser whose format the chat templates use; None if it is none, or more than one."""
     return _detect(templates, TOOL_PARSERS)

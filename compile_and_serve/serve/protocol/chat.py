@@ -27,7 +27,10 @@ class ChatFields(RequestModel):
         examples=[EXAMPLE["messages"]],
     )
     tools: Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description="'none', 'auto' (the default), 'required' or an object that names a function."
+    )
+    parallel_tool_calls: bool | None = Field(default=True, description="false: at most one call per answer.")
     documents: Objects | None = None
     add_generation_prompt: bool | None = Field(
         default=None,
@@ -39,18 +42,6 @@ class ChatFields(RequestModel):
     )
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
-
-    def check_tools(self) -> None:
-        """Raise a 400 if the answer could need a tool call."""
-        choice = self.tool_choice
-        if choice not in (None, "none", "auto", "required") and not isinstance(choice, dict):
-            raise ApiError(
-                400, "tool_choice must be 'none', 'auto', 'required' or an object that names a function.", "tool_choice"
-            )
-        if self.tools and choice != "none":
-            raise ApiError(400, "This server does not support tool calls yet: set tool_choice to 'none'.", "tools")
-        if not self.tools and choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice needs tools.", "tool_choice")
 
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of `TemplatePool.render`."""
@@ -77,6 +68,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     )
     logprobs: bool | None = False
     top_logprobs: int | None = None
+    include_reasoning: bool | None = Field(default=True, description="false: leave the reasoning out of the answer.")
     echo: bool | None = Field(
         default=False, description="Begin the answer with the last message if that has the answer's role."
     )

@@ -15,22 +15,26 @@ _encode = msgspec.json.encode
 class Usage:
     """Token counts of one HTTP request. cached_tokens: prompt tokens that were found in the prefix cache.
 
-    with_details: whether clients see cached_tokens.
+    with_details: whether clients see cached_tokens. reasoning_tokens: None if the answer has no reasoning.
     """
 
     prompt_tokens: int
     with_details: bool
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's `usage` object."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens} if self.with_details else None,
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class ChunkWriter:

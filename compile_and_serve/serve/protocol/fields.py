@@ -145,14 +145,11 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mm_processor_kwargs": _only(({},), "This model reads text only."),
     "kv_transfer_params": _only((), "This server does not support KV transfer yet."),
     "thinking_token_budget": _only((), "This server does not support thinking_token_budget."),
-    "include_reasoning": _only(
-        (True,), "include_reasoning=false needs a reasoning parser, which is not supported yet."
-    ),
 }
 # OpenAI's fields that do not change this server's answers.
 _HARMLESS = frozenset(
     {
-        "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+        "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "prompt_cache_options", "prediction", "verbosity", "moderation",
     }
 )  # fmt: skip

@@ -32,11 +32,7 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
         if body.prompt is not None:
             text, add = body.prompt, body.add_special_tokens is not False
         else:
-            template = context.settings.chat_template
-            options = body.template_options()
-            text = context.templates.render(
-                tokenizer, body.messages or [], template=template, tools=body.tools, **options
-            )
+            text, _ = context.render(body, only_prompt=True)
             add = bool(body.add_special_tokens)
     if len(text) > MAX_CHARACTERS:
         sentence = f"The text has {len(text)} characters, but /tokenize accepts at most {MAX_CHARACTERS}."

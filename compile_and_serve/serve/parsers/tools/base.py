@@ -30,12 +30,17 @@ class ToolParser:
 
     name: of the format. openers: texts that begin a call or a block of calls. markers: all texts that the parser must see,
     even where they are special tokens. id_length: length of the ids of calls, for models whose templates demand one.
+    list_opener: text before the first call of a JSON list; empty if calls stand alone. separator: text between calls.
+    trigger: text that only begins calls; empty if there is none.
     """
 
     name: ClassVar[str] = ""
     openers: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()
     id_length: ClassVar[int | None] = None
+    list_opener: ClassVar[str] = ""
+    separator: ClassVar[str] = "\n"
+    trigger: ClassVar[str] = ""
 
     def __init__(self, schemas: Schemas) -> None:
         """schemas: name of each tool → JSON schema of its parameters."""
@@ -57,17 +62,6 @@ class ToolParser:
     def call_format(cls, name: str) -> tuple[str, str] | None:
         """Text before and after the arguments in a call of the tool `name`, for grammars; None if there is none."""
         return None
-
-    @classmethod
-    def calls_format(cls, tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
-        """The structural tag of an output of at least one call. tags: one for each tool, from `call_format`."""
-        return {
-            "type": "tags_with_separator",
-            "tags": tags,
-            "separator": "\n",
-            "at_least_one": True,
-            "stop_after_first": not parallel,
-        }
 
     def feed(self, text: str) -> list[Event]:
         """The events that the next text completes."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from compile_and_serve.serve.parsers.json_scanner import to_json
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
-from compile_and_serve.serve.parsers.tools.json_list import in_list
 
 
 class GraniteParser(JsonCallsParser):
     """<|tool_call|>[{"name": …, "arguments": {…}}, …] (Granite 3.0), or <tool_call>[…] (Granite 3.1 and later)."""
 
     name = "granite"
+    list_opener = "<|tool_call|>["
+    separator = ", "
+    trigger = "<|tool_call|>"
     openers = ("<|tool_call|>", "<tool_call>")
     markers = openers
     closers = ("</tool_call>",)
@@ -24,7 +24,3 @@ class GraniteParser(JsonCallsParser):
     @classmethod
     def call_format(cls, name: str) -> tuple[str, str]:
         return f'{{"name": {to_json(name)}, "arguments": ', "}"
-
-    @classmethod
-    def calls_format(cls, tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
-        return in_list(super().calls_format(tags, parallel=parallel), "<|tool_call|>[")

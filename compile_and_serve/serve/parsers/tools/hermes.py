@@ -11,6 +11,7 @@ class HermesParser(JsonCallsParser):
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of times."""
 
     name = "hermes"
+    trigger = "<tool_call>"
     openers = ("<tool_call>",)
     closers = ("</tool_call>",)
     markers = openers + closers

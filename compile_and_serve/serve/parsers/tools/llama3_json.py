@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from compile_and_serve.serve.parsers.json_scanner import to_json
 from compile_and_serve.serve.parsers.tools.base import mentions
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
@@ -13,6 +11,7 @@ class Llama3JsonParser(JsonCallsParser):
     """The whole output is {"name": …, "parameters": {…}}, or several of them with "; " between. <|python_tag|> may come first."""
 
     name = "llama3_json"
+    separator = "; "
     openers = ("<|python_tag|>",)
     markers = openers
     separators = ";,"
@@ -25,7 +24,3 @@ class Llama3JsonParser(JsonCallsParser):
     @classmethod
     def call_format(cls, name: str) -> tuple[str, str]:
         return f'{{"name": {to_json(name)}, "parameters": ', "}"
-
-    @classmethod
-    def calls_format(cls, tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
-        return {**super().calls_format(tags, parallel=parallel), "separator": "; "}

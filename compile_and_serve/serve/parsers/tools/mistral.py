@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from compile_and_serve.serve.parsers.json_scanner import ObjectReader, to_json
 from compile_and_serve.serve.parsers.tools.base import Schemas
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
-from compile_and_serve.serve.parsers.tools.json_list import in_list
 
 _HEAD = re.compile(r"\s*([^\s\[\]{}\"]{1,256})\s*(\[CALL_ID\][A-Za-z0-9]{0,64})?(\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD = 400
@@ -18,6 +16,9 @@ class MistralParser(JsonCallsParser):
     """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since version 11 of the tokenizer [TOOL_CALLS]name[ARGS]{…}, repeated."""
 
     name = "mistral"
+    list_opener = "[TOOL_CALLS]["
+    separator = ", "
+    trigger = "[TOOL_CALLS]"
     openers = ("[TOOL_CALLS]",)
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     id_length = 9
@@ -33,10 +34,6 @@ class MistralParser(JsonCallsParser):
     @classmethod
     def call_format(cls, name: str) -> tuple[str, str]:
         return f'{{"name": {to_json(name)}, "arguments": ', "}"
-
-    @classmethod
-    def calls_format(cls, tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
-        return in_list(super().calls_format(tags, parallel=parallel), "[TOOL_CALLS][")
 
     def _start_call(self) -> bool:
         if self._in_list or self._buffer[0] == "{":

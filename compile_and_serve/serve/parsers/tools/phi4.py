@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from compile_and_serve.serve.parsers.json_scanner import to_json
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
-from compile_and_serve.serve.parsers.tools.json_list import in_list
 
 
 class Phi4Parser(JsonCallsParser):
     """functools[{"name": …, "arguments": {…}}, …], or <|tool_call|>…<|/tool_call|> around an object or a list."""
 
     name = "phi4"
+    list_opener = "functools["
+    separator = ", "
+    trigger = "functools["
     openers = ("functools[", "<|tool_call|>")
     closers = ("<|/tool_call|>",)
     markers = ("<|tool_call|>", "<|/tool_call|>")
@@ -24,10 +24,6 @@ class Phi4Parser(JsonCallsParser):
     @classmethod
     def call_format(cls, name: str) -> tuple[str, str]:
         return f'{{"name": {to_json(name)}, "arguments": ', "}"
-
-    @classmethod
-    def calls_format(cls, tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
-        return in_list(super().calls_format(tags, parallel=parallel), "functools[")
 
     def _opened(self, marker: str) -> None:
         super()._opened(marker)

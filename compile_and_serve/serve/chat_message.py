@@ -1,0 +1,79 @@
+"""The message of a chat completion, whole or as stream deltas, from the events of the parsers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from compile_and_serve.runtime.messages import FinishReason
+from compile_and_serve.serve.parsers.events import (
+    CallArguments,
+    CallBegin,
+    CallDropped,
+    CallEnd,
+    Content,
+    Event,
+    ParsedMessage,
+    Reasoning,
+)
+
+
+def call_id(length: int | None) -> str:
+    """A new id of a tool call. length: in characters; None: OpenAI's form."""
+    return uuid.uuid4().hex[:length] if length is not None else f"call_{uuid.uuid4().hex[:24]}"
+
+
+def whole_message(
+    message: ParsedMessage, finish_reason: FinishReason | None, *, with_reasoning: bool, id_length: int | None
+) -> tuple[dict[str, Any], str | None]:
+    """The fields of the message, and the finish reason."""
+    calls = [
+        {"id": call_id(id_length), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.calls
+    ]
+    content = message.content if message.content or not (calls or message.reasoning) else None
+    reasoning = (message.reasoning or None) if with_reasoning else None
+    reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
+    return {"content": content, "refusal": None, "reasoning": reasoning, "tool_calls": calls}, reason
+
+
+class MessageDeltas:
+    """Turns the events of one completion into OpenAI's deltas. A call's first delta has its id and name."""
+
+    def __init__(self, *, with_reasoning: bool, id_length: int | None) -> None:
+        self._with_reasoning = with_reasoning
+        self._id_length = id_length
+        self._index = -1
+        self._has_calls = False
+
+    def deltas(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """The deltas of some events. Texts of a kind are merged."""
+        deltas: list[dict[str, Any]] = []
+        for event in events:
+            match event:
+                case Content(text) | CallDropped(text, False):
+                    self._append(deltas, "content", text)
+                case Reasoning(text):
+                    if self._with_reasoning:
+                        self._append(deltas, "reasoning", text)
+                case CallBegin(name):
+                    self._index += 1
+                    head = {"index": self._index, "id": call_id(self._id_length), "type": "function"}
+                    deltas.append({"tool_calls": [{**head, "function": {"name": name, "arguments": ""}}]})
+                case CallArguments(text):
+                    deltas.append({"tool_calls": [{"index": self._index, "function": {"arguments": text}}]})
+                case CallEnd():
+                    self._has_calls = True
+        return deltas
+
+    def finish_reason(self, reason: FinishReason) -> str:
+        """The finish reason of the completion, after all events."""
+        return "tool_calls" if self._has_calls and reason == "stop" else reason
+
+    @staticmethod
+    def _append(deltas: list[dict[str, Any]], key: str, text: str) -> None:
+        if deltas and key in deltas[-1]:
+            deltas[-1][key] += text
+        elif text:
+            deltas.append({key: text})

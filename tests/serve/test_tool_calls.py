@@ -1,0 +1,239 @@
+"""Tool calls and reasoning through `/v1/chat/completions` on a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from compile_and_serve.serve.parsers.registry import ParserError
+from tests.serve.conftest import Server, StartServer
+from tests.support.fake_engine import says
+from tests.support.sse import read_events
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+OTHER = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name + ':' + c.function.arguments }}</tool_call>{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+HERMES: dict[str, Any] = {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "enable_auto_tool_choice": True}
+
+
+async def started(start_server: StartServer, text: str, **settings: Any) -> Server:
+    plain = await start_server()
+    engine = {"max_model_len": 2048}
+    return await start_server(script=says(plain.tokenizer, text), engine=engine, **{**HERMES, **settings})
+
+
+def prompt_of(server: Server) -> str:
+    return server.tokenizer.decode(server.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+def grammar_of(server: Server) -> Any:
+    structured = server.engine.requests[-1].sampling_params.structured_outputs
+    return None if structured is None else structured
+
+
+def streamed(text: str) -> tuple[str, str, dict[int, dict[str, str]], str]:
+    """Content, reasoning, calls and the finish reason of a stream."""
+    content, reasoning, calls, finish = "", "", {}, ""
+    *chunks, _ = read_events(text)
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        delta = choice["delta"]
+        content += delta.get("content") or ""
+        reasoning += delta.get("reasoning") or ""
+        for part in delta.get("tool_calls", []):
+            if "id" in part:
+                assert part["type"] == "function"
+                assert part["function"]["arguments"] == ""
+                calls[part["index"]] = {"name": part["function"]["name"], "arguments": "", "id": part["id"]}
+            else:
+                calls[part["index"]]["arguments"] += part["function"]["arguments"]
+        finish = choice["finish_reason"] or finish
+    return content, reasoning, calls, finish
+
+
+async def test_auto_call_in_openais_shape(start_server: StartServer) -> None:
+    server = await started(start_server, "I look.\n" + CALL)
+    choice = (await server.chat(tools=[TOOL])).json()["choices"][0]
+    [call] = choice["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Zürich"}'}
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
+    assert grammar_of(server) is None
+    assert json.dumps(TOOL, ensure_ascii=False) in prompt_of(server)
+
+
+async def test_streamed_call_equals_the_whole_one(start_server: StartServer) -> None:
+    server = await started(start_server, "I look.\n" + CALL + CALL)
+    content, _, calls, finish = streamed((await server.chat(tools=[TOOL], stream=True, max_tokens=400)).text)
+    assert (content, finish, len(calls)) == ("I look.", "tool_calls", 2)
+    assert [call["arguments"] for call in calls.values()] == ['{"city": "Zürich"}'] * 2
+    assert len({call["id"] for call in calls.values()}) == 2
+
+
+async def test_parallel_tool_calls_false_keeps_the_first(start_server: StartServer) -> None:
+    server = await started(start_server, CALL + CALL)
+    answer = (await server.chat(tools=[TOOL], parallel_tool_calls=False, max_tokens=400)).json()
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    _, _, calls, _ = streamed(
+        (await server.chat(tools=[TOOL], parallel_tool_calls=False, stream=True, max_tokens=400)).text
+    )
+    assert list(calls) == [0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_malformed_and_unfinished_calls_are_content(start_server: StartServer, stream: bool) -> None:
+    for text in ("<tool_call>\n{get_weather}\n</tool_call>", "no call <tool", "<tool_call>"):
+        server = await started(start_server, text)
+        response = await server.chat(tools=[TOOL], stream=stream)
+        if stream:
+            content, _, calls, finish = streamed(response.text)
+        else:
+            choice = response.json()["choices"][0]
+            content, calls, finish = (
+                choice["message"]["content"],
+                choice["message"]["tool_calls"],
+                choice["finish_reason"],
+            )
+        assert (content, len(calls), finish) == (text, 0, "stop")
+    server = await started(start_server, CALL)
+    choice = (await server.chat(tools=[TOOL], max_tokens=60)).json()["choices"][0]
+    assert (choice["message"]["tool_calls"], choice["finish_reason"]) == ([], "length")
+    assert CALL.startswith(choice["message"]["content"])
+
+
+async def test_tool_choice_none_hides_the_tools(start_server: StartServer) -> None:
+    server = await started(start_server, CALL)
+    choice = (await server.chat(tools=[TOOL], tool_choice="none")).json()["choices"][0]
+    assert (choice["message"]["content"], choice["message"]["tool_calls"]) == (CALL, [])
+    assert "get_weather" not in prompt_of(server)
+
+
+async def test_history_is_rendered_by_the_template(start_server: StartServer) -> None:
+    server = await started(start_server, "It is sunny.")
+    calls = [{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'}}]
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": "I must look."},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        {"role": "assistant", "content": "Sunny.", "tool_calls": None},
+        {"role": "user", "content": "Thanks"},
+    ]
+    answer = (await server.chat(messages=messages, tools=[TOOL])).json()
+    assert answer["choices"][0]["message"]["content"] == "It is sunny."
+    prompt = prompt_of(server)
+    assert '<think>I must look.</think><tool_call>get_weather:{"city": "Zürich"}</tool_call><|end|>' in prompt
+    assert "<|start|>tool\nsunny<|end|>\n<|start|>assistant\nSunny.<|end|>" in prompt
+
+
+BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type must be 'function'"),
+    ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function must be an object"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name must be"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice must be 'none'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice must be like"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice names 'x'"),
+    ({"tool_choice": "required"}, "tool_choice needs tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice needs tools"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_TOOLS)
+async def test_wrong_tools_are_a_400(start_server: StartServer, fields: dict[str, Any], message: str) -> None:
+    server = await started(start_server, CALL)
+    response = await server.chat(**fields)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+async def test_auto_without_a_parser_is_a_400(server: Server) -> None:
+    for fields in ({}, {"tool_choice": "auto"}):
+        response = await server.chat(tools=[TOOL], **fields)
+        assert response.status_code == 400
+        assert "--tool-call-parser NAME" in response.json()["error"]["message"]
+    tokens = await server.http.post(
+        "/tokenize", json={"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
+    )
+    assert tokens.status_code == 200
+
+
+async def test_server_refuses_to_start_without_the_parser(start_server: StartServer) -> None:
+    for settings in ({"enable_auto_tool_choice": True}, {"tool_call_parser": "absent"}, {"reasoning_parser": "absent"}):
+        with pytest.raises(ParserError):
+            await start_server(**settings)
+
+
+async def test_parser_is_detected_from_the_template(start_server: StartServer) -> None:
+    template = TEMPLATE + '{# <tool_call>{"arguments": …}</tool_call> #}'
+    server = await started(start_server, CALL, tool_call_parser=None, chat_template=template)
+    choice = (await server.chat(tools=[TOOL])).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_openai_sdk_reads_the_stream(start_server: StartServer, over_tcp: Any) -> None:
+    server = await started(start_server, CALL)
+    async with openai.AsyncOpenAI(base_url=await over_tcp(server) + "/v1", api_key="none", max_retries=0) as client:
+        tool: Any = {**TOOL, "function": {**TOOL["function"], "strict": False}}  # type: ignore[dict-item]
+        messages: list[Any] = [{"role": "user", "content": "Hi"}]
+        async with client.chat.completions.stream(
+            model="alias", messages=messages, tools=[tool], max_tokens=100
+        ) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert "tool_calls.function.arguments.done" in kinds
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None
+    assert json.loads(calls[0].function.arguments) == {"city": "Zürich"}  # type: ignore[union-attr]
+
+
+THOUGHT = "<think>\nI think.\n</think>\n\nC"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+async def test_reasoning_is_apart_from_the_content(start_server: StartServer, stream: bool, include: bool) -> None:
+    server = await started(start_server, THOUGHT, reasoning_parser="deepseek_r1")
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    response = await server.chat(stream=stream, include_reasoning=include, **options)
+    if stream:
+        *chunks, last, _ = read_events(response.text)
+        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, "[DONE]"])
+        content, reasoning, _, finish = streamed(body)
+        usage = last["usage"]
+    else:
+        answer = response.json()
+        message, finish, usage = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"], answer["usage"]
+        content, reasoning = message["content"], message["reasoning"] or ""
+    assert (content, reasoning, finish) == ("C", "I think." if include else "", "stop")
+    num = len(server.tokenizer.encode("<think>\nI think.\n</think>"))
+    assert num <= usage["completion_tokens_details"]["reasoning_tokens"] <= num + 4
+
+
+async def test_calls_follow_reasoning(start_server: StartServer) -> None:
+    server = await started(start_server, "<think>\nI look.</think>\n" + CALL, reasoning_parser="qwen3")
+    message = (await server.chat(tools=[TOOL])).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"], len(message["tool_calls"])) == ("I look.", None, 1)
+
+
+async def test_reasoning_effort_reaches_the_template(start_server: StartServer) -> None:
+    server = await started(start_server, "C", chat_template=TEMPLATE + "{{ reasoning_effort }}")
+    await server.chat(reasoning_effort="low")
+    assert prompt_of(server).endswith("low")
