@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -71,6 +71,62 @@ class DecoderConfig:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             rope=rope,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowedConfig(DecoderConfig):
+    """A decoder some of whose layers attend to a sliding window.
+
+    windows: of each layer, in tokens; None: full attention. window_rope: as `rope`, for the layers with a window.
+    """
+
+    windows: tuple[int | None, ...]
+    window_rope: Mapping[str, Any]
+
+    @staticmethod
+    def read(
+        config: Mapping[str, Any], *, has_window: Callable[[int], bool], default_head_dim: int | None = None
+    ) -> WindowedConfig:
+        """Read a config.json. has_window: whether the layer of a number has a window, where the file does not list the layers' types.
+
+        Raises `ModelConfigError` for a missing or invalid value.
+        """
+        flat = {name: value for name, value in config.items() if name != "use_sliding_window"}
+        by_kind = config.get("rope_parameters") or {}
+        if "full_attention" in by_kind:
+            flat["rope_parameters"] = by_kind["full_attention"]
+        base = DecoderConfig.from_dict(flat, default_head_dim=default_head_dim)
+        window_rope = base.rope
+        if "sliding_attention" in by_kind:
+            window_rope = _rope({"rope_parameters": by_kind["sliding_attention"]})
+        elif config.get("rope_local_base_freq"):
+            window_rope = _rope({"rope_theta": config["rope_local_base_freq"]})
+        return WindowedConfig(
+            **{one.name: getattr(base, one.name) for one in fields(base)},
+            windows=_windows(config, base, has_window),
+            window_rope=window_rope,
+        )
+
+    def layer_numbers(self, *, with_window: bool) -> list[int]:
+        """The layers that have a window, or those that have none."""
+        return [i for i, window in enumerate(self.windows) if (window is not None) == with_window]
+
+
+def _windows(
+    config: Mapping[str, Any], decoder: DecoderConfig, has_window: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    layers = range(decoder.num_hidden_layers)
+    types = config.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if has_window(i) else "full_attention" for i in layers]
+    if len(types) != len(layers) or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise ModelConfigError(
+            f"layer_types in the model's config must be {len(layers)} times 'sliding_attention' or 'full_attention', got {types}."
+        )
+    if config.get("sliding_window") is None:
+        return (None,) * len(layers)
+    window = _positive_int(config, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

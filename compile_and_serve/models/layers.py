@@ -67,9 +67,11 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, rope: Mapping[str, Any] | None = None) -> None:
+        """rope: in place of the config's."""
         super().__init__()
-        self.register_buffer("inv_freq", inverse_frequencies(config.rope, config.head_dim), persistent=False)
+        frequencies = inverse_frequencies(config.rope if rope is None else rope, config.head_dim)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: int64 [T]. → cos, sin: [T, E] in `dtype`, computed in float32. Their two halves are equal."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.custom_ops.step import KV_CACHES
 from compile_and_serve.models.config import DecoderConfig
 from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding, apply_rope
 
@@ -18,7 +19,7 @@ class LlamaAttention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale, self.group = config.head_dim**-0.5, KV_CACHES
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
@@ -32,7 +33,7 @@ class LlamaAttention(nn.Module):
         k_TKE = self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         q_THE, k_TKE = apply_rope(q_THE, cos_TE, sin_TE), apply_rope(k_TKE, cos_TE, sin_TE)
-        out_THE = attention(q_THE, k_TKE, v_TKE, kv_cache, self.scale)
+        out_THE = attention(q_THE, k_TKE, v_TKE, kv_cache, self.scale, self.group)
         return self.o_proj(out_THE.flatten(1))
 
 

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.step import KVCacheSpec
-from compile_and_serve.models.config import DecoderConfig, ModelConfigError
+from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, StateGroup
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, WindowedConfig
+from compile_and_serve.models.gemma import GemmaConfig, GemmaForCausalLM
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
 from compile_and_serve.models.llama import LlamaAttention, LlamaForCausalLM
+from compile_and_serve.models.mistral import Qwen2ForCausalLM, WindowedForCausalLM, mistral_config, qwen2_config
 from compile_and_serve.models.moe import MoeConfig, MoeForCausalLM, OlmoeAttention, Qwen2Attention
 from compile_and_serve.models.quantization_config import quantized_weights
 from compile_and_serve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM
@@ -61,17 +63,23 @@ class Family:
 
     module: made from the decoder's config, or for a mixture of experts from both configs. experts: names of an expert's gate, up and
     down projections in checkpoints, and of the block that has the experts; None for a model without experts.
-    default_head_dim: None means hidden_size / num_attention_heads.
+    default_head_dim: None means hidden_size / num_attention_heads. windowed: of a family some of whose layers may have a window: reads
+    config.json; `module` is made from the result, which is a `WindowedConfig` or has one as `decoder`.
     """
 
     module: Callable[..., nn.Module]
     default_head_dim: int | None = None
+    windowed: Callable[[Mapping[str, Any]], WindowedConfig | GemmaConfig] | None = None
     experts: ExpertNames | None = None
 
 
 ARCHITECTURES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(module=LlamaForCausalLM),
     "Qwen3ForCausalLM": Family(module=Qwen3ForCausalLM, default_head_dim=128),
+    "MistralForCausalLM": Family(module=WindowedForCausalLM, windowed=mistral_config),
+    "Qwen2ForCausalLM": Family(module=Qwen2ForCausalLM, windowed=qwen2_config),
+    "Gemma2ForCausalLM": Family(module=GemmaForCausalLM, windowed=GemmaConfig.from_dict),
+    "Gemma3ForCausalLM": Family(module=GemmaForCausalLM, windowed=GemmaConfig.from_dict),
     "MixtralForCausalLM": Family(
         module=lambda config, moe: MoeForCausalLM(config, moe, lambda: LlamaAttention(config)),
         experts=ExpertNames(gate="w1", up="w3", down="w2", block="block_sparse_moe"),
@@ -119,17 +127,13 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
 
 def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
     family = ARCHITECTURES[architecture]
+    if family.windowed is not None:
+        return _build_windowed(family.module, family.windowed(config), config, dtype)
     decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
     moe = None if family.experts is None else MoeConfig.from_dict(config)
-    with torch.device("meta"):
-        module = family.module(decoder) if moe is None else family.module(decoder, moe)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
-    module.requires_grad_(False).eval()
+    module = _on_meta(lambda: family.module(decoder) if moe is None else family.module(decoder, moe), dtype)
     layers = range(decoder.num_hidden_layers)
-    unused: dict[str, str | None] = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in layers}
-    if decoder.tie_word_embeddings:
-        unused["lm_head.weight"] = None
+    unused = _unused(decoder)
     parts: dict[str, TensorPart] = {}
     if family.experts is not None and moe is not None:
         parts, renamed = _expert_parts(family.experts, moe)
@@ -149,6 +153,64 @@ def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dty
         tp_plan=DECODER_TP_PLAN if moe is None else MOE_TP_PLAN,
         buffers={"model.rotary_emb.inv_freq": inverse_frequencies(decoder.rope, decoder.head_dim)},
     )
+
+
+def _build_windowed(
+    make: Callable[..., nn.Module],
+    parsed: WindowedConfig | GemmaConfig,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> ModelSpec:
+    decoder = parsed.decoder if isinstance(parsed, GemmaConfig) else parsed
+    module = _on_meta(lambda: make(parsed), dtype)
+    layer = KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim)
+    has_cap = isinstance(parsed, GemmaConfig) and parsed.attention_cap > 0
+    groups = []
+    for name in (KV_CACHES, WINDOW_CACHES):
+        numbers = decoder.layer_numbers(with_window=name == WINDOW_CACHES)
+        if numbers:
+            groups.append(
+                StateGroup(
+                    name=name, layers=(layer,) * len(numbers), window=decoder.windows[numbers[0]],
+                    scores=frozenset(["soft_cap"]) if has_cap else frozenset(),
+                )
+            )  # fmt: skip
+    buffers = {
+        name: inverse_frequencies(rope, decoder.head_dim)
+        for name, rope in (
+            ("model.rotary_emb.inv_freq", decoder.rope),
+            ("model.window_rotary_emb.inv_freq", decoder.window_rope),
+        )
+        if name in dict(module.named_buffers())
+    }
+    return ModelSpec(
+        module=module,
+        config=config,
+        state=tuple(groups),
+        vocab_size=decoder.vocab_size,
+        max_model_len=max_positions(decoder),
+        weight_map=_unused(decoder),
+        tp_plan=DECODER_TP_PLAN,
+        buffers=buffers,
+    )
+
+
+def _on_meta(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    with torch.device("meta"):
+        module = make()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module.requires_grad_(False).eval()
+
+
+def _unused(decoder: DecoderConfig) -> dict[str, str | None]:
+    """Tensors of a checkpoint that the model does not read."""
+    unused: dict[str, str | None] = {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in range(decoder.num_hidden_layers)
+    }
+    if decoder.tie_word_embeddings:
+        unused["lm_head.weight"] = None
+    return unused
 
 
 def _expert_parts(names: ExpertNames, moe: MoeConfig) -> tuple[dict[str, TensorPart], dict[str, str]]:

@@ -52,7 +52,8 @@ def greedy_tokens(folder: Path, prompts: list[list[int]], num_tokens: int) -> li
     """Tokens of transformers' own `generate` in float32, each prompt alone; an end-of-text token does not end the text."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # transformers' SDPA attention ignores Gemma 2's soft cap.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     tokens = []
     for prompt in prompts:

@@ -1,0 +1,166 @@
+"""Families with windows against transformers, float32, on random checkpoints that transformers writes and texts longer than the window.
+
+Logits are equal to float32 rounding. Greedy tokens are equal alone and in batches of mixed lengths, with prompts in chunks, from cached
+prefixes, eager, compiled and on two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.compiler.pieces.fingerprint import fingerprint
+from compile_and_serve.compiler.pieces.splitter import Piece, split
+from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
+from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
+from compile_and_serve.compiler.rewrite.verify import PassVerifier
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.runtime.engine.core import EngineCore
+from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
+from tests.support.tiny_models import capture_spec
+from tests.support.transformers_models import config_of, greedy_tokens, write_random_model
+
+NUM_TOKENS = 64
+LENGTHS = (3, 90, 20, 41, 60)
+WINDOW = 24
+KERNELS = frozenset({"rope_attention", "fused_linear", "silu_mul", "add_rms_norm"})
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """architecture: of transformers, with config changes. pieces: distinct pieces of the compiled model, at any depth. norms: of a layer,
+    that a pass has to recognize.
+    """
+
+    architecture: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    pieces: int = 3
+    norms: int = 0
+
+
+FAMILIES = {
+    "gemma2": Family("Gemma2ForCausalLM", {"query_pre_attn_scalar": 20, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}, norms=4),
+    "gemma3": Family(
+        "Gemma3ForCausalLM", norms=6,
+        changes={"query_pre_attn_scalar": 20, "sliding_window": WINDOW, "num_hidden_layers": 6, "layer_types": KINDS * 2},
+    ),
+    "mistral": Family("MistralForCausalLM", {"sliding_window": WINDOW}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 4}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model"), family.architecture, **family.changes)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    return greedy_tokens(folder, [prompt_of(i, length) for i, length in enumerate(LENGTHS)], NUM_TOKENS)
+
+
+def served(folder: Path, lengths: Sequence[int] = LENGTHS, **options: Any) -> tuple[list[list[int]], EngineCore]:
+    """Greedy tokens of prompts of these lengths in one batch; the engine afterwards."""
+    core = EngineCore(tiny_config(folder, **({"load_format": "auto", "max_num_batched_tokens": 32} | options)))
+    requests = [
+        request(f"r{i}", prompt_of(i, length), max_tokens=NUM_TOKENS, ignore_eos=True)
+        for i, length in enumerate(lengths)
+    ]
+    tokens = tokens_of(run_requests(core, requests))
+    return [tokens[one.request_id] for one in requests], core
+
+
+def test_logits_equal_those_of_transformers(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = prompt_of(1, 120)
+    core = EngineCore(tiny_config(folder, load_format="auto", max_num_batched_tokens=32))
+    outputs = run_requests(core, [request("r", prompt, max_tokens=1, prompt_logprobs=20)])["r"]
+    core.shutdown()
+    rows = [row for step in outputs for row in step.prompt_logprobs or [] if row is not None]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+    assert len(rows) == len(prompt) - 1
+    for position, row in enumerate(rows):
+        theirs = logits[position][torch.tensor(list(row.ids))]
+        torch.testing.assert_close(torch.tensor(list(row.logprobs), dtype=torch.float64), theirs, rtol=0, atol=5e-5)
+
+
+def test_eager_tokens_of_a_mixed_batch_in_chunks(folder: Path, expected: list[list[int]]) -> None:
+    tokens, core = served(folder)
+    assert tokens == expected
+    assert core.stats().num_free_blocks == core.stats().num_total_blocks
+    core.shutdown()
+
+
+def test_compiled_tokens_and_pieces(family: Family, folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    tokens, core = served(folder, enforce_eager=False, cache_dir=tmp_path)
+    assert tokens == expected
+    assert core.info.compile_report["distinct_pieces"] == family.pieces
+    for row in core.info.compile_report["passes"]:
+        expected_sites = row.get("expected")
+        assert expected_sites is None or row["matched"] == expected_sites, row
+    core.shutdown()
+
+
+def test_a_cached_prefix_needs_only_its_last_window(folder: Path, expected: list[list[int]]) -> None:
+    core = EngineCore(tiny_config(folder, load_format="auto", max_num_batched_tokens=32))
+    prompt = prompt_of(1, LENGTHS[1])
+    for name in ("first", "second"):
+        tokens = tokens_of(run_requests(core, [request(name, prompt, max_tokens=NUM_TOKENS, ignore_eos=True)]))
+        assert tokens[name] == expected[1]
+    assert core.stats().prefix_cache_hits >= LENGTHS[1] - 2 * 12
+    core.shutdown()
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_the_same_tokens(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    tokens, core = served(folder, tensor_parallel_size=2, enforce_eager=False, cache_dir=tmp_path)
+    assert tokens == expected
+    core.shutdown()
+
+
+def rewritten(family: Family, layers: int) -> tuple[dict[str, PassRecord], list[str]]:
+    """What each pass did, and the fingerprints of the pieces."""
+    changes = {**family.changes, "num_hidden_layers": layers}
+    if "layer_types" in changes:
+        changes["layer_types"] = KINDS * (layers // 3)
+    spec = build_model(config_of(family.architecture, **changes), dtype=torch.float32)
+    captured = capture_spec(spec, torch.float32)
+    ctx = PassContext(
+        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode, kernels=KERNELS
+    )  # fmt: skip
+    records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier(spec.buffers))
+    pieces = [fingerprint(stage.gm) for stage in split(captured.gm) if isinstance(stage, Piece)]
+    return {record.name: record for record in records}, pieces
+
+
+def test_every_site_is_matched_and_pieces_do_not_multiply(family: Family) -> None:
+    distinct = []
+    for layers in (6, 12):
+        records, pieces = rewritten(family, layers)
+        assert len(pieces) == layers + 1
+        distinct.append(set(pieces))
+        matched = {"merge_linears": 5 * layers, "fuse_rope_attention": layers, "fuse_linears": 4 * layers + 1}
+        if family.norms:
+            matched["lift_norms"] = family.norms * layers + 1
+        for name, count in matched.items():
+            assert records[name].result == PassResult(matched=count), name
+        assert all(record.verification.passed for record in records.values() if record.verification)
+    assert distinct[0] == distinct[1]
+    assert len(distinct[0]) == family.pieces
