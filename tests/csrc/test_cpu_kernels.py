@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import re
 import subprocess
 from pathlib import Path
 
@@ -53,31 +52,6 @@ class CasLinear(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("num_threads", ctypes.c_int32),
     )
-
-
-ONE_TILE = """
-#include "multiply.h"
-template void cas::multiply<{type}, cas::{rows}, {blocks}, cas::kPlain>(
-    const cas::Dot<{type}>::X*, int64_t, const cas::Dot<{type}>::W* const*, int64_t, cas::Dot<{type}>::Sum*, int64_t, const float*,
-    const cas::Ahead<{type}>*);
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks at code for x86-64")
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4"])
-@pytest.mark.parametrize("type", ["float", "cas::bf16"])
-@pytest.mark.parametrize(("rows", "blocks"), [("kMaxRows", 1), ("kMaxRowsTwo", 2)])
-def test_sums_stay_in_registers(compiler: str, tmp_path: Path, rows: str, blocks: int, type: str, cpu: str) -> None:
-    """Compiles for AVX2 and AVX-512. Sums in memory would be correct but many times slower."""
-    source = tmp_path / "tile.cpp"
-    source.write_text(ONE_TILE.format(type=type, rows=rows, blocks=blocks))
-    flags = ["-std=c++20", "-O3", "-w", f"-march={cpu}", f"-I{CSRC / 'cpu'}", "-S", "-o", "-"]
-    code = subprocess.run([compiler, *flags, str(source)], check=True, capture_output=True, text=True).stdout
-    loops = [block for block in re.split(r"^\.L\w+:$", code, flags=re.MULTILINE) if "vfmadd" in block]
-    assert loops
-    for loop in loops:
-        assert len(re.findall(r"\(%r[sb]p\)", loop)) < loop.count("vfmadd"), loop
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

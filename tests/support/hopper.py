@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a Hopper GPU, which this machine need not have, so that a test can read the instructions.
+"""Triton kernels compiled for a Hopper GPU, which this machine need not have.
 
 In a process of its own: where other tests run kernels in Triton's interpreter, there is nothing to compile.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+LARGEST_SHARED = 227 << 10  # bytes that a program may have
 NOT_BY_16 = {"num_rows", "num_seqs", "num_tokens", "prefetch_blocks"}  # integers that kernels are not specialized for
 
 

@@ -164,10 +164,10 @@ def test_largest_is_captured_first_then_one_then_downwards_unless_asked() -> Non
 
 
 def test_steps_before_the_first_capture_ask_for_nothing() -> None:
-    runner, _, buffers, _ = make()
+    runner, model, buffers, _ = make()
     run(runner, buffers.inputs(1))
     runner.capture(1)
-    assert list(runner._full) == [(40, True)]
+    assert model.sizes_run[-1] == 40  # the first size in order, not the step's
 
 
 def test_a_step_is_missed_while_its_graph_may_still_come() -> None:

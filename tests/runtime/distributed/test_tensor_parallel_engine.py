@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.runtime.distributed.executor import RankFailedError
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import RequestOutput
-from compile_and_serve.runtime.runner.worker import Worker
 from tests.support.engines import (
     mixed_requests,
     prompt_of,
@@ -121,37 +116,6 @@ def test_four_ranks(model_dir: Path, shared_cache_dir: Path, expected: dict[str,
     core = start(model_dir, shared_cache_dir, 4)
     assert tokens_of(run_requests(core, mixed_requests())) == tokens_of(expected)
     core.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "said"),
-    [
-        ({"hidden_size": 96}, {}, "96 x torch.float32, up to 8192 rows"),
-        ({"text_config": {"hidden_size": 32}}, {"max_num_batched_tokens": 512}, "32 x torch.float32, up to 512 rows"),
-        ({}, {}, "over NCCL: the model's config says no hidden_size"),
-        ({"hidden_size": 96}, {"disable_custom_all_reduce": True}, "over NCCL: --disable-custom-all-reduce"),
-        (
-            {"hidden_size": 96},
-            {"disabled_passes": ["fuse_allreduce_add_rms_norm"]},
-            "over NCCL: the pass fuse_allreduce_add_rms_norm is off",
-        ),
-    ],
-)
-def test_the_all_reduce_is_chosen_only_if_there_is_a_choice(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], options: dict[str, Any], said: str
-) -> None:
-    monkeypatch.setattr(
-        "compile_and_serve.custom_ops.collectives.allreduce_choice.choose_allreduce",
-        lambda *, num_features, dtype, max_rows, device: f"{num_features} x {dtype}, up to {max_rows} rows",
-    )
-    stages: list[str] = []
-    worker = Worker.__new__(Worker)
-    engine = tiny_config(model_dir, **options)
-    worker._config = replace(engine, scheduler=engine.scheduler.for_device(is_asynchronous=True))
-    worker._dtype, worker.device = torch.float32, torch.device("cpu")
-    worker._on_stage = lambda stage, seconds, detail: stages.append(f"{stage}: {detail}")
-    assert worker._choose_allreduce(SimpleNamespace(config=config)) == said  # type: ignore[arg-type]
-    assert stages == ([] if said.startswith("over NCCL") else [f"all-reduce: {said}"])
 
 
 @pytest.mark.multigpu

@@ -353,26 +353,17 @@ def test_bad_words_of_many_lengths_and_rows_match_a_plain_search() -> None:
             output.append(token)
 
 
-def test_one_long_bad_word_does_not_lengthen_the_others() -> None:
-    """Memory is at most twice that of the words' tokens, and is freed with the requests."""
+def test_a_long_bad_word_leaves_the_other_requests_alone() -> None:
     sampler = make_sampler()
     many = [[1, token] for token in range(VOCAB)]
     add(sampler, 0, SamplingParams(temperature=0.0, bad_words_token_ids=[[7] * 200, *many]))
     add(sampler, 1, SamplingParams(temperature=0.0, bad_words_token_ids=[[5, 5, 6]]), output=[5, 5])
-    assert sampler._processors._history_SH is not None
-    assert sampler._processors._history_SH.shape == (16, 256)
-    plan = sampler.plan([0, 1])
-    assert plan.logits is not None
-    assert plan.logits.bad_sequences is not None
-    widths = {tuple(words.prefixes_JW.shape) for words in plan.logits.bad_sequences.words}
-    assert widths == {(VOCAB, 1), (1, 2), (1, 256)}
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 6] = 1.0
+    assert tokens(sampler, logits, [0, 1])[1] == 0
     sampler.remove(0)
-    assert sampler._processors._history_SH.shape == (16, 2)
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 6] = 1.0
-    assert tokens(sampler, logits, [1]) == [0]  # the remaining request keeps its history
-    sampler.remove(1)
-    assert sampler._processors._history_SH is None
+    add(sampler, 2, SamplingParams(temperature=0.0, bad_words_token_ids=[[5, 6]]), output=[5])
+    assert tokens(sampler, logits, [2, 1]) == [0, 6]  # request 1 has gone on to 5, 5, 0
 
 
 def test_logprobs_are_those_of_the_unchanged_logits() -> None:
