@@ -1,7 +1,7 @@
 """Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
     python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
-                             [--work startup,decode,prefill,mixed] [--force-pass NAME]
+                             [--work startup,load,decode,prefill,mixed] [--force-pass NAME]
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
 
@@ -10,6 +10,8 @@ decode: (time of 129 new tokens − time of 1 new token) / 128 at prompts of 128
     capture the CUDA graphs. One more run gives `device_ms` (a step's time on the device), `host_gap` (the share of a step in which
     the device is idle) and `late` (the share of steps that the host launched too late).
 prefill: prompts of one length, one new token, the best of three runs.
+load: the requests of `mixed`, three times from the moment that the engine is ready: nothing is warmed up or captured by hand.
+    `graphs`: what was captured and replayed until the end of each.
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens.
 experts (not by default): of a mixture of experts, the experts that had a token in a decode step, on average over layers, and the share of
@@ -32,7 +34,7 @@ from typing import Any
 from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 
 PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # (number of prompts, tokens per prompt)
-WORKS = ("startup", "decode", "prefill", "mixed", "experts", "profile")
+WORKS = ("startup", "load", "decode", "prefill", "mixed", "experts", "profile")
 DEFAULT_WORKS = ("startup", "decode", "prefill", "mixed")
 
 
@@ -227,6 +229,17 @@ class Bench:
             with_prompts=times and times.of_prompts(),
         )  # fmt: skip
 
+    def load(self) -> None:
+        prompts, new_tokens = self.mixed_load(128 if self.args.quick else 512)
+        num_tokens = sum(new_tokens) + sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+        for nth in range(1, 4):
+            seconds, _ = self.generate(prompts, new_tokens)
+            graphs = None if self.worker is None else self.worker._graphs.report()
+            self.emit(
+                work="load", nth=nth, n=len(prompts), s=round(seconds, 3), total_tok_s=round(num_tokens / seconds, 1),
+                graphs=graphs,
+            )  # fmt: skip
+
     def profile(self) -> None:
         from benchmarks.gpu_timing import kernels_of
 
@@ -271,10 +284,12 @@ def main() -> None:
         parser.error(f"--work accepts {', '.join(WORKS)}, not {', '.join(sorted(unknown))}")
     keep_bytecode()  # as the command-line program does
     bench = Bench(args)
+    if "load" in args.work:
+        bench.load()
     bench.capture_graphs()
     bench.generate(bench.prompts(4, 64), [8] * 4)
     for work in args.work:
-        if work != "startup":
+        if work not in ("startup", "load"):
             getattr(bench, work)()
     if args.out:
         with args.out.open("a") as file:
