@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from compile_and_serve.compiler.cudagraphs.graph_capture import GraphDevice, capturing
+from compile_and_serve.compiler.cudagraphs.graph_capture import CAPTURE_STEPS, PLAIN_STEP_LOSS, GraphDevice, capturing
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.pieces.plan import WEIGHT, ExecutionPlan, OpStep, PieceStep, reads
 from compile_and_serve.compiler.pieces.plan_function import StepCall, is_computed, make_plan_function, step_calls
@@ -26,10 +26,8 @@ from compile_and_serve.custom_ops.step import ROWS, Step, running
 # In a longer step, the device takes longer to compute than the host to launch, so that graphs gain nothing.
 PIECEWISE_TOKENS = 2048
 SMALL_LAYERS_TOKENS = 4096  # where pieces have at most SMALL_LAYER_WEIGHTS weights
-SMALL_LAYER_WEIGHTS = (
-    30_000_000  # 0.25 TFLOP for 4096 tokens: a large GPU computes this faster than the host launches it
-)
-ASKED_BEFORE_CAPTURE = 3  # a size is captured once this many steps came with it: a capture costs several steps
+# 0.25 TFLOP for 4096 tokens: a large GPU computes this faster than the host launches it.
+SMALL_LAYER_WEIGHTS = 30_000_000
 
 Outputs = dict[str, torch.Tensor]
 
@@ -71,7 +69,7 @@ class PiecewiseGraphs:
         self._model = model
         self._device = device
         self._captured: dict[int, _Captured] = {}
-        self._asked: dict[int, int] = {}
+        self._lost: dict[int, float] = {}  # steps lost so far by going without the graphs of a size
         self._wanted = list(sizes)
         plan: ExecutionPlan = model.plan
         of_rows = {one.name for one in model.inputs if one.length == ROWS}
@@ -80,16 +78,34 @@ class PiecewiseGraphs:
         self._static = [one.name for one in model.inputs if one.name in self._head.arguments]
         self._run_tail: Any = None
 
+    def padded_size(self, num_tokens: int) -> int | None:
+        """The number of tokens to pad a step to: the next size, or a captured one of up to twice as many until that is captured.
+        None: the step is too long.
+        """
+        if num_tokens > self.sizes[-1]:
+            return None
+        size = self.sizes[bisect.bisect_left(self.sizes, num_tokens)]
+        if size in self._captured or self._is_due(size):
+            return size
+        return min((other for other in self._captured if size < other <= 2 * size), default=size)
+
+    def _is_due(self, size: int) -> bool:
+        return self._lost.get(size, 0.0) >= CAPTURE_STEPS and (self.max_tokens is None or size <= self.max_tokens)
+
     def run(self, step: Step, stats: GraphStats) -> Outputs | None:
         """→ the step's outputs; None if it has to run without graphs: its size is not captured yet, or it is not padded to a size."""
         size = step.padded_tokens
         if self.sizes[bisect.bisect_left(self.sizes, size)] != size:
             return None
         captured = self._captured.get(size)
-        if captured is None or captured.state_address != _state_address(step):
-            self._asked[size] = self._asked.get(size, 0) + 1
-            may_capture = self.max_tokens is None or size <= self.max_tokens
-            if not may_capture or self._asked[size] < ASKED_BEFORE_CAPTURE:
+        if captured is not None and captured.state_address != _state_address(step):
+            captured = None
+        own_size = self.sizes[bisect.bisect_left(self.sizes, step.num_tokens)]
+        if captured is None or own_size not in self._captured:
+            lost = PLAIN_STEP_LOSS if captured is None else size / own_size - 1
+            self._lost[own_size] = self._lost.get(own_size, 0.0) + lost
+        if captured is None:
+            if not self._is_due(size):
                 return None
             started = time.perf_counter()
             before = self._device.used_bytes()
@@ -114,7 +130,7 @@ class PiecewiseGraphs:
         while self._wanted:
             size = self._wanted.pop()
             if size not in self._captured:
-                self._asked[size] = ASKED_BEFORE_CAPTURE
+                self._lost[size] = CAPTURE_STEPS
                 return size
         return None
 

@@ -13,13 +13,19 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from compile_and_serve.compiler.config import CudaGraphMode
-from compile_and_serve.compiler.cudagraphs.graph_capture import Graph, GraphDevice, capturing
+from compile_and_serve.compiler.cudagraphs.graph_capture import (
+    CAPTURE_STEPS,
+    PLAIN_STEP_LOSS,
+    Graph,
+    GraphDevice,
+    capturing,
+)
 from compile_and_serve.compiler.cudagraphs.piecewise import (
     PIECEWISE_TOKENS,
     PiecewiseGraphs,
@@ -49,13 +55,13 @@ DecodeTail = Callable[[Outputs, Step], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave. sampled: what `decode_tail` returned, None where the step ran without it. is_missed: the step was one of decodes
-    whose graph is yet to be captured.
+    """What a step gave. sampled: what `decode_tail` returned, None where the step ran without it. is_capture_due: going without the graph
+    of this step's size has cost as much as capturing it.
     """
 
     outputs: Outputs
     sampled: tuple[torch.Tensor, ...] | None = None
-    is_missed: bool = False
+    is_capture_due: bool = False
 
 
 class PlainRunner:
@@ -87,6 +93,20 @@ def default_sizes(max_num_seqs: int, sizes: Sequence[int] | None = None) -> tupl
     return tuple(sorted({size for size in wanted if 1 <= size <= max_num_seqs}))
 
 
+def capture_order(sizes: Sequence[int]) -> list[int]:
+    """The order in which sizes are captured: the largest, 1, the powers of 4, the powers of 2, then the others, each downwards.
+
+    A step runs in the smallest captured size that holds it, so a few sizes far apart serve every step from the start.
+    """
+
+    def rank(size: int) -> tuple[int, int]:
+        is_power = size & (size - 1) == 0
+        kind = 0 if size == max(sizes) else 1 if size == 1 else 4 if not is_power else 2 if size.bit_length() % 2 else 3
+        return kind, -size
+
+    return sorted(sizes, key=rank)
+
+
 def piecewise_sizes(
     max_num_seqs: int, sizes: Sequence[int] | None = None, max_tokens: int = PIECEWISE_TOKENS
 ) -> tuple[int, ...]:
@@ -105,8 +125,8 @@ def piecewise_sizes(
 class CudaGraphRunner:
     """A model that replays a graph where it has one for the step, and runs the model where it has none.
 
-    `capture(n)` before serving captures the n sizes that matter most (largest first, so that all fit into the memory of the first);
-    `capture_next()` captures one more and is meant for idle moments: nothing may be in flight.
+    `capture(n)` before serving captures the first n sizes of `capture_order` (largest first, so that all fit into the memory of the
+    first); `capture_next()` captures one more while nothing is in flight: in an idle moment, or when a step's result says that it is due.
     """
 
     def __init__(
@@ -134,7 +154,8 @@ class CudaGraphRunner:
         self._decode_step: StepOf | None = None
         self._prompt_step: StepOf | None = None
         self._full: dict[tuple[int, bool], _FullGraph] = {}  # by number of sequences, and whether it samples
-        self._asked: dict[int, int] = {}
+        self._captured_sizes: list[int] = []  # ascending, of graphs that sample
+        self._lost: dict[tuple[int, bool], float] = {}  # steps lost so far by going without a graph
         self.sizes: tuple[int, ...] = ()
         if mode in ("full", "full_and_piecewise"):
             plain = [b for b in backends if not getattr(b, "decode_capturable", False)]
@@ -143,7 +164,7 @@ class CudaGraphRunner:
             else:
                 names = ", ".join(str(getattr(backend, "name", type(backend).__name__)) for backend in plain)
                 logger.warning("no full CUDA graphs: attention backend %s cannot be captured", names)
-        self._waiting = list(self.sizes)
+        self._waiting = capture_order(self.sizes)
         self._waiting_unsampled: list[int] = []  # sizes that steps without sampling asked for
         self._piecewise: PiecewiseGraphs | None = None
         if mode in ("piecewise", "full_and_piecewise"):
@@ -165,14 +186,14 @@ class CudaGraphRunner:
     def padded_size(self, num_tokens: int, num_seqs: int, max_query_len: int) -> int | None:
         """The number of tokens to pad a step to, or None: as it is.
 
-        A decode step is padded with whole sequences to the next full size; any other with tokens to the next piecewise size.
+        A decode step is padded with whole sequences to the next captured size (before the first capture, to the next size); any other
+        with tokens to the next piecewise size.
         """
         q = self.query_len
         if max_query_len == q and num_seqs * q == num_tokens and self.sizes and num_seqs <= self.sizes[-1]:
-            return self.sizes[bisect.bisect_left(self.sizes, num_seqs)] * q
-        if self._piecewise is not None and num_tokens <= self._piecewise.sizes[-1]:
-            return self._piecewise.sizes[bisect.bisect_left(self._piecewise.sizes, num_tokens)]
-        return None
+            sizes = self._captured_sizes or self.sizes  # the largest is captured first
+            return sizes[bisect.bisect_left(sizes, num_seqs)] * q
+        return None if self._piecewise is None else self._piecewise.padded_size(num_tokens)
 
     def bind(self, decode_step: StepOf | None, prompt_step: StepOf | None = None) -> None:
         """Say where decode steps lie: decode_step(n) fills the persistent buffers with n padding sequences. To be called before anything
@@ -185,7 +206,7 @@ class CudaGraphRunner:
         self._prompt_step = prompt_step
 
     def capture(self, count: int | None = None) -> int:
-        """Capture up to `count` full graphs (None: all); → how many. The largest comes first, then 1, then the rest downwards."""
+        """Capture up to `count` full graphs (None: all); → how many."""
         done = 0
         while (count is None or done < count) and self.capture_next():
             done += 1
@@ -198,9 +219,10 @@ class CudaGraphRunner:
         if self._waiting_unsampled:
             self._capture_full(self._waiting_unsampled.pop(0), with_sampling=False)
             return True
-        size = self._most_wanted()
+        size = max(self._waiting, key=lambda size: self._lost.get((size, True), 0.0))  # ties: the first
         self._waiting.remove(size)
         self._capture_full(size, with_sampling=True)
+        bisect.insort(self._captured_sizes, size)
         return True
 
     def _capture_full(self, size: int, *, with_sampling: bool) -> None:
@@ -262,41 +284,45 @@ class CudaGraphRunner:
 
     def run(self, step: Step, *, with_sampling: bool = True) -> StepResult:
         """Run a step. with_sampling: False where something must come between the outputs and sampling, which the caller then does."""
-        num_seqs, is_missed = step.padded_seqs, False
+        num_seqs, is_capture_due = step.padded_seqs, False
         is_decode = (
             step.max_query_len == self.query_len and num_seqs * self.query_len == step.padded_tokens == step.num_rows
         )
         if is_decode and self.sizes and num_seqs <= self.sizes[-1]:
             full = self._full.get((num_seqs, with_sampling))
-            if full is not None and full.addresses == step.addresses:
-                full.graph.replay()
-                self.stats.replays["full"] += 1
-                return full.result
+            is_replay = full is not None and full.addresses == step.addresses
             if full is None and not with_sampling and num_seqs not in self._waiting_unsampled:
                 self._waiting_unsampled.append(num_seqs)
-            is_missed = num_seqs in (self._waiting if with_sampling else self._waiting_unsampled)
-            if self._full:  # misses are ignored until the first graph exists: the largest is captured first
-                self._asked[num_seqs] = self._asked.get(num_seqs, 0) + 1
+            if self._full:  # losses are ignored until the first graph exists
+                is_capture_due = self._note_loss(step, is_replay, with_sampling)
+            if full is not None and is_replay:
+                full.graph.replay()
+                self.stats.replays["full"] += 1
+                return replace(full.result, is_capture_due=True) if is_capture_due else full.result
         elif self._piecewise is not None and step.padded_tokens <= self._piecewise.sizes[-1]:
             outputs = self._piecewise.run(step, self.stats)
             if outputs is not None:
                 return StepResult(outputs)
         self.stats.plain_steps += 1
-        return StepResult(self.model(step), is_missed=is_missed)
+        return StepResult(self.model(step), is_capture_due=is_capture_due)
+
+    def _note_loss(self, step: Step, is_replay: bool, with_sampling: bool) -> bool:
+        """Count what a decode step loses without a graph of its own size; → whether capturing that is due."""
+        if with_sampling:
+            size, waiting = self.sizes[bisect.bisect_left(self.sizes, step.num_seqs)], self._waiting
+        else:
+            size, waiting = step.padded_seqs, self._waiting_unsampled
+        if size not in waiting:
+            return False
+        key, before = (size, with_sampling), self._lost.get((size, with_sampling), 0.0)
+        self._lost[key] = before + (min(step.padded_seqs / size - 1, PLAIN_STEP_LOSS) if is_replay else PLAIN_STEP_LOSS)
+        return self._lost[key] >= CAPTURE_STEPS
 
     def captured_graph(self, num_seqs: int) -> Graph | None:
         """The full graph that a step of num_seqs decodes replays (to time it by itself); None where there is none."""
         size = self.padded_size(num_seqs * self.query_len, num_seqs, self.query_len)
         full = None if size is None else self._full.get((size // self.query_len, True))
         return None if full is None else full.graph
-
-    def _most_wanted(self) -> int:
-        asked = [size for size in self._waiting if size in self._asked]
-        if asked:
-            return max(asked, key=lambda size: (self._asked[size], size))
-        if not self._full:
-            return max(self._waiting)
-        return 1 if 1 in self._waiting else max(self._waiting)
 
     def report(self) -> dict[str, Any]:
         """Counts and sizes for a start-up log line or a metrics page."""

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 UtilityValue = dict[str, int | float | str | bool | None]
 
 
-# Decode steps without a CUDA graph before one is captured under load: a capture costs as much as several steps.
-MISSES_BEFORE_CAPTURE = 4
 GRAMMAR_WAIT_SECONDS = 0.002  # for a grammar, while no step can run: new requests may arrive meanwhile
 NO_GRAMMAR = "The engine failed on this request's structured_outputs; its log has the details."
 
@@ -76,7 +74,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # With draft tokens one step at a time: the host compares them before it can make the next step's inputs.
         self._depth = 2 if options.async_scheduling and not found.num_draft_tokens else 1
-        self._decode_misses = 0  # as of the last idle task
+        self._captures_due = 0  # as of the last idle task
         self._host_gap = 0.0
         self._idle_since: float | None = None
         self._compiling: list[tuple[list[str], Future[Any]]] = []  # requests whose grammars are not known to be ready
@@ -149,7 +147,7 @@ class EngineCore:
         scheduler, in_flight, executor = self._scheduler, self._in_flight, self._executor
         failed = self._requests_without_grammar() if self._compiling else []
         depth = self._depth
-        if executor.stats().decode_misses - self._decode_misses >= MISSES_BEFORE_CAPTURE:
+        if executor.stats().captures_due > self._captures_due:
             depth = 1  # a graph can be captured only while nothing is in flight
             if not in_flight:
                 self.idle()
@@ -203,7 +201,7 @@ class EngineCore:
         """
         if self._in_flight:
             return False
-        self._decode_misses = self._executor.stats().decode_misses
+        self._captures_due = self._executor.stats().captures_due
         return self._executor.idle()
 
     def stats(self) -> EngineStats:

@@ -88,7 +88,7 @@ class ModelRunner:
         num_slots = scheduler.max_num_seqs
         self.state = allocate_state(spec.state, self.layout, num_pages, num_slots, dtype=dtype, device=device)
         self.padded_tokens = 0  # since the start
-        self.decode_misses = 0  # steps of decodes for which the model had no graph, since the start
+        self.captures_due = 0  # steps after which the capture of a graph was due, since the start
         self.steps_on_device = 0  # whose inputs the device made of the step before's, since the start
         self.batch = InputBatch(
             spec.inputs, spec.state, self.layout.tokens_per_page, num_slots=num_slots, max_num_tokens=self.max_num_tokens,
@@ -151,7 +151,7 @@ class ModelRunner:
             drawn = result.sampled[0][:num_sampled], result.sampled[1][:num_sampled]
             if self._advances_on_device:
                 batch.will_advance_on_device()
-        self.decode_misses += result.is_missed
+        self.captures_due += result.is_capture_due
         exclude = self._fill_masks(layout, structured) if structured else None
         sampled = sampler.sample(logits_SV, plan, buffers.device, drawn, exclude)
         if drawn is not None and sampled.tokens_S is drawn[0]:

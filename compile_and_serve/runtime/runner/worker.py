@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
 
-CAPTURE_SECONDS = 0.5  # of start-up, for CUDA graphs
+CAPTURED_AT_START = 7  # full CUDA graphs; from the largest down, each further one would save little of the first load
 
 
 class Worker:
@@ -233,7 +233,7 @@ class Worker:
             return WorkerStats(padded_tokens=self.runner.padded_tokens)
         return WorkerStats(
             padded_tokens=self.runner.padded_tokens,
-            decode_misses=self.runner.decode_misses,
+            captures_due=self.runner.captures_due,
             steps_on_device=self.runner.steps_on_device,
             graph_replays=self._graphs.stats.replays,
         )
@@ -404,13 +404,7 @@ class Worker:
         runner.warm_up_sampler(self._dtype)
         if self._graphs is None:
             return ""
-        # The sizes that are wanted first; the others are captured in idle moments, or when steps ask for them.
-        if self.rank.size == 1:
-            until = time.perf_counter() + CAPTURE_SECONDS
-            while self._graphs.capture_next() and time.perf_counter() < until:
-                pass
-        else:  # as many on each rank, whatever the time
-            self._graphs.capture(2)
+        self._graphs.capture(CAPTURED_AT_START)  # the others in idle moments, or when steps make them due
         report = self._graphs.report()
         return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {self._graph_memory()}"
 

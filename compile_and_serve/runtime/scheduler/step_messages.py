@@ -133,11 +133,10 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Counters since the start. decode_misses: steps of decodes without a CUDA graph that a captured graph would have
-    served. steps_on_device: steps that found their inputs on the device.
-    """
+    """Counters since the start. captures_due: steps after which the capture of a CUDA graph was due.
+    steps_on_device: steps that found their inputs on the device."""
 
     padded_tokens: int = 0
-    decode_misses: int = 0
+    captures_due: int = 0
     steps_on_device: int = 0
     graph_replays: dict[str, int] = {}

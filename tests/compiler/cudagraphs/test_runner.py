@@ -15,7 +15,12 @@ import torch
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_capture import GraphCaptureError
 from compile_and_serve.compiler.cudagraphs.piecewise import max_piecewise_tokens
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, default_sizes, piecewise_sizes
+from compile_and_serve.compiler.cudagraphs.runner import (
+    CudaGraphRunner,
+    capture_order,
+    default_sizes,
+    piecewise_sizes,
+)
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.plan import PieceStep
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
@@ -149,10 +154,15 @@ def test_padding() -> None:
     assert runner.max_padded_size == 40
 
 
-def test_largest_is_captured_first_then_one_then_downwards_unless_asked() -> None:
+def test_sizes_far_apart_are_captured_first() -> None:
+    assert capture_order((1, 2, 4, 8, 16, 24, 32, 40, 64, 72)) == [72, 1, 64, 16, 4, 32, 8, 2, 40, 24]
+    assert capture_order((1, 2, 4, 8)) == [8, 1, 4, 2]
+
+
+def test_capturing_begins_with_the_largest_and_goes_on_with_what_lost_most() -> None:
     runner, model, buffers, device = make()
     assert runner.capture(3) == 3
-    assert model.sizes_run == [40, 1, 32]
+    assert model.sizes_run == [40, 1, 16]
     run(runner, buffers.inputs(8))
     assert runner.capture_next()
     assert model.sizes_run[-1] == 8
@@ -163,6 +173,21 @@ def test_largest_is_captured_first_then_one_then_downwards_unless_asked() -> Non
     assert runner.stats.capture_seconds == pytest.approx(0.5 * len(runner.sizes))
 
 
+def test_decodes_run_in_the_next_captured_size_until_their_own_is_due() -> None:
+    runner, _, buffers, _ = make()
+    runner.capture(3)  # 40, 1, 16
+    assert [runner.padded_size(n, n, 1) for n in (1, 2, 16, 17, 40)] == [1, 16, 16, 40, 40]
+    padded = replace(buffers.inputs(16), num_tokens=10, num_seqs=10)
+    due = [runner.run(padded).is_capture_due for _ in range(40)]  # each loses nothing: 16 is their own size
+    assert not any(due)
+    padded = replace(buffers.inputs(40), num_tokens=24, num_seqs=24)
+    due = [runner.run(padded).is_capture_due for _ in range(30)]
+    assert due.index(True) in (23, 24)  # of 24 sequences, each step loses 40 / 24 - 1 of one; a capture takes 16
+    assert runner.stats.replays["full"] == 70
+    assert runner.capture_next()
+    assert runner.padded_size(20, 20, 1) == 24
+
+
 def test_steps_before_the_first_capture_ask_for_nothing() -> None:
     runner, model, buffers, _ = make()
     run(runner, buffers.inputs(1))
@@ -170,28 +195,30 @@ def test_steps_before_the_first_capture_ask_for_nothing() -> None:
     assert model.sizes_run[-1] == 40  # the first size in order, not the step's
 
 
-def test_a_step_is_missed_while_its_graph_may_still_come() -> None:
+def test_a_capture_is_due_once_steps_without_it_have_lost_as_much() -> None:
     runner, _, buffers, _ = make(sizes=(4, 40))
-    # Nothing pads in this test: there will never be a graph of 3.
-    missed = [runner.run(buffers.inputs(size)).is_missed for size in (4, 3)]
-    runner.capture()
-    assert [*missed, runner.run(buffers.inputs(4)).is_missed] == [True, False, False]
+    runner.capture(1)
+    due = [runner.run(buffers.inputs(4)).is_capture_due for _ in range(5)]
+    assert due == [False, False, False, True, True]
+    assert runner.capture_next()
+    assert not runner.run(buffers.inputs(4)).is_capture_due
 
 
 def test_a_step_without_sampling_gets_a_graph_of_its_own() -> None:
     runner, _, buffers, _ = make(decode_tail=lambda outputs, inputs: (outputs["logits"].argmax(1),), sizes=(4,))
     runner.capture()
     assert runner.run(buffers.inputs(4)).sampled is not None
-    before = runner.run(buffers.inputs(4), with_sampling=False)
-    assert before.sampled is None
-    assert before.is_missed
-    assert runner.stats.plain_steps == 1
+    for number in range(1, 5):
+        before = runner.run(buffers.inputs(4), with_sampling=False)
+        assert before.sampled is None
+        assert before.is_capture_due == (number == 4)
+    assert runner.stats.plain_steps == 4
     assert runner.capture() == 1
     after = runner.run(buffers.inputs(4), with_sampling=False)
     assert after.sampled is None
-    assert not after.is_missed
+    assert not after.is_capture_due
     assert torch.equal(after.outputs["logits"], before.outputs["logits"])
-    assert runner.stats.plain_steps == 1
+    assert runner.stats.plain_steps == 4
 
 
 def test_decodes_of_several_tokens_are_padded_with_whole_sequences() -> None:
@@ -291,15 +318,15 @@ def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
     spec, model = compiled(tmp_path)
     runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice())
     ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
-    for number, length in enumerate((8, 16, 8, 8, 8, 16, 16, 9, 8)):
+    for number, length in enumerate((8, 16, 8, 8, 8, 8, 16, 16, 16, 9, 8)):
         tokens = [(number * 31 + i * 7) % 320 for i in range(length)]
         expected = step(model, tokens, number * 3, theirs)
         torch.testing.assert_close(step(runner, tokens, number * 3, ours), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours["kv_caches.0"], theirs["kv_caches.0"])
     assert runner.stats.replays == {"full": 0, "piecewise": 4}
-    assert runner.stats.plain_steps == 5
+    assert runner.stats.plain_steps == 7
     assert runner.padded_size(9, 1, 9) == 16
-    assert runner.padded_size(3, 3, 1) == 4
+    assert runner.padded_size(3, 3, 1) == 8  # captured, and no more than twice as many
 
 
 def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piece(tmp_path: Path) -> None:
@@ -312,7 +339,7 @@ def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piec
         spec.inputs, spec.state, [(0, 1)] * 4, state=caches(spec, torch.float32), tokens_per_page=PAGE_SIZES,
         token_ids=np.array([5, 6, 7, 8]),
     )  # fmt: skip
-    for _ in range(3):
+    for _ in range(4):
         logits = run(runner, made)
     torch.testing.assert_close(logits, model(made)["logits"], rtol=1e-5, atol=1e-5)
     assert runner.stats.replays == {"full": 0, "piecewise": 1}

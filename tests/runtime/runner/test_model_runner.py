@@ -281,7 +281,7 @@ def test_draws_outside_of_the_graph_are_those_without_one() -> None:
     plain = make_runner(PagedModel())
     assert drawn_tokens(runner) == drawn_tokens(plain)
     assert runner.steps_on_device == 4
-    assert runner.decode_misses == plain.decode_misses == 0
+    assert runner.captures_due == plain.captures_due == 0
 
 
 def new_request(request_id: str, tokens: list[int], blocks: list[int], **params: object) -> NewRequestData:
