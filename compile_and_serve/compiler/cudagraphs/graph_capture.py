@@ -14,7 +14,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 # Under load a capture takes about as long as 16 steps, so it waits until going without the graph has cost as much.
 CAPTURE_STEPS = 16
-PLAIN_STEP_LOSS = 4  # steps lost by one that the host launches kernel by kernel
+PLAIN_STEP_LOSS = 2  # steps lost by one that the host launches kernel by kernel
 
 
 class Graph(Protocol):

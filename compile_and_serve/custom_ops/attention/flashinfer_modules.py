@@ -65,37 +65,31 @@ class FlashInferModules:
         from flashinfer.jit.attention import gen_batch_prefill_module
 
         env.FLASHINFER_AOT_DIR = self.module_dir
-        return gen_batch_prefill_module(
-            variant,
-            self.dtype,
-            self.dtype,
-            self.dtype,
-            torch.int32,
-            self.head_dim,
-            self.head_dim,
-            0,
-            False,
-            False,
-            False,
-        )
+        return gen_batch_prefill_module(variant, *self._arguments())
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """FlashInfer's: dtypes of q, keys and values, output and indices; head sizes; no encoding, window, cap, fp16 sums."""
+        dtypes = (self.dtype, self.dtype, self.dtype, torch.int32)
+        return (*dtypes, self.head_dim, self.head_dim, 0, False, False, False)
 
     def name(self, variant: Variant) -> str:
         """FlashInfer's name of the module."""
         from flashinfer.jit.attention import get_batch_prefill_uri
 
-        return get_batch_prefill_uri(
-            variant,
-            self.dtype,
-            self.dtype,
-            self.dtype,
-            torch.int32,
-            self.head_dim,
-            self.head_dim,
-            0,
-            False,
-            False,
-            False,
-        )
+        name: str = get_batch_prefill_uri(variant, *self._arguments())
+        return name
+
+    def load_in_background(self) -> None:
+        """Import FlashInfer and load the built modules in a thread, which takes 1 to 2 s; a step that needs them sooner waits."""
+
+        def load() -> None:
+            from flashinfer.prefill import get_batch_prefill_module
+
+            for variant in self.variants:
+                if self.is_built(variant):
+                    get_batch_prefill_module(variant, *self._arguments())
+
+        threading.Thread(target=load, name="flashinfer-load", daemon=True).start()
 
     def is_built(self, variant: Variant) -> bool:
         """Whether the module can be loaded now."""

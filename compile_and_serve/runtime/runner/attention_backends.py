@@ -46,6 +46,8 @@ class KernelModules(Protocol):
 
     def import_from(self, folder: Path) -> list[Path]: ...
 
+    def load_in_background(self) -> None: ...
+
 
 @runtime_checkable
 class BuildsModules(Protocol):
@@ -150,6 +152,16 @@ def _backend_of_group(
         if entry is not None and (taken := modules.import_from(entry.path)):
             logger.info("Took %d built attention modules from the artifact %s.", len(taken), entry.path)
     return backend
+
+
+def load_modules_in_background(
+    spec: ModelSpec, backends: Mapping[str, AttentionBackend], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Load the backends' built kernel modules in threads, so that the first prompt does not wait for them."""
+    for group in spec.state:
+        backend = backends.get(group.name)
+        if isinstance(backend, BuildsModules):
+            backend.modules(dtype, _layer(group).head_dim, device).load_in_background()
 
 
 def _layer(group: StateGroup) -> KVCacheSpec:

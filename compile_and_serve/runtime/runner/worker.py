@@ -37,7 +37,7 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.runner import memory
-from compile_and_serve.runtime.runner.attention_backends import backends_of_model
+from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.device import (
     num_cores,
@@ -102,6 +102,7 @@ class Worker:
         spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
         self._max_model_len = _max_model_len(config, spec)
         backends = self._backends = backends_of_model(spec, config, device, dtype)
+        load_modules_in_background(spec, backends, dtype, device)
         self._backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"
         architecture = (spec.config.get("architectures") or ["?"])[0]
         self._stage("read", start, f"{architecture}, {_dtype_name(dtype)} on {platform.name}")
