@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -63,20 +64,18 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
     "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     "qk_head_dim": 24, "rotary_dim": 8, "logit_scale": 1.0, "attention_chunk_size": 16, "hidden_size_per_layer_input": 16,
-    "laurel_rank": 8, "is_decoder": True, "initializer_range": 0.2,
+    "laurel_rank": 8, "pad_token_id": 1, "is_decoder": True, "initializer_range": 0.2,
     **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "window_size"), 16),
 }  # fmt: skip
-ALWAYS = ("is_decoder",)  # set where the default is False or None
+ALWAYS = ("is_decoder", "head_dim", "num_key_value_heads", "pad_token_id")  # set where the default is False or None
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 # What a rule by name does not get right, by model type.
 CHANGES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * 4},
+    "xmod": {"default_language": "en_XX"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "bloom": {"hidden_size": 64},
-    "falcon": {"num_kv_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": 0.0, "intermediate_size": 96},
-    "modernbert-decoder": {"num_key_value_heads": None},
-    "gpt_bigcode": {},
-    "persimmon": {},
 }
 
 
@@ -104,27 +103,33 @@ def _tiny_values(default: Any) -> dict[str, Any]:
     renamed = {theirs for ours, theirs in getattr(default, "attribute_map", {}).items() if ours in SIZES}
     values = {}
     for name, value in SIZES.items():
-        if name in getattr(default, "attribute_map", {}) or not hasattr(default, name):
+        if name in getattr(default, "attribute_map", {}) or _is_read_only(default, name):
             continue
-        if getattr(default, name) is None and name not in ALWAYS:
+        try:
+            held = getattr(default, name)
+        except Exception:  # not an attribute, or one that differs by layer
             continue
-        values[name] = value
+        if held is not None or name in ALWAYS:
+            values[name] = value
     for name in renamed & SIZES.keys():
         values[name] = SIZES[name]
     for name, value in vars(default).items():
         if name.endswith("_token_id") and isinstance(value, int) and not 0 <= value < 320:
             values[name] = 3
     values |= {"bos_token_id": 0, "eos_token_id": 2} if hasattr(default, "eos_token_id") else {}
-    if isinstance(getattr(default, "pad_token_id", None), int):
-        values["pad_token_id"] = 1
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
-    if kinds:
+    if kinds and not _is_read_only(default, "layer_types"):
         values["layer_types"] = [kinds[i % len(kinds)] for i in range(4)]
     for name in ("mlp_layer_types", "no_rope_layers"):
         if isinstance(listed := getattr(default, name, None), list) and listed:
             of_each = list(dict.fromkeys(listed))
             values[name] = [of_each[i % len(of_each)] for i in range(4)]
     return values
+
+
+def _is_read_only(config: Any, name: str) -> bool:
+    found = getattr(type(config), name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def traits(config: Any, model: Any) -> list[str]:
@@ -136,7 +141,18 @@ def traits(config: Any, model: Any) -> list[str]:
         found.append("experts")
     if any(leaf == "kv_lora_rank" and value for leaf, value in flat.items()):
         found.append("latent")
-    recurrent = ("mamba", "ssm", "linear_attn", "recurrent", "rwkv", "lstm", "rg_lru", "gated_delta", "short_conv", "conv.conv")
+    recurrent = (
+        "mamba",
+        "ssm",
+        "linear_attn",
+        "recurrent",
+        "rwkv",
+        "lstm",
+        "rg_lru",
+        "gated_delta",
+        "short_conv",
+        "conv.conv",
+    )
     if any(word in names for word in recurrent) or getattr(type(model), "_is_stateful", False):
         found.append("recurrent")
     if any("cross_attn" in n or "encoder_attn" in n for n, _ in model.named_modules()):
@@ -193,14 +209,16 @@ def run_class(name: str, model_type: str, modes: list[str], num_tokens: int) -> 
     row: dict[str, Any] = {"class": name, "model_type": model_type}
     folder = Path(tempfile.mkdtemp(prefix="sweep-"))
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
 
         try:
-            config, found = write_checkpoint(name, model_type, folder / "model")
+            _, found = write_checkpoint(name, model_type, folder / "model")
             row["traits"] = found
-            reference = AutoModelForCausalLM.from_pretrained(
-                folder / "model", dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            reference = (
+                getattr(transformers, name)
+                .from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
+                .eval()
+            )
             with torch.no_grad():
                 logits = reference(torch.tensor([prompts()[0]])).logits
             if not logits.isfinite().all():
@@ -343,8 +361,8 @@ def main() -> None:
     parser.add_argument("--log", help="what the processes print goes here")
     args = parser.parse_args()
 
-    import compile_and_serve.runtime.llm
-    import transformers  # noqa: F401 (imported once, before the forks)
+    for module in ("transformers", "compile_and_serve.runtime.llm"):
+        importlib.import_module(module)  # once, before the forks
 
     rows = read_rows(args.out)
     for name, model_type in sorted(architectures().items()):
@@ -352,7 +370,9 @@ def main() -> None:
             continue
         done = {mode: row for (cls, mode), row in rows.items() if cls == name}
         repeat = any(row["outcome"] in args.again for row in done.values()) or bool(args.only)
-        complete = "-" in done or any(r["outcome"] == "refused" for r in done.values()) or set(args.modes) <= done.keys()
+        complete = (
+            "-" in done or any(r["outcome"] == "refused" for r in done.values()) or set(args.modes) <= done.keys()
+        )
         if not complete or repeat:
             in_child(name, model_type, args, args.out)
     print(json.dumps(summary(read_rows(args.out))))

@@ -176,22 +176,30 @@ class EagerModel:
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
-        return _used(checkpoint_specs(parameter_specs(self.module), self.spec.quantized_weights), self.transforms)
+        return _used(checkpoint_specs(self._specs(), self.spec.quantized_weights), self.transforms)
+
+    def _specs(self) -> dict[str, TensorSpec]:
+        """Of the parameters, and of the buffers that the checkpoint holds."""
+        stored = {name: buffer for name, buffer in self.module.named_buffers() if name not in self.spec.buffers}
+        return parameter_specs(self.module) | {
+            n: TensorSpec(shape=tuple(b.shape), dtype=b.dtype) for n, b in stored.items()
+        }
 
     @property
     def transforms(self) -> tuple[WeightTransform, ...]:
-        specs = parameter_specs(self.module)
+        specs = self._specs()
         expressions = plain_expressions(specs, self.spec.quantized_weights)
         return tuple(WeightTransform(expression=expressions[n], target=n, spec=s) for n, s in specs.items())
 
     def assign(self, target: str, tensor: torch.Tensor) -> None:
-        """Copy `tensor` into parameter `target`. Raises `WeightMismatchError` for a wrong shape."""
-        _fill(target, self.module.get_parameter(target).data, tensor)
+        """Copy `tensor` into the parameter or buffer `target`. Raises `WeightMismatchError` for a wrong shape."""
+        module, _, leaf = target.rpartition(".")
+        _fill(target, getattr(self.module.get_submodule(module), leaf).data, tensor)
         self._assigned.add(target)
 
     def finish_loading(self) -> None:
         """Fill the buffers; raises `WeightMismatchError` naming the parameters that are missing."""
-        _require(self._assigned, list(parameter_specs(self.module)))
+        _require(self._assigned, list(self._specs()))
         for name, value in self.spec.buffers.items():
             self.module.get_buffer(name).copy_(value)
 

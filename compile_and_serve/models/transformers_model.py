@@ -1,144 +1,317 @@
-"""Builds a `ModelSpec` from an unmodified decoder class of the transformers package.
+"""Any decoder of the transformers package, unmodified: its class from config.json, its weights by their own names.
 
-transformers' `AttentionInterface` routes attention to our attention op, at which the captured graph is split. The KV caches
-are ours, positions are passed in, and there is no mask. All other code of the class is captured unchanged. A dry run on the
-meta device finds the shape of every attention layer. It also detects anything but causal softmax attention, so that an
-unsupported model is refused before anything is compiled.
+`AttentionInterface` lets us replace the attention function, so that the class runs on the paged KV cache like our own families. What a
+class's attention needs (masks, windows, caps, sinks) is recorded in a dry run; `transformers_attention` has both.
 
-Shape legend: T tokens of the step, S rows whose logits are needed, H query heads, K key/value heads, E head size,
-V vocabulary.
+Shape legend: T tokens of the step, S rows whose logits are needed, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import AttentionInterface
 
-from compile_and_serve.custom_ops.attention.attention import attention
-from compile_and_serve.custom_ops.step import KVCacheSpec
+from compile_and_serve.custom_ops.step import StateGroup
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.spec import ModelSpec, ShardStyle, full_attention
+from compile_and_serve.models.spec import ModelSpec, ShardStyle
+from compile_and_serve.models.transformers_attention import (
+    DRY_RUN,
+    DRY_TOKENS,
+    RunningForward,
+    Unsupported,
+    attach,
+    dry_run,
+    state_groups,
+    unsupported,
+)
+from compile_and_serve.models.transformers_weights import weight_names
 
-ATTENTION = "compile_and_serve"  # our name in transformers' AttentionInterface
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # the others' frequencies depend on the sequence length
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_DRY_TOKENS = 3
+ROPE_TYPES = ("default", "proportional", "linear", "dynamic", "llama3", "yarn", "longrope")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "seq_length")
+_NO_LIMIT = 2048  # longest sequence of a model whose config has none, as its training sequences were (Bloom)
 
 
 class TransformersModel(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], a KV cache per layer, logits_indices int64 [S]) → logits [S, V].
+    """forward(input_ids int64 [T], positions int64 [T], logits_indices int64 [S], the caches of each state group) → logits [S, V].
 
-    Its children are those of the transformers model, so that parameters have the checkpoint's names.
+    Its children are those of the transformers model, so that parameters have the checkpoint's names. position_offset: what the class
+    adds to the positions of tokens (RoBERTa's begin after the padding index).
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, running: RunningForward, position_offset: int) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
         self._forward = model.forward
+        self._running = running
+        self._position_offset = position_offset
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._selects_rows = "logits_to_keep" in parameters
+        self._options = {"use_cache": False} if "use_cache" in parameters else {}
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices: torch.Tensor,
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor, **caches: Any
     ) -> torch.Tensor:
-        out = self._forward(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logits_indices,
-            kv_caches=kv_caches,
-        )  # fmt: skip
-        return out.logits[0]
+        if self._position_offset:
+            positions = positions + self._position_offset
+        running = self._running
+        running.caches, running.positions, running.num_calls = caches, positions, 0
+        logits = self._logits(input_ids, positions, logits_indices)
+        running.caches, running.positions, running.num_calls = {}, None, 0
+        return logits
+
+    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = dict(self._options)
+        if self._takes_positions:
+            options["position_ids"] = positions[None]
+        if self._selects_rows:
+            return self._forward(input_ids=input_ids[None], logits_to_keep=logits_indices, **options).logits[0]
+        return self._forward(input_ids=input_ids[None], **options).logits[0][logits_indices]
 
 
 def build_transformers_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> ModelSpec:
     """Build the class that a config.json names on the meta device, with its parameters in `dtype`.
 
-    Raises `ModelConfigError` if transformers lacks the class, or if the class needs more than causal softmax attention.
+    Raises `ModelConfigError` if transformers lacks the class, or if the class needs more than softmax attention over earlier tokens.
     """
     name = config["architectures"][0]
     model = _instantiate(name, config)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    try:
+        return _spec(name, config, model, dtype)
+    except Unsupported as reason:
+        raise unsupported(name, reason) from reason
+    except ModelConfigError:
+        raise
+    except Exception as error:  # raised by the class's own code
+        raise unsupported(name, f"a dry run failed with {_first_line(error)}") from error
+
+
+def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) -> ModelSpec:
+    persistent = model.state_dict().keys()
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor_name in persistent and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
     model.requires_grad_(False).eval()
-    parameters = dict(model.named_parameters())
-    unused: dict[str, str | None] = dict.fromkeys(n for n in model.all_tied_weights_keys if n not in parameters)
-    unused |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in range(model.config.num_hidden_layers)}
-    buffers = _buffer_values(name, model)
-    module = TransformersModel(model).eval()
+    running = RunningForward()
+    attach(model, running)
+    rope_types = _keep_frequencies(model)
+    wrapped = _give_positions(model, running)
+    offset = _position_offset(model)
+    model.warn_if_padding_and_no_attention_mask = _ignore  # it reads token ids on the host
+    module = TransformersModel(model, running, offset).eval()
+    ids = torch.zeros(DRY_TOKENS, dtype=torch.int64, device="meta")
+    unused = _remove_unused(model, lambda: module(ids, ids, ids[:2]), running, own_positions=not wrapped)
+    calls = dry_run(model, running, lambda: module(ids, ids, ids[:2]), own_positions=not wrapped)
+    buffers = _buffer_values(model, rope_types)
+    if not calls:
+        raise Unsupported("its attention does not go through the attention interface")
+    state: tuple[StateGroup, ...] = state_groups(calls, running)
+    head = model.get_output_embeddings()
+    names = weight_names(model)
+    names |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": None for i in range(len(calls))}
     return ModelSpec(
         module=module,
         # The computation also depends on the package's version, so the version is part of the artifacts' key.
         config={**config, "model_impl": f"transformers {transformers.__version__}"},
-        state=(full_attention(_attention_layers(name, module, model.config)),),
-        vocab_size=model.get_output_embeddings().weight.shape[0],
-        max_model_len=int(model.config.max_position_embeddings),
-        weight_map=unused,
+        state=state,
+        vocab_size=int(model.config.get_text_config().vocab_size if head is None else head.weight.shape[0]),
+        max_model_len=_max_positions(model.config.get_text_config()) - offset,
+        weight_map=names | dict.fromkeys(unused),
         tp_plan=_tp_plan(model),
-        buffers=buffers,
+        buffers={name: value for name, value in buffers.items() if name not in persistent},
     )
+
+
+def _ignore(*_: Any) -> None: ...
 
 
 def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise _unsupported(name, f"transformers {transformers.__version__} has no such model")
+        raise unsupported(name, f"transformers {transformers.__version__} has no such model")
     cls: Any = found
-    if not cls.can_generate() or not cls._supports_attention_backend:
-        raise _unsupported(name, "the class does not allow its attention to be replaced")
-    AttentionInterface.register(ATTENTION, _attention_forward)
+    if not cls.can_generate():
+        raise unsupported(name, "it does not generate text")
     try:
         hf_config = cls.config_class.from_dict(dict(config))
-        _check_config(name, hf_config)
-        hf_config._attn_implementation = ATTENTION
+        _check_config(hf_config)
+        hf_config._attn_implementation = DRY_RUN
         with torch.device("meta"):
             model = cls(hf_config)
         model.tie_weights()
-    except ModelConfigError:
-        raise
+    except Unsupported as reason:
+        raise unsupported(name, reason) from reason
     except Exception as error:  # transformers raises many kinds of errors for an invalid config
         raise ModelConfigError(f"transformers cannot build {name} from this config: {_first_line(error)}") from error
     return model
 
 
-def _check_config(name: str, config: PreTrainedConfig) -> None:
+def _check_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
-        raise _unsupported(name, "it has an encoder")
-    if config.get_text_config() is not config:
-        raise _unsupported(name, "it takes more than text")
-    if any((getattr(config, field, None) or 0) > 1 for field in _EXPERTS):
-        raise _unsupported(name, "it is a mixture of experts")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise _unsupported(name, f"its RoPE type is {rope_type!r}, but only {', '.join(ROPE_TYPES)} are supported")
+        raise Unsupported("it has an encoder")
+    text = config.get_text_config()
+    if any((getattr(text, field, None) or 0) > 1 for field in _EXPERTS):
+        raise Unsupported("it is a mixture of experts")
+    if (getattr(text, "kv_lora_rank", None) or 0) > 0:
+        raise Unsupported("it keeps latent keys and values")
+    for rope in _rope_parameters(text):
+        if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
+            raise Unsupported(f"its RoPE type is {kind!r}, but only {', '.join(ROPE_TYPES)} are supported")
 
 
-def _buffer_values(name: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The values that transformers gives to buffers outside the checkpoint. Each buffer is on the CPU only while it is set."""
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The config's RoPE parameters: one dictionary, or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind = [value for value in rope.values() if isinstance(value, dict)]
+    return by_kind or [rope]
+
+
+def _max_positions(config: PreTrainedConfig) -> int:
+    """Longest sequence that the model's positions encode.
+
+    LongRoPE has other frequencies beyond its original length; here only the short ones are used, so that length is the limit.
+    """
+    longest = next((int(n) for field in _LENGTHS if isinstance(n := getattr(config, field, None), int)), _NO_LIMIT)
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", longest
+            )
+            longest = min(longest, int(original))
+    return longest
+
+
+def _buffer_values(model: Any, rope_types: Mapping[nn.Module, Any]) -> dict[str, torch.Tensor]:
+    """The values that transformers gives to buffers outside the checkpoint. Each buffer is on the CPU only while it is set.
+
+    rope_types: of RoPE modules, from which their frequencies follow.
+    """
     values: dict[str, torch.Tensor] = {}
     persistent = model.state_dict().keys()
     for prefix, module in model.named_modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        names = {leaf: f"{prefix}.{leaf}" if prefix else leaf for leaf in buffers}
-        if not buffers:
+        names = {leaf: f"{prefix}.{leaf}" if prefix else leaf for leaf in dict(module.named_buffers(recurse=False))}
+        wanted = {leaf: module._buffers[leaf] for leaf, full in names.items() if full not in persistent}
+        if not wanted:
             continue
-        if kept := next((full for full in names.values() if full in persistent), None):
-            raise _unsupported(name, f"its checkpoint contains the buffer {kept}")
-        for leaf, buffer in buffers.items():
-            module._buffers[leaf] = torch.full_like(buffer, float("nan"), device="cpu")
-        model._init_weights(module)
-        for leaf, buffer in buffers.items():
-            values[names[leaf]] = module.get_buffer(leaf)
-            module._buffers[leaf] = buffer
-            if values[names[leaf]].isnan().any():
-                raise _unsupported(name, f"transformers does not initialize its buffer {names[leaf]}")
+        if module in rope_types:
+            kept, module.rope_type = module.rope_type, rope_types[module]
+        # A value that does not depend on what the buffer held before is one that was set.
+        first, second = (_initialized(model, module, wanted, fill) for fill in (0, 1))
+        if module in rope_types:
+            module.rope_type = kept
+        for leaf, value in first.items():
+            if not value.equal(second[leaf]):
+                raise Unsupported(f"transformers does not initialize its buffer {names[leaf]}")
+            values[names[leaf]] = value
     return values
+
+
+def _initialized(model: Any, module: nn.Module, buffers: dict[str, Any], fill: int) -> dict[str, torch.Tensor]:
+    """What transformers' initialization makes of buffers that hold `fill`."""
+    for leaf, buffer in buffers.items():
+        module._buffers[leaf] = torch.full_like(buffer, fill, device="cpu")
+    model._init_weights(module)
+    made = {leaf: module.get_buffer(leaf) for leaf in buffers}
+    for leaf, buffer in buffers.items():
+        module._buffers[leaf] = buffer
+    return made
+
+
+def _keep_frequencies(model: nn.Module) -> dict[nn.Module, Any]:
+    """Keep the frequencies that RoPE modules have at first. → their RoPE types
+
+    Classes would change those of types "dynamic" and "longrope" in sequences that are longer than `_max_positions` allows.
+    """
+    found: dict[nn.Module, Any] = {}
+    for module in model.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, str | dict):
+            found[module] = kind
+            module.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+    return found
+
+
+def _give_positions(model: Any, running: RunningForward) -> bool:
+    """Let position embeddings that number a sequence's tokens themselves take the step's positions. → whether there are any.
+
+    They are those of decoders of encoder-decoder models, whose `forward` takes no positions.
+    """
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        return False
+    found = False
+    for module in model.modules():
+        parameters = inspect.signature(module.forward).parameters
+        if "position_ids" in parameters and "past_key_values_length" in parameters:
+            module.forward = partial(_at_positions, module.forward, running)
+            found = True
+    return found
+
+
+def _at_positions(forward: Callable[..., Any], running: RunningForward, ids: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return forward(ids, 0, position_ids=running.positions)
+
+
+def _position_offset(model: nn.Module) -> int:
+    """The position of a sequence's first token, where the class would number tokens from the padding index on."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
+            getattr(module, "padding_idx", None), int
+        ):
+            return int(module.padding_idx) + 1  # type: ignore[arg-type]
+    return 0
+
+
+def _remove_unused(
+    model: Any, forward: Callable[[], Any], running: RunningForward, *, own_positions: bool
+) -> dict[str, None]:
+    """Remove the modules that text does not pass through, as the vision tower. → names of their parameters and buffers"""
+    called: set[nn.Module] = set()
+    with _recorded(model, called):
+        dry_run(model, running, forward, own_positions=own_positions)
+    names: dict[str, None] = {}
+    modules = dict(model.named_modules())
+    uses_something = {prefix for name, module in modules.items() if module in called for prefix in _prefixes(name)}
+    for name, module in modules.items():
+        parent, _, leaf = name.rpartition(".")
+        if (
+            not name
+            or name in uses_something
+            or parent not in uses_something
+            or isinstance(modules[parent], nn.ModuleList)
+        ):
+            continue
+        if not isinstance(module, PreTrainedModel):
+            continue  # a small part whose weight may be used without a call
+        names |= dict.fromkeys(f"{name}.{inner}" for inner in module.state_dict(keep_vars=True))
+        names |= dict.fromkeys(f"{name}.{inner}" for inner, _ in module.named_buffers())
+        setattr(modules[parent], leaf, nn.Module())
+    return names
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+
+
+@contextmanager
+def _recorded(model: nn.Module, called: set[nn.Module]) -> Iterator[None]:
+    """Adds the modules that run in the block to `called`."""
+    hooks = [module.register_forward_pre_hook(lambda one, _: called.add(one)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
@@ -155,89 +328,6 @@ def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
         **{f"{model.base_model_prefix}.{pattern}": style for pattern, style in plan.items()},
         **{name: "vocab" for name, module in model.named_modules() if module in vocabulary},
     }
-
-
-def _attention_forward(
-    module: nn.Module,
-    q_1HTE: torch.Tensor,
-    k_1KTE: torch.Tensor,
-    v_1KTE: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls. → [1, T, H, E]"""
-    caches = kwargs.get("kv_caches")
-    if caches is None:
-        raise _unsupported(type(module).__name__, "its arguments do not reach its attention")
-    if isinstance(caches, _DryRun):
-        return caches.record(module, q_1HTE, k_1KTE, v_1KTE, attention_mask, kwargs), None
-    scale = q_1HTE.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    q_THE, k_TKE, v_TKE = q_1HTE.transpose(1, 2)[0], k_1KTE.transpose(1, 2)[0], v_1KTE.transpose(1, 2)[0]
-    return attention(q_THE, k_TKE, v_TKE, caches[module.layer_idx], scale)[None], None
-
-
-class _DryRun:
-    """Replaces the KV caches while the model runs on the meta device, and records the shape of each attention layer."""
-
-    def __init__(self, name: str, max_len: int) -> None:
-        self._name, self._max_len = name, max_len
-        self.layers: dict[int, KVCacheSpec] = {}
-
-    def record(
-        self,
-        module: nn.Module,
-        q_1HTE: torch.Tensor,
-        k_1KTE: torch.Tensor,
-        v_1KTE: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        kwargs: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """Check one call of attention and record its shape. → an uninitialized output [1, T, H, E]"""
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        window = kwargs.get("sliding_window")
-        causal = kwargs.get("is_causal")
-        if window is not None and window < self._max_len:
-            raise _unsupported(self._name, f"layer {layer} attends to a sliding window of {window} tokens")
-        if kwargs.get("softcap") is not None:
-            raise _unsupported(self._name, f"layer {layer} caps its attention scores")
-        if kwargs.get("s_aux") is not None:
-            raise _unsupported(self._name, f"layer {layer} has attention sinks")
-        if attention_mask is not None:
-            raise _unsupported(self._name, f"layer {layer} uses an attention mask")
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
-            raise _unsupported(self._name, f"layer {layer} attends to later tokens")
-        if layer in self.layers:
-            raise _unsupported(self._name, f"layer {layer} attends more than once")
-        head_dim = q_1HTE.shape[3]
-        if k_1KTE.shape != v_1KTE.shape or k_1KTE.shape[3] != head_dim:
-            raise _unsupported(self._name, f"the heads of layer {layer}'s queries, keys and values differ in size")
-        self.layers[layer] = KVCacheSpec(num_kv_heads=k_1KTE.shape[1], head_dim=head_dim)
-        return torch.empty_like(q_1HTE.transpose(1, 2))
-
-
-def _attention_layers(name: str, module: TransformersModel, config: PreTrainedConfig) -> tuple[KVCacheSpec, ...]:
-    dry_run = _DryRun(name, config.max_position_embeddings)
-    ids = torch.zeros(_DRY_TOKENS, dtype=torch.int64, device="meta")
-    try:
-        with torch.no_grad():
-            module(ids, ids, dry_run, ids[:1])
-    except ModelConfigError:
-        raise
-    except Exception as error:  # raised by the class's own code
-        raise _unsupported(name, f"a dry run failed with {_first_line(error)}") from error
-    if sorted(dry_run.layers) != list(range(config.num_hidden_layers)):
-        raise _unsupported(
-            name, f"only {len(dry_run.layers)} of its {config.num_hidden_layers} layers are attention layers"
-        )
-    layers = tuple(dry_run.layers[i] for i in range(config.num_hidden_layers))
-    if len(set(layers)) > 1:
-        raise _unsupported(name, "its layers differ in the number or size of their heads")
-    return layers
-
-
-def _unsupported(name: str, reason: str) -> ModelConfigError:
-    return ModelConfigError(f"{name} cannot run in the transformers package's implementation: {reason}.")
 
 
 def _first_line(error: Exception) -> str:

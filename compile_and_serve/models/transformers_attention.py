@@ -1,0 +1,287 @@
+"""Attention of the transformers package's classes: the function that they call, and the dry run that finds out what they need.
+
+A class runs once on the meta device. Each call of attention is recorded with its shapes, its arguments and its mask. A mask is
+recognized by the function that defines it: causal, a sliding window or chunks. Any other is refused. Then each call gets the state
+group and the cache that it uses.
+
+Shape legend: T tokens of the step, H query heads, K key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import masking_utils
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import AttentionInterface
+
+from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.custom_ops.step import KV_CACHES, KVCacheSpec, ScoreFeature, StateGroup
+from compile_and_serve.models.config import ModelConfigError
+
+ATTENTION = "compile_and_serve"  # our names in transformers' registries of attention functions and masks
+DRY_RUN = "compile_and_serve_dry_run"
+DRY_TOKENS = 37  # no size of a model is likely to be equal
+# What transformers' mask functions are called. `packed_sequence_mask_function` tells the sequences of a batch apart, which the step does.
+_AND, _WINDOW = "and_masks.<locals>.and_mask", "sliding_window_overlay.<locals>.inner_mask"
+_CHUNKS, _SEQUENCES = "chunked_overlay.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask"
+# Keyword arguments that do not change what attention computes.
+_NO_EFFECT = (
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "sliding_window",
+    "dropout",
+    "softcap",
+    "s_aux",
+    "is_causal",
+)
+
+
+class Unsupported(Exception):
+    """Why a class cannot run, as a clause."""
+
+
+def unsupported(name: str, reason: object) -> ModelConfigError:
+    """The error of a class that cannot run."""
+    return ModelConfigError(f"{name} cannot run in the transformers package's implementation: {reason}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which earlier tokens a token attends to. As in `StateGroup`."""
+
+    window: int | None = None
+    chunked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCall:
+    """One call of attention in a forward. Calls with equal `kind` share a state group."""
+
+    module: nn.Module
+    layer: KVCacheSpec
+    mask: Mask
+    scores: frozenset[ScoreFeature]
+
+    @property
+    def kind(self) -> tuple[KVCacheSpec, Mask, frozenset[ScoreFeature]]:
+        """What the layers of a state group have in common."""
+        return self.layer, self.mask, self.scores
+
+
+class RunningForward:
+    """What attention functions read of the forward that runs: its caches by group, its positions, and the number of calls so far."""
+
+    def __init__(self) -> None:
+        self.caches: Mapping[str, Any] = {}
+        self.positions: torch.Tensor | None = None
+        self.num_calls = 0
+        self.sites: list[tuple[str, int]] = []  # group and cache of each call
+        self.dry_run: DryRun | None = None
+
+
+def attach(model: nn.Module, running: RunningForward) -> None:
+    """Let every module of a model find the running forward."""
+    for module in model.modules():
+        module.cas_running = running  # type: ignore[assignment]
+
+
+def attention_forward(
+    module: nn.Module,
+    q_1HTE: torch.Tensor,
+    k_1KTE: torch.Tensor,
+    v_1KTE: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    alibi_slopes_H: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls. → [1, T, H, E]"""
+    running: Any = module.cas_running
+    if running.dry_run is not None:
+        features = {"alibi"} if alibi_slopes_H is not None else set()
+        return running.dry_run.record(module, q_1HTE, k_1KTE, v_1KTE, attention_mask, features, kwargs), None
+    if (site := getattr(module, "cas_site", None)) is None:  # the module attends several times in a forward
+        site = running.sites[running.num_calls]
+        running.num_calls += 1
+    group, index = site
+    scale = q_1HTE.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q_THE, k_TKE, v_TKE = q_1HTE.transpose(1, 2)[0], k_1KTE.transpose(1, 2)[0], v_1KTE.transpose(1, 2)[0]
+    soft_cap = float(kwargs.get("softcap") or 0.0)
+    cache = running.caches[group][index]
+    out = attention(q_THE, k_TKE, v_TKE, cache, scale, group, soft_cap, kwargs.get("s_aux"), alibi_slopes_H)
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+AttentionInterface.register(DRY_RUN, attention_forward)
+
+
+@dataclass(slots=True)
+class DryRun:
+    """Records the attention of a forward on the meta device."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    masks: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
+
+    def make_mask(
+        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function,
+        **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """The mask that transformers asks for: a tensor by which `record` finds the function again."""
+        made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        self.masks.append((made, mask_function))
+        return made
+
+    def record(
+        self,
+        module: nn.Module,
+        q_1HTE: torch.Tensor,
+        k_1KTE: torch.Tensor,
+        v_1KTE: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        features: set[ScoreFeature],
+        kwargs: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Check one call of attention. → an uninitialized output [1, T, H, E]"""
+        what = type(module).__name__
+        mask = self._mask_of(what, attention_mask)
+        if kwargs.get("is_causal") is False:
+            raise Unsupported(f"{what} attends to later tokens")
+        for name, value in kwargs.items():
+            if name not in _NO_EFFECT and isinstance(value, torch.Tensor):
+                raise Unsupported(f"{what} gives its attention {name!r}, which no attention kernel here takes")
+        if kwargs.get("softcap") is not None:
+            features |= {"soft_cap"}
+        if kwargs.get("s_aux") is not None:
+            features |= {"sinks"}
+        if q_1HTE.dim() != 4 or k_1KTE.dim() != 4:
+            raise Unsupported(f"{what} does not attend with queries of [batch, heads, tokens, size]")
+        head_dim = q_1HTE.shape[3]
+        if k_1KTE.shape[2] != q_1HTE.shape[2]:
+            raise Unsupported(f"{what} attends to other tokens than the sequence's own")
+        if k_1KTE.shape != v_1KTE.shape or k_1KTE.shape[3] != head_dim:
+            raise Unsupported(f"the heads of {what}'s queries, keys and values differ in size")
+        layer = KVCacheSpec(num_kv_heads=k_1KTE.shape[1], head_dim=head_dim)
+        self.calls.append(AttentionCall(module=module, layer=layer, mask=mask, scores=frozenset(features)))
+        return torch.empty_like(q_1HTE.transpose(1, 2))
+
+    def _mask_of(self, what: str, attention_mask: torch.Tensor | None) -> Mask:
+        if attention_mask is None:
+            raise Unsupported(f"{what} gives its attention no mask, so that it attends to later tokens")
+        for made, function in self.masks:
+            whole = getattr(attention_mask, "_base", None) is made and attention_mask.shape == made.shape
+            if attention_mask is made or whole:
+                return recognize(function)
+        raise Unsupported(f"{what} uses an attention mask that is not one of transformers' own")
+
+
+def recognize(mask_function: Callable[..., Any]) -> Mask:
+    """What a mask function of transformers lets a token attend to. Raises `Unsupported` for others than those known here."""
+    window, chunk, causal = None, None, False
+    for part in _parts(mask_function):
+        name = part.__qualname__
+        if part is causal_mask_function:
+            causal = True
+        elif name == _WINDOW:
+            window = int(inspect.getclosurevars(part).nonlocals["sliding_window"])
+        elif name == _CHUNKS:
+            chunk = int(inspect.getclosurevars(part).nonlocals["chunk_size"])
+        elif name != _SEQUENCES:
+            raise Unsupported(f"its attention mask is {name.split('.')[0]!r}, not causal, a sliding window or chunks")
+    if not causal:
+        raise Unsupported("it attends to later tokens")
+    if window is not None and chunk is not None:
+        raise Unsupported("its attention mask is a sliding window and chunks at once")
+    return Mask(window=chunk if window is None else window, chunked=chunk is not None)
+
+
+def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions that all have to allow a token."""
+    if mask_function.__qualname__ != _AND:
+        return [mask_function]
+    return [p for one in inspect.getclosurevars(mask_function).nonlocals["mask_functions"] for p in _parts(one)]
+
+
+class _NumbersTokens(TorchFunctionMode):
+    """Raises when a forward numbers the step's tokens itself: they belong to several sequences."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.arange and out.shape == (DRY_TOKENS,):
+            raise Unsupported("it numbers the tokens of a step itself, so that they cannot belong to several sequences")
+        if func in (torch.cumsum, torch.Tensor.cumsum) and DRY_TOKENS in out.shape:
+            raise Unsupported("it counts along the tokens of a step, which may belong to several sequences")
+        return out
+
+
+def dry_run(
+    model: Any, running: RunningForward, forward: Callable[[], Any], *, own_positions: bool
+) -> list[AttentionCall]:
+    """The calls of attention in `forward()`, which runs the model on the meta device.
+
+    own_positions: the model gets positions in its signature, so that it has no reason to number tokens.
+    Raises `Unsupported`.
+    """
+    recorder = DryRun()
+    find_sequences = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _no_sequences  # it reads positions on the host
+    AttentionMaskInterface.register(DRY_RUN, recorder.make_mask)
+    model.config._attn_implementation = DRY_RUN
+    running.dry_run = recorder
+    try:
+        with torch.no_grad():
+            if own_positions:
+                with _NumbersTokens():
+                    forward()
+            else:
+                forward()
+    finally:
+        running.dry_run = None
+        masking_utils.find_packed_sequence_indices = find_sequences
+        model.config._attn_implementation = ATTENTION
+    return recorder.calls
+
+
+def _no_sequences(position_ids: torch.Tensor) -> None:
+    """Stands for transformers' function that tells packed sequences apart: the step does that."""
+
+
+def state_groups(calls: list[AttentionCall], running: RunningForward) -> tuple[StateGroup, ...]:
+    """One group for each kind of call. Every call gets its group and cache."""
+    by_kind: dict[Any, list[AttentionCall]] = {}
+    for call in calls:
+        by_kind.setdefault(call.kind, []).append(call)
+    groups, names = [], {}
+    for kind, alike in by_kind.items():
+        layer, mask, scores = kind
+        names[kind] = _group_name(mask, set(names.values()))
+        groups.append(
+            StateGroup(
+                name=names[kind], layers=(layer,) * len(alike), window=mask.window, chunked=mask.chunked, scores=scores
+            )
+        )
+    used = dict.fromkeys(names.values(), 0)
+    running.sites = []
+    for call in calls:
+        group = names[call.kind]
+        running.sites.append((group, used[group]))
+        used[group] += 1
+    modules = [call.module for call in calls]
+    if len(set(map(id, modules))) == len(modules):
+        for module, site in zip(modules, running.sites, strict=True):
+            module.cas_site = site  # type: ignore[assignment]
+            module.cas_cache = site[1]  # type: ignore[assignment]  # tells the capture that blocks differ
+    return tuple(groups)
+
+
+def _group_name(mask: Mask, taken: set[str]) -> str:
+    name = KV_CACHES if mask.window is None else "chunk_kv_caches" if mask.chunked else "window_kv_caches"
+    return name if name not in taken else next(f"{name}_{i}" for i in range(2, 1000) if f"{name}_{i}" not in taken)

@@ -1,0 +1,33 @@
+"""Names of a checkpoint's tensors where they differ from those of the transformers package's class."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from compile_and_serve.models.transformers_attention import Unsupported
+
+
+def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
+    """Checkpoint tensor name → parameter or buffer name; None: the tensor is not used.
+
+    Besides the class's own names, a checkpoint may use those that transformers' conversion table renames, and it may lack the base
+    model's prefix (`h.0.attn…` for `transformer.h.0.attn…`). Raises `Unsupported` for tensors that would have to be computed.
+    """
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one.reverse_transform() for one in reversed(conversions) if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    names: dict[str, str | None] = {}
+    prefix = f"{model.base_model_prefix}."
+    for name in own:
+        spellings = [name, rename_source_key(name, renamings, [], reverse=True)[0]]
+        spellings += [spelling.removeprefix(prefix) for spelling in spellings if spelling.startswith(prefix)]
+        names |= {spelling: name for spelling in spellings if spelling != name and spelling not in own}
+    for converter in converters:
+        reverse = converter.reverse_transform()
+        if matched := next((name for name in own if reverse.rename_source_key(name)[1] is not None), None):
+            raise Unsupported(f"its parameter {matched} is computed from several tensors of a checkpoint")
+    names |= dict.fromkeys(name for name in model.all_tied_weights_keys if name not in own)
+    return names
