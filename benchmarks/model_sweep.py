@@ -6,8 +6,9 @@ Every class gets a tiny random checkpoint, written by transformers itself, in a 
 mixed lengths (the longest comes in chunks; texts go beyond the window of windowed layers) are compared with transformers' choice after the
 same tokens. One JSON line per class and mode goes to FILE, which a second run continues; --again repeats the given outcomes.
 
-Outcomes: "right", "wrong", "refused" (one sentence), "failed" (another exception, a crash or a timeout), "no reference" (the tiny model
-cannot be made, or transformers itself does not run it). `traits` says what a class has beyond a dense decoder: experts, latent, recurrent.
+Outcomes: "right", "wrong", "refused" (by a sentence about the model or its capture), "failed" (another exception, a crash or a timeout),
+"no reference" (the tiny model cannot be made, or transformers itself does not run it). `traits` says what a class has beyond a dense
+decoder: experts, latent, recurrent.
 """
 
 from __future__ import annotations
@@ -239,11 +240,8 @@ def run_class(name: str, model_type: str, modes: list[str], num_tokens: int) -> 
 def _run_mode(folder: Path, mode: str, num_tokens: int, reference: Any) -> dict[str, Any]:
     from compile_and_serve import LLM, SamplingParams
     from compile_and_serve.compiler.capture.capture import CaptureError
-    from compile_and_serve.compiler.rewrite.graph_pass import PassError
     from compile_and_serve.models.config import ModelConfigError
-    from compile_and_serve.runtime.weights.errors import WeightError
 
-    refusals = (ModelConfigError, PassError, CaptureError, WeightError)
     try:
         with LLM(
             str(folder / "model"), dtype="float32", enforce_eager=mode == "eager", device="cpu", max_model_len=192,
@@ -253,10 +251,8 @@ def _run_mode(folder: Path, mode: str, num_tokens: int, reference: Any) -> dict[
             report = llm.info.compile_report
             greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], greedy, use_tqdm=False)
-    except refusals as error:
-        # Weights and passes that fail are failures: only a sentence of the model's own is a refusal.
-        outcome = "refused" if isinstance(error, ModelConfigError) else "failed"
-        return {"outcome": outcome, "why": str(error)}
+    except (ModelConfigError, CaptureError) as error:
+        return {"outcome": "refused", "why": str(error)}
     except Exception as error:
         return {"outcome": "failed", "why": _sentence(error)}
     texts = [list(output.outputs[0].token_ids) for output in outputs]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -96,11 +98,20 @@ def capture_full_graph(
     except _CaptureComplete:
         pass
     except TorchDynamoException as error:
-        raise GraphBreakError(str(error)) from error
+        raise GraphBreakError(_reason_of(error)) from error
     finally:
         handle.remove()
     torch._dynamo.reset()
     return bytecode
+
+
+def _reason_of(error: Exception) -> str:
+    """The first line of Dynamo's text, and the last line of the model's code that it was tracing."""
+    text = str(error)
+    lines = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
+    lines = [line for line in lines if _LIBRARY_FOLDERS[0] not in line[0]] or lines
+    where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]}, in {lines[-1][2]})" if lines else ""
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__) + where
 
 
 @contextmanager

@@ -115,7 +115,8 @@ class CompiledModel:
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
-        return _used(checkpoint_specs(parameter_specs(self.spec.module), self.spec.quantized_weights), self.transforms)
+        specs = stored_specs(self.spec.module, self.spec.buffers)
+        return _used(checkpoint_specs(specs, self.spec.quantized_weights), self.transforms)
 
     @property
     def transforms(self) -> tuple[WeightTransform, ...]:
@@ -179,11 +180,7 @@ class EagerModel:
         return _used(checkpoint_specs(self._specs(), self.spec.quantized_weights), self.transforms)
 
     def _specs(self) -> dict[str, TensorSpec]:
-        """Of the parameters, and of the buffers that the checkpoint holds."""
-        stored = {name: buffer for name, buffer in self.module.named_buffers() if name not in self.spec.buffers}
-        return parameter_specs(self.module) | {
-            n: TensorSpec(shape=tuple(b.shape), dtype=b.dtype) for n, b in stored.items()
-        }
+        return stored_specs(self.module, self.spec.buffers)
 
     @property
     def transforms(self) -> tuple[WeightTransform, ...]:
@@ -217,6 +214,13 @@ StageCallback = Callable[[str, float, str], None]
 def parameter_specs(module: nn.Module) -> dict[str, TensorSpec]:
     """Name → spec of a module's parameters; tied ones once, under their first name."""
     return {n: TensorSpec(shape=tuple(p.shape), dtype=p.dtype) for n, p in module.named_parameters()}
+
+
+def stored_specs(module: nn.Module, computed: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """`parameter_specs`, and those of the buffers that a checkpoint holds. computed: the other buffers."""
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in computed}
+    specs = {name: TensorSpec(shape=tuple(b.shape), dtype=b.dtype) for name, b in buffers.items()}
+    return parameter_specs(module) | specs
 
 
 def _used(specs: Mapping[str, TensorSpec], transforms: Sequence[WeightTransform]) -> dict[str, TensorSpec]:

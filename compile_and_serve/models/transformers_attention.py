@@ -36,6 +36,7 @@ _NO_EFFECT = (
     "position_ids",
     "position_embeddings",
     "cache_position",
+    "logits_to_keep",
     "sliding_window",
     "dropout",
     "softcap",
@@ -101,13 +102,18 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     alibi_slopes_H: torch.Tensor | None = None,
+    own_mask: Mask | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls. → [1, T, H, E]"""
+    """The attention function that transformers calls. → [1, T, H, E]
+
+    alibi_slopes_H: of each head. own_mask: of a class that masks without transformers' functions, or besides them.
+    """
     running: Any = module.cas_running
     if running.dry_run is not None:
         features = {"alibi"} if alibi_slopes_H is not None else set()
-        return running.dry_run.record(module, q_1HTE, k_1KTE, v_1KTE, attention_mask, features, kwargs), None
+        mask = running.dry_run.mask_of(type(module).__name__, attention_mask, own_mask)
+        return running.dry_run.record(module, q_1HTE, k_1KTE, v_1KTE, mask, features, kwargs), None
     if (site := getattr(module, "cas_site", None)) is None:  # the module attends several times in a forward
         site = running.sites[running.num_calls]
         running.num_calls += 1
@@ -146,13 +152,12 @@ class DryRun:
         q_1HTE: torch.Tensor,
         k_1KTE: torch.Tensor,
         v_1KTE: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        mask: Mask,
         features: set[ScoreFeature],
         kwargs: Mapping[str, Any],
     ) -> torch.Tensor:
         """Check one call of attention. → an uninitialized output [1, T, H, E]"""
         what = type(module).__name__
-        mask = self._mask_of(what, attention_mask)
         if kwargs.get("is_causal") is False:
             raise Unsupported(f"{what} attends to later tokens")
         for name, value in kwargs.items():
@@ -173,7 +178,10 @@ class DryRun:
         self.calls.append(AttentionCall(module=module, layer=layer, mask=mask, scores=frozenset(features)))
         return torch.empty_like(q_1HTE.transpose(1, 2))
 
-    def _mask_of(self, what: str, attention_mask: torch.Tensor | None) -> Mask:
+    def mask_of(self, what: str, attention_mask: torch.Tensor | None, own: Mask | None = None) -> Mask:
+        """What the mask given to attention lets a token attend to. own: what the class's own mask does, which is narrower."""
+        if own is not None and (attention_mask is None or self.mask_of(what, attention_mask) == Mask()):
+            return own
         if attention_mask is None:
             raise Unsupported(f"{what} gives its attention no mask, so that it attends to later tokens")
         for made, function in self.masks:
@@ -210,11 +218,16 @@ def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
     return [p for one in inspect.getclosurevars(mask_function).nonlocals["mask_functions"] for p in _parts(one)]
 
 
+_MIX_TOKENS = (torch.conv1d, torch.nn.functional.conv1d, torch.flip, torch.roll, torch.sort, torch.argsort)
+
+
 class _NumbersTokens(TorchFunctionMode):
-    """Raises when a forward numbers the step's tokens itself: they belong to several sequences."""
+    """Raises when a forward numbers or mixes the step's tokens outside of attention: they belong to several sequences."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func in _MIX_TOKENS and DRY_TOKENS in out.shape:
+            raise Unsupported(f"{func.__name__} mixes tokens outside of attention")
         if func is torch.arange and out.shape == (DRY_TOKENS,):
             raise Unsupported("it numbers the tokens of a step itself, so that they cannot belong to several sequences")
         if func in (torch.cumsum, torch.Tensor.cumsum) and DRY_TOKENS in out.shape:

@@ -9,9 +9,11 @@ Shape legend: T tokens of the step, S rows whose logits are needed, V vocabulary
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from compile_and_serve.models.transformers_attention import (
     state_groups,
     unsupported,
 )
+from compile_and_serve.models.transformers_older import replace_attention
 from compile_and_serve.models.transformers_weights import weight_names
 
 ROPE_TYPES = ("default", "proportional", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -93,7 +96,9 @@ def build_transformers_model(config: Mapping[str, Any], *, dtype: torch.dtype) -
     except ModelConfigError:
         raise
     except Exception as error:  # raised by the class's own code
-        raise unsupported(name, f"a dry run failed with {_first_line(error)}") from error
+        if "meta" in str(error):
+            raise unsupported(name, f"it reads values of a step on the host ({_module_of(error)})") from error
+        raise unsupported(name, f"a dry run failed with {_first_line(error)} ({_module_of(error)})") from error
 
 
 def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) -> ModelSpec:
@@ -104,17 +109,22 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
     model.requires_grad_(False).eval()
     running = RunningForward()
     attach(model, running)
+    added = replace_attention(model)
     rope_types = _keep_frequencies(model)
     wrapped = _give_positions(model, running)
     offset = _position_offset(model)
-    model.warn_if_padding_and_no_attention_mask = _ignore  # it reads token ids on the host
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.warn_if_padding_and_no_attention_mask = _ignore  # it reads token ids on the host
     module = TransformersModel(model, running, offset).eval()
     ids = torch.zeros(DRY_TOKENS, dtype=torch.int64, device="meta")
     unused = _remove_unused(model, lambda: module(ids, ids, ids[:2]), running, own_positions=not wrapped)
     calls = dry_run(model, running, lambda: module(ids, ids, ids[:2]), own_positions=not wrapped)
-    buffers = _buffer_values(model, rope_types)
+    buffers = added | _buffer_values(model, rope_types, skip=frozenset(added))
     if not calls:
         raise Unsupported("its attention does not go through the attention interface")
+    if len(calls) < (layers := model.config.get_text_config().num_hidden_layers):
+        raise Unsupported(f"only {len(calls)} of its {layers} layers are attention layers")
     state: tuple[StateGroup, ...] = state_groups(calls, running)
     head = model.get_output_embeddings()
     names = weight_names(model)
@@ -142,18 +152,28 @@ def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
     cls: Any = found
     if not cls.can_generate():
         raise unsupported(name, "it does not generate text")
+    if cls._is_stateful:
+        raise unsupported(name, "it has recurrent state")
     try:
         hf_config = cls.config_class.from_dict(dict(config))
         _check_config(hf_config)
-        hf_config._attn_implementation = DRY_RUN
-        with torch.device("meta"):
-            model = cls(hf_config)
+        model = _on_meta(cls, hf_config)
         model.tie_weights()
     except Unsupported as reason:
         raise unsupported(name, reason) from reason
     except Exception as error:  # transformers raises many kinds of errors for an invalid config
         raise ModelConfigError(f"transformers cannot build {name} from this config: {_first_line(error)}") from error
     return model
+
+
+def _on_meta(cls: Any, config: PreTrainedConfig) -> Any:
+    with torch.device("meta"):
+        try:
+            config._attn_implementation = DRY_RUN
+            return cls(config)
+        except KeyError:  # an older class, which looks for the implementation in a table of its own
+            config._attn_implementation = "eager"
+            return cls(config)
 
 
 def _check_config(config: PreTrainedConfig) -> None:
@@ -191,16 +211,18 @@ def _max_positions(config: PreTrainedConfig) -> int:
     return longest
 
 
-def _buffer_values(model: Any, rope_types: Mapping[nn.Module, Any]) -> dict[str, torch.Tensor]:
+def _buffer_values(model: Any, rope_types: Mapping[nn.Module, Any], skip: frozenset[str]) -> dict[str, torch.Tensor]:
     """The values that transformers gives to buffers outside the checkpoint. Each buffer is on the CPU only while it is set.
 
-    rope_types: of RoPE modules, from which their frequencies follow.
+    rope_types: of RoPE modules, from which their frequencies follow. skip: buffers that transformers does not know.
     """
     values: dict[str, torch.Tensor] = {}
     persistent = model.state_dict().keys()
     for prefix, module in model.named_modules():
         names = {leaf: f"{prefix}.{leaf}" if prefix else leaf for leaf in dict(module.named_buffers(recurse=False))}
-        wanted = {leaf: module._buffers[leaf] for leaf, full in names.items() if full not in persistent}
+        wanted = {
+            leaf: module._buffers[leaf] for leaf, full in names.items() if full not in persistent and full not in skip
+        }
         if not wanted:
             continue
         if module in rope_types:
@@ -328,6 +350,14 @@ def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
         **{f"{model.base_model_prefix}.{pattern}": style for pattern, style in plan.items()},
         **{name: "vocab" for name, module in model.named_modules() if module in vocabulary},
     }
+
+
+def _module_of(error: Exception) -> str:
+    """File and line of transformers' code that raised."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in Path(frame.filename).parts
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else type(error).__name__
 
 
 def _first_line(error: Exception) -> str:

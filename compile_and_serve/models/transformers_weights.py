@@ -16,18 +16,23 @@ def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
     model's prefix (`h.0.attn…` for `transformer.h.0.attn…`). Raises `Unsupported` for tensors that would have to be computed.
     """
     own = dict(model.named_parameters()) | dict(model.named_buffers())
+    first_names = {id(tensor): name for name, tensor in reversed(own.items())}
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tied = set(model.all_tied_weights_keys)
     conversions = get_model_conversion_mapping(model)
     renamings = [one.reverse_transform() for one in reversed(conversions) if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    names: dict[str, str | None] = {}
+    names: dict[str, str | None] = dict.fromkeys(tied)
     prefix = f"{model.base_model_prefix}."
-    for name in own:
+    for name, tensor in every:
+        if name in tied:  # a checkpoint may hold it besides the tensor that it is
+            continue
+        parameter = first_names[id(tensor)]
         spellings = [name, rename_source_key(name, renamings, [], reverse=True)[0]]
         spellings += [spelling.removeprefix(prefix) for spelling in spellings if spelling.startswith(prefix)]
-        names |= {spelling: name for spelling in spellings if spelling != name and spelling not in own}
+        names |= {s: parameter for s in spellings if s == name or s not in own}
     for converter in converters:
         reverse = converter.reverse_transform()
         if matched := next((name for name in own if reverse.rename_source_key(name)[1] is not None), None):
             raise Unsupported(f"its parameter {matched} is computed from several tensors of a checkpoint")
-    names |= dict.fromkeys(name for name in model.all_tied_weights_keys if name not in own)
-    return names
+    return {name: parameter for name, parameter in names.items() if name != parameter}

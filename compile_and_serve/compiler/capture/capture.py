@@ -113,8 +113,9 @@ def _trace(
         with traced_once(blocks):
             bytecode = capture_full_graph(module, backend, arguments, with_bytecode=with_bytecode)
     except GraphBreakError as error:
-        reason = str(error).strip().split("\n\n")[0]
-        raise CaptureError(f"The model's forward cannot be captured as one graph: {reason}") from error
+        raise CaptureError(
+            f"The model's forward cannot be captured as one graph: {error}. Change that line, or run the model with --enforce-eager."
+        ) from error
     assert len(taken) == 1, f"capture gave {len(taken)} graphs"
     return *taken[0], bytecode
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from compile_and_serve.compiler.compat import CAPTURED_CHECKS
 from compile_and_serve.compiler.rewrite.graph_pass import BasePass, PassContext, PassResult, is_call, tensor_of
@@ -42,6 +43,8 @@ class Canonicalize(BasePass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched = 0
+        for node in gm.graph.find_nodes(op="call_function", target=torch.Size):
+            _use_sizes(node)
         for node in list(gm.graph.nodes):
             matched += _rewrite(gm, node, ctx)
         for node in list(gm.graph.nodes):
@@ -82,6 +85,15 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
         node.kwargs = {**node.kwargs, "device": ctx.device}
         changed = True
     return changed
+
+
+def _use_sizes(node: Node) -> None:
+    """Let the users of `torch.Size([…])` take the sizes themselves."""
+    sizes = tuple(node.args[0])  # type: ignore[arg-type]
+    for user in list(node.users):
+        user.args, user.kwargs = map_aggregate(
+            (user.args, user.kwargs), lambda value: sizes if value is node else value
+        )
 
 
 def _read_lengths_here(gm: GraphModule, node: Node, ctx: PassContext) -> None:

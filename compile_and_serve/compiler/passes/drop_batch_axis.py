@@ -173,9 +173,11 @@ def _takes_axis_off(node: Node, source: Any) -> bool:
 
 
 def _sizes(node: Node, without_axis: bool = False) -> list[Any]:
-    """Sizes of a node's value as text, for each part of a tuple; empty for a number."""
+    """Sizes of a node's value as text, for each part of a tuple of tensors; else empty."""
     value = node.meta["example_value"]
     if isinstance(value, tuple | list):
+        if not all(isinstance(part, torch.Tensor) for part in value):
+            return []
         return [[str(size) for size in part.shape[without_axis:]] for part in value]
     return [str(size) for size in value.shape[without_axis:]] if isinstance(value, torch.Tensor) else []
 

@@ -3,8 +3,8 @@
     F.linear(x, a), F.linear(x, b)  →  F.linear(x, cat(a, b)).split(…)
 
 One kernel reads x once, instead of two or three kernels; for small batches, one large product is faster than several small ones. The
-weights are concatenated once, while they are loaded. Weights in different
-group-quantized formats are not merged.
+weights are concatenated once, while they are loaded. Weights in different group-quantized formats are not merged, nor are linears of
+different modules: where attention and MLP read the same input, the MLP's part would cross the split at attention as a strided view.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MergeLinears(BasePass):
         by_input: dict[Any, list[Node]] = defaultdict(list)
         for node in gm.graph.nodes:
             if is_call(node, F.linear):
-                by_input[arguments(node)[0], _storage(node, ctx)].append(node)
+                by_input[arguments(node)[0], _block(node), _storage(node, ctx)].append(node)
         matched, near_misses = 0, []
         for group in by_input.values():
             if len(group) < 2:
@@ -59,6 +59,11 @@ def _storage(node: Node, ctx: PassContext) -> Any:
     names = [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight].expression)]
     stored = [ctx.quantized_weights.get(name) for name in names]
     return tuple(dict.fromkeys(storage_of(one) for one in stored if isinstance(one, GroupedWeight)))
+
+
+def _block(node: Node) -> str:
+    """The module that contains a linear: where attention and MLP read the same input, they stay apart."""
+    return ".".join((weight_of(node.args[1]) or "").split(".")[:-2])
 
 
 def _bias(node: Node) -> Any:
