@@ -248,7 +248,7 @@ def _run_mode(folder: Path, mode: str, num_tokens: int, reference: Any) -> dict[
             max_num_seqs=4, max_num_batched_tokens=48, num_kv_blocks=128, skip_tokenizer_init=True,
             cache_dir=str(folder / "cache"),
         ) as llm:  # fmt: skip
-            report = llm.info.compile_report
+            report: dict[str, Any] = dict(llm.info.compile_report)
             greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], greedy, use_tqdm=False)
     except (ModelConfigError, CaptureError) as error:

@@ -111,7 +111,7 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
     """Build the module of a config.json on the meta device, with its parameters in `dtype`.
 
     A builder of `register_model` comes first and makes the whole spec, `quantized_weights` included; model_impl then has no effect.
-    model_impl: "transformers" uses the transformers package's class; "auto" does so only without a native implementation.
+    model_impl: "transformers" uses the transformers package's class; "auto" does so only without a native implementation of the config.
     Raises `ModelConfigError` for a config without an architecture, an unsupported architecture, invalid sizes, or an
     unsupported quantization.
     """
@@ -121,8 +121,21 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
     if model_impl == "transformers" or architecture not in ARCHITECTURES:
         spec = _build_with_transformers(config, architecture, dtype)
     else:
-        spec = _build_native(config, architecture, dtype)
+        spec = _build_native_or_else(config, architecture, dtype)
     return replace(spec, quantized_weights=quantized_weights(config, spec.module))
+
+
+def _build_native_or_else(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
+    """The native model, or transformers' class for a config that only it can run (another kind of RoPE, say)."""
+    try:
+        return _build_native(config, architecture, dtype)
+    except ModelConfigError as native:
+        try:
+            spec = _build_with_transformers(config, architecture, dtype)
+        except ModelConfigError:
+            raise native from None
+        log.info("The native %s is not used: %s", architecture, native)
+        return spec
 
 
 def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:

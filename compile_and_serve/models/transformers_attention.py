@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from compile_and_serve.custom_ops.attention.attention import attention
-from compile_and_serve.custom_ops.step import KV_CACHES, KVCacheSpec, ScoreFeature, StateGroup
+from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, ScoreFeature, StateGroup
 from compile_and_serve.models.config import ModelConfigError
 
 ATTENTION = "compile_and_serve"  # our names in transformers' registries of attention functions and masks
@@ -272,7 +272,8 @@ def state_groups(calls: list[AttentionCall], running: RunningForward) -> tuple[S
     by_kind: dict[Any, list[AttentionCall]] = {}
     for call in calls:
         by_kind.setdefault(call.kind, []).append(call)
-    groups, names = [], {}
+    groups: list[StateGroup] = []
+    names: dict[Any, str] = {}
     for kind, alike in by_kind.items():
         layer, mask, scores = kind
         names[kind] = _group_name(mask, set(names.values()))
@@ -296,5 +297,5 @@ def state_groups(calls: list[AttentionCall], running: RunningForward) -> tuple[S
 
 
 def _group_name(mask: Mask, taken: set[str]) -> str:
-    name = KV_CACHES if mask.window is None else "chunk_kv_caches" if mask.chunked else "window_kv_caches"
+    name = KV_CACHES if mask.window is None else "chunk_caches" if mask.chunked else WINDOW_CACHES
     return name if name not in taken else next(f"{name}_{i}" for i in range(2, 1000) if f"{name}_{i}" not in taken)

@@ -155,7 +155,7 @@ def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
     if cls._is_stateful:
         raise unsupported(name, "it has recurrent state")
     try:
-        hf_config = cls.config_class.from_dict(dict(config))
+        hf_config = cls.config_class.from_dict(_with_floats(dict(config)))
         _check_config(hf_config)
         model = _on_meta(cls, hf_config)
         model.tie_weights()
@@ -164,6 +164,15 @@ def _instantiate(name: str, config: Mapping[str, Any]) -> PreTrainedModel:
     except Exception as error:  # transformers raises many kinds of errors for an invalid config
         raise ModelConfigError(f"transformers cannot build {name} from this config: {_first_line(error)}") from error
     return model
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of config.json with transformers' spelling of infinity and NaN, {"__float__": "Infinity"}, as floats."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(item) for name, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _on_meta(cls: Any, config: PreTrainedConfig) -> Any:
@@ -207,7 +216,7 @@ def _max_positions(config: PreTrainedConfig) -> int:
             original = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", longest
             )
-            longest = min(longest, int(original))
+            longest = min(longest, int(original or longest))
     return longest
 
 
@@ -255,11 +264,12 @@ def _keep_frequencies(model: nn.Module) -> dict[nn.Module, Any]:
     Classes would change those of types "dynamic" and "longrope" in sequences that are longer than `_max_positions` allows.
     """
     found: dict[nn.Module, Any] = {}
-    for module in model.modules():
-        kind: Any = getattr(module, "rope_type", None)
+    rope: Any
+    for rope in model.modules():
+        kind: Any = getattr(rope, "rope_type", None)
         if isinstance(kind, str | dict):
-            found[module] = kind
-            module.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            found[rope] = kind
+            rope.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
     return found
 
 

@@ -28,7 +28,7 @@ def replace_attention(model: nn.Module) -> dict[str, torch.Tensor]:
         attribute, function = method
         setattr(module, attribute, partial(function, module))
         if cls.__name__ == "BloomAttention":
-            slopes = alibi_slopes(module.num_heads)  # type: ignore[arg-type]
+            slopes = alibi_slopes(module.num_heads)
             module.register_buffer("cas_alibi_slopes", torch.empty_like(slopes, device="meta"), persistent=False)
             buffers[f"{name}.cas_alibi_slopes"] = slopes
     return buffers

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, or_masks
 
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.compiler.capture.capture import CapturedGraph
@@ -18,6 +19,7 @@ from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.models.transformers_attention import Mask, Unsupported, recognize
 from tests.support.tiny_models import capture_spec
 from tests.support.transformers_models import SIZES, config_of, greedy_tokens, write_random_model
 
@@ -128,11 +130,12 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
     ("architecture", "changes", "sentence"),
     [
         ("NoSuchForCausalLM", {}, "has no such model"),
-        ("BertModel", {}, "does not allow its attention to be replaced"),
-        ("Gemma2ForCausalLM", {}, "layer 0 caps its attention scores"),
-        ("MistralForCausalLM", {"sliding_window": 64}, "layer 0 attends to a sliding window of 64 tokens"),
+        ("BertModel", {}, "it does not generate text"),
+        ("BertLMHeadModel", {}, "its attention mask is 'bidirectional_mask_function', not causal"),
+        ("RoFormerForCausalLM", {"is_decoder": True}, "its attention does not go through the attention interface"),
         ("MixtralForCausalLM", {}, "it is a mixture of experts"),
-        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        ("DeepseekV3ForCausalLM", {"n_routed_experts": 1, "qk_rope_head_dim": 8}, "it keeps latent keys and values"),
+        ("Qwen3_5ForCausalLM", {}, "it has recurrent state"),
         ("LlamaForCausalLM", {"hidden_size": 63}, "transformers cannot build LlamaForCausalLM from this config"),
     ],
 )  # fmt: skip
@@ -143,9 +146,74 @@ def test_unsupported_model_is_one_sentence(architecture: str, changes: dict[str,
     assert "\n" not in str(error.value)
 
 
-def test_window_longer_than_the_model_is_ignored() -> None:
-    spec = build("MistralForCausalLM", sliding_window=SIZES["max_position_embeddings"])
-    assert len(spec.state[0].layers) == LAYERS
+@pytest.mark.parametrize(
+    ("architecture", "changes", "groups"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 64}, [("window_caches", 64, False, ())]),
+        ("Gemma2ForCausalLM", {"sliding_window": 64},
+         [("window_caches", 64, False, ("soft_cap",)), ("kv_caches", None, False, ("soft_cap",))]),
+        ("GPTNeoForCausalLM", {"attention_types": [[["global", "local", "global"], 1]], "window_size": 32},
+         [("kv_caches", None, False, ()), ("window_caches", 32, False, ())]),
+        ("BloomForCausalLM", {}, [("kv_caches", None, False, ("alibi",))]),
+        ("GraniteSWAForCausalLM", {"sliding_window": 64}, None),
+    ],
+)  # fmt: skip
+def test_masks_and_scores_are_recognized(architecture: str, changes: dict[str, Any], groups: Any) -> None:
+    spec = build(architecture, **changes)
+    found = [(group.name, group.window, group.chunked, tuple(group.scores)) for group in spec.state]
+    if groups is None:
+        assert {feature for group in spec.state for feature in group.features} == {"window", "sinks"}
+    else:
+        assert found == groups
+
+
+def test_unknown_mask_is_refused() -> None:
+    def first_token_too(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key == 0
+
+    with pytest.raises(Unsupported, match="or_masks"):
+        recognize(or_masks(causal_mask_function, first_token_too))
+    assert recognize(chunked_causal_mask_function(64, torch.zeros(1))) == Mask(window=64, chunked=True)
+
+
+def test_rope_types_that_change_with_the_length_stop_where_they_would_change() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert build("LlamaForCausalLM", rope_parameters=rope).max_model_len == SIZES["max_position_embeddings"]
+    factors = [1.0 + i / 8 for i in range(8)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 128}  # fmt: skip
+    spec = build("Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=128)
+    assert spec.max_model_len == 128
+    assert spec.buffers["model.rotary_emb.inv_freq"][0] == 1.0
+
+
+def test_auto_uses_transformers_where_the_native_family_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+    with caplog.at_level(logging.INFO, logger="compile_and_serve.models"):
+        spec = build_model(config_of("LlamaForCausalLM", rope_parameters=rope), dtype=torch.bfloat16)
+    assert spec.config.get("model_impl", "").startswith("transformers") == any(
+        "is not used" in m for m in caplog.messages
+    )
+
+
+def test_names_of_checkpoints() -> None:
+    gpt_neox = build("GPTNeoXForCausalLM").weight_map
+    assert gpt_neox["embed_out.weight"] == "lm_head.weight"
+    gpt2 = build("GPT2LMHeadModel", n_layer=1, n_head=4, n_embd=64).weight_map
+    assert gpt2["h.0.attn.c_attn.weight"] == "transformer.h.0.attn.c_attn.weight"
+    camembert = build("CamembertForCausalLM", is_decoder=True).weight_map
+    assert camembert["roberta.embeddings.word_embeddings.weight"] == "lm_head.decoder.weight"
+
+
+def test_infinity_in_a_config() -> None:
+    infinite = {"__float__": "Infinity"}
+    assert build("GraniteForCausalLM", attention_multiplier=infinite).state == build("GraniteForCausalLM").state
+
+
+def test_positions_of_roberta_begin_after_the_padding() -> None:
+    spec = build("RobertaForCausalLM", is_decoder=True)
+    assert spec.max_model_len == SIZES["max_position_embeddings"] - 2
+    assert spec.buffers["roberta.embeddings.position_ids"].dtype == torch.int64
 
 
 def test_spec_describes_checkpoint_and_sharding() -> None:
