@@ -20,6 +20,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     PassContext,
     arguments,
     is_call,
+    norm_weight_fits,
     tensor_of,
     weight_of,
 )
@@ -41,12 +42,12 @@ class FuseAddRmsNorm(MeasuredFusion):
     ours = staticmethod(ADD_RMS_NORM)
     plain = staticmethod(_plain)
 
-    def sites(self, gm: GraphModule) -> Iterator[Site | NearMiss]:
+    def sites(self, gm: GraphModule, ctx: PassContext) -> Iterator[Site | NearMiss]:
         for norm in gm.graph.find_nodes(op="call_function", target=torch.rms_norm):
             add = norm.args[0]
             if not is_call(add, torch.add):
                 continue
-            if reason := _why_not(norm, add):
+            if reason := _why_not(norm, add, ctx):
                 yield NearMiss.at(norm, reason)
                 continue
             _, _, weight, eps = arguments(norm)
@@ -63,7 +64,7 @@ class FuseAddRmsNorm(MeasuredFusion):
         gm.graph.erase_node(add)
 
 
-def _why_not(norm: Node, add: Node) -> str | None:
+def _why_not(norm: Node, add: Node, ctx: PassContext) -> str | None:
     if add.kwargs or len(add.args) != 2 or not all(isinstance(arg, Node) for arg in add.args):
         return "the add is not of two tensors"
     x, residual = (tensor_of(arg) for arg in add.args)
@@ -72,6 +73,6 @@ def _why_not(norm: Node, add: Node) -> str | None:
     _, shape, weight, eps = arguments(norm)
     if weight_of(weight) is None or len(shape) != 1 or eps is None:
         return "the norm is not over the last dimension with a parameter as weight and an explicit eps"
-    if tensor_of(weight).dtype != x.dtype:
+    if not norm_weight_fits(weight, add, ctx):
         return f"the norm's weight is {tensor_of(weight).dtype}, and its input {x.dtype}"
     return None

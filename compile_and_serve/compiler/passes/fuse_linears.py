@@ -26,6 +26,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     SkipReason,
     arguments,
     is_call,
+    norm_weight_fits,
     only_user,
     tensor_of,
     weight_of,
@@ -68,7 +69,7 @@ class FuseLinears(BasePass):
                 near_misses.append(NearMiss.at(node, "its input is not [tokens, features]"))
             else:
                 site = _Site(node, node.args[0], out=node)
-                near_misses += _take_norm(site)
+                near_misses += _take_norm(site, ctx)
                 _take_silu_mul(site)
                 _take_residual(site)
                 if is_call(node, F.linear):
@@ -94,14 +95,14 @@ def _fused_arguments(node: Node) -> slice:
     return slice(4, 9) if is_call(node, QUANTIZED_LINEAR) else slice(7, 12)
 
 
-def _take_norm(site: _Site) -> list[NearMiss]:
+def _take_norm(site: _Site, ctx: PassContext) -> list[NearMiss]:
     norm = site.x
     if not is_call(norm, torch.rms_norm):
         return []
     x, shape, weight, eps = arguments(norm)
     if weight_of(weight) is None:
         return [NearMiss.at(norm, "the norm's weight is not a parameter")]
-    if tensor_of(weight).dtype != tensor_of(x).dtype:
+    if not norm_weight_fits(weight, x, ctx):
         dtypes = f"{tensor_of(weight).dtype} and {tensor_of(x).dtype}"
         return [NearMiss.at(norm, f"the norm's weight and its input have different dtypes ({dtypes})")]
     if eps is None or len(shape) != 1:

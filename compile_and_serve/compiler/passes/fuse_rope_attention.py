@@ -28,6 +28,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     SkipReason,
     arguments,
     is_call,
+    norm_weight_fits,
     tensor_of,
     weight_of,
 )
@@ -77,7 +78,7 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
     q_node, k_node, v_node, kv_cache, scale, group, soft_cap, sinks, alibi_slopes = arguments(node)
     if alibi_slopes is not None:
         raise _Mismatch("attention with ALiBi slopes has no rotation")
-    q, k, v = _rotated(q_node), _rotated(k_node), _Heads(_head_view(v_node))
+    q, k, v = _rotated(q_node, ctx), _rotated(k_node, ctx), _Heads(_head_view(v_node))
     if (q.cos, q.sin) != (k.cos, k.sin):
         raise _Mismatch("queries and keys are rotated by different angles")
     if (q.norm_weight is None) != (k.norm_weight is None) or q.eps != k.eps:
@@ -97,7 +98,7 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
             gm.graph.erase_node(user)
 
 
-def _rotated(node: object) -> _Heads:
+def _rotated(node: object, ctx: PassContext) -> _Heads:
     """Match x·cos + rotate_half(x)·sin, x a head view or its RMSNorm."""
     heads_axis = 1
     if _is_transposition(node):
@@ -112,7 +113,7 @@ def _rotated(node: object) -> _Heads:
         if _is_rotate_half(half, x):
             if heads_axis == 0:  # a norm over E may come before or after the transposition
                 x = _transposed(x)
-            part, norm_weight, eps = _norm(x)
+            part, norm_weight, eps = _norm(x, ctx)
             if heads_axis == 0:
                 part = _transposed(part)
             return _Heads(_head_view(part), _angles(cos, heads_axis), _angles(sin, heads_axis), norm_weight, eps)
@@ -154,11 +155,11 @@ def _is_half(node: object, x: object, index: int) -> bool:
     return source is x and isinstance(item, tuple) and item[-1] == wanted
 
 
-def _norm(node: object) -> tuple[object, Node | None, float | None]:
+def _norm(node: object, ctx: PassContext) -> tuple[object, Node | None, float | None]:
     if not is_call(node, torch.rms_norm):
         return node, None, None
     x, _shape, weight, eps = arguments(node)
-    if weight_of(weight) is None or tensor_of(weight).dtype != tensor_of(x).dtype:
+    if weight_of(weight) is None or not norm_weight_fits(weight, x, ctx):
         raise _Mismatch("the head norm's weight is not a parameter of the activations' dtype")
     return x, weight, eps
 

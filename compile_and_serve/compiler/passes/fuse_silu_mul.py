@@ -44,7 +44,7 @@ class FuseSiluMul(MeasuredFusion):
     ours = staticmethod(_ours)
     plain = staticmethod(_plain)
 
-    def sites(self, gm: GraphModule) -> Iterator[Site | NearMiss]:
+    def sites(self, gm: GraphModule, ctx: PassContext) -> Iterator[Site | NearMiss]:
         for silu in gm.graph.find_nodes(op="call_function", target=F.silu):
             product = only_user(silu)
             if product is None or not is_call(product, torch.mul):

@@ -3,9 +3,10 @@
     h = x.float();  n = h · rsqrt(mean(h²) + eps)
     weight · n.to(x.dtype)  |  (weight · n).to(x.dtype)  |  n  |  n · (1 + weight)   →   rms_norm(x, weight, eps)
 
-`torch.rms_norm` computes in float32 with one rounding, so it is at least as accurate as any of these. Some dtypes are not supported: a
-float32 weight, which would make the result float32 or would have to be rounded to the activations' dtype, and a norm that is not computed
-in float32.
+`torch.rms_norm` computes in float32 with one rounding, so it is at least as accurate as any of these. 1 + weight becomes a weight in
+float32, because bfloat16 would round it; that needs kernels which take it (`FLOAT32_NORM_WEIGHT`). Some dtypes are not supported: a float32
+weight, which would make the result float32 or would have to be rounded to the activations' dtype, and a norm that is not computed in
+float32.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.rewrite.graph_pass import (
+    FLOAT32_NORM_WEIGHT,
     BasePass,
     NearMiss,
     PassContext,
@@ -33,6 +35,11 @@ from compile_and_serve.compiler.weights.transforms import weight_function
 @weight_function("one_plus")
 def _one_plus(weight: torch.Tensor) -> torch.Tensor:
     return 1.0 + weight
+
+
+@weight_function("one_plus_float32")
+def _one_plus_float32(weight: torch.Tensor) -> torch.Tensor:
+    return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +67,7 @@ class LiftNorms(BasePass):
             if found is None:
                 continue
             try:
-                norm = _match(node, *found)
+                norm = _match(node, *found, ctx)
             except _Mismatch as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
                 continue
@@ -95,7 +102,7 @@ def _inverse_root_mean_square(node: Node) -> tuple[Node, float] | None:
     return None
 
 
-def _match(inverse: Node, wide: Node, eps: float) -> _Norm:
+def _match(inverse: Node, wide: Node, eps: float, ctx: PassContext) -> _Norm:
     """The norm around 1 / sqrt(mean(wide²) + eps)."""
     product = only_user(inverse)
     if product is None or not is_call(product, torch.mul) or set(product.args) != {wide, inverse}:
@@ -122,7 +129,7 @@ def _match(inverse: Node, wide: Node, eps: float) -> _Norm:
     plus_one = is_call(weight, torch.add)
     base: Any = next(arg for arg in arguments(weight) if arg != 1.0) if plus_one else weight
     base = base.args[0] if is_call(base, torch.Tensor.to) else base
-    if plus_one and dtype != torch.float32:
+    if plus_one and dtype != torch.float32 and FLOAT32_NORM_WEIGHT not in ctx.kernels:
         raise _Mismatch(f"1 + weight is computed in float32 and would have to be rounded to {dtype}")
     if tensor_of(base).dtype != dtype:
         raise _Mismatch(f"its weight is {tensor_of(base).dtype}, and its input {dtype}")
@@ -160,7 +167,8 @@ def _replace(gm: GraphModule, norm: _Norm, ctx: PassContext) -> None:
     weight = norm.weight
     if norm.plus_one:
         assert weight is not None
-        weight = ctx.derived_weight(gm, f"{weight_of(weight)}+1", "one_plus", weight)
+        function = "one_plus" if tensor_of(weight).dtype == torch.float32 else "one_plus_float32"
+        weight = ctx.derived_weight(gm, f"{weight_of(weight)}+1", function, weight)
     shape = (tensor_of(norm.x).shape[-1],)
     with gm.graph.inserting_before(norm.out):
         lifted = ctx.call(gm, torch.rms_norm, norm.x, shape, weight, norm.eps, origin=norm.out)

@@ -44,7 +44,7 @@ class MeasuredFusion(BasePass):
             return None
         return SkipReason(sentence=f"there is no {self.operation} kernel for {ctx.dtype} on {ctx.device.type}")
 
-    def sites(self, gm: GraphModule) -> Iterator[Site | NearMiss]:
+    def sites(self, gm: GraphModule, ctx: PassContext) -> Iterator[Site | NearMiss]:
         """Every site of the op, and every near miss."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class MeasuredFusion(BasePass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses, left, measured = 0, [], [], set[str]()
-        for site in self.sites(gm):  # lazily: a replaced site may be the input of the next
+        for site in self.sites(gm, ctx):  # lazily: a replaced site may be the input of the next
             if isinstance(site, NearMiss):
                 near_misses.append(site)
                 continue

@@ -70,12 +70,16 @@ class PassResult:
         return self.matched + len(self.near_misses)
 
 
+# Among PassContext.kernels: the kernels also take float32 weights of RMSNorms in a model of another dtype.
+FLOAT32_NORM_WEIGHT = "float32_norm_weight"
+
+
 @dataclass(kw_only=True, slots=True)
 class PassContext:
     """What a pass knows besides the graph, and the edits that it can make.
 
     device, dtype: of the finished model (while passes run, the graph's tensors are fakes on the meta device).
-    kernels: names of the `cas` ops with a kernel for this device and dtype.
+    kernels: names of the `cas` ops with a kernel for this device and dtype, and `FLOAT32_NORM_WEIGHT`.
     tuner: measures whether a fusion is faster; None: every fusion is made.
     tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
     quantized_weights: the checkpoint's quantized parameters.
@@ -319,6 +323,12 @@ def arguments(node: Node) -> tuple[Any, ...]:
 
 def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[Node]:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def norm_weight_fits(weight: Node, x: Node, ctx: PassContext) -> bool:
+    """Whether our kernels take this weight for an RMSNorm of x."""
+    dtype = tensor_of(weight).dtype
+    return dtype == tensor_of(x).dtype or (dtype == torch.float32 and FLOAT32_NORM_WEIGHT in ctx.kernels)
 
 
 def only_user(node: Node) -> Node | None:
