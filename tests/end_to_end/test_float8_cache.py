@@ -1,7 +1,8 @@
 """SmolLM2-135M with `kv_cache_dtype="fp8"`: the tokens of transformers' own model with every key and value rounded to float8.
 
-float32 otherwise. Rounding makes small differences large now and then (a key whose last bit differs may be rounded to the next float8, an
-eighth away), so a token may differ where transformers' own two logits lie within `TIE` of each other; after one the texts part.
+float32 otherwise. Rounding makes small differences large now and then: a key whose last bit differs may be rounded to the next float8, an
+eighth away. How large depends on the CPU's order of additions, so the bounds are not constants: transformers' model runs again with
+every linear's output moved by what float32 sums of its length may differ by, and its own logits say how far that reaches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from tests.support.kernels import require_cpu_kernels
 from tests.support.transformers_models import load_reference
 
 NUM_TOKENS = 16
-TIE = 0.15
+NUM_MOVED = 3  # passes of the reference whose last bits differ
+# Our last bits and the reference's differ from exact sums independently, and maxima of few samples scatter.
+MARGIN = 2.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 
 
@@ -42,6 +45,17 @@ def logits_over_rounded_cache(model: Any, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids]), past_key_values=RoundingCache(), use_cache=True).logits[0]
 
 
+def move_last_bits(model: Any, seed: int) -> list[Any]:
+    """Let every linear's output differ by the usual error of float32 sums: 2⁻²⁴ · √(number of products). → handles of the hooks"""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(linear: torch.nn.Linear, _: Any, out: torch.Tensor) -> torch.Tensor:
+        scale = out.abs().mean() * 2.0**-24 * linear.in_features**0.5
+        return out + scale * torch.randn(out.shape, generator=generator)
+
+    return [module.register_forward_hook(move) for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
 @pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "cpu"])
 def test_greedy_tokens_over_a_float8_cache(
     smollm2_dir: Path, reference: Any, prompts: list[list[int]], backend: str
@@ -55,26 +69,35 @@ def test_greedy_tokens_over_a_float8_cache(
     )  # fmt: skip
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
     llm.shutdown()
-    ours, rounding = [], []
+    ours, ties, moved, moved_logits = [], [], [], []
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = output.outputs[0].token_ids
         assert len(tokens) == NUM_TOKENS
-        every = prompt + tokens
-        logits_TV = logits_over_rounded_cache(reference, every)[len(prompt) - 1 : -1]
-        chosen_T = logits_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert (logits_TV.max(1).values - chosen_T).max() < TIE  # every token is the reference's best one or a tie
+        every, chosen_T1 = prompt + tokens, torch.tensor(tokens)[:, None]
+
+        def answers(logits_TV: torch.Tensor, begin: int = len(prompt) - 1) -> torch.Tensor:
+            return logits_TV[begin:-1]
+
+        logits_TV = answers(logits_over_rounded_cache(reference, every))
+        expected_TV = logits_TV.log_softmax(-1)
         entries = output.outputs[0].logprobs
         assert entries is not None
-        found_T = torch.tensor([entry[token].logprob for entry, token in zip(entries, tokens, strict=True)])
-        expected_TV = logits_TV.log_softmax(-1)
-        expected_T = expected_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert (found_T - expected_T).abs().max() < TIE
+        found_T1 = torch.tensor([[entry[token].logprob] for entry, token in zip(entries, tokens, strict=True)])
+        ours.append((found_T1 - expected_TV.gather(1, chosen_T1)).abs())
+        ties.append(logits_TV.amax(1, keepdim=True) - logits_TV.gather(1, chosen_T1))
+        for seed in range(NUM_MOVED):
+            hooks = move_last_bits(reference, seed)
+            other_TV = answers(logits_over_rounded_cache(reference, every))
+            for hook in hooks:
+                hook.remove()
+            moved.append((other_TV.log_softmax(-1) - expected_TV).gather(1, chosen_T1).abs())
+            moved_logits.append((other_TV - logits_TV).abs().amax())
         with torch.no_grad():
-            plain_TV = reference(torch.tensor([every])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        plain_T = plain_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        ours.append((found_T - expected_T).abs())
-        rounding.append((found_T - plain_T).abs())
+            plain_TV = answers(reference(torch.tensor([every])).logits[0]).log_softmax(-1)
         # Rounding changes the distributions little.
         assert (plain_TV.exp() * (plain_TV - expected_TV)).sum(-1).mean() < 0.05
-    # Truncating instead of rounding more than doubles the error. The rest comes from last bits, which differ between CPUs.
-    assert torch.cat(ours).mean() < 0.4 * torch.cat(rounding).mean()
+    assert torch.cat(ours).max() < MARGIN * torch.cat(moved).max()
+    # Every token is the reference's best one, or the better one of ours: two logits may have moved towards each other.
+    assert torch.cat(ties).max() < 2 * MARGIN * max(moved_logits)
+    # Truncating instead of rounding adds more than the error of rounding.
+    assert torch.cat(ours).mean() < MARGIN * torch.cat(moved).mean()
