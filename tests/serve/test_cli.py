@@ -60,7 +60,7 @@ FLAGS = {
         "model", "--input-len", "--output-len", "--batch-size", "--num-iters", "--num-iters-warmup", "--output-json",
     },
     "bench throughput": ENGINE_FLAGS | {
-        "model", "--num-prompts", "--input-len", "--output-len", "--random-range-ratio", "--output-json",
+        "model", "--num-prompts", "--input-len", "--output-len", "--n", "--random-range-ratio", "--output-json",
     },
     "cache ls": {"--cache-dir"},
     "cache verify": {"--cache-dir"},

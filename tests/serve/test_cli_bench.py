@@ -73,6 +73,14 @@ def test_throughput(tiny_llama_dir: Path) -> None:
     assert rows[0]["device"] == "cpu"
 
 
+def test_throughput_of_several_sequences_per_prompt(tiny_llama_dir: Path) -> None:
+    workload = ["--num-prompts", "3", "--n", "4", "--input-len", "20", "--output-len", "6"]
+    code, out, err = run("bench", "throughput", str(tiny_llama_dir), *workload, *SMALL_ENGINE)
+    assert code == 0, err
+    row = json.loads(out)
+    assert (row["n"], row["completed"], row["prompt_tokens"], row["output_tokens"]) == (4, 12, 60, 72)
+
+
 class StreamingServer(BaseHTTPRequestHandler):
     """Streams 4 chunks of 2 tokens, 20 ms apart; fails every `fail_every`-th request with a 503, or in the stream."""
 

@@ -58,6 +58,7 @@ def throughput_command(
     num_prompts: Annotated[int, typer.Option(help="Requests, all sent at once.")] = 64,
     input_len: Annotated[int, typer.Option(help="Prompt tokens per request.")] = 128,
     output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
+    n: Annotated[int, typer.Option(help="Sequences per prompt. Several are sampled at temperature 1.")] = 1,
     random_range_ratio: Annotated[
         float, typer.Option(help="Lengths are uniform in [len · (1 − ratio), len · (1 + ratio)].")
     ] = 0.0,
@@ -66,7 +67,7 @@ def throughput_command(
     engine_options: dict[str, Any],
 ) -> None:
     """Measure the throughput of requests that are all sent at once."""
-    _at_least_one(input_len=input_len, output_len=output_len, num_prompts=num_prompts)
+    _at_least_one(input_len=input_len, output_len=output_len, num_prompts=num_prompts, n=n)
     if not 0.0 <= random_range_ratio < 1.0:
         raise ValueError(f"--random-range-ratio must be in [0, 1), got {random_range_ratio}.")
     engine = _start(model, engine_options)
@@ -77,11 +78,12 @@ def throughput_command(
     ]
     prompts = _random_prompts(generator, engine.info.vocab_size, lengths[0])
     started = time.perf_counter()
-    traces = run_requests(engine, prompts, lengths[1])
+    traces = run_requests(engine, prompts, lengths[1], n=n)
     seconds = time.perf_counter() - started
     engine.shutdown()
     workload = _workload(model, engine) | {
         "num_prompts": num_prompts,
+        "n": n,
         "input_len": input_len,
         "output_len": output_len,
         "random_range_ratio": random_range_ratio,
@@ -89,17 +91,27 @@ def throughput_command(
     report("throughput", workload, summarize(traces, seconds), output_json)
 
 
-def run_requests(engine: SyncEngine, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> list[RequestTrace]:
-    """Send all prompts at once, greedily and without stop ids, and record when each token arrives."""
-    from compile_and_serve.runtime.messages import EngineRequest
+def run_requests(
+    engine: SyncEngine, prompts: Sequence[list[int]], output_lens: Sequence[int], *, n: int = 1
+) -> list[RequestTrace]:
+    """Send all prompts at once, without stop ids, and record when each token arrives. n: sequences per prompt, each with its
+    own trace. A single one is greedy.
+    """
+    from compile_and_serve.runtime.messages import EngineRequest, Sibling
     from compile_and_serve.runtime.sampling_params import SamplingParams
 
     traces: dict[str, RequestTrace] = {}
     for number, (prompt, output_len) in enumerate(zip(prompts, output_lens, strict=True)):
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-        request_id = f"bench-{number}"
-        traces[request_id] = RequestTrace(sent=time.perf_counter(), prompt_tokens=len(prompt))
-        engine.add_request(EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params))
+        temperature = 0.0 if n == 1 else 1.0
+        params = SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        ids = [f"bench-{number}-{index}" for index in range(n)]
+        sent = time.perf_counter()
+        # The sequences share their prompt, so its tokens count once.
+        traces |= {id_: RequestTrace(sent=sent, prompt_tokens=0 if i else len(prompt)) for i, id_ in enumerate(ids)}
+        siblings = [Sibling(request_id) for request_id in ids[1:]]
+        engine.add_request(
+            EngineRequest(request_id=ids[0], prompt_token_ids=prompt, sampling_params=params, siblings=siblings)
+        )
     unfinished = set(traces)
     while unfinished:
         step = engine.step()
