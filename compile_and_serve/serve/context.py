@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +14,8 @@ from fastapi import Depends, Request
 
 from compile_and_serve import __version__
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.structured.checker import MAX_PROCESSES, grammar_checker
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -45,6 +48,9 @@ class ServerContext:
     templates: TemplatePool
     parsers: Parsers
     started: int = field(default_factory=lambda: int(time.time()))
+    grammar_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="grammar")
+    )
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_LARGE_BODIES))
 
     @property
@@ -132,6 +138,18 @@ class ServerContext:
             async with self.large_bodies:
                 return await asyncio.get_running_loop().run_in_executor(executor, work)
         return await asyncio.get_running_loop().run_in_executor(executor, work) if renders else work()
+
+    async def check_structure(self, structured: StructuredOutputsParams | None) -> None:
+        """Check a form of structured output, which may take two seconds, in a thread of its own: neither the event loop nor the
+        rendering of other conversations waits. `InputProcessor.prepare` then finds the result, and raises it if it is an error.
+        """
+        if structured is None or self.tokenizer is None:
+            return
+        checker, special = grammar_checker(), self.tokenizer.special_texts
+        if not checker.knows(structured, special):
+            await asyncio.get_running_loop().run_in_executor(
+                self.grammar_threads, checker.check_ahead, structured, special
+            )
 
 
 def get_context(request: Request) -> ServerContext:

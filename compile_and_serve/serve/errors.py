@@ -68,6 +68,8 @@ def user_errors(names: Mapping[str, str] | None = None) -> Iterator[None]:
         if isinstance(error, (SamplingParamsError, PromptTooLongError)):
             param = (names or {}).get(error.param, error.param)
             message = message.replace(f"{error.param} must", f"{param} must")
+            if message.startswith(f"{error.param}:"):
+                message = f"{param}{message.removeprefix(error.param)}"
         raise ApiError(400, message, param) from error
 
 

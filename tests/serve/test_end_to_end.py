@@ -163,7 +163,7 @@ def test_disconnect_frees_the_batch_slot(server: ServerProcess) -> None:
 def test_invalid_requests_do_not_affect_the_server(server: ServerProcess) -> None:
     wrong: list[dict[str, Any]] = [
         {"prompt": "x " * 2000}, {"prompt": "x", "temperature": -1}, {"prompt": []}, {"prompt": "x", "model": "other"},
-        {"prompt": [99999]}, {"prompt": "x", "response_format": {"type": "json_object"}}, {"prompt": "x", "n": 0},
+        {"prompt": [99999]}, {"prompt": "x", "response_format": {"type": "json"}}, {"prompt": "x", "n": 0},
     ]  # fmt: skip
     with server.client() as http:
         codes = [http.post("/v1/completions", json=body).status_code for body in wrong]

@@ -37,9 +37,8 @@ class CheckAnswer(msgspec.Struct):
     path: str = "$"
 
 
-def write_frame(stream: BinaryIO, message: msgspec.Struct) -> None:
+def write_frame(stream: BinaryIO, content: bytes) -> None:
     """Write the length of an encoded message, and the message."""
-    content = msgspec.msgpack.encode(message)
     stream.write(_LENGTH.pack(len(content)))
     stream.write(content)
     stream.flush()
@@ -88,4 +87,5 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (content := read_frame(stdin)) is not None:
-        write_frame(stdout, answer(msgspec.msgpack.decode(content, type=CheckRequest)))
+        found = answer(msgspec.msgpack.decode(content, type=CheckRequest))
+        write_frame(stdout, msgspec.msgpack.encode(found))

@@ -46,30 +46,40 @@ class GrammarChecker:
     def check(self, params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
         """The grammar. Raises `GrammarError`, also for a grammar that exceeds time or memory. Blocks the calling thread."""
         check_kind(params)
-        try:
-            request = msgspec.msgpack.encode(CheckRequest(params, dict(special)))
-        except RecursionError:
-            raise GrammarError("It is nested too deeply") from None
-        except (TypeError, ValueError) as error:
-            raise GrammarError(f"It cannot be encoded as JSON: {error}") from None
-        if len(request) > 4 * MAX_BYTES:
-            raise GrammarError(f"It may have at most {MAX_BYTES} characters")
+        request = _encode(params, special)
         key = hashlib.sha256(request).digest()
-        with self._lock:
-            answer = self._cache.get(key)
-            if answer is not None:
-                self._cache.move_to_end(key)
+        answer = self._cached(key)
         if answer is None:
-            answer = self._ask(CheckRequest(params, dict(special)))
+            answer = self._ask(request)
             self._remember(key, answer)
         if answer.error is not None:
             raise GrammarError(answer.error, answer.path)
         return answer.grammar
 
+    def knows(self, params: StructuredOutputsParams, special: Mapping[str, int]) -> bool:
+        """Whether `check` would answer at once."""
+        try:
+            check_kind(params)
+            return self._cached(hashlib.sha256(_encode(params, special)).digest()) is not None
+        except GrammarError:
+            return True
+
+    def check_ahead(self, params: StructuredOutputsParams, special: Mapping[str, int]) -> None:
+        """Let a later `check` answer at once."""
+        with contextlib.suppress(GrammarError):
+            self.check(params, special)
+
     def close(self) -> None:
         """End the idle processes."""
         while self._idle:
             self._idle.pop().end()
+
+    def _cached(self, key: bytes) -> CheckAnswer | None:
+        with self._lock:
+            answer = self._cache.get(key)
+            if answer is not None:
+                self._cache.move_to_end(key)
+            return answer
 
     def _remember(self, key: bytes, answer: CheckAnswer) -> None:
         with self._lock:
@@ -79,7 +89,7 @@ class GrammarChecker:
             while self._cached_bytes > _CACHED_BYTES:
                 self._cached_bytes -= len(self._cache.popitem(last=False)[1].grammar) + 256
 
-    def _ask(self, request: CheckRequest) -> CheckAnswer:
+    def _ask(self, request: bytes) -> CheckAnswer:
         with self._slots:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
@@ -91,6 +101,20 @@ class GrammarChecker:
             with self._lock:
                 self._idle.append(process)
             return answer
+
+
+def _encode(params: StructuredOutputsParams, special: Mapping[str, int]) -> bytes:
+    try:
+        request = msgspec.msgpack.encode(
+            CheckRequest(params, dict(special) if params.structural_tag is not None else {})
+        )
+    except RecursionError:
+        raise GrammarError("It is nested too deeply") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise GrammarError(f"It cannot be encoded as JSON: {error}") from None
+    if len(request) > 4 * MAX_BYTES:
+        raise GrammarError(f"It may have at most {MAX_BYTES} characters")
+    return request
 
 
 class _Process:
@@ -105,7 +129,7 @@ class _Process:
         self._output: BinaryIO = self._process.stdout  # type: ignore[assignment]
         self._is_new = True
 
-    def ask(self, request: CheckRequest, seconds: float) -> CheckAnswer | None:
+    def ask(self, request: bytes, seconds: float) -> CheckAnswer | None:
         """None if the process ended or the time is over."""
         deadline = time.monotonic() + seconds + (_START_SECONDS if self._is_new else 0.0)
         self._is_new = False

@@ -119,12 +119,13 @@ class TokenMasks:
                 count += 1
         masks[:count] = -1  # rows behind a guess that the grammar excludes are not written
         pointer, width = self._masks_MW.data_ptr(), masks.strides[0]
-        if any(drafts for _, _, drafts in jobs):
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(jobs, pointer, width, count)
-        elif len(jobs) >= _PARALLEL_ROWS:
-            self._executor.unsafe_compute_mask_ptr([(matcher, row) for matcher, row, _ in jobs], pointer, width, count)
+        if with_drafts := [job for job in jobs if job[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, pointer, width, count)
+        single = [(matcher, row) for matcher, row, drafts in jobs if not drafts]
+        if len(single) >= _PARALLEL_ROWS:
+            self._executor.unsafe_compute_mask_ptr(single, pointer, width, count)
         else:
-            for matcher, row, _ in jobs:
+            for matcher, row in single:
                 matcher.unsafe_compute_mask_ptr(pointer + row * width, width)
         for rows, (matcher, row, _) in zip(masked, jobs, strict=True):
             sequence = rows.sequence

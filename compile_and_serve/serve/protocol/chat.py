@@ -79,7 +79,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
 
     def names(self) -> dict[str, str]:
         """Field names of other endpoints and of the engine → this request's names for them."""
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        names = super().names() | {"prompt": "messages", "logprobs": "top_logprobs"}
         return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
     def num_logprobs(self) -> int | None:

@@ -10,7 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema
 
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, user_errors
+from compile_and_serve.serve.protocol.structured import structured_params
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,12 @@ class GenerationFields(RequestModel):
     allowed_token_ids: Integers | None = None
     bad_words: Strings | None = None
     logit_bias: LogitBias | None = None
+    response_format: dict[str, Any] | None = Field(
+        default=None, description='{"type": "text"}, "json_object", "json_schema" or "structural_tag".'
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="One of json, json_object, regex, choice, grammar and structural_tag."
+    )
 
     request_id: str | None = Field(default=None, max_length=_MAX_ID)
     priority: int | None = Field(
@@ -110,25 +118,27 @@ class GenerationFields(RequestModel):
 
     user: str | None = Field(default=None, description="Accepted without effect.")
 
+    def names(self) -> dict[str, str]:
+        """Field names of other endpoints and of the engine → this request's names for them."""
+        return {"structured_outputs": "response_format"} if self.response_format is not None else {}
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """The form that the output must have. Raises a 400."""
+        return structured_params(self.response_format, self.structured_outputs)
+
 
 def _only(allowed: Iterable[Any], sentence: str) -> tuple[Callable[[Any], bool], str]:
     values = list(allowed)
     return (lambda value: any(value == v and type(value) is type(v) for v in values)), sentence
 
 
-_STRUCTURED = "This server does not support structured output yet."
 # Known fields that this server cannot honour: field → (which values are accepted, the message for others). null is accepted.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "response_format": (
-        lambda value: isinstance(value, Mapping) and value.get("type") == "text",
-        "This server supports only the response_format of type 'text' yet.",
-    ),
-    "structured_outputs": _only((), _STRUCTURED),
-    "guided_json": _only((), _STRUCTURED),
-    "guided_regex": _only((), _STRUCTURED),
-    "guided_choice": _only((), _STRUCTURED),
-    "guided_grammar": _only((), _STRUCTURED),
-    "structural_tag": _only((), _STRUCTURED),
+    "guided_json": _only((), "guided_json is not supported: use structured_outputs.json."),
+    "guided_regex": _only((), "guided_regex is not supported: use structured_outputs.regex."),
+    "guided_choice": _only((), "guided_choice is not supported: use structured_outputs.choice."),
+    "guided_grammar": _only((), "guided_grammar is not supported: use structured_outputs.grammar."),
+    "structural_tag": _only((), "structural_tag is not supported here: use structured_outputs.structural_tag."),
     "use_beam_search": _only((False,), "Beam search is not supported: use n with a temperature above 0."),
     "length_penalty": _only((1, 1.0), "length_penalty belongs to beam search, which is not supported."),
     "early_stopping": _only((False,), "early_stopping belongs to beam search, which is not supported."),
@@ -187,6 +197,7 @@ def sampling_params(
         "logit_bias",
     )  # fmt: skip
     given = {name: value for name in fields if (value := getattr(body, name)) is not None}
+    given["structured_outputs"] = body.structure()
     if body.stop is not None:
         given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
 

@@ -37,6 +37,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
+    await context.check_structure(body.structure())
     answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context), renders=True)
     if body.stream:
         generation = await answer.submit()

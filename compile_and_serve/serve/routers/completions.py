@@ -38,6 +38,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue one or more prompts. With `stream`, server-sent events of chunks, then `[DONE]`."""
+    await context.check_structure(body.structure())
     answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
     if body.stream:
         generation = await answer.submit()
@@ -96,7 +97,7 @@ class _Answer:
         for ids in given:
             if isinstance(ids, str):
                 ids = context.encode(ids, requested, add_special_tokens=body.add_special_tokens is not False)
-            with user_errors():
+            with user_errors(body.names()):
                 prompt, prompt_params = context.inputs.prepare(ids, requested)
             prompts.append(prompt)
             params.append(prompt_params)

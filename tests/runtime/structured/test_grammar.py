@@ -1,0 +1,220 @@
+"""Grammars from requests: what they accept, what is refused and where, and hostile ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import llguidance
+import pytest
+
+from compile_and_serve.runtime.structured import grammar as grammars
+from compile_and_serve.runtime.structured.checker import GrammarChecker
+from compile_and_serve.runtime.structured.grammar import to_grammar
+from compile_and_serve.runtime.structured.grammar_error import GrammarError
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams as Params
+
+STRING = {"type": "string"}
+CALL = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+def accepts(params: Params, text: str) -> bool:
+    """Whether `text` is a complete output."""
+    matcher = llguidance.LLMatcher(grammars._byte_tokenizer(), to_grammar(params, {}), log_level=0)
+    tokens = list(text.encode())
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "fields,good,bad",
+    [
+        ({"json": CALL}, ['{"x": 1}', '{\n  "x":1\n}'], ['{"y": 1}', "{}", '{"x": 1', '{"x": 1}{"x": 1}']),
+        ({"json": json.dumps(CALL)}, ['{"x": -5}'], ['{"x": "1"}']),
+        ({"json": CALL, "disable_any_whitespace": True}, ['{"x":1}'], ['{"x": 1}']),
+        ({"json": CALL, "whitespace_pattern": " "}, ['{ "x": 1}'], ['{  "x": 1}', '{\n"x": 1}']),
+        ({"json": True}, ["1", '"a"', "[{}]"], ["a"]),
+        ({"json_object": True}, ["{}", '{"a": [1, {}]}'], ["[]", "1"]),
+        ({"regex": r"^[a-c]{2}/\d$"}, ["ab/1"], ["ab1", "abc/1"]),
+        ({"choice": ["a", 'b"\\', "é\n"]}, ["a", 'b"\\', "é\n"], ["b", ""]),
+        ({"grammar": 'root ::= "a" tail\ntail ::= "b" | "c" tail'}, ["ab", "accb"], ["a", "abb"]),
+        ({"grammar": 'start: "a" B+\nB: /[0-9]/'}, ["a12"], ["a"]),
+    ],
+)
+def test_accepts_what_the_form_says(fields: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    params = Params(**fields)
+    assert [text for text in good if not accepts(params, text)] == []
+    assert [text for text in bad if accepts(params, text)] == []
+
+
+CONTENT = {"type": "json_schema", "json_schema": CALL}
+TAG = {"begin": "<call=f>", "content": CONTENT, "end": "</call>"}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<call"], "tags": [TAG]}
+
+
+@pytest.mark.parametrize(
+    "tag,good,bad",
+    [
+        (
+            {"triggers": ["<call"], "structures": [{"begin": "<call=f>", "schema": CALL, "end": "</call>"}]},
+            ["", "hi", 'hi <call=f>{"x":1}</call> and <call=f>{"x":2}</call>'],
+            ["<call=g>", '<call=f>{"y":1}</call>', '<call=f>{"x":1}'],
+        ),
+        ({"format": TRIGGERED | {"at_least_one": True}}, ['<call=f>{"x":1}</call> hi'], ["", "hi", "hi <call=f>"]),
+        (
+            {"format": TRIGGERED | {"at_least_one": True, "stop_after_first": True}},
+            ['<call=f>{"x":1}</call>'], ['<call=f>{"x":1}</call> '],
+        ),
+        ({"format": TRIGGERED | {"stop_after_first": True}}, ["hi", 'hi<call=f>{"x":1}</call>'], ['<call=f>{"x":1}</call> ']),
+        (
+            {"format": {"type": "tags_with_separator", "tags": [TAG], "separator": ";", "at_least_one": True}},
+            ['<call=f>{"x":1}</call>', '<call=f>{"x":1}</call>;<call=f>{"x":1}</call>'], ["", ";"],
+        ),
+        (
+            {"format": {"type": "sequence", "elements": [
+                {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
+                {"type": "or", "elements": [{"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": "no+"}]},
+            ]}},
+            ["<think>a<b></think>yes", "<think></think>noo"], ["yes", "<think></think>", "<think></think>yesno"],
+        ),
+        ({"format": {"type": "grammar", "grammar": 'root ::= "a" | "b"'}}, ["a"], ["c"]),
+    ],
+    ids=["older form", "at least one", "exactly one", "up to one", "separator", "sequence", "grammar"],
+)  # fmt: skip
+def test_structural_tags(tag: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    for given in (tag | {"type": "structural_tag"}, json.dumps(tag)):
+        params = Params(structural_tag=given)
+        assert [text for text in good if not accepts(params, text)] == []
+        assert [text for text in bad if accepts(params, text)] == []
+
+
+def test_special_tokens_in_a_tag_stand_for_their_ids() -> None:
+    tag = {"format": {"type": "tag", "begin": "<|call|>f", "content": CONTENT, "end": "<|end|>"}}
+    [main, _] = json.loads(to_grammar(Params(structural_tag=tag), {"<|call|>": 7, "<|end|>": 9}))["grammars"]
+    assert 'start: <[7]> "f" @part_0 <[9]>' in main["lark_grammar"]
+
+
+@pytest.mark.parametrize(
+    "schema,path",
+    [
+        ({"type": "strng"}, "$.type"),
+        ({"properties": {"a b": {"items": {"type": "foo"}}}}, '$.properties["a b"].items.type'),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [STRING, {"not": STRING}]}}}, "$.$defs.x.anyOf[1].not"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "$.properties.a.uniqueItems"),
+        ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "$.properties.a.pattern"),
+        ({"properties": {"a": {"$ref": "https://example.com/x"}}}, "$.properties.a.$ref"),
+        ({"properties": {"a": {"$ref": "#/definitions/q"}}}, "$.properties.a.$ref"),
+        ({"allOf": [STRING, {"oneOf": [STRING, {"type": "string", "minLength": 2}]}]}, "$.allOf[1]"),
+        ({"properties": {"a": 5}}, "$.properties.a"),
+        ({"items": {"properties": {f"p{i}": STRING for i in range(1001)}}}, "$.items.properties"),
+    ],
+)  # fmt: skip
+def test_refused_schema_names_the_place(schema: dict[str, Any], path: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        to_grammar(Params(json=schema), {})
+    assert caught.value.path == path, caught.value
+
+
+def test_refused_schema_in_a_tag_names_the_place() -> None:
+    tag = {
+        "format": TRIGGERED
+        | {"tags": [TAG, TAG | {"content": {"type": "json_schema", "json_schema": {"type": "foo"}}}]}
+    }
+    with pytest.raises(GrammarError) as caught:
+        to_grammar(Params(structural_tag=tag), {})
+    assert caught.value.path == "$.format.tags[1].content.json_schema.type"
+
+
+def test_equivalent_schemas_are_rewritten() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "format": "regex", "uniqueItems": False},
+                       "b": {"oneOf": [{"const": 1}, {"enum": [2, "1"]}]}},
+        "required": ["a", "b"], "additionalProperties": {"not": {}},
+    }  # fmt: skip
+    params = Params(json=schema)
+    assert accepts(params, '{"a": "x", "b": 1}')
+    assert accepts(params, '{"a": "x", "b": "1"}')
+    assert not accepts(params, '{"a": "x", "b": 3}')
+    assert not accepts(params, '{"a": "x", "b": 1, "c": 1}')
+
+
+@pytest.mark.parametrize("values", [[1, 1.0], [True, True], [["a"], ["a"]]])
+def test_one_of_equal_constants_is_not_rewritten(values: list[Any]) -> None:
+    with pytest.raises(GrammarError):
+        to_grammar(Params(json={"oneOf": [{"const": value} for value in values]}), {})
+
+
+@pytest.mark.parametrize("fields", [{}, {"regex": "a", "json": {}}, {"json": {"$ref": "#"}}, {"json": False}, {"choice": []},
+                                    {"choice": [""]}, {"grammar": "root ::= missing"}, {"grammar": 'root ::= "a'}, {"regex": "(a"},
+                                    {"json": "{"}, {"structural_tag": {}}])  # fmt: skip
+def test_wrong_forms_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError):
+        to_grammar(Params(**fields), {})
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[GrammarChecker]:
+    checker = GrammarChecker()
+    yield checker
+    checker.close()
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+HOSTILE = {
+    "deep schema": {"json": nested(5000)},
+    "deep text": {"json": '{"a":' * 100_000},
+    "10 MB": {"json": {"enum": ["x" * (10 << 20)]}},
+    "10 MB of text": {"json": '"' + "x" * (10 << 20) + '"'},
+    "chain of references": {
+        "json": {"$ref": "#/definitions/d0", "definitions": {f"d{i}": {"$ref": f"#/definitions/d{i + 1}"} for i in range(5000)}}
+    },
+    "intersections": {"json": {"allOf": [{"type": "string", "pattern": f"a{{{i}}}.*b.{{100}}"} for i in range(300)]}},
+    "many properties": {"json": {"properties": {f"p{i}": STRING for i in range(10_000)}}},
+    "chain of rules": {"grammar": "\n".join(['start: r0', *(f'r{i}: "x" r{i + 1}?' for i in range(2500)), 'r2500: "y"'])},
+    "deep regex": {"regex": "(" * 5000 + "a" + ")" * 5000},
+    "deep grammar": {"grammar": "root ::= " + "(" * 20_000},
+    "huge regex": {"regex": "a" * 100_000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_in_bounded_time(checker: GrammarChecker, name: str) -> None:
+    checker.check(Params(regex="warm"), {})  # the process has started
+    begin = time.monotonic()
+    with pytest.raises(GrammarError):
+        checker.check(Params(**HOSTILE[name]), {})
+    assert time.monotonic() - begin < 25.0  # the deadline, and the start of a process where this one died
+    assert checker.check(Params(json=CALL), {})
+
+
+@pytest.mark.parametrize(
+    "regex", ["(a+)+$", "(a|a)*b", "((a{1,1000}){1,1000}){1,1000}b", "(.{0,1000}x){1000}", "(.*a){300}.{500}x"]
+)
+def test_exponential_regexes_are_compiled_or_refused_at_once(checker: GrammarChecker, regex: str) -> None:
+    checker.check(Params(regex="warm"), {})
+    begin = time.monotonic()
+    with contextlib.suppress(GrammarError):
+        assert checker.check(Params(regex=regex), {})
+    assert time.monotonic() - begin < 10.0
+
+
+def test_results_are_cached_by_content(checker: GrammarChecker) -> None:
+    params = Params(json={"type": "object", "title": "cached by content"})
+    assert not checker.knows(params, {})
+    first = checker.check(params, {})
+    assert checker.knows(Params(json={"type": "object", "title": "cached by content"}), {})
+    assert checker.check(params, {}) is first
+    wrong = Params(json={"type": "foo"})
+    checker.check_ahead(wrong, {})
+    assert checker.knows(wrong, {})
+    with pytest.raises(GrammarError, match=r"at \$\.type"):
+        checker.check(wrong, {})
