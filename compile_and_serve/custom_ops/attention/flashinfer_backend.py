@@ -5,6 +5,7 @@ M block-table columns.
 
 Prompts without a cached prefix attend to the step's own keys and values, which FA3 reads faster than pages. With a float8 cache,
 FlashInfer runs only those prompts: FA3 does not multiply bfloat16 queries by float8 pages.
+Windows and soft caps have modules of their own; sinks, ALiBi and chunks are left to the backend `triton`.
 On Hopper, FA3 runs long prompts and large steps of prompts, and Triton's kernel the others (it was faster than FA2, but FA2's time
 included its launches). On other GPUs FA2 runs all prompts.
 Decode needs no plan, so a CUDA graph of it serves any length. Prompts are planned on the host once per step, at the first layer, when the
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -42,6 +44,9 @@ WORKSPACE_BYTES = 256 << 20
 # Llama-3.1-8B's heads, FA3 and Triton: 4 prompts of 544 tokens 59 and 70, 30 of 544 365 and 498, 80 of 200 287 and 415, 32 of 64 47 and 44.
 FA3_MIN_QUERY_LEN, FA3_MIN_TOKENS = 1024, 4096
 _HEAD_DIMS = (64, 128, 256)
+_FEATURES: frozenset[AttentionFeature] = frozenset(["window", "soft_cap"])
+# State groups use one workspace after another; it is freed with the last backend that has used it.
+_workspaces: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class _Shape:
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
     scale: float
+    window: int | None = None
+    soft_cap: float = 0.0
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class _StepPlan:
 
 
 class FlashInferAttention(TritonAttention):
-    """FlashInfer for some prompts, Triton's kernels for everything else. An engine has one instance, with FlashInfer's workspace."""
+    """FlashInfer for some prompts, Triton's kernels for everything else. Each state group has an instance; all share a workspace."""
 
     name = "flashinfer"
 
@@ -77,12 +84,12 @@ class FlashInferAttention(TritonAttention):
         """module_dir: folder of the built modules; None: in the user's cache. build: build missing modules in the background."""
         self._module_dir = module_dir
         self._build = build
-        self._modules: dict[tuple[torch.dtype, int], FlashInferModules] = {}
+        self._modules: dict[tuple[torch.dtype, int, frozenset[AttentionFeature]], FlashInferModules] = {}
         self._wrappers: dict[tuple[Variant, bool], Any] = {}
         # Recorded after the device has read a wrapper's last plan.
         self._copied: dict[tuple[Variant, bool], Event | None] = {}
-        self._workspace: torch.Tensor | None = None
         self._uses_modules = True
+        self._workspace: torch.Tensor | None = None
         self._step: _StepPlan | None = None
         self._announced: set[tuple[Variant, bool]] = set()
         self._announced_float8 = False
@@ -106,6 +113,8 @@ class FlashInferAttention(TritonAttention):
             return f"FlashInfer computes in bfloat16 or float16, not {dtype}"
         if head_dim not in _HEAD_DIMS:
             return f"FlashInfer's kernels are used for head sizes {_HEAD_DIMS}, not {head_dim}"
+        if missing := features - _FEATURES:
+            return f"FlashInfer's prefill kernels have no {', '.join(sorted(missing))}"
         return super().unsupported_reason(
             device=device,
             dtype=dtype,
@@ -119,7 +128,7 @@ class FlashInferAttention(TritonAttention):
 
     @property
     def workspace_to_come(self) -> int:
-        """Bytes of device memory that the first long prompt will allocate and keep."""
+        """Bytes of device memory that the first long prompt will allocate and keep, for all instances."""
         return WORKSPACE_BYTES if self._workspace is None else 0
 
     @contextmanager
@@ -131,18 +140,31 @@ class FlashInferAttention(TritonAttention):
         finally:
             self._uses_modules = True
 
-    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FlashInferModules:
+    def modules(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        device: torch.device,
+        features: frozenset[AttentionFeature] = frozenset(),
+    ) -> FlashInferModules:
         """The modules for a dtype and head size."""
-        key = (dtype, head_dim)
+        key = (dtype, head_dim, features)
         if key not in self._modules:
-            self._modules[key] = FlashInferModules(dtype, head_dim, device, self._module_dir)
+            self._modules[key] = FlashInferModules(
+                dtype,
+                head_dim,
+                device,
+                self._module_dir,
+                has_window="window" in features,
+                has_cap="soft_cap" in features,
+            )
         return self._modules[key]
 
     def module_status(self) -> dict[str, str]:
-        """ "dtype head size variant" → "built", "building", "not built", or the failure; empty before the first step."""
+        """ "dtype head size features variant" → "built", "building", "not built", or the failure; empty before the first step."""
         return {
-            f"{str(dtype).removeprefix('torch.')} {head_dim} {variant}": state
-            for (dtype, head_dim), modules in self._modules.items()
+            " ".join((str(dtype).removeprefix("torch."), str(head_dim), *sorted(features), variant)): state
+            for (dtype, head_dim, features), modules in self._modules.items()
             for variant, state in modules.status().items()
         }
 
@@ -186,7 +208,17 @@ class FlashInferAttention(TritonAttention):
         from compile_and_serve.custom_ops.attention.triton_rope import rope_kv_write
 
         num_tokens, num_heads, head_dim = q_THE.shape
-        shape = _Shape(num_heads, k_TKE.shape[1], head_dim, kv_cache.shape[3], q_THE.dtype, kv_cache.dtype, scale)
+        shape = _Shape(
+            num_heads,
+            k_TKE.shape[1],
+            head_dim,
+            kv_cache.shape[3],
+            q_THE.dtype,
+            kv_cache.dtype,
+            scale,
+            metadata.window,
+            scores.soft_cap,
+        )
         wrapper = self._planned_wrapper(shape, q_THE.device, metadata)
         if wrapper is None:
             return super()._run(
@@ -248,7 +280,12 @@ class FlashInferAttention(TritonAttention):
     def _choose(self, shape: _Shape, device: torch.device, step: _StepPlan) -> Variant | None:
         if not self._uses_modules:
             return None
-        modules = self.modules(shape.dtype, shape.head_dim, device)
+        features: set[AttentionFeature] = set()
+        if shape.window is not None:
+            features.add("window")
+        if shape.soft_cap > 0:
+            features.add("soft_cap")
+        modules = self.modules(shape.dtype, shape.head_dim, device, frozenset(features))
         wanted: Variant = "fa3" if "fa3" in modules.variants else "fa2"
         is_large = step.is_fresh and step.query_start_loc[-1] >= FA3_MIN_TOKENS
         if wanted == "fa3" and step.max_query_len < FA3_MIN_QUERY_LEN and not is_large:
@@ -271,7 +308,10 @@ class FlashInferAttention(TritonAttention):
 
     def _plan_wrapper(self, variant: Variant, shape: _Shape, device: torch.device, step: _StepPlan) -> Any:
         if self._workspace is None:
+            self._workspace = _workspaces.get(device)
+        if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            _workspaces[device] = self._workspace
         is_ragged = variant == "fa3" and step.is_fresh
         wrapper = self._wrapper(variant, is_ragged)
         assert not any(w is wrapper for w in step.wrappers.values()), (
@@ -287,11 +327,12 @@ class FlashInferAttention(TritonAttention):
     def _plan(self, wrapper: Any, is_ragged: bool, shape: _Shape, device: torch.device, step: _StepPlan) -> None:
         query_start_loc = torch.from_numpy(step.query_start_loc)
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        options = {
+            "causal": True, "sm_scale": shape.scale, "q_data_type": shape.dtype, "kv_data_type": shape.dtype,
+            "window_left": -1 if shape.window is None else shape.window - 1, "logits_soft_cap": shape.soft_cap,
+        }  # fmt: skip
         if is_ragged:
-            wrapper.plan(
-                query_start_loc, query_start_loc, *heads, causal=True, sm_scale=shape.scale,
-                q_data_type=shape.dtype, kv_data_type=shape.dtype,
-            )  # fmt: skip
+            wrapper.plan(query_start_loc, query_start_loc, *heads, **options)
             return
         blocks = -(-step.seq_lens // shape.block_size)
         indptr = np.zeros(len(blocks) + 1, dtype=np.int32)
@@ -305,8 +346,7 @@ class FlashInferAttention(TritonAttention):
         last_page = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
         wrapper.plan(
             query_start_loc, torch.from_numpy(indptr), indices, torch.from_numpy(last_page),
-            *heads, shape.block_size, causal=True, sm_scale=shape.scale,
-            q_data_type=shape.dtype, kv_data_type=shape.dtype, seq_lens=torch.from_numpy(step.seq_lens.astype(np.int32)),
+            *heads, shape.block_size, **options, seq_lens=torch.from_numpy(step.seq_lens.astype(np.int32)),
         )  # fmt: skip
 
     def _wrapper(self, variant: Variant, is_ragged: bool) -> Any:

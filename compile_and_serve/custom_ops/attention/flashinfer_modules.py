@@ -42,9 +42,12 @@ def flashinfer_unavailable_reason(device: torch.device) -> str | None:
 
 
 class FlashInferModules:
-    """The prefill modules of one dtype and head size."""
+    """The prefill modules of one dtype and head size, with or without a window and a soft cap."""
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, device: torch.device, module_dir: Path | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, head_dim: int, device: torch.device, module_dir: Path | None = None, *,
+        has_window: bool = False, has_cap: bool = False,
+    ) -> None:  # fmt: skip
         from importlib.metadata import version
 
         major, minor = platform_of(device).compute_capability
@@ -54,6 +57,7 @@ class FlashInferModules:
         )
         self.module_dir = (module_dir or default_dir) / self.key
         self.dtype, self.head_dim, self.device = dtype, head_dim, device
+        self.has_window, self.has_cap = has_window, has_cap
         self.variants: tuple[Variant, ...] = ("fa3",) if (major, minor) == (9, 0) else ("fa2",)  # that the backend uses
         self._state: dict[Variant, str] = {}
         self._lock = threading.Lock()
@@ -68,9 +72,9 @@ class FlashInferModules:
         return gen_batch_prefill_module(variant, *self._arguments())
 
     def _arguments(self) -> tuple[Any, ...]:
-        """FlashInfer's: dtypes of q, keys and values, output and indices; head sizes; no encoding, window, cap, fp16 sums."""
+        """FlashInfer's: dtypes of q, keys and values, output and indices; head sizes; no encoding; window; cap; no fp16 sums."""
         dtypes = (self.dtype, self.dtype, self.dtype, torch.int32)
-        return (*dtypes, self.head_dim, self.head_dim, 0, False, False, False)
+        return (*dtypes, self.head_dim, self.head_dim, 0, self.has_window, self.has_cap, False)
 
     def name(self, variant: Variant) -> str:
         """FlashInfer's name of the module."""

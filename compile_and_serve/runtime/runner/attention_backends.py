@@ -53,7 +53,13 @@ class KernelModules(Protocol):
 class BuildsModules(Protocol):
     """A backend whose kernels are built at first use."""
 
-    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> KernelModules: ...
+    def modules(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        device: torch.device,
+        features: frozenset[AttentionFeature] = frozenset(),
+    ) -> KernelModules: ...
 
 
 class AttentionBackendError(ValueError):
@@ -145,9 +151,9 @@ def _backend_of_group(
         group=group.name,
     )
     if config.compile.artifact_dir is not None and isinstance(backend, BuildsModules):
-        modules = backend.modules(dtype, layer.head_dim, device)
+        modules = backend.modules(dtype, layer.head_dim, device, group.features)
         entry = ArtifactStore(config.compile.artifact_dir, read_only=True).get(
-            MODULES_KIND, _module_fields(modules, layer.head_dim, dtype, device)
+            MODULES_KIND, _module_fields(modules, group, dtype, device)
         )
         if entry is not None and (taken := modules.import_from(entry.path)):
             logger.info("Took %d built attention modules from the artifact %s.", len(taken), entry.path)
@@ -161,7 +167,7 @@ def load_modules_in_background(
     for group in spec.state:
         backend = backends.get(group.name)
         if isinstance(backend, BuildsModules):
-            backend.modules(dtype, _layer(group).head_dim, device).load_in_background()
+            backend.modules(dtype, _layer(group).head_dim, device, group.features).load_in_background()
 
 
 def _layer(group: StateGroup) -> KVCacheSpec:
@@ -184,19 +190,24 @@ def keep_built_modules(
         if not isinstance(backend, BuildsModules):
             continue
         head_dim = _layer(group).head_dim
-        modules = backend.modules(dtype, head_dim, device)
+        modules = backend.modules(dtype, head_dim, device, group.features)
         for variant in modules.variants:
             modules.build(variant)
         with tempfile.TemporaryDirectory() as folder:
             written = modules.export_to(Path(folder))
             if written:
-                ArtifactStore(root).put(MODULES_KIND, _module_fields(modules, head_dim, dtype, device), Path(folder))
+                ArtifactStore(root).put(MODULES_KIND, _module_fields(modules, group, dtype, device), Path(folder))
         count += len(written)
     return count
 
 
-def _module_fields(modules: KernelModules, head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    return {**toolchain_fields(device), "modules": modules.key, "head_dim": head_dim, "dtype": str(dtype)}
+def _module_fields(
+    modules: KernelModules, group: StateGroup, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    return {
+        **toolchain_fields(device), "modules": modules.key, "head_dim": _layer(group).head_dim, "dtype": str(dtype),
+        "features": sorted(group.features),
+    }  # fmt: skip
 
 
 def _load(name: str) -> AttentionBackend:

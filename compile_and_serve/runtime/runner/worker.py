@@ -335,7 +335,8 @@ class Worker:
                     stack.enter_context(getattr(backend, "without_modules", nullcontext)())
                 probe.warm_up(tokens, seqs)
             largest_step = platform.peak_bytes() - weights
-            largest_step += sum(getattr(backend, "workspace_to_come", 0) for backend in self._backends.values())
+            workspaces = (getattr(backend, "workspace_to_come", 0) for backend in self._backends.values())
+            largest_step += max(workspaces, default=0)  # the groups' backends share it
             graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
         if self._graphs is not None:
             self._graphs.bind(None)  # its buffers are the probe's

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from compile_and_serve.custom_ops.attention import flashinfer_backend as attention_flashinfer
-from compile_and_serve.custom_ops.attention.attention import AttentionBackend, attention, attention_metadata
+from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention, attention_metadata
 from compile_and_serve.custom_ops.attention.flashinfer_backend import FlashInferAttention
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
@@ -83,6 +83,52 @@ def test_attention(
         1e-3 if cache_dtype == torch.bfloat16 else 5e-3
     )
     assert outs[0].isfinite().all()
+
+
+MASKS = {"full": (None, False), "window": (37, False), "wide": (5000, False), "chunks": (50, True)}
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 4, 256), (64, 8, 64), (8, 1, 96)])
+@pytest.mark.parametrize("case", cases.BATCHES)
+@pytest.mark.parametrize("kind", ["plain", "cap", "sinks", "alibi"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_windows_and_scores(
+    case: str, heads: tuple[int, int, int], kind: str, mask: str, cache_dtype: torch.dtype, backend: AttentionBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(attention_flashinfer, "FA3_MIN_QUERY_LEN", 2)
+    batch, (H, K, E) = cases.BATCHES[case], heads
+    window, chunked = MASKS[mask]
+    features = {"cap": {"soft_cap"}, "sinks": {"sinks"}, "alibi": {"alibi"}}.get(kind, set())
+    features |= set() if window is None else {"chunks" if chunked else "window"}
+    reason = backend.unsupported_reason(
+        device=CUDA, dtype=torch.bfloat16, kv_cache_dtype=cache_dtype, head_dim=E, num_heads=H, num_kv_heads=K,
+        block_size=batch.block_size, features=frozenset(features),  # type: ignore[arg-type]
+    )  # fmt: skip
+    if reason is not None:
+        pytest.skip(reason)
+    metadata, num_blocks = cases.make_metadata(batch, backend, window=window, chunked=chunked)
+    to_cuda(metadata)
+    tokens = metadata.num_tokens + batch.padding
+    # A page of several layers: the cache's blocks are not next to each other.
+    cache = random(num_blocks, 4, K, batch.block_size, E).to(cache_dtype)
+    q, k, v = random(tokens, (H + 2 * K) * E).unflatten(1, (H + 2 * K, E)).split((H, K, K), dim=1)
+    scores = Scores(
+        soft_cap=1.5 if kind == "cap" else 0.0,
+        sinks_H=random(H) if kind == "sinks" else None,
+        alibi_slopes_H=0.5 ** (torch.arange(H, device=CUDA) % 8 + 1.0) if kind == "alibi" else None,
+    )
+    outs = []
+    for one in (backend, TorchAttention()):
+        metadata.backend = one
+        one.plan(metadata)
+        outs.append(one.forward(q, k, v, cache.clone()[:, 2:], E**-0.5, metadata, scores))
+    unrounded = cache_dtype == torch.float8_e4m3fn and backend.name == "flashinfer" and "prefill" in case
+    count = metadata.num_tokens
+    assert outs[0].isfinite().all()
+    assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

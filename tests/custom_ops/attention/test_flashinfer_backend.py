@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from compile_and_serve.custom_ops.attention import flashinfer_backend
 from compile_and_serve.custom_ops.attention.flashinfer_backend import (
     FA3_MIN_QUERY_LEN,
     FA3_MIN_TOKENS,
@@ -121,3 +123,39 @@ def test_elsewhere_all_float8_prompts_are(caplog: pytest.LogCaptureFixture) -> N
         assert set(choices(("fa2",), torch.bfloat16).values()) == {"fa2"}
         assert set(choices(("fa2",), torch.float8_e4m3fn).values()) == {None}
     assert caplog.text.count("prompts use Triton: FlashInfer fa2 does not read float8") == 1
+
+
+def test_windows_and_caps_are_planned_and_choose_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[dict[str, object]] = []
+    asked: list[frozenset[str]] = []
+
+    class Wrapper:
+        def plan(self, *args: object, **options: object) -> None:
+            planned.append(options)
+
+    backend = FlashInferAttention(build=False)
+    backend._workspace = torch.empty(1)
+    backend._wrappers["fa3", True] = Wrapper()
+
+    def modules(dtype: object, head_dim: object, device: object, features: frozenset[str]) -> FakeModules:
+        asked.append(features)
+        return FakeModules(("fa3",))
+
+    backend.modules = modules  # type: ignore[assignment, method-assign]
+    shape = replace(SHAPE, window=1024, soft_cap=50.0)
+    step = some_step(backend, [FA3_MIN_QUERY_LEN])
+    assert backend._choose(shape, CPU, step) == "fa3"
+    assert asked == [frozenset(["window", "soft_cap"])]
+    backend._plan_wrapper("fa3", shape, CPU, step)
+    assert planned[0]["window_left"] == 1023  # FlashInfer does not count the token itself
+    assert planned[0]["logits_soft_cap"] == 50.0
+
+
+@pytest.mark.parametrize("feature", ["sinks", "alibi", "chunks"])
+def test_what_it_has_no_kernel_for_is_said(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_backend, "flashinfer_unavailable_reason", lambda device: None)
+    reason = FlashInferAttention().unsupported_reason(
+        device=CPU, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16, head_dim=128, num_heads=8, num_kv_heads=8,
+        block_size=16, features=frozenset([feature]),  # type: ignore[list-item]
+    )  # fmt: skip
+    assert feature in str(reason)

@@ -50,3 +50,9 @@ def test_a_failed_build_is_one_line(
         f"FlashInfer's fa3 prefill module could not be built; Triton's kernels stay in use: {cause}"
     ]
     assert not modules.is_built("fa3")
+
+
+def test_a_window_and_a_cap_have_modules_of_their_own(modules: FlashInferModules) -> None:
+    other = FlashInferModules(torch.bfloat16, 256, modules.device, modules.module_dir, has_window=True, has_cap=True)
+    assert modules._arguments()[-3:] == (False, False, False)
+    assert other._arguments()[-3:] == (True, True, False)

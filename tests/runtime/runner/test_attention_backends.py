@@ -124,7 +124,9 @@ class BuildingBackend(TorchAttention):
     def __init__(self, folder: Path) -> None:
         self._modules = FakeModules(folder)
 
-    def modules(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> FakeModules:
+    def modules(
+        self, dtype: torch.dtype, head_dim: int, device: torch.device, features: frozenset[str] = frozenset()
+    ) -> FakeModules:
         return self._modules
 
 
