@@ -14,7 +14,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 
 # Under load a capture takes about as long as 16 steps, so it waits until going without the graph has cost as much.
 CAPTURE_STEPS = 16
-PLAIN_STEP_LOSS = 2  # steps lost by one that the host launches kernel by kernel
+PLAIN_STEP_LOSS = 4  # steps lost by one that the host launches kernel by kernel
 
 
 class Graph(Protocol):
@@ -152,7 +152,6 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without owning it: once the tensor itself is gone, later captures of the pool may use the memory too."""
     if tensor.numel() == 0:
         return tensor
-    assert tensor.is_contiguous(), "a graph's output must be contiguous"
-    num_bytes = tensor.numel() * tensor.element_size()
-    raw = torch.as_tensor(_Memory(tensor.data_ptr(), num_bytes), device=tensor.device)
-    return raw.view(tensor.dtype).view(tensor.shape)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    raw = torch.as_tensor(_Memory(tensor.data_ptr(), (last + 1) * tensor.element_size()), device=tensor.device)
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

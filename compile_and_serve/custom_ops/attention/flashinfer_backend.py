@@ -296,6 +296,8 @@ class FlashInferAttention(TritonAttention):
                 which = "long prompts with a cached prefix" if wanted == "fa3" else "prompts"
                 logger.info("%s use Triton: FlashInfer %s does not read float8 pages here", which, wanted)
             return None
+        if modules.is_loading:  # Triton's kernels run the prompt sooner
+            return None
         is_built = modules.is_built(wanted)
         if not is_built and self._build:
             modules.build_in_background()

@@ -62,6 +62,7 @@ class FlashInferModules:
         self._state: dict[Variant, str] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._loading: threading.Thread | None = None
 
     def _spec(self, variant: Variant) -> Any:
         """FlashInfer's build specification of the module. FlashInfer then loads finished modules from `module_dir`."""
@@ -84,7 +85,7 @@ class FlashInferModules:
         return name
 
     def load_in_background(self) -> None:
-        """Import FlashInfer and load the built modules in a thread, which takes 1 to 2 s; a step that needs them sooner waits."""
+        """Import FlashInfer and load the built modules in a thread, which takes 1 to 2 s. Until then, `is_loading` holds."""
 
         def load() -> None:
             from flashinfer.prefill import get_batch_prefill_module
@@ -93,7 +94,13 @@ class FlashInferModules:
                 if self.is_built(variant):
                     get_batch_prefill_module(variant, *self._arguments())
 
-        threading.Thread(target=load, name="flashinfer-load", daemon=True).start()
+        self._loading = threading.Thread(target=load, name="flashinfer-load", daemon=True)
+        self._loading.start()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the thread of `load_in_background` runs: whoever uses the modules now waits for it."""
+        return self._loading is not None and self._loading.is_alive()
 
     def is_built(self, variant: Variant) -> bool:
         """Whether the module can be loaded now."""

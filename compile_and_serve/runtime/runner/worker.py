@@ -102,7 +102,6 @@ class Worker:
         spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
         self._max_model_len = _max_model_len(config, spec)
         backends = self._backends = backends_of_model(spec, config, device, dtype)
-        load_modules_in_background(spec, backends, dtype, device)
         self._backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"
         architecture = (spec.config.get("architectures") or ["?"])[0]
         self._stage("read", start, f"{architecture}, {_dtype_name(dtype)} on {platform.name}")
@@ -186,6 +185,7 @@ class Worker:
         start = time.perf_counter()
         with memory_for("warming up and capturing CUDA graphs", self.device, memory.WARMING_UP):
             self._stage("warm up", start, self._warm_up())
+        load_modules_in_background(self._spec, self._backends, self._dtype, self.device)  # would slow the start down
 
         if self._config.compile.dump_dir is not None:
             facts = {

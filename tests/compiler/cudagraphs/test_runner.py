@@ -199,7 +199,7 @@ def test_a_capture_is_due_once_steps_without_it_have_lost_as_much() -> None:
     runner, _, buffers, _ = make(sizes=(4, 40))
     runner.capture(1)
     due = [runner.run(buffers.inputs(4)).is_capture_due for _ in range(9)]
-    assert due == [*[False] * 7, True, True]
+    assert due == [*[False] * 3, *[True] * 6]
     assert runner.capture_next()
     assert not runner.run(buffers.inputs(4)).is_capture_due
 
@@ -208,17 +208,17 @@ def test_a_step_without_sampling_gets_a_graph_of_its_own() -> None:
     runner, _, buffers, _ = make(decode_tail=lambda outputs, inputs: (outputs["logits"].argmax(1),), sizes=(4,))
     runner.capture()
     assert runner.run(buffers.inputs(4)).sampled is not None
-    for number in range(1, 9):
+    for number in range(1, 5):
         before = runner.run(buffers.inputs(4), with_sampling=False)
         assert before.sampled is None
-        assert before.is_capture_due == (number == 8)
-    assert runner.stats.plain_steps == 8
+        assert before.is_capture_due == (number == 4)
+    assert runner.stats.plain_steps == 4
     assert runner.capture() == 1
     after = runner.run(buffers.inputs(4), with_sampling=False)
     assert after.sampled is None
     assert not after.is_capture_due
     assert torch.equal(after.outputs["logits"], before.outputs["logits"])
-    assert runner.stats.plain_steps == 8
+    assert runner.stats.plain_steps == 4
 
 
 def test_decodes_of_several_tokens_are_padded_with_whole_sequences() -> None:
@@ -318,13 +318,13 @@ def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
     spec, model = compiled(tmp_path)
     runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice())
     ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
-    for number, length in enumerate((*[8, 16] * 8, 9, 8)):
+    for number, length in enumerate((*[8, 16] * 4, 9, 8)):
         tokens = [(number * 31 + i * 7) % 320 for i in range(length)]
         expected = step(model, tokens, number * 3, theirs)
         torch.testing.assert_close(step(runner, tokens, number * 3, ours), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours["kv_caches.0"], theirs["kv_caches.0"])
     assert runner.stats.replays == {"full": 0, "piecewise": 3}
-    assert runner.stats.plain_steps == 15
+    assert runner.stats.plain_steps == 7
     assert runner.padded_size(9, 1, 9) == 16
     assert runner.padded_size(3, 3, 1) == 8  # captured, and no more than twice as many
 
@@ -339,7 +339,7 @@ def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piec
         spec.inputs, spec.state, [(0, 1)] * 4, state=caches(spec, torch.float32), tokens_per_page=PAGE_SIZES,
         token_ids=np.array([5, 6, 7, 8]),
     )  # fmt: skip
-    for _ in range(8):
+    for _ in range(4):
         logits = run(runner, made)
     torch.testing.assert_close(logits, model(made)["logits"], rtol=1e-5, atol=1e-5)
     assert runner.stats.replays == {"full": 0, "piecewise": 1}

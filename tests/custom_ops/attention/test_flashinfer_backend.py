@@ -26,8 +26,8 @@ SHAPE = _Shape(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, 0.125)
 
 
 class FakeModules:
-    def __init__(self, variants: tuple[str, ...]) -> None:
-        self.variants = variants
+    def __init__(self, variants: tuple[str, ...], *, is_loading: bool = False) -> None:
+        self.variants, self.is_loading = variants, is_loading
 
     def is_built(self, variant: str) -> bool:
         return True
@@ -36,10 +36,12 @@ class FakeModules:
         return {}
 
 
-def choices(variants: tuple[str, ...], kv_cache_dtype: torch.dtype) -> dict[str, str | None]:
+def choices(
+    variants: tuple[str, ...], kv_cache_dtype: torch.dtype, *, is_loading: bool = False
+) -> dict[str, str | None]:
     """Kind of step → the variant of FlashInfer that takes it, None: Triton."""
     backend = FlashInferAttention(build=False)
-    backend.modules = lambda *_: FakeModules(variants)  # type: ignore[assignment, method-assign, return-value]
+    backend.modules = lambda *_: FakeModules(variants, is_loading=is_loading)  # type: ignore[assignment, method-assign, return-value]
     shape = _Shape(8, 2, 64, 16, torch.bfloat16, kv_cache_dtype, 0.125)
     metadata, _ = cases.make_metadata(cases.BATCHES["prefill"], backend)
     result: dict[str, str | None] = {}
@@ -54,6 +56,11 @@ def choices(variants: tuple[str, ...], kv_cache_dtype: torch.dtype) -> dict[str,
             )  # fmt: skip
             result[f"{kind} fresh" if is_fresh else f"{kind} continued"] = backend._choose(shape, CPU, step)
     return result
+
+
+def test_no_step_waits_for_modules_that_are_loading() -> None:
+    assert "fa3" in choices(("fa3",), torch.bfloat16).values()
+    assert set(choices(("fa3",), torch.bfloat16, is_loading=True).values()) == {None}
 
 
 def test_on_hopper_float8_pages_are_left_to_triton(caplog: pytest.LogCaptureFixture) -> None:
