@@ -34,11 +34,17 @@ from compile_and_serve.models.transformers_attention import (
     state_groups,
     unsupported,
 )
+from compile_and_serve.models.transformers_experts import (
+    biases_as_parameters,
+    expert_parts,
+    has_experts,
+    unsupported_reason,
+    use_our_experts,
+)
 from compile_and_serve.models.transformers_older import replace_attention
 from compile_and_serve.models.transformers_weights import weight_names
 
 ROPE_TYPES = ("default", "proportional", "linear", "dynamic", "llama3", "yarn", "longrope")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "seq_length")
 _NO_LIMIT = 2048  # longest sequence of a model whose config has none, as its training sequences were (Bloom)
 
@@ -102,9 +108,14 @@ def build_transformers_model(config: Mapping[str, Any], *, dtype: torch.dtype) -
 
 
 def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) -> ModelSpec:
+    in_float32: set[str] = set()
+    if has_experts(model.config.get_text_config()):
+        if (reason := unsupported_reason(model)) is not None:
+            raise Unsupported(reason)
+        in_float32 = biases_as_parameters(model)
     persistent = model.state_dict().keys()
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor_name in persistent and tensor.is_floating_point():
+        if tensor_name in persistent and tensor.is_floating_point() and tensor_name not in in_float32:
             tensor.data = tensor.data.to(dtype)
     model.requires_grad_(False).eval()
     running = RunningForward()
@@ -137,6 +148,7 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
         vocab_size=int(model.config.get_text_config().vocab_size if head is None else head.weight.shape[0]),
         max_model_len=_max_positions(model.config.get_text_config()) - offset,
         weight_map=names | dict.fromkeys(unused),
+        parts=expert_parts(model),
         tp_plan=_tp_plan(model),
         buffers={name: value for name, value in buffers.items() if name not in persistent},
     )
@@ -177,6 +189,8 @@ def _with_floats(value: Any) -> Any:
 
 def _on_meta(cls: Any, config: PreTrainedConfig) -> Any:
     with torch.device("meta"):
+        use_our_experts(config.get_text_config())
+        config.get_text_config().use_cache = False  # for classes whose `forward` takes no use_cache
         try:
             config._attn_implementation = DRY_RUN
             return cls(config)
@@ -189,8 +203,6 @@ def _check_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise Unsupported("it has an encoder")
     text = config.get_text_config()
-    if any((getattr(text, field, None) or 0) > 1 for field in _EXPERTS):
-        raise Unsupported("it is a mixture of experts")
     if (getattr(text, "kv_lora_rank", None) or 0) > 0:
         raise Unsupported("it keeps latent keys and values")
     for rope in _rope_parameters(text):
@@ -347,13 +359,14 @@ def _recorded(model: nn.Module, called: set[nn.Module]) -> Iterator[None]:
 
 
 def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
-    """The config's own plan with full names, plus the vocabulary's. Empty if it needs more than colwise and rowwise linears."""
+    """The config's own plan with full names, plus the vocabulary's. Empty if it needs more than colwise and rowwise linears and experts."""
     plan = {
-        pattern: style
+        pattern: "experts" if pattern.endswith(".experts") else style
         for pattern, style in (model.config.base_model_tp_plan or {}).items()
-        if not style.startswith(("replicated", "embedding"))  # modules outside the plan are replicated
+        # Modules outside the plan are replicated; the plan of experts names their weights, too.
+        if not style.startswith(("replicated", "embedding")) and ".experts." not in pattern
     }
-    if not plan or any(style not in ("colwise", "rowwise") for style in plan.values()):
+    if not plan or any(style not in ("colwise", "rowwise", "experts") for style in plan.values()):
         return {}
     vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
     return {

@@ -7,6 +7,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from compile_and_serve.models.transformers_attention import Unsupported
+from compile_and_serve.models.transformers_experts import stacks_experts
 
 
 def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
@@ -33,6 +34,7 @@ def weight_names(model: PreTrainedModel) -> dict[str, str | None]:
         names |= {s: parameter for s in spellings if s == name or s not in own}
     for converter in converters:
         reverse = converter.reverse_transform()
-        if matched := next((name for name in own if reverse.rename_source_key(name)[1] is not None), None):
+        computed = (name for name in own if reverse.rename_source_key(name)[1] is not None)
+        if matched := next((name for name in computed if not stacks_experts(converter, name)), None):
             raise Unsupported(f"its parameter {matched} is computed from several tensors of a checkpoint")
     return {name: parameter for name, parameter in names.items() if name != parameter}

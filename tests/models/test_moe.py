@@ -11,18 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.registry import build_model
+from compile_and_serve.models.registry import ARCHITECTURES, build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights import WeightError, load_weights
 from tests.models.test_registry import config_of
 from tests.support.moe_models import FAMILIES, write_moe
 from tests.support.tiny_models import plain_logits
 
-NATIVE = [
-    name
-    for name in FAMILIES
-    if name in ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM")
-]
+NATIVE = [name for name in FAMILIES if name in ARCHITECTURES]
 
 
 def loaded(folder: Path) -> ModelSpec:

@@ -133,7 +133,7 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
         ("BertModel", {}, "it does not generate text"),
         ("BertLMHeadModel", {}, "its attention mask is 'bidirectional_mask_function', not causal"),
         ("RoFormerForCausalLM", {"is_decoder": True}, "its attention does not go through the attention interface"),
-        ("MixtralForCausalLM", {}, "it is a mixture of experts"),
+        ("GptOssForCausalLM", {}, "the experts model.layers.0.mlp.experts have biases, no gate, or another layout"),
         ("DeepseekV3ForCausalLM", {"n_routed_experts": 1, "qk_rope_head_dim": 8}, "it keeps latent keys and values"),
         ("Qwen3_5ForCausalLM", {}, "it has recurrent state"),
         ("LlamaForCausalLM", {"hidden_size": 63}, "transformers cannot build LlamaForCausalLM from this config"),

@@ -19,6 +19,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": {**_QWEN, "shared_expert_intermediate_size": 80, "norm_topk_prob": False, "head_dim": None},
     "Qwen3MoeForCausalLM": {**_QWEN, "norm_topk_prob": True},
     "OlmoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": None},
+    # from here on, the transformers package's own classes
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+    },
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 48,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    },
+    "PhimoeForCausalLM": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "sliding_window": None,
+        "head_dim": None,
+    },
+    "GraniteMoeForCausalLM": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "head_dim": None,
+        "logits_scaling": 3.0,
+    },
 }
 
 

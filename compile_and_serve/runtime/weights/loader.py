@@ -86,7 +86,9 @@ def load_weights(
         tensors = _joined(tensors, sources, spec, device=device, dtype=dtype)
     num_tensors = 0
     with torch.no_grad():
-        dtypes = {name: tensor.dtype for name, tensor in sources.items() if name in _quantized_names(spec)}
+        # A float32 parameter beside others (a router's bias) keeps its values.
+        quantized = _quantized_names(spec)
+        dtypes = {n: one.dtype for n, one in sources.items() if n in quantized or one.dtype == torch.float32}
         sink = _Transforms(compiled, rank=rank, device=device, dtype=dtype, dtypes=dtypes)
         for name, tensor in tensors:
             num_tensors += 1
