@@ -360,7 +360,7 @@ def _recorded(model: nn.Module, called: set[nn.Module]) -> Iterator[None]:
 
 def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
     """The config's own plan with full names, plus the vocabulary's. Empty if it needs more than colwise and rowwise linears and experts."""
-    plan = {
+    plan: dict[str, Any] = {
         pattern: "experts" if pattern.endswith(".experts") else style
         for pattern, style in (model.config.base_model_tp_plan or {}).items()
         # Modules outside the plan are replicated; the plan of experts names their weights, too.
