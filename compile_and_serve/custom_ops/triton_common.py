@@ -94,6 +94,16 @@ def silu(x):
 
 
 @triton.jit
+def gate(x, GELU: tl.constexpr):
+    """SiLU, or GELU's tanh form: x · sigmoid(2 · sqrt(2 / π) · (x + 0.044715 x³))."""
+    if GELU:
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        y = silu(x)
+    return y
+
+
+@triton.jit
 def add_pairs(a0, b0, a1, b1):
     return a0 + a1, b0 + b1
 

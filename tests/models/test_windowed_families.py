@@ -17,7 +17,7 @@ import torch
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint
 from compile_and_serve.compiler.pieces.splitter import Piece, split
-from compile_and_serve.compiler.rewrite.graph_pass import FLOAT32_NORM_WEIGHT, PassContext, PassResult
+from compile_and_serve.compiler.rewrite.graph_pass import FLOAT32_NORM_WEIGHT, GELU_LINEAR, PassContext, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.models.registry import build_model
@@ -163,6 +163,20 @@ def test_every_site_is_matched_and_pieces_do_not_multiply(family: Family) -> Non
         assert all(record.verification.passed for record in records.values() if record.verification)
     assert distinct[0] == distinct[1]
     assert len(distinct[0]) == family.pieces
+
+
+def test_gelu_is_multiplied_in_the_linear_where_a_kernel_does_it() -> None:
+    spec = build_model(config_of("Gemma3ForCausalLM", **FAMILIES["gemma3"].changes), dtype=torch.float32)
+    captured = capture_spec(spec, torch.float32)
+    ctx = PassContext(
+        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode,
+        kernels=KERNELS | {GELU_LINEAR},
+    )  # fmt: skip
+    records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier(spec.buffers))
+    assert all(record.verification.passed for record in records if record.verification)
+    fused = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.fused_linear.default)
+    assert sum(node.args[8] for node in fused) == 6
+    assert not captured.gm.graph.find_nodes(op="call_function", target=torch.nn.functional.gelu)
 
 
 def test_gemma_norms_keep_float32_weights_in_a_bfloat16_model() -> None:

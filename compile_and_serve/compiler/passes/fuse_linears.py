@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.passes.quantize_linears import GROUP_LINEAR, QUANTIZED_LINEAR
 from compile_and_serve.compiler.rewrite.graph_pass import (
+    GELU_LINEAR,
     BasePass,
     NearMiss,
     PassContext,
@@ -46,6 +47,7 @@ class _Site:
     norm_weight: Node | None = None
     eps: float = 1e-6
     silu_mul: bool = False
+    gelu: bool = False
     residual: Node | None = None
     out: Node | None = None  # the last node that it replaces
 
@@ -70,7 +72,7 @@ class FuseLinears(BasePass):
             else:
                 site = _Site(node, node.args[0], out=node)
                 near_misses += _take_norm(site, ctx)
-                _take_silu_mul(site)
+                _take_silu_mul(site, ctx)
                 _take_residual(site)
                 if is_call(node, F.linear):
                     _replace(gm, site, ctx)
@@ -111,19 +113,21 @@ def _take_norm(site: _Site, ctx: PassContext) -> list[NearMiss]:
     return []
 
 
-def _take_silu_mul(site: _Site) -> None:
-    """linear → split in halves → silu(first) · second."""
+def _take_silu_mul(site: _Site, ctx: PassContext) -> None:
+    """linear → split in halves → silu(first) · second, or GELU's tanh form in place of SiLU."""
     split = only_user(site.linear)
     if split is None or not is_call(split, torch.split, torch.chunk):
         return
     parts = {user.args[1]: user for user in split.users if is_call(user, operator.getitem)}
     if set(parts) != {0, 1} or tensor_of(parts[0]).shape[-1] != tensor_of(parts[1]).shape[-1]:
         return
-    silu, product = only_user(parts[0]), only_user(parts[1])
-    if not (is_call(silu, F.silu) and is_call(product, torch.mul) and only_user(silu) is product):
+    gate, product = only_user(parts[0]), only_user(parts[1])
+    takes_gelu = GELU_LINEAR in ctx.kernels and is_call(site.linear, F.linear)
+    is_gelu = takes_gelu and is_call(gate, F.gelu) and arguments(gate)[1:] == ("tanh",)
+    if not ((is_gelu or is_call(gate, F.silu)) and is_call(product, torch.mul) and only_user(gate) is product):
         return
-    if set(product.args) == {silu, parts[1]}:
-        site.silu_mul, site.out = True, product
+    if set(product.args) == {gate, parts[1]}:
+        site.silu_mul, site.gelu, site.out = True, is_gelu, product
 
 
 def _take_residual(site: _Site) -> None:
@@ -146,7 +150,7 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     bias = site.linear.args[2] if len(site.linear.args) > 2 else site.linear.kwargs.get("bias")
     packed = ctx.derived_weight(gm, f"{weight_of(weight)}.packed", "pack_linear_weight", weight)
     out_features = tensor_of(weight).shape[0]
-    args = (site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual)
+    args = (site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual, site.gelu)
     with gm.graph.inserting_before(out):
         fused = ctx.call(gm, torch.ops.cas.fused_linear.default, *args, origin=site.linear)
     out.replace_all_uses_with(fused)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from compile_and_serve.compiler.rewrite.graph_pass import FLOAT32_NORM_WEIGHT
+from compile_and_serve.compiler.rewrite.graph_pass import FLOAT32_NORM_WEIGHT, GELU_LINEAR
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.attention.triton_backend import triton_unsupported_reason
 from compile_and_serve.custom_ops.linear.elementwise import elementwise_unsupported_reason
@@ -30,7 +30,7 @@ def available_kernels(
     if linear_reason is None:
         kernels.add("fused_linear")
         if has_triton:
-            kernels |= {"allreduce_add_rms_norm", FLOAT32_NORM_WEIGHT}
+            kernels |= {"allreduce_add_rms_norm", FLOAT32_NORM_WEIGHT, GELU_LINEAR}
             if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
                 kernels.add("allreduce_add_rms_norm_quantize")
     has_elementwise = elementwise_unsupported_reason(device=device, dtype=dtype) is None

@@ -72,6 +72,7 @@ class PassResult:
 
 # Among PassContext.kernels: the kernels also take float32 weights of RMSNorms in a model of another dtype.
 FLOAT32_NORM_WEIGHT = "float32_norm_weight"
+GELU_LINEAR = "gelu_linear"  # likewise: linears that multiply by GELU in their kernels
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class PassContext:
     """What a pass knows besides the graph, and the edits that it can make.
 
     device, dtype: of the finished model (while passes run, the graph's tensors are fakes on the meta device).
-    kernels: names of the `cas` ops with a kernel for this device and dtype, and `FLOAT32_NORM_WEIGHT`.
+    kernels: names of the `cas` ops with a kernel for this device and dtype, `FLOAT32_NORM_WEIGHT` and `GELU_LINEAR`.
     tuner: measures whether a fusion is faster; None: every fusion is made.
     tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
     quantized_weights: the checkpoint's quantized parameters.

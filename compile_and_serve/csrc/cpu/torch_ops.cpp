@@ -71,12 +71,12 @@ CasLinear linear_arguments(
 
 at::Tensor fused_linear(
     const at::Tensor& x_TI, const at::Tensor& packed, int64_t out_features, const OptionalTensor& norm_weight_I, double eps,
-    const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO
+    const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, bool gelu
 ) {
-    if (packed.dim() == 2) {
+    if (packed.dim() == 2 || gelu) {
         static const auto reference =
             c10::Dispatcher::singleton().findSchemaOrThrow("cas::fused_linear_reference", "").typed<decltype(fused_linear)>();
-        return reference.call(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO);
+        return reference.call(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu);
     }
     at::Tensor out;
     CasLinear args = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);

@@ -74,14 +74,14 @@ def unpack_linear_weight(packed: torch.Tensor, out_features: int, in_features: i
 
 
 def finish_linear(
-    y_TO: torch.Tensor, silu_mul: bool, residual_TO: torch.Tensor | None, dtype: torch.dtype
+    y_TO: torch.Tensor, silu_mul: bool, residual_TO: torch.Tensor | None, dtype: torch.dtype, gelu: bool = False
 ) -> torch.Tensor:
     """The epilogue of the references: SiLU-mul and residual of W x + bias in float32 or wider, with one rounding to `dtype`."""
     math_dtype = torch.promote_types(dtype, torch.float32)
     y_TO = y_TO.to(math_dtype)
     if silu_mul:
         gate, up = y_TO.chunk(2, dim=-1)
-        y_TO = F.silu(gate) * up
+        y_TO = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     if residual_TO is not None:
         y_TO = y_TO + residual_TO.to(math_dtype)
     return y_TO.to(dtype)
@@ -96,11 +96,12 @@ def _fused_linear(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
+    gelu: bool = False,
 ) -> torch.Tensor:
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
     y_TO = F.linear(x_TI, unpack_linear_weight(packed, out_features, x_TI.shape[1]), bias_O)
-    return finish_linear(y_TO, silu_mul, residual_TO, x_TI.dtype)
+    return finish_linear(y_TO, silu_mul, residual_TO, x_TI.dtype, gelu)
 
 
 def _fused_linear_fake(
@@ -112,13 +113,14 @@ def _fused_linear_fake(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
+    gelu: bool = False,
 ) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
 
 
 _ARGUMENTS = (
     "(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
-    "bool silu_mul=False, Tensor? residual=None) -> Tensor"
+    "bool silu_mul=False, Tensor? residual=None, bool gelu=False) -> Tensor"
 )
 
 
@@ -134,14 +136,14 @@ def _fused_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
 define(
     f"fused_linear_reference{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=1,
+    version=2,
     fake=_fused_linear_fake,
     CompositeExplicitAutograd=_fused_linear,
 )
 _fused_linear_op = define(
     f"fused_linear{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=1,
+    version=2,
     fake=_fused_linear_fake,
     CompositeExplicitAutograd=_fused_linear,
     CUDA=_fused_linear_cuda,
@@ -157,11 +159,13 @@ def fused_linear(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
+    gelu: bool = False,
 ) -> torch.Tensor:
     """out = f(rms_norm(x) Wᵀ + bias) + residual, where f is silu(first half) · second half. All but the product is optional.
 
     x_TI: [T, I], rows may be strided; packed: `pack_linear_weight(W [O, I])`; out_features: O; norm_weight_I: [I];
     bias_O: [O]; residual_TO: [T, O] (with silu_mul: [T, O / 2]). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
+    gelu: f has GELU's tanh form in place of SiLU.
     Products are summed in float32. The normalized x and the output are each rounded once, to x's dtype.
     """
-    return _fused_linear_op(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
+    return _fused_linear_op(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)

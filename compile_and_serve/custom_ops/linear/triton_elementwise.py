@@ -13,6 +13,7 @@ from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
+    gate,
     launch_options,
     let_next_start,
     next_power_of_2,
@@ -60,7 +61,7 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, half, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, half, x_stride, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols_I = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok_I = cols_I < half
@@ -68,7 +69,7 @@ def _silu_mul_kernel(x_ptr, out_ptr, half, x_stride, BLOCK: tl.constexpr, PDL: t
     wait_for_previous(PDL)
     gate_I = tl.load(x_ptr + row * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
     up_I = tl.load(x_ptr + row * x_stride + half + cols_I, mask=ok_I, other=0.0).to(tl.float32)
-    y_I = gate_I / (1.0 + tl.exp(-gate_I)) * up_I
+    y_I = gate(gate_I, GELU) * up_I
     tl.store(out_ptr + row * half + cols_I, y_I.to(out_ptr.dtype.element_ty), mask=ok_I)
 
 
@@ -108,10 +109,10 @@ def _rms_norm(
     return out_TI, sum_TI
 
 
-def silu_mul_rows(x_TI: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul_rows(x_TI: torch.Tensor, out_TI: torch.Tensor | None = None, gelu: bool = False) -> torch.Tensor:
     """y = silu(first half) · second half, in float32 with one rounding. x_TI: [T, 2 * I], rows may be strided. → [T, I], x's dtype.
 
-    out_TI: contiguous, receives the result.
+    out_TI: contiguous, receives the result. gelu: GELU's tanh form in place of SiLU.
     """
     num_tokens, half = x_TI.shape[0], x_TI.shape[1] // 2
     if out_TI is None:
@@ -126,6 +127,7 @@ def silu_mul_rows(x_TI: torch.Tensor, out_TI: torch.Tensor | None = None) -> tor
             out_TI,
             half,
             x_TI.stride(0),
+            GELU=gelu,
             BLOCK=block,
             PDL=pdl,
             num_warps=4,

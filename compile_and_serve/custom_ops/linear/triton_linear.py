@@ -22,12 +22,12 @@ from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, sil
 from compile_and_serve.custom_ops.triton_common import (
     add_pairs,
     cdiv,
+    gate,
     launch_options,
     let_next_start,
     next_power_of_2,
     num_sms,
     prefetch_l2,
-    silu,
     split_counters,
     supports_pdl,
     wait_for_previous,
@@ -48,7 +48,7 @@ def _row_sums(w_OI, x_1I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: t
 @triton.jit(do_not_specialize=["prefetch_blocks"])
 def _gemv_kernel(
     x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, num_rows, in_features, eps, prefetch_blocks,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A program runs over blocks of rows (pid, pid + programs, …) and over the chunks of columns in each, in one loop, so that the next
@@ -115,7 +115,7 @@ def _gemv_kernel(
                 up_O *= inverse_rms
                 if HAS_BIAS:
                     up_O += tl.load(bias_ptr + num_rows + rows_O, mask=ok_O, other=0.0).to(tl.float32)
-                y_O = silu(y_O) * up_O
+                y_O = gate(y_O, GELU) * up_O
             if HAS_RESIDUAL:
                 y_O += residual_O
             tl.store(out_ptr + rows_O, y_O.to(out_ptr.dtype.element_ty), mask=ok_O)
@@ -127,7 +127,7 @@ def _gemv_kernel(
 def _small_batch_kernel(
     x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
     num_tokens, num_rows, in_features, x_stride, residual_stride, eps,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -201,7 +201,7 @@ def _small_batch_kernel(
             if SILU_MUL:
                 acc_up_OT += tl.load(bias_ptr + num_rows + safe_rows_O).to(tl.float32)[:, None]
         if SILU_MUL:
-            acc_OT = silu(acc_OT) * acc_up_OT
+            acc_OT = gate(acc_OT, GELU) * acc_up_OT
         ok_OT = row_ok_O[:, None] & token_ok_T[None, :]
         if HAS_RESIDUAL:
             residual = residual_ptr + tokens_T[None, :] * residual_stride + rows_O[:, None]
@@ -242,6 +242,7 @@ def fused_linear(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
+    gelu: bool = False,
 ) -> torch.Tensor:
     """As `cas::fused_linear`, over the plain weight [O, I]. The host does not wait for the device; the kernel depends on T alone."""
     num_tokens, in_features = x_TI.shape
@@ -251,15 +252,15 @@ def fused_linear(
         residual_TO = residual_TO.contiguous()
     small = weight_OI.stride() == (in_features, 1) and x_TI.dtype == weight_OI.dtype
     if num_tokens == 1 and small:
-        return _gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
+        return _gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
     runs_small = 1 < num_tokens <= MAX_SMALL_TOKENS and small and x_TI.dtype != torch.float32
     if norm_weight_I is not None and not (runs_small and num_tokens <= MAX_NORM_TOKENS):
         x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
     if runs_small:
-        return _small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO)
-    if bias_O is not None:
+        return _small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
+    if bias_O is not None or gelu:
         y_TO = F.linear(x_TI, weight_OI, bias_O)
-        y_TO = silu_mul_rows(y_TO) if silu_mul else y_TO
+        y_TO = silu_mul_rows(y_TO, gelu=gelu) if silu_mul else y_TO
     elif silu_mul:
         y_TO = silu_mul_linear(x_TI, weight_OI, min_tokens=MAX_SMALL_TOKENS + 1)
     elif residual_TO is not None:
@@ -278,6 +279,7 @@ def _gemv(
     bias_O: torch.Tensor | None,
     silu_mul: bool,
     residual_1O: torch.Tensor | None,
+    gelu: bool = False,
     config: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
     in_features, device = x_1I.shape[1], x_1I.device
@@ -296,7 +298,8 @@ def _gemv(
         _gemv_kernel, (num_programs,),
         x_1I, weight_OI, out, norm_weight_I, bias_O, residual_1O, num_rows, in_features, eps, prefetch_blocks,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None, SILU_MUL=silu_mul,
-        BLOCK_O=rows, BLOCK_I=32 * warps * lanes, LANES=lanes, THREADS=32 * warps, PDL=pdl, num_warps=warps, **launch_options(pdl),
+        GELU=gelu, BLOCK_O=rows, BLOCK_I=32 * warps * lanes, LANES=lanes, THREADS=32 * warps, PDL=pdl, num_warps=warps,
+        **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -310,6 +313,7 @@ def _small_batch(
     bias_O: torch.Tensor | None,
     silu_mul: bool,
     residual_TO: torch.Tensor | None,
+    gelu: bool = False,
     config: tuple[int, int, int, int, int] | None = None,
 ) -> torch.Tensor:
     num_tokens, in_features = x_TI.shape
@@ -332,7 +336,7 @@ def _small_batch(
         x_TI, weight_OI, out, norm_weight_I, bias_O, residual_TO, partial, counters,
         num_tokens, num_rows, in_features, x_TI.stride(0), residual_TO.stride(0) if residual_TO is not None else 0, eps,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul,
-        BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PDL=pdl, num_warps=warps,
+        GELU=gelu, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PDL=pdl, num_warps=warps,
         **launch_options(pdl),
     )  # fmt: skip
     return out

@@ -116,6 +116,13 @@ def test_silu_of_large_values_stays_finite() -> None:
     torch.testing.assert_close(y, F.silu(x[:, :16]), rtol=1e-6, atol=1e-30)
 
 
+def test_gelu_in_place_of_silu() -> None:
+    weight, x = torch.randn(64, 48), torch.randn(5, 48)
+    y = fused_linear(x, pack_linear_weight(weight), 64, silu_mul=True, gelu=True)
+    gate, up = F.linear(x, weight).chunk(2, dim=-1)
+    torch.testing.assert_close(y, F.gelu(gate, approximate="tanh") * up)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out_features, in_features", SHAPES)
 def test_pack_round_trip(out_features: int, in_features: int, dtype: torch.dtype) -> None:

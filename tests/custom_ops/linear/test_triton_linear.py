@@ -28,7 +28,7 @@ def random(*size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def arguments(
-    num_tokens: int, out: int, inner: int, silu_mul: bool, extras: bool, dtype: torch.dtype
+    num_tokens: int, out: int, inner: int, silu_mul: bool, extras: bool, dtype: torch.dtype, gelu: bool = False
 ) -> dict[str, object]:
     rows = out // 2 if silu_mul else out
     return {
@@ -40,6 +40,7 @@ def arguments(
         "bias_O": random(out, dtype=dtype) if extras else None,
         "silu_mul": silu_mul,
         "residual_TO": random(num_tokens, rows + 4, dtype=dtype)[:, :rows] if extras else None,
+        "gelu": gelu,
     }
 
 
@@ -54,7 +55,7 @@ def reference(a: dict[str, object]) -> torch.Tensor:
     y = F.linear(x, weight, bias)
     if a["silu_mul"]:
         gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
+        y = (F.gelu(gate, approximate="tanh") if a["gelu"] else F.silu(gate)) * up
     return y if residual is None else y + residual
 
 
@@ -81,6 +82,17 @@ def test_few_tokens(num_tokens: int, out: int, inner: int, silu_mul: bool, split
     a = arguments(num_tokens, out, inner, silu_mul, True, dtype)
     result = triton_linear._small_batch(*a.values(), config=(16, 32, splits, 2, 4))  # type: ignore[arg-type]
     assert relative_error(result, reference(a)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40, 70])
+def test_gelu_in_place_of_silu(num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    for extras in (False, True):
+        a = arguments(num_tokens, 24, 48, True, extras, torch.float16, gelu=True)
+        assert relative_error(fused_linear(**a), reference(a)) < LIMITS[torch.float16]  # type: ignore[arg-type]
+    if num_tokens == 1:
+        a["norm_weight_I"] = a["norm_weight_I"].float() + 1.0  # type: ignore[attr-defined]
+        assert relative_error(fused_linear(**a), reference(a)) < LIMITS[torch.float16]  # type: ignore[arg-type]
 
 
 def test_splits_count_from_zero_again() -> None:
