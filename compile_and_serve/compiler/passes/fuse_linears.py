@@ -123,6 +123,8 @@ def _take_silu_mul(site: _Site, ctx: PassContext) -> None:
         return
     gate, product = only_user(parts[0]), only_user(parts[1])
     takes_gelu = GELU_LINEAR in ctx.kernels and is_call(site.linear, F.linear)
+    if gate is None or product is None:
+        return
     is_gelu = takes_gelu and is_call(gate, F.gelu) and arguments(gate)[1:] == ("tanh",)
     if not ((is_gelu or is_call(gate, F.silu)) and is_call(product, torch.mul) and only_user(gate) is product):
         return
