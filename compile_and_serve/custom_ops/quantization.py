@@ -63,8 +63,8 @@ class GroupedWeight:
 
     @property
     def container_bits(self) -> int:
-        """Bits of a code as the kernels store it."""
-        return 4 if self.bits <= 4 else 8
+        """Bits of a code as the kernels store it. They take groups of 16 with 8 bits only."""
+        return 4 if self.bits <= 4 and self.group_size % 32 == 0 else 8
 
 
 StoredWeight = QuantizedWeight | GroupedWeight

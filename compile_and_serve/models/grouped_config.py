@@ -4,6 +4,7 @@
 - `gptq` (AutoGPTQ, GPTQModel): 2, 3, 4 and 8 bits, with or without act-order (`desc_act`), the same names and `g_idx`. The format "gptq"
   stores zero points minus 1, "gptq_v2" as they are.
 - `auto-round`: either of them, as `packing_format` says.
+- `gguf`: blocks of a .gguf file, whose config the loader derives from its tensors. Embeddings are quantized, too.
 - compressed-tensors' `pack-quantized`: `weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx`.
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.quantization import GroupedWeight
+from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS
 from compile_and_serve.models.config import ModelConfigError
 
 PACKED_FORMAT = "pack-quantized"
@@ -35,6 +37,30 @@ def grouped_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear])
     if method in ("auto-round", "intel/auto-round"):
         return _auto_round(config, linears)
     return None
+
+
+def gguf_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, GroupedWeight]:
+    """Parameter name → its blocks, for the linears and embeddings of a .gguf file."""
+    kinds = config.get("tensors") or {}
+    owners = [child for child in module.modules() if isinstance(child, nn.Linear | nn.Embedding)]
+    parameters = {id(owner.weight) for owner in owners}
+    found: dict[str, GroupedWeight] = {}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in parameters or name not in kinds:
+            continue
+        form, kind = GGUF_FORMATS[kinds[name]], kinds[name]
+        if parameter.shape[1] % form.block_inputs:
+            continue
+        num_bytes = parameter.shape[1] // form.block_inputs * form.block_bytes
+        found[name] = GroupedWeight(
+            bits=form.bits,
+            group_size=form.group_size,
+            tensors=((name, (parameter.shape[0], num_bytes), torch.uint8),),
+            codes=(f"gguf_codes.{kind}", name),
+            scale=(f"gguf_scale.{kind}", name),
+            offset=None if form.offset is None else (f"gguf_offset.{kind}", name),
+        )
+    return found
 
 
 def _awq(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, GroupedWeight]:

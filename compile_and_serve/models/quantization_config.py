@@ -18,7 +18,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.quantization import BLOCK, Activations, QuantizedWeight, StoredWeight
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.grouped_config import PACKED_FORMAT, grouped_weights, pack_quantized
+from compile_and_serve.models.grouped_config import PACKED_FORMAT, gguf_weights, grouped_weights, pack_quantized
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
@@ -39,6 +39,8 @@ def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> Mapping[s
         return _compressed_tensors(quantization, _linears(module), config.get("torch_dtype") or config.get("dtype"))
     if method == "fp8":
         return _fp8(quantization, _linears(module))
+    if method == "gguf":
+        return gguf_weights(quantization, module)
     if (grouped := grouped_weights(quantization, _linears(module))) is not None:
         return grouped
     raise ModelConfigError(

@@ -107,10 +107,13 @@ def register_model(architecture: str, build: ModelBuilder) -> None:
     _BUILDERS[architecture] = build
 
 
-def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto") -> ModelSpec:
+def build_model(
+    config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto", requantize: bool = False
+) -> ModelSpec:
     """Build the module of a config.json on the meta device, with its parameters in `dtype`.
 
     A builder of `register_model` comes first and makes the whole spec, `quantized_weights` included; model_impl then has no effect.
+    requantize: a .gguf file's blocks are dequantized, because the model will be quantized to another format.
     model_impl: "transformers" uses the transformers package's class; "auto" does so only without a native implementation of the config.
     Raises `ModelConfigError` for a config without an architecture, an unsupported architecture, invalid sizes, or an
     unsupported quantization.
@@ -122,6 +125,8 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: Mo
         spec = _build_with_transformers(config, architecture, dtype)
     else:
         spec = _build_native_or_else(config, architecture, dtype)
+    if requantize and (config.get("quantization_config") or {}).get("quant_method") == "gguf":
+        return spec
     return replace(spec, quantized_weights=quantized_weights(config, spec.module))
 
 

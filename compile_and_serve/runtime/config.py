@@ -30,7 +30,7 @@ class ModelConfig:
     model: str
     path: Path
     tokenizer: str | None = None
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_model_len: int | None = None
     model_impl: Literal["auto", "transformers"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"

@@ -22,7 +22,7 @@ def make_engine_config(
     model: str,
     *,
     tokenizer: str | None = None,
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
     max_model_len: int | None = None,
     model_impl: Literal["auto", "transformers"] = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
@@ -69,7 +69,7 @@ def make_engine_config(
     from compile_and_serve.runtime.weights import resolve_model
 
     _require(bool(model), "model", "a folder, a .gguf file, a known name or a Hub id", model)
-    _choice("dtype", dtype, ("auto", "bfloat16", "float32"))
+    _choice("dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
     _choice("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDtype))
     _choice("model_impl", model_impl, ("auto", "transformers"))
     _choice("load_format", load_format, ("auto", "dummy"))

@@ -5,7 +5,10 @@
 
 With `--quantization`, every linear that is not excluded is quantized while its weight is loaded. Without it, the linears whose weights
 are quantized in the checkpoint keep the checkpoint's values and scales. `compiler/weights/quantized_expressions.py` derives Q and the
-scales of merged and sharded weights. An embedding that shares its weight with the output head uses the unquantized weight.
+scales of merged and sharded weights. With `--quantization`, an embedding that shares its weight with the output head uses the unquantized
+weight.
+
+    F.embedding(ids, W)  →  group_embedding(ids, pack(Q), scale, zero, …)   of a weight that the checkpoint quantizes to groups, on the CPU
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 )
 from compile_and_serve.compiler.weights.quantized_expressions import (
     CannotQuantizeError,
+    GroupedExpression,
     QuantizedExpression,
     Scales,
     grouped_expression,
@@ -48,7 +52,10 @@ from compile_and_serve.custom_ops.quantization import (
     quantize_weight,
     row_scales,
 )
-from compile_and_serve.custom_ops.quantized.group_linear import group_linear_unsupported_reason
+from compile_and_serve.custom_ops.quantized.group_linear import (
+    group_embedding_unsupported_reason,
+    group_linear_unsupported_reason,
+)
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_unsupported_reason
 
 QUANTIZED_LINEAR = torch.ops.cas.quantized_linear.default
@@ -123,6 +130,11 @@ class QuantizeLinears(BasePass):
         if self.scheme is None and not ctx.quantized_weights:
             return PassResult(matched=0)
         matched, near_misses, seen = 0, [], set[str]()
+        for node in gm.graph.find_nodes(op="call_function", target=F.embedding):
+            try:
+                matched += self._embed(gm, node, ctx)
+            except CannotQuantizeError as reason:
+                near_misses.append(NearMiss.at(node, str(reason)))
         for node in gm.graph.find_nodes(op="call_function", target=F.linear):
             weight = weight_of(arguments(node)[1])
             if weight is None:
@@ -185,21 +197,13 @@ class QuantizeLinears(BasePass):
             raise CannotQuantizeError("its input is not [tokens, features]")
         grouped = grouped_expression(ctx.weights[weight].expression, ctx.weights.sources, ctx.quantized_weights)
         out_features, in_features = tensor_of(weight_node).shape
-        bits, size, name = grouped.bits, grouped.group_size, f"{weight}.{grouped.bits}bits"
-
-        def scales(of: str, values: Expression) -> Node:
-            return ctx.defined_weight(
-                gm, f"{name}.{of}", ("pack_group_scales", values, in_features, size), near=weight_node
-            )
-
-        packed = ctx.defined_weight(
-            gm, f"{name}.packed", ("pack_group_codes", grouped.codes, bits, size), near=weight_node
-        )
-        scale = scales("scale", grouped.scale)
-        offset = None if grouped.offset is None else scales("offset", grouped.offset)
-        order = None
+        reason = group_linear_unsupported_reason(device=ctx.device, dtype=ctx.dtype, group_size=grouped.group_size)
+        if reason is not None:  # a product with the dequantized weight is faster than the torch reference
+            raise CannotQuantizeError(reason)
+        packed, scale, offset = self._group_weights(gm, weight, weight_node, grouped, in_features, ctx)
+        bits, size, order = grouped.bits, grouped.group_size, None
         if grouped.input_order is not None:
-            order = ctx.defined_weight(gm, f"{name}.input_order", grouped.input_order, near=weight_node)
+            order = ctx.defined_weight(gm, f"{weight}.input_order", grouped.input_order, near=weight_node)
         with gm.graph.inserting_before(node):
             if order is not None:
                 x = ctx.call(gm, torch.index_select, x, 1, order, origin=node)
@@ -207,6 +211,43 @@ class QuantizeLinears(BasePass):
             replacement = ctx.call(gm, GROUP_LINEAR, *args, origin=node)
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)
+
+    def _embed(self, gm: GraphModule, node: Node, ctx: PassContext) -> int:
+        """Replace an embedding over a group-quantized weight where there is a kernel. → sites"""
+        ids, weight_node, *others = arguments(node)
+        weight = weight_of(weight_node)
+        if self.scheme is not None or weight is None or any(other not in (None, False, 2.0) for other in others):
+            return 0
+        names = [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight].expression)]
+        if not isinstance(ctx.quantized_weights.get(names[0]), GroupedWeight) or tensor_of(ids).dim() != 1:
+            return 0
+        grouped = grouped_expression(ctx.weights[weight].expression, ctx.weights.sources, ctx.quantized_weights)
+        reason = group_embedding_unsupported_reason(device=ctx.device, dtype=ctx.dtype, group_size=grouped.group_size)
+        if reason is not None:
+            raise CannotQuantizeError(reason)
+        rows, columns = tensor_of(weight_node).shape
+        parts = self._group_weights(gm, weight, weight_node, grouped, columns, ctx)
+        with gm.graph.inserting_before(node):
+            replacement = ctx.call(
+                gm, torch.ops.cas.group_embedding.default, ids, *parts, rows, columns, grouped.bits, grouped.group_size,
+                ctx.dtype, origin=node,
+            )  # fmt: skip
+        node.replace_all_uses_with(replacement)
+        gm.graph.erase_node(node)
+        return 1
+
+    def _group_weights(
+        self, gm: GraphModule, weight: str, near: Node, grouped: GroupedExpression, in_features: int, ctx: PassContext
+    ) -> tuple[Node, Node, Node | None]:
+        """The packed codes, scales and offsets of a weight."""
+        bits, size, name = grouped.bits, grouped.group_size, f"{weight}.{grouped.bits}bits"
+
+        def scales(of: str, values: Expression) -> Node:
+            return ctx.defined_weight(gm, f"{name}.{of}", ("pack_group_scales", values, in_features, size), near=near)
+
+        packed = ctx.defined_weight(gm, f"{name}.packed", ("pack_group_codes", grouped.codes, bits, size), near=near)
+        offset = None if grouped.offset is None else scales("offset", grouped.offset)
+        return packed, scales("scale", grouped.scale), offset
 
     def _expression(self, weight: str, ctx: PassContext) -> QuantizedExpression:
         expression, sources = ctx.weights[weight].expression, ctx.weights.sources

@@ -176,7 +176,10 @@ class RandomWeights:
                 inputs = torch.randperm(spec.shape[0], generator=generator.manual_seed(spec.shape[0]))
                 return (inputs * self._num_groups(name) // spec.shape[0]).to(spec.dtype)
             limits = torch.iinfo(spec.dtype)
-            return torch.randint(limits.min, limits.max, spec.shape, generator=generator, dtype=spec.dtype)
+            largest = (
+                0x30 if spec.dtype == torch.uint8 else limits.max
+            )  # so that float16 numbers among bytes are finite and small
+            return torch.randint(limits.min, largest, spec.shape, generator=generator, dtype=spec.dtype)
         value = self._random(name, spec.shape)
         if spec.dtype in LARGEST:
             return (value * 200).round().clamp(-100, 100).to(spec.dtype)  # 10 on average

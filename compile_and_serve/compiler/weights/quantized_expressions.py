@@ -18,7 +18,7 @@ scales and offsets, whose groups are divided where a slice would divide one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -47,6 +47,7 @@ from compile_and_serve.custom_ops.quantization import (
     row_scales,
 )
 from compile_and_serve.custom_ops.quantized import group_formats
+from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS, GgufFormat
 from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
 from compile_and_serve.custom_ops.quantized.group_linear import pack_group_codes, pack_group_scales
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight
@@ -103,6 +104,18 @@ weight_function("pack_group_codes")(pack_group_codes)
 weight_function("pack_group_scales")(pack_group_scales)
 for _function in ("awq_codes", "gptq_codes", "gptq_zeros", "packed_rows", "packed_columns", "transposed"):
     weight_function(_function)(getattr(group_formats, _function))
+
+for _kind, _form in GGUF_FORMATS.items():
+
+    def _of_blocks(
+        rows_OB: torch.Tensor, form: GgufFormat, decode: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        return decode(form.blocks(rows_OB)).contiguous()
+
+    weight_function(f"gguf_codes.{_kind}")(partial(_of_blocks, form=_form, decode=_form.codes))
+    weight_function(f"gguf_scale.{_kind}")(partial(_of_blocks, form=_form, decode=_form.scale))
+    if _form.offset is not None:
+        weight_function(f"gguf_offset.{_kind}")(partial(_of_blocks, form=_form, decode=_form.offset))
 
 
 def _dequantize_groups(
@@ -305,7 +318,7 @@ def _grouped(
         return _Grouped(of_parts("codes"), first.scale, first.offset, first.group_size)
     size = gcd(width, first.group_size)
     if size < first.group_size:
-        if size % 16:
+        if size % 32:
             raise CannotQuantizeError(
                 f"a rank has {width} inputs, which divide groups of {first.group_size} too finely"
             )

@@ -51,10 +51,24 @@ void cas_int8_linear(const CasQuantizedLinear* args);
 // float8_e4m3fn: the bytes are the weights.
 void cas_float8_linear(const CasQuantizedLinear* args);
 
-// Both are in a separate library (csrc/cpu/quantized), built only for models with such weights. This call tells the main
-// library which functions `cas::quantized_linear` runs.
+// cas_linear with a weight of unsigned codes with a scale per output and group of inputs: (code - zero point) * scale, or
+// code * scale + minimum. linear.packed: [ceil(O / 16), ceil(I / 32), bits / 4 * 256] bytes, in quads of 4 inputs of 16
+// outputs; with 4 bits, a byte's high bits are the code of the next quad. scale, offset: [ceil(O / 16), ceil(I / 32) * split, 16].
+// offset: zero points (uint8), minima (in the scale's dtype), or null: the zero point is 2^(bits - 1).
+// scale_is_half: float16 scales and minima, else float32. split: groups per 32 inputs, 1, or with 8 bits 2.
+// Activations are quantized to 8 bits (float32: 16 bits) with one scale per 32 inputs.
+struct CasGroupLinear {
+    CasLinear linear;
+    const void *scale, *offset;
+    int32_t bits, split, scale_is_half, offset_is_zeros;
+};
+void cas_group_linear(const CasGroupLinear* args);
+
+// These are in a separate library (csrc/cpu/quantized), built only for models with such weights. This call tells the main
+// library which functions `cas::quantized_linear` and `cas::group_linear` run.
 typedef void (*CasQuantizedKernel)(const CasQuantizedLinear* args);
-void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear);
+typedef void (*CasGroupKernel)(const CasGroupLinear* args);
+void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear, CasGroupKernel group_linear);
 
 // sum [T, I] = x + residual, rounded to the dtype; out [T, I] = sum / sqrt(mean(sum^2) + eps) * norm_weight. All tensors have
 // the given dtype. Rows of x and residual have strides; sum and out are contiguous.

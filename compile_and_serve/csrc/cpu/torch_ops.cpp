@@ -12,6 +12,7 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 
 CasQuantizedKernel int8_kernel = nullptr, float8_kernel = nullptr;  // set by cas_use_quantized_linears
+CasGroupKernel group_kernel = nullptr;
 
 int32_t dtype_code(const at::Tensor& tensor) {
     const auto type = tensor.scalar_type();
@@ -139,6 +140,112 @@ at::Tensor quantized_linear(
     const CasQuantizedKernel kernel = is_int8 ? int8_kernel : float8_kernel;
     TORCH_CHECK(kernel != nullptr, "the library with the kernels of quantized linears is not loaded");
     kernel(&args);
+    return out;
+}
+
+// Checks scales or offsets of a group-quantized weight. → their address
+const void* group_values(const at::Tensor& tensor, int64_t out_blocks, int64_t parts, const char* name) {
+    const auto type = tensor.scalar_type();
+    TORCH_CHECK_VALUE(
+        tensor.dim() == 3 && tensor.size(0) == out_blocks && tensor.size(1) == parts && tensor.size(2) == 16 && tensor.is_contiguous() &&
+            (type == at::kHalf || type == at::kFloat || type == at::kByte),
+        name, " must be pack_group_scales' [", out_blocks, ", ", parts, ", 16] in float16, float32 or uint8, not ", tensor.sizes(), " in ",
+        type);
+    return tensor.const_data_ptr();
+}
+
+// Checks the weight of a group-quantized linear or embedding and fills in its fields, without x's and the result's.
+void fill_group_weight(
+    CasGroupLinear& args, const at::Tensor& packed, const at::Tensor& scale, const OptionalTensor& offset, int64_t out_features,
+    int64_t in_features, int64_t bits, int64_t group_size
+) {
+    const int64_t out_blocks = (out_features + 15) / 16, blocks = (in_features + 31) / 32;
+    TORCH_CHECK_VALUE(
+        (bits == 4 && group_size % 32 == 0) || (bits == 8 && (group_size == 16 || group_size % 32 == 0)), bits, " bits in groups of ",
+        group_size, " have no kernel");
+    TORCH_CHECK_VALUE(
+        packed.dim() == 3 && packed.size(0) == out_blocks && packed.size(1) == blocks && packed.size(2) == bits * 64 &&
+            packed.is_contiguous() && packed.scalar_type() == at::kByte,
+        "packed must be pack_group_codes of a [", out_features, ", ", in_features, "] weight of ", bits, " bits, not a tensor ",
+        packed.sizes(), " in ", packed.scalar_type());
+    args.bits = int32_t(bits);
+    args.split = group_size == 16 ? 2 : 1;
+    args.linear.packed = packed.const_data_ptr();
+    args.scale = group_values(scale, out_blocks, blocks * args.split, "scale");
+    args.scale_is_half = scale.scalar_type() == at::kHalf;
+    if (offset.has_value()) {
+        args.offset = group_values(*offset, out_blocks, blocks * args.split, "offset");
+        args.offset_is_zeros = offset->scalar_type() == at::kByte;
+        TORCH_CHECK_VALUE(
+            args.offset_is_zeros || offset->scalar_type() == scale.scalar_type(), "minima must have the scales' dtype");
+    }
+}
+
+at::Tensor group_linear(
+    const at::Tensor& x_TI, const at::Tensor& packed, const at::Tensor& scale, const OptionalTensor& offset, int64_t out_features,
+    int64_t bits, int64_t group_size, const OptionalTensor& norm_weight_I, double eps, const OptionalTensor& bias_O, bool silu_mul,
+    const OptionalTensor& residual_TO
+) {
+    if (packed.dim() == 2 || !has_kernels(x_TI) || group_kernel == nullptr) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::group_linear_reference", "").typed<decltype(group_linear)>();
+        return reference.call(
+            x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO);
+    }
+    at::Tensor out;
+    CasGroupLinear args{};
+    args.linear = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
+    fill_group_weight(args, packed, scale, offset, out_features, args.linear.in_features, bits, group_size);
+    group_kernel(&args);
+    return out;
+}
+
+template <class T>
+void embed_groups(const CasGroupLinear& args, const int64_t* ids, int64_t count, T* out) {
+    const int64_t in_features = args.linear.in_features, blocks = (in_features + 31) / 32, block_bytes = args.bits * 64;
+    const int64_t part_inputs = 32 / args.split;
+    const auto value = [&](const void* values, bool is_half, int64_t at) {
+        return is_half ? float(static_cast<const at::Half*>(values)[at]) : static_cast<const float*>(values)[at];
+    };
+    for (int64_t t = 0; t < count; ++t) {
+        const int64_t row = ids[t] / 16, lane = ids[t] % 16;
+        const uint8_t* codes = static_cast<const uint8_t*>(args.linear.packed) + row * blocks * block_bytes;
+        for (int64_t i = 0; i < in_features; ++i) {
+            const int64_t inside = i % 32, quad = inside / 4, part = (row * blocks + i / 32) * args.split + inside / part_inputs;
+            const uint8_t* block = codes + i / 32 * block_bytes;
+            const int64_t byte = (args.bits == 4 ? quad / 2 : quad) * 64 + lane * 4 + inside % 4;
+            const int code = args.bits == 8 ? block[byte] : quad % 2 ? block[byte] >> 4 : block[byte] & 15;
+            const float scale = value(args.scale, args.scale_is_half, part * 16 + lane);
+            float result;
+            if (!args.offset) result = float(code - (1 << (args.bits - 1))) * scale;
+            else if (args.offset_is_zeros) result = float(code - static_cast<const uint8_t*>(args.offset)[part * 16 + lane]) * scale;
+            else result = float(code) * scale + value(args.offset, args.scale_is_half, part * 16 + lane);
+            out[t * in_features + i] = T(result);
+        }
+    }
+}
+
+at::Tensor group_embedding(
+    const at::Tensor& ids_T, const at::Tensor& packed, const at::Tensor& scale, const OptionalTensor& offset, int64_t num_rows,
+    int64_t in_features, int64_t bits, int64_t group_size, at::ScalarType dtype
+) {
+    if (packed.dim() == 2 || (dtype != at::kFloat && dtype != at::kBFloat16)) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::group_embedding_reference", "").typed<decltype(group_embedding)>();
+        return reference.call(ids_T, packed, scale, offset, num_rows, in_features, bits, group_size, dtype);
+    }
+    CasGroupLinear args{};
+    args.linear.in_features = in_features;
+    fill_group_weight(args, packed, scale, offset, num_rows, in_features, bits, group_size);
+    const at::Tensor ids = ids_T.to(at::kLong).contiguous();
+    const int64_t* tokens = ids.const_data_ptr<int64_t>();
+    for (int64_t t = 0; t < ids.numel(); ++t)
+        TORCH_CHECK_VALUE(tokens[t] >= 0 && tokens[t] < num_rows, "token ", tokens[t], " is outside of a vocabulary of ", num_rows);
+    at::Tensor out = at::empty({ids.numel(), in_features}, scale.options().dtype(dtype));
+    at::parallel_for(0, ids.numel(), 64, [&](int64_t begin, int64_t end) {
+        if (dtype == at::kFloat) embed_groups(args, tokens + begin, end - begin, out.mutable_data_ptr<float>() + begin * in_features);
+        else embed_groups(args, tokens + begin, end - begin, out.mutable_data_ptr<at::BFloat16>() + begin * in_features);
+    });
     return out;
 }
 
@@ -326,14 +433,17 @@ at::Tensor cpu_rope_attention(
 
 }  // namespace
 
-void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear) {
+void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear, CasGroupKernel group_linear) {
     int8_kernel = int8_linear;
     float8_kernel = float8_linear;
+    group_kernel = group_linear;
 }
 
 TORCH_LIBRARY_IMPL(cas, CPU, m) {
     m.impl("fused_linear", &fused_linear);
     m.impl("quantized_linear", &quantized_linear);
+    m.impl("group_linear", &group_linear);
+    m.impl("group_embedding", &group_embedding);
     m.impl("add_rms_norm", &add_rms_norm);
     m.impl("silu_mul", &silu_mul);
 }

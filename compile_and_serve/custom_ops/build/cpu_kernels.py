@@ -77,13 +77,14 @@ def cpu_kernel_library() -> ctypes.CDLL | None:
 
 @cache
 def quantized_cpu_kernel_library() -> ctypes.CDLL | None:
-    """As `cpu_kernel_library`, for quantized linears; `cas::quantized_linear` runs it from then on."""
+    """As `cpu_kernel_library`, for quantized linears; `cas::quantized_linear` and `cas::group_linear` run it from then on."""
     cpu = _cpu.get()
     quantized = _quantized.get() if cpu is not None else None
     if cpu is None or quantized is None:
         return None
     addresses = (
-        ctypes.cast(entry, ctypes.c_void_p) for entry in (quantized.cas_int8_linear, quantized.cas_float8_linear)
+        ctypes.cast(entry, ctypes.c_void_p)
+        for entry in (quantized.cas_int8_linear, quantized.cas_float8_linear, quantized.cas_group_linear)
     )
     cpu.cas_use_quantized_linears(*addresses)
     return quantized

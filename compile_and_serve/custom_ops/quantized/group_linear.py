@@ -22,6 +22,7 @@ from compile_and_serve.custom_ops.linear.fused_linear import finish_linear
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantized.group_layout import (
     CPU_INPUTS,
+    CPU_OUTPUTS,
     TILE_WORDS,
     dequantize_groups,
     pack_codes_cpu,
@@ -43,6 +44,13 @@ def group_linear_unsupported_reason(*, device: torch.device, dtype: torch.dtype,
     if platform_of(device).runs_cpp_kernels and dtype not in (torch.bfloat16, torch.float32):
         return f"the CPU kernel takes bfloat16 and float32, not {dtype}"
     return layout_unsupported_reason(device, group_size)
+
+
+def group_embedding_unsupported_reason(*, device: torch.device, dtype: torch.dtype, group_size: int) -> str | None:
+    """As `group_linear_unsupported_reason`, for `group_embedding`."""
+    if not platform_of(device).runs_cpp_kernels:
+        return "embeddings of group-quantized weights have a kernel on the CPU only"
+    return group_linear_unsupported_reason(device=device, dtype=dtype, group_size=group_size)
 
 
 def layout_unsupported_reason(device: torch.device, group_size: int) -> str | None:
@@ -173,6 +181,62 @@ _group_linear_op = define(
     CompositeExplicitAutograd=_group_linear_slowly,
     CUDA=_group_linear_cuda,
 )
+
+
+def _group_embedding(
+    ids_T: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    num_rows: int,
+    in_features: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    step = min(group_size, CPU_INPUTS) if packed.dim() == 3 else group_size
+    if packed.dim() == 2:
+        parts = [values if values is None else values[ids_T] for values in (packed, scale, offset)]
+    else:  # rows lie in blocks
+        rows = packed.shape[2] if packed.dim() == 4 else CPU_OUTPUTS
+        blocks, lanes = ids_T // rows, ids_T % rows
+        own = torch.arange(ids_T.shape[0], device=ids_T.device)
+        codes = unpack_codes(packed[blocks], bits, ids_T.shape[0] * rows, in_features)[own * rows + lanes]
+        others = [None if values is None else values[blocks, :, lanes] for values in (scale, offset)]
+        parts = [codes, *others]
+    codes_TI, scale_TG, offset_TG = parts
+    assert codes_TI is not None
+    assert scale_TG is not None
+    return dequantize_groups(codes_TI, scale_TG, offset_TG, bits, step, dtype)
+
+
+def _group_embedding_fake(
+    ids_T: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    num_rows: int,
+    in_features: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return scale.new_empty(ids_T.shape[0], in_features, dtype=dtype)
+
+
+_EMBEDDING_ARGUMENTS = (
+    "(Tensor ids, Tensor packed, Tensor scale, Tensor? offset, int num_rows, int in_features, int bits, int group_size, "
+    "ScalarType dtype) -> Tensor"
+)
+# `group_embedding(ids [T], weight …)` → rows of the dequantized weight [T, I] in `dtype`, as `group_linear` stores it.
+for _name in ("group_embedding_reference", "group_embedding"):
+    define(
+        f"{_name}{_EMBEDDING_ARGUMENTS}",
+        kind=OpKind.CAPTURABLE,
+        version=1,
+        fake=_group_embedding_fake,
+        CompositeExplicitAutograd=_group_embedding,
+    )
 
 
 def group_linear(

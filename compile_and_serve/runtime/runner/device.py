@@ -11,10 +11,10 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.runtime.config import KVCacheDtype
 
 
-def resolve_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:
+def resolve_dtype(name: Literal["auto", "bfloat16", "float16", "float32"], device: torch.device) -> torch.dtype:
     """The dtype of weights and activations; "auto" is bfloat16 where the device computes in it, else float32."""
     if name != "auto":
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
     return torch.bfloat16 if platform_of(device).computes_in(torch.bfloat16) else torch.float32
 
 

@@ -99,7 +99,10 @@ class Worker:
         tensor_rank, tensor_size = (rank_group().rank, rank_group().size) if rank.size > 1 else (0, 1)
 
         start = time.perf_counter()
-        spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
+        spec = build_model(
+            read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl,
+            requantize=config.compile.quantization is not None,
+        )  # fmt: skip
         self._max_model_len = _max_model_len(config, spec)
         backends = self._backends = backends_of_model(spec, config, device, dtype)
         self._backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"

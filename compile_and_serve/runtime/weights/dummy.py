@@ -41,7 +41,10 @@ def dummy_tensors(
             tensor.copy_(torch.arange(spec.shape[0], device=device) // group_sizes[name])
         elif spec.dtype in (torch.int32, torch.uint8):
             limits = torch.iinfo(spec.dtype)
-            tensor.random_(limits.min, limits.max, generator=_generator(name, seed, device))
+            largest = (
+                0x20 if spec.dtype == torch.uint8 else limits.max
+            )  # GGUF's blocks have float16 scales among their bytes
+            tensor.random_(limits.min, largest, generator=_generator(name, seed, device))
         elif name in scales:
             tensor.fill_(std / scales[name])
         elif spec.dtype in LARGEST:

@@ -1,6 +1,6 @@
-"""GGUF files: their metadata, and their weights, dequantized, under Hugging Face's config keys and tensor names.
+"""GGUF files: their metadata, and their weights under Hugging Face's config keys and tensor names.
 
-This file parses the header. That takes tens of milliseconds for a vocabulary of 50 000 tokens, and finds a truncated file
+Weights are dequantized, or keep the file's blocks where the model takes them (`models/quantization_config.py`). This file parses the header. That takes tens of milliseconds for a vocabulary of 50 000 tokens, and finds a truncated file
 before any tensor is read. The package `gguf` dequantizes. ggml's docs/gguf.md specifies the format.
 
 Shape legend: O rows (out features), I columns (in features).
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS
 from compile_and_serve.runtime.weights.errors import WeightError
 
 MAGIC = b"GGUF"
@@ -238,7 +239,16 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{ours}_token_id"] = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+    config["quantization_config"] = {"quant_method": "gguf", "tensors": _kept_kinds(tensors)}
     return {name: value for name, value in config.items() if value is not None}
+
+
+def _kept_kinds(tensors: list[TensorInfo]) -> dict[str, str]:
+    """Hugging Face's name → kind of blocks, for the matrices whose blocks the model may keep."""
+    from gguf.constants import GGMLQuantizationType
+
+    kinds = {info.name: GGMLQuantizationType(info.kind).name for info in tensors if len(info.shape) == 2}
+    return {_hugging_face_name(name): kind for name, kind in kinds.items() if kind in GGUF_FORMATS}
 
 
 def _float32(value: float) -> float:
@@ -247,14 +257,21 @@ def _float32(value: float) -> float:
 
 
 class GgufCheckpoint:
-    """A GGUF file's tensors in float32, with Hugging Face's names and order of q and k rows."""
+    """A GGUF file's tensors in float32, with Hugging Face's names and order of q and k rows.
 
-    def __init__(self, path: Path) -> None:
+    packed: names of the tensors whose blocks are kept, as uint8 [rows, bytes].
+    """
+
+    def __init__(self, path: Path, packed: frozenset[str] = frozenset()) -> None:
         metadata, infos = _read_header(path)
         kind = metadata.get("general.architecture")
         self._path = path
         self._infos = {_hugging_face_name(info.name): info for info in infos if info.name != ROPE_FACTORS}
-        self.shapes = {name: info.shape for name, info in self._infos.items()}
+        self._packed = packed & self._infos.keys()
+        self.shapes = {
+            name: (info.shape[0], info.num_bytes // info.shape[0]) if name in self._packed else info.shape
+            for name, info in self._infos.items()
+        }
         self._heads: dict[str, int] = {}
         if kind in _PERMUTED_ARCHITECTURES:
             num_heads = metadata.get(f"{kind}.attention.head_count", 1)
@@ -271,7 +288,11 @@ class GgufCheckpoint:
         yield from _run_ahead(jobs, num_threads=min(8, os.cpu_count() or 1))
 
     def _read(self, name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(_dequantize(self._path, self._infos[name]))
+        info = self._infos[name]
+        if name in self._packed:
+            tensor = torch.from_numpy(_bytes_of(self._path, info)).view(self.shapes[name])
+        else:
+            tensor = torch.from_numpy(_dequantize(self._path, info))
         num_heads = self._num_heads(name)
         return tensor if num_heads is None else unpermute(tensor, num_heads)
 
@@ -299,11 +320,15 @@ def _hugging_face_name(name: str) -> str:
     return name
 
 
+def _bytes_of(path: Path, info: TensorInfo) -> np.ndarray:
+    return np.fromfile(path, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+
+
 def _dequantize(path: Path, info: TensorInfo) -> np.ndarray:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    raw = np.fromfile(path, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+    raw = _bytes_of(path, info)
     kind = GGMLQuantizationType(info.kind)
     try:
         values = dequantize(raw.reshape(*info.shape[:-1], -1) if raw.size else raw, kind)

@@ -118,7 +118,8 @@ def _checked_stream(
     """Check the checkpoint's names and shapes against the model's. Returns the stream under the model's names, and the names
     of unexpected tensors.
     """
-    checkpoint, known_scales = open_checkpoint(path), _quantized_names(spec) - spec.quantized_weights.keys()
+    packed = frozenset(name for name, expected in specs.items() if expected.dtype == torch.uint8)
+    checkpoint, known_scales = open_checkpoint(path, packed), _quantized_names(spec) - spec.quantized_weights.keys()
     wanted: dict[str, str] = {}  # checkpoint name → parameter name; of a part, its own name
     part_names: dict[str, set[str]] = {}  # parameter → names of its parts in the checkpoint
     unexpected: list[str] = []

@@ -51,7 +51,10 @@ def compile_model_command(
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.model.dtype, device)
         use_threads(config.num_threads, config.num_processes)
-        spec = build_model(read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl)
+        spec = build_model(
+            read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl,
+            requantize=config.compile.quantization is not None,
+        )  # fmt: skip
         backends = backends_of_model(spec, config, device, dtype)
         detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {platform_of(device).name}"
         stages("read", time.perf_counter() - started, detail)

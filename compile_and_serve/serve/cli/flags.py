@@ -57,7 +57,7 @@ def engine_flags(
         typer.Option(help="Folder or file of a tokenizer other than the model's.", rich_help_panel=MODEL_PANEL),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
+        Literal["auto", "bfloat16", "float16", "float32"],
         typer.Option(
             help="auto: bfloat16 if the device has instructions for it, else float32.",
             rich_help_panel=MODEL_PANEL,

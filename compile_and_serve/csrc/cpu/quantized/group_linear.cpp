@@ -1,0 +1,275 @@
+// Linears whose weights are 4-bit or 8-bit codes with a scale per output and group of inputs. All products are of bytes.
+//
+// A row of activations is quantized in groups of 32 inputs: each has a scale, integers of one signed digit in base 256 (two
+// digits in a float32 model), and their sums. The codes are the unsigned factor of the byte product. For each group,
+//     y += weight scale · activation scale · Σ code · digit + minimum · activation scale · Σ digit
+// where the minimum is stored, or −scale · zero point. Integer sums are exact and groups are added in order, so that a row's
+// result has the same bits in any batch.
+//
+// Names: T tokens, I inputs, O outputs. A block is 16 outputs by 32 inputs; a part is the 16 or 32 inputs of one scale.
+#include <bit>
+
+#include "../activations.h"
+
+namespace cas {
+
+// For Panel: a block has kInputs · 16 bytes of codes.
+template <int kBits>
+struct Codes {};
+
+template <int kBits>
+struct Dot<Codes<kBits>> {
+    static constexpr int kInputs = 4 * kBits;
+    using W = uint8_t;
+    using Sum = float;
+};
+
+namespace {
+
+constexpr int kBlockInputs = 32;
+#if defined(__AVX512F__)
+constexpr int kGroupRows = 6, kGroupBlocks = 2;  // rows and blocks of a register tile
+#elif defined(__AVX2__)
+constexpr int kGroupRows = 2, kGroupBlocks = 1;
+#else
+constexpr int kGroupRows = 1, kGroupBlocks = 1;
+#endif
+
+inline f32x16 load_half(const uint16_t* address) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)));
+#else
+    const u32x16 bits = convert<u32x16>(load_raw<u16x16>(address));
+    const f32x16 magnitude = (f32x16)((bits & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias is 15, not 127
+    return (f32x16)((u32x16)magnitude | ((bits & 0x8000) << 16));
+#endif
+}
+
+// One token's activations, one entry per block of inputs.
+template <int kDigits, int kSplit>
+struct Quantized {
+    int8_t digits[kDigits][kBlockInputs];  // the most significant digit first
+    float scale;
+    float sums[kSplit];  // scale · Σ of the part's integers
+};
+
+enum Offset { kZeros, kMinima };  // kZeros without offsets: the zero point is 2^(bits - 1)
+
+struct Weight {
+    const uint8_t* codes;  // of the output block
+    const char *scale, *offset;
+};
+
+// kSplit: parts of a block.
+template <class T, int kBits, int kSplit, int kDigits>
+struct GroupLinear {
+    using X = Quantized<kDigits, kSplit>;
+    using Dots = Codes<kBits>;
+    static constexpr int kBlockBytes = kBits * 64;
+    const CasGroupLinear& args;
+    const CasLinear& a = args.linear;
+    int64_t blocks = (a.in_features + kBlockInputs - 1) / kBlockInputs;  // blocks of inputs
+
+    void prepare(X* to, int64_t token) const {
+        const Row<T> x(a, token);
+        constexpr float kLargest = kDigits == 1 ? 127.0f : float(127 << 8);
+        for (int64_t block = 0; block < blocks; ++block, ++to) {
+            f32x16 v[2];
+            f32x16 largest{};
+            for (int h = 0; h < 2; ++h) {
+                const int64_t at = block * kBlockInputs + h * kLanes;
+                v[h] = at < a.in_features ? x.load(at) : f32x16{};
+                largest = max_of(largest, max_of(v[h], -v[h]));
+            }
+            const float top = max16(largest), inverse = top > 0 ? kLargest / top : 0.0f;
+            const f32x16 bad = (v[0] - v[0]) + (v[1] - v[1]);  // NaN for what is not finite; it then reaches the result
+            to->scale = sum16(bad) == 0 ? top / kLargest : __builtin_nanf("");
+            int32_t sums[2];
+            for (int h = 0; h < 2; ++h) {
+                const i32x16 whole = convert<i32x16>(round16(v[h] * inverse));
+                i32x16 rest = whole;
+                for (int d = kDigits - 1; d >= 0; --d) {
+                    const i32x16 digit = (i32x16)((u32x16)rest << 24) >> 24;
+                    rest = (rest - digit) >> 8;
+                    const auto bytes = convert<i8x16>(digit);
+                    std::memcpy(to->digits[d] + h * kLanes, &bytes, kLanes);
+                }
+                sums[h] = 0;
+                for (int i = 0; i < kLanes; ++i) sums[h] += whole[i];
+            }
+            if constexpr (kSplit == 2) {
+                for (int h = 0; h < 2; ++h) to->sums[h] = to->scale * float(sums[h]);
+            } else {
+                to->sums[0] = to->scale * float(sums[0] + sums[1]);
+            }
+        }
+    }
+
+    CAS_INLINE f32x16 scales(const char* address, int64_t part) const {
+        if (args.scale_is_half) return load_half(reinterpret_cast<const uint16_t*>(address) + part * kLanes);
+        return load16(reinterpret_cast<const float*>(address) + part * kLanes);
+    }
+
+    template <Offset kOffset>
+    CAS_INLINE f32x16 minima(const Weight& w, f32x16 scale, int64_t part) const {
+        if constexpr (kOffset == kMinima) return scales(w.offset, part);
+        if (!w.offset) return scale * -float(1 << (kBits - 1));
+        return -scale * convert<f32x16>(load_raw<u8x16>(reinterpret_cast<const uint8_t*>(w.offset) + part * kLanes));
+    }
+
+    // tile[r][b] = the product of row r and output block b.
+    template <Offset kOffset, int kRows, int kBlocks>
+    __attribute__((noinline)) static void multiply(const GroupLinear& self, const X* x, const Weight* weights, float* tile) {
+        using D = Dot<Bytes>;
+        constexpr int kSteps = kBlockInputs / kSplit / (kBits == 4 ? 8 : 4);  // weight vectors of a part
+        f32x16 sums[kRows][kBlocks];
+        unrolled<kRows>([&](auto r) CAS_INLINE {
+            unrolled<kBlocks>([&](auto b) CAS_INLINE { sums[r][b] = f32x16{}; });
+        });
+        for (int64_t block = 0; block < self.blocks; ++block) {
+            const X* here[kRows];
+            unrolled<kRows>([&](auto r) CAS_INLINE { here[r] = x + r * self.blocks + block; });
+            for (int part = 0; part < kSplit; ++part) {
+                i32x16 products[kRows][kBlocks][kDigits];
+                unrolled<kRows>([&](auto r) CAS_INLINE {
+                    unrolled<kBlocks>([&](auto b) CAS_INLINE {
+                        unrolled<kDigits>([&](auto d) CAS_INLINE { products[r][b][d] = i32x16{}; });
+                    });
+                });
+#pragma GCC unroll 1
+                for (int step = 0; step < kSteps; ++step) {
+                    const int vector = part * kSteps + step;
+                    typename D::Weights low[kBlocks], high[kBlocks];
+                    unrolled<kBlocks>([&](auto b) CAS_INLINE {
+                        const u32x16 bytes = load_raw<u32x16>(weights[b].codes + block * kBlockBytes + vector * 64);
+                        low[b] = std::bit_cast<typename D::Weights>(kBits == 4 ? bytes & 0x0f0f0f0fu : bytes);
+                        if constexpr (kBits == 4) high[b] = std::bit_cast<typename D::Weights>((bytes >> 4) & 0x0f0f0f0fu);
+                    });
+                    unrolled<kRows>([&](auto r) CAS_INLINE {
+                        unrolled<kDigits>([&](auto d) CAS_INLINE {
+                            const int8_t* digits = here[r]->digits[d] + vector * (kBits == 4 ? 8 : 4);
+                            const auto first = load_raw<int32_t>(digits);
+                            unrolled<kBlocks>([&](auto b) CAS_INLINE { products[r][b][d] = D::add(products[r][b][d], low[b], first); });
+                            if constexpr (kBits == 4) {
+                                const auto second = load_raw<int32_t>(digits + 4);
+                                unrolled<kBlocks>(
+                                    [&](auto b) CAS_INLINE { products[r][b][d] = D::add(products[r][b][d], high[b], second); });
+                            }
+                        });
+                    });
+                }
+                unrolled<kBlocks>([&](auto b) CAS_INLINE {
+                    const f32x16 scale = self.scales(weights[b].scale, block * kSplit + part);
+                    const f32x16 minimum = self.template minima<kOffset>(weights[b], scale, block * kSplit + part);
+                    unrolled<kRows>([&](auto r) CAS_INLINE {
+                        i32x16 product = products[r][b][0];
+                        if constexpr (kDigits == 2) product = (product << 8) + products[r][b][1];
+                        sums[r][b] += convert<f32x16>(product) * (scale * here[r]->scale);
+                        sums[r][b] += minimum * here[r]->sums[part];
+                    });
+                });
+            }
+        }
+        unrolled<kRows>([&](auto r) CAS_INLINE {
+            unrolled<kBlocks>([&](auto b) CAS_INLINE { store16(tile + r * kTileWidth + b * kLanes, sums[r][b]); });
+        });
+    }
+
+    // As multiply, for any number of rows: tiles of 6, 4, 2 and 1 rows, because each size takes seconds to compile.
+    template <Offset kOffset, int kBlocks>
+    static void multiply_rows(const GroupLinear& self, const X* x, int rows, const Weight* weights, float* tile) {
+        const auto tiles_of = [&](auto size) {
+            constexpr int kRows = size;
+            if constexpr (kRows <= kGroupRows) {
+                for (; rows >= kRows; rows -= kRows, x += kRows * self.blocks, tile += kRows * kTileWidth)
+                    multiply<kOffset, kRows, kBlocks>(self, x, weights, tile);
+            }
+        };
+        tiles_of(std::integral_constant<int, 6>{});
+        tiles_of(std::integral_constant<int, 4>{});
+        tiles_of(std::integral_constant<int, 2>{});
+        tiles_of(std::integral_constant<int, 1>{});
+    }
+
+    template <Offset kOffset>
+    void run() const {
+        const int64_t panels = Panel<Dots>::count(a);
+        const size_t scratch_bytes = sizeof(X) * blocks * a.num_tokens;
+        const bool prepares_together = a.num_tokens > kOwnTokens;
+        X* shared = prepares_together ? static_cast<X*>(scratch(scratch_bytes)) : nullptr;
+        const int64_t chunk_limit = std::max<int64_t>(4 * kGroupRows, kChunkBytes / int64_t(sizeof(X) * blocks));
+        const int64_t chunks = (a.num_tokens + chunk_limit - 1) / chunk_limit, items = chunks * panels;
+        const int64_t panel_bytes = 2 * kBlockBytes * blocks;
+        const int64_t grab = std::max<int64_t>(1, std::min(kGrabBytes / panel_bytes, items / (4 * a.num_threads)));
+        std::atomic<int64_t> next_item{0};
+
+#pragma omp parallel num_threads(a.num_threads)
+        {
+            X* x = shared;
+            if (prepares_together) {
+                const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+                const int64_t begin = a.num_tokens * thread / threads, end = a.num_tokens * (thread + 1) / threads;
+                for (int64_t t = begin; t < end; ++t) prepare(x + t * blocks, t);
+#pragma omp barrier
+            } else {
+                x = static_cast<X*>(scratch(scratch_bytes));
+                for (int64_t t = 0; t < a.num_tokens; ++t) prepare(x + t * blocks, t);
+            }
+            alignas(64) float tile[kGroupRows * kTileWidth];
+            for (int64_t item = next_item.fetch_add(grab, std::memory_order_relaxed), end = item + grab; item < items;) {
+                this->template compute<kOffset>(item % panels, item / panels, chunks, x, tile);
+                if (++item == end) item = next_item.fetch_add(grab, std::memory_order_relaxed), end = item + grab;
+            }
+        }
+    }
+
+    template <Offset kOffset>
+    void compute(int64_t index, int64_t chunk, int64_t chunks, const X* x, float* tile) const {
+        const Panel<Dots> panel(a, index, blocks);
+        const int scale_bytes = args.scale_is_half ? 2 : 4, offset_bytes = kOffset == kZeros ? 1 : scale_bytes;
+        Weight weights[kMaxTileBlocks];
+        for (int b = 0; b < panel.blocks; ++b) {
+            const int64_t block = (panel.weights[b] - static_cast<const uint8_t*>(a.packed)) / (kBlockBytes * blocks);
+            const int64_t first = block * blocks * kSplit * kLanes;
+            weights[b] = {
+                panel.weights[b], static_cast<const char*>(args.scale) + first * scale_bytes,
+                args.offset ? static_cast<const char*>(args.offset) + first * offset_bytes : nullptr};
+        }
+        const int64_t begin = a.num_tokens * chunk / chunks, end = a.num_tokens * (chunk + 1) / chunks;
+        for (int64_t token = begin; token < end; token += kGroupRows) {
+            const int count = int(std::min<int64_t>(kGroupRows, end - token));
+            const X* first = x + token * blocks;
+            int b = 0;
+            if constexpr (kGroupBlocks == 2)
+                for (; b + 2 <= panel.blocks; b += 2)
+                    multiply_rows<kOffset, 2>(*this, first, count, weights + b, tile + b * kLanes);
+            for (; b < panel.blocks; ++b) multiply_rows<kOffset, 1>(*this, first, count, weights + b, tile + b * kLanes);
+            finish_tile<T>(a, token, count, panel, [&](int r, int offset, int64_t, int) CAS_INLINE {
+                return load16(tile + r * kTileWidth + offset);
+            });
+        }
+    }
+};
+
+template <class T, int kBits, int kSplit>
+void run_kernel(const CasGroupLinear& args) {
+    const GroupLinear<T, kBits, kSplit, std::is_same_v<T, float> ? 2 : 1> kernel{args};
+    if (args.offset && !args.offset_is_zeros) kernel.template run<kMinima>();
+    else kernel.template run<kZeros>();
+}
+
+template <class T>
+void run_bits(const CasGroupLinear& args) {
+    if (args.bits == 4) run_kernel<T, 4, 1>(args);
+    else if (args.split == 2) run_kernel<T, 8, 2>(args);
+    else run_kernel<T, 8, 1>(args);
+}
+
+}  // namespace
+}  // namespace cas
+
+extern "C" void cas_group_linear(const CasGroupLinear* args) {
+    if (args->linear.num_tokens == 0) return;
+    if (args->linear.dtype == CAS_BFLOAT16) cas::run_bits<cas::bf16>(*args);
+    else cas::run_bits<float>(*args);
+}

@@ -1,0 +1,135 @@
+"""Decodes GGUF's quantized blocks to codes, scales and offsets per group of inputs, exactly.
+
+Shape legend: O rows (out features), B bytes of a row, I columns (in features), G groups of 32 columns (Q6_K: 16).
+
+ggml's ggml-common.h and ggml-quants.c define the blocks. Kinds of 5 and 6 bits, and IQ4_NL's table of 8-bit values, have codes of 8 bits,
+shifted so that the zero point is 128. The scales of K kinds are products of two stored numbers, which float32 holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufFormat:
+    """A kind of block. bits: of the codes. has_minima: whether there are offsets; otherwise the zero point is 2^(bits − 1).
+
+    codes, scale, offset: bytes of blocks, uint8 [O, blocks, block_bytes] → [O, I] or [O, G].
+    """
+
+    block_inputs: int
+    block_bytes: int
+    bits: int
+    codes: Callable[[torch.Tensor], torch.Tensor]
+    scale: Callable[[torch.Tensor], torch.Tensor]
+    offset: Callable[[torch.Tensor], torch.Tensor] | None = None
+    group_size: int = 32
+
+    def blocks(self, rows_OB: torch.Tensor) -> torch.Tensor:
+        """The rows' bytes, one block after the other."""
+        return rows_OB.unflatten(1, (-1, self.block_bytes))
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at a byte of each block. → [O, blocks]"""
+    return blocks[:, :, at : at + 2].contiguous().view(torch.float16).squeeze(2)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Low nibbles, then high nibbles. [O, blocks, N] → [O, blocks, 2 · N]"""
+    return torch.cat((packed & 15, packed >> 4), 2)
+
+
+def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """16 where a bit of the 32 at a byte is set. → [O, blocks, 32]"""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    return ((blocks[:, :, at : at + 4, None] >> shifts) & 1).flatten(2) << 4
+
+
+def _q5(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    return _nibbles(blocks[:, :, at + 4 :]) | _fifth_bits(blocks, at)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor([value + 128 for value in _IQ4_NL], dtype=torch.uint8, device=blocks.device)
+    return values[_nibbles(blocks[:, :, 2:]).long()].flatten(1)
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The eight 6-bit scales and minima of a Q4_K or Q5_K block. → float32 [O, blocks, 8] each"""
+    packed = blocks[:, :, 4:16]
+    first, second, third = packed[:, :, 0:4], packed[:, :, 4:8], packed[:, :, 8:12]
+    scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 2)
+    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 2)
+    return scales.float(), minima.float()
+
+
+def _k_scale(blocks: torch.Tensor) -> torch.Tensor:
+    return (_half(blocks, 0).float()[:, :, None] * _k_scales(blocks)[0]).flatten(1)
+
+
+def _k_minimum(blocks: torch.Tensor) -> torch.Tensor:
+    return -(_half(blocks, 2).float()[:, :, None] * _k_scales(blocks)[1]).flatten(1)
+
+
+def _q4_k(blocks: torch.Tensor, at: int = 16) -> torch.Tensor:
+    """32 bytes hold 64 codes: low nibbles, then high nibbles."""
+    packed = blocks[:, :, at : at + 128].unflatten(2, (4, 32))
+    return torch.stack((packed & 15, packed >> 4), 3).flatten(1)
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    fifth = (((blocks[:, :, None, 16:48] >> shifts[:, None]) & 1) << 4).flatten(1)
+    return _q4_k(blocks, 48) | fifth
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = blocks[:, :, 0:128].unflatten(2, (2, 1, 2, 32))  # [half, –, 32 or 64, l]
+    low = torch.cat((low & 15, low >> 4), 3).flatten(2)  # four runs of 32 per half
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, :, 128:192].unflatten(2, (2, 1, 32)) >> shifts[:, None]) & 3) << 4
+    return (low | high.flatten(2)).flatten(1) + 96
+
+
+def _q6_k_scale(blocks: torch.Tensor) -> torch.Tensor:
+    scales = blocks[:, :, 192:208].contiguous().view(torch.int8).float()
+    return (_half(blocks, 208).float()[:, :, None] * scales).flatten(1)
+
+
+def _scale_first(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0)
+
+
+def _minimum_second(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 2)
+
+
+GGUF_FORMATS: Mapping[str, GgufFormat] = {
+    "Q4_0": GgufFormat(
+        block_inputs=32, block_bytes=18, bits=4, codes=lambda b: _nibbles(b[:, :, 2:]).flatten(1), scale=_scale_first
+    ),
+    "Q4_1": GgufFormat(
+        block_inputs=32, block_bytes=20, bits=4, codes=lambda b: _nibbles(b[:, :, 4:]).flatten(1), scale=_scale_first,
+        offset=_minimum_second,
+    ),
+    "Q5_0": GgufFormat(
+        block_inputs=32, block_bytes=22, bits=8, codes=lambda b: _q5(b, 2).flatten(1) + 112, scale=_scale_first
+    ),
+    "Q5_1": GgufFormat(
+        block_inputs=32, block_bytes=24, bits=8, codes=lambda b: _q5(b, 4).flatten(1), scale=_scale_first, offset=_minimum_second
+    ),
+    "Q8_0": GgufFormat(
+        block_inputs=32, block_bytes=34, bits=8, codes=lambda b: b[:, :, 2:].flatten(1) ^ 128, scale=_scale_first
+    ),
+    "Q4_K": GgufFormat(block_inputs=256, block_bytes=144, bits=4, codes=_q4_k, scale=_k_scale, offset=_k_minimum),
+    "Q5_K": GgufFormat(block_inputs=256, block_bytes=176, bits=8, codes=_q5_k, scale=_k_scale, offset=_k_minimum),
+    "Q6_K": GgufFormat(block_inputs=256, block_bytes=210, bits=8, codes=_q6_k, scale=_q6_k_scale, group_size=16),
+    "IQ4_NL": GgufFormat(block_inputs=32, block_bytes=18, bits=8, codes=_iq4_nl, scale=_scale_first),
+}  # fmt: skip
