@@ -28,7 +28,10 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path, packed: frozenset[str] = frozenset()) -> Checkpoint:
-    """Open a .gguf file or a folder of safetensors. packed: names of a .gguf file's tensors to read as blocks of bytes. Raises `WeightError` if files are missing, truncated or malformed."""
+    """Open a .gguf file or a folder of safetensors. packed: names of a .gguf file's tensors to read as blocks of bytes.
+
+    Raises `WeightError` if files are missing, truncated or malformed.
+    """
     if path.suffix == ".gguf":
         return GgufCheckpoint(path, packed)
     return SafetensorsCheckpoint(path)

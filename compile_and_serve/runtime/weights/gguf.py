@@ -1,6 +1,7 @@
 """GGUF files: their metadata, and their weights under Hugging Face's config keys and tensor names.
 
-Weights are dequantized, or keep the file's blocks where the model takes them (`models/quantization_config.py`). This file parses the header. That takes tens of milliseconds for a vocabulary of 50 000 tokens, and finds a truncated file
+Weights are dequantized, or keep the file's blocks where the model takes them (`models/quantization_config.py`).
+This file parses the header. That takes tens of milliseconds for a vocabulary of 50 000 tokens, and finds a truncated file
 before any tensor is read. The package `gguf` dequantizes. ggml's docs/gguf.md specifies the format.
 
 Shape legend: O rows (out features), I columns (in features).
