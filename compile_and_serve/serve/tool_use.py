@@ -61,10 +61,6 @@ def tool_use(
         return ToolUse()
     if only_shown and mode == "auto" and parsers.tools is None:
         return ToolUse(shown=tools or ())
-    if mode != "auto":
-        raise ApiError(
-            400, "This server does not support forced tool calls yet: set tool_choice to 'auto'.", "tool_choice"
-        )
     parser = _parser(parsers, forced=mode != "auto")
     allowed = [tool for tool in known if name is None or tool.name == name]
     tag: dict[str, Any] | None

@@ -163,6 +163,90 @@ async def test_wrong_tools_are_a_400(start_server: StartServer, fields: dict[str
     assert message in response.json()["error"]["message"]
 
 
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+JSON_LIST = '[{"name": "get_weather", "parameters": {"city": "Zürich"}}, {"name": "now", "parameters": {}}]'
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_forced_call_in_the_models_format(start_server: StartServer, choice: Any, stream: bool) -> None:
+    server = await started(start_server, CALL)
+    response = await server.chat(tools=[TOOL, OTHER], tool_choice=choice, stream=stream)
+    if stream:
+        content, _, calls, finish = streamed(response.text)
+        names = [call["name"] for call in calls.values()]
+    else:
+        [answer] = response.json()["choices"]
+        content, finish = answer["message"]["content"] or "", answer["finish_reason"]
+        names = [call["function"]["name"] for call in answer["message"]["tool_calls"]]
+    assert (content, names, finish) == ("", ["get_weather"], "tool_calls")
+    compiled = grammar_of(server).compiled
+    assert "<tool_call>" in compiled
+    assert "get_weather" in compiled
+    assert ("now" in compiled) == (choice == "required")
+
+
+async def test_forced_calls_need_no_parser(start_server: StartServer) -> None:
+    """A template that knows tools but no known format: a JSON list, as in vLLM. One that knows none: Hermes' format."""
+    server = await started(start_server, JSON_LIST, tool_call_parser=None, enable_auto_tool_choice=False)
+    message = (await server.chat(tools=[TOOL, OTHER], tool_choice="required", max_tokens=300)).json()["choices"][0][
+        "message"
+    ]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "now"]
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    server = await started(
+        start_server, CALL, tool_call_parser=None, enable_auto_tool_choice=False, chat_template=plain
+    )
+    calls = [{"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    answer = (await server.chat(messages=messages, tools=[TOOL], tool_choice="required")).json()
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    prompt = prompt_of(server)
+    assert prompt.startswith("system: Be brief.\n\nYou may call these functions")
+    assert 'assistant: <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in prompt
+    assert "user: <tool_response>\nnoon\n</tool_response>" in prompt
+
+
+@pytest.mark.parametrize(
+    "parser", ["hermes", "llama3_json", "mistral", "qwen3_coder", "deepseek_v3", "pythonic", "granite", "phi4"]
+)
+async def test_grammar_of_every_format_compiles(start_server: StartServer, parser: str) -> None:
+    server = await started(start_server, CALL, tool_call_parser=parser)
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+    for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"tool_choice": "auto"}):
+        for parallel in (True, False):
+            response = await server.chat(tools=[strict, OTHER], parallel_tool_calls=parallel, **fields)
+            assert response.status_code == 200, response.text
+        has_trigger = parser in ("hermes", "mistral", "granite", "phi4")
+        assert (grammar_of(server) is not None) == (has_trigger or fields["tool_choice"] != "auto")
+
+
+async def test_invalid_schema_is_a_400_with_its_path(start_server: StartServer) -> None:
+    server = await started(start_server, CALL)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "text"}}}}}
+    response = await server.chat(tools=[tool], tool_choice="required", stream=True)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tools"
+    assert "properties" in error["message"]
+
+
+async def test_grammar_begins_after_the_reasoning(start_server: StartServer) -> None:
+    server = await started(start_server, "<think>I look.</think>" + CALL, reasoning_parser="qwen3")
+    message = (await server.chat(tools=[TOOL], tool_choice="required")).json()["choices"][0]["message"]
+    assert (message["reasoning"], len(message["tool_calls"])) == ("I look.", 1)
+    assert grammar_of(server).begins_after == [server.tokenizer.encode("</think>")]
+    closed = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+    server = await started(start_server, CALL, reasoning_parser="qwen3", chat_template=closed)
+    await server.chat(tools=[TOOL], tool_choice="required")
+    assert grammar_of(server).begins_after == []
+
+
 async def test_auto_without_a_parser_is_a_400(server: Server) -> None:
     for fields in ({}, {"tool_choice": "auto"}):
         response = await server.chat(tools=[TOOL], **fields)
