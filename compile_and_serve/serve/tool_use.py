@@ -162,9 +162,31 @@ def _tags(parser: type[ToolParser], tools: Sequence[Tool], *, only_strict: bool)
     for tool in tools:
         texts = parser.call_format(tool.name)
         assert texts is not None
-        schema = tool.schema if tool.strict or not only_strict else {"type": "object"}
+        schema = closed(tool.schema) if tool.strict or not only_strict else {"type": "object"}
         tags.append({"begin": texts[0], "content": {"type": "json_schema", "json_schema": schema}, "end": texts[1]})
     return tags
+
+
+def closed(schema: Any) -> Any:
+    """The schema without properties that it does not declare, unless it allows them itself.
+
+    A function does not know other arguments, and small models never end them.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    result = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), Mapping):
+            result[key] = {name: closed(part) for name, part in schema[key].items()}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            result[key] = [closed(part) for part in schema[key]]
+    if "items" in schema:
+        result["items"] = closed(schema["items"])
+    combines = any(key in schema for key in ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties"))
+    if isinstance(schema.get("properties"), Mapping) and not combines:
+        result.setdefault("additionalProperties", False)
+    return result
 
 
 def _calls(parser: type[ToolParser], tags: list[dict[str, Any]], *, parallel: bool) -> dict[str, Any]:

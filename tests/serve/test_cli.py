@@ -47,7 +47,8 @@ ENGINE_FLAGS = {
 FLAGS = {
     "serve": ENGINE_FLAGS | {
         "model", "--host", "--port", "--served-model-name", "--api-key", "--api-key-file", "--allowed-origins", "--root-path",
-        "--chat-template", "--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser", "--response-role", "--return-tokens-as-token-ids", "--shutdown-timeout", "--access-log",
+        "--chat-template", "--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser",
+        "--response-role", "--return-tokens-as-token-ids", "--shutdown-timeout", "--access-log",
         "--no-access-log", "--enable-graphs", "--max-body-size", "--enable-prompt-tokens-details",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},

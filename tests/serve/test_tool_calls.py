@@ -188,15 +188,13 @@ async def test_forced_call_in_the_models_format(start_server: StartServer, choic
 
 async def test_forced_calls_need_no_parser(start_server: StartServer) -> None:
     """A template that knows tools but no known format: a JSON list, as in vLLM. One that knows none: Hermes' format."""
-    server = await started(start_server, JSON_LIST, tool_call_parser=None, enable_auto_tool_choice=False)
-    message = (await server.chat(tools=[TOOL, OTHER], tool_choice="required", max_tokens=300)).json()["choices"][0][
-        "message"
-    ]
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "now"]
+    settings = {"tool_call_parser": None, "enable_auto_tool_choice": False}
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    server = await started(
-        start_server, CALL, tool_call_parser=None, enable_auto_tool_choice=False, chat_template=plain
-    )
+    server = await started(start_server, JSON_LIST, **settings, chat_template="{{ tools }}" + plain)
+    answer = (await server.chat(tools=[TOOL, OTHER], tool_choice="required", max_tokens=300)).json()
+    message = answer["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "now"]
+    server = await started(start_server, CALL, **settings, chat_template=plain)
     calls = [{"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]
     messages = [
         {"role": "system", "content": "Be brief."},
