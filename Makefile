@@ -21,7 +21,7 @@ DEVICE ?= $(if $(GPUS),cuda,cpu)
 WORKERS ?= $(if $(GPUS),0,auto)
 PYTEST  := -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: serve test test-slow check format test-torch211 test-torch215 test-gpu clean
+.PHONY: serve test test-slow test-sdk check format test-torch211 test-torch215 test-gpu clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -49,12 +49,25 @@ RANGE_TESTS := tests/compiler tests/models tests/runtime/runner
 test-torch211 test-torch215: test-torch%: .venv-torch%/.installed-dev
 	.venv-torch$*/bin/python $(PYTEST) -m "not slow" $(or $(TESTS),$(RANGE_TESTS)) $(ARGS)
 
+# Other people's clients against a live server. Some need older versions of packages that the other tests use: they get a venv of
+# their own, which finds everything else in the main one.
+test-sdk: .venv-sdk/.installed
+	.venv-sdk/bin/python -m pytest tests/sdk $(ARGS)
+
+.venv-sdk/.installed: pyproject.toml $(VENV)/.installed-dev
+	test -x .venv-sdk/bin/python || $(BIN)/python -m venv .venv-sdk
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["sdk"], sep="\n")' \
+		| .venv-sdk/bin/python -m pip install --quiet -r /dev/stdin
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$(.venv-sdk/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main-venv.pth"
+	@touch $@
+
 # Tests that need a CUDA device, with the Python of that host (torch and the [cuda] packages already there).
 test-gpu:
 	$(PYTHON) -m pytest -m "gpu or multigpu" $(TESTS) $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch211 .venv-torch215 build dist *.egg-info
+	rm -rf .venv .venv-sdk .venv-torch211 .venv-torch215 build dist *.egg-info
 
 # torch goes first and alone, so that the index's build for this device is taken. For a CPU the exact version matches a CPU
 # build where the index has one; for a GPU that build is excluded. Later steps name the same build again: otherwise pip may

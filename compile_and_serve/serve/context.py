@@ -95,24 +95,26 @@ class ServerContext:
         given = wanted or request.headers.get("x-request-id", "")[:256]
         return f"{prefix}-{given or uuid.uuid4().hex}"
 
-    def render(self, body: ChatFields, *, only_prompt: bool = False) -> tuple[str, ToolUse]:
-        """The text of a conversation, and how its answer may use tools. only_prompt: there is no answer. Raises a 400."""
+    def tool_use(self, body: ChatFields, *, only_prompt: bool = False) -> ToolUse:
+        """How the answer may use the request's tools. only_prompt: there is no answer. Raises a 400."""
         parallel = body.parallel_tool_calls is not False
-        use = tool_use(body.tools, body.tool_choice, self.parsers, parallel=parallel, only_shown=only_prompt)
+        return tool_use(body.tools, body.tool_choice, self.parsers, parallel=parallel, only_shown=only_prompt)
+
+    def render(self, body: ChatFields, use: ToolUse) -> str:
+        """The text of a conversation with its tools. Raises a 400."""
         messages: Sequence[Any] = body.messages
         tools = use.shown
         with user_errors():
             tokenizer = self.inputs.require_tokenizer("a conversation")
             if tools and not self.parsers.template_uses_tools and use.parser is not None:
                 messages, tools = describe_tools(messages, tools, use.parser), ()
-            text = self.templates.render(
+            return self.templates.render(
                 tokenizer,
                 messages,
                 template=self.settings.chat_template,
                 tools=tools or None,
                 **body.template_options(),
             )
-        return text, use
 
     def encode(
         self, text: str, params: SamplingParams, *, add_special_tokens: bool, names: Mapping[str, str] | None = None

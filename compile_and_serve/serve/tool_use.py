@@ -64,10 +64,13 @@ def tool_use(
     parser = _parser(parsers, forced=mode != "auto")
     allowed = [tool for tool in known if name is None or tool.name == name]
     tag: dict[str, Any] | None
-    if mode != "auto":
-        tag = _forced(parser, allowed, parallel=parallel and name is None)
-    else:
-        tag = _triggered(parser, allowed, parallel=parallel) if any(tool.strict for tool in allowed) else None
+    try:
+        if mode != "auto":
+            tag = _forced(parser, allowed, parallel=parallel and name is None)
+        else:
+            tag = _triggered(parser, allowed, parallel=parallel) if any(tool.strict for tool in allowed) else None
+    except RecursionError:
+        raise ApiError(400, "The schemas of the tools are nested too deeply.", "tools") from None
     grammar = None
     if tag is not None:
         grammar = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag})

@@ -104,6 +104,7 @@ class GrammarChecker:
 
 
 def _encode(params: StructuredOutputsParams, special: Mapping[str, int]) -> bytes:
+    params = msgspec.structs.replace(params, begins_after=[])  # not a part of the grammar
     try:
         request = msgspec.msgpack.encode(
             CheckRequest(params, dict(special) if params.structural_tag is not None else {})

@@ -37,8 +37,9 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, context: Context) -> Response:
     """Answer a conversation. With `stream`, server-sent events of chunks, then `[DONE]`."""
-    await context.check_structure(body.structure())
-    answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context), renders=True)
+    tools = await context.prepare(request, lambda: context.tool_use(body))
+    await context.check_structure(body.structure() if tools.grammar is None else tools.grammar)
+    answer = await context.prepare(request, lambda: _Answer.prepare(body, tools, request, context), renders=True)
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -81,7 +82,7 @@ class _Answer:
         }
 
     @classmethod
-    def prepare(cls, body: ChatCompletionRequest, request: Request, context: ServerContext) -> _Answer:
+    def prepare(cls, body: ChatCompletionRequest, tools: ToolUse, request: Request, context: ServerContext) -> _Answer:
         """Check the whole request before an answer begins. Raises `ApiError`."""
         model = context.check_model(body.model)
         check_fields(body)
@@ -94,7 +95,7 @@ class _Answer:
             logprobs=body.num_logprobs(),
             names=names,
         )
-        text, tools = context.render(body)
+        text = context.render(body, tools)
         params = _with_parsers(params, text, tools, context.parsers)
         if tools.grammar is not None:
             names = {**names, "structured_outputs": "tools"}

@@ -32,7 +32,7 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
         if body.prompt is not None:
             text, add = body.prompt, body.add_special_tokens is not False
         else:
-            text, _ = context.render(body, only_prompt=True)
+            text = context.render(body, context.tool_use(body, only_prompt=True))
             add = bool(body.add_special_tokens)
     if len(text) > MAX_CHARACTERS:
         sentence = f"The text has {len(text)} characters, but /tokenize accepts at most {MAX_CHARACTERS}."
