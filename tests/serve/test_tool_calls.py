@@ -319,3 +319,18 @@ async def test_reasoning_effort_reaches_the_template(start_server: StartServer) 
     server = await started(start_server, "C", chat_template=TEMPLATE + "{{ reasoning_effort }}")
     await server.chat(reasoning_effort="low")
     assert prompt_of(server).endswith("low")
+
+
+async def test_thinking_budget_reaches_the_engine(start_server: StartServer) -> None:
+    server = await started(start_server, THOUGHT, reasoning_parser="qwen3")
+    assert (await server.chat(thinking_token_budget=7)).status_code == 200
+    structured = grammar_of(server)
+    encode = server.tokenizer.encode
+    assert (structured.thinking_token_budget, structured.is_free) == (7, True)
+    assert (structured.begins_after, structured.thinking_starts) == ([encode("</think>")], encode("<think>"))
+    await server.chat(thinking_token_budget=-1)
+    assert grammar_of(server) is None
+    plain = await start_server()
+    response = await plain.chat(thinking_token_budget=7)
+    assert response.status_code == 400
+    assert "--reasoning-parser" in response.json()["error"]["message"]

@@ -257,7 +257,8 @@ class ModelRunner:
             try:
                 if structured is not None:
                     self._add_sequence(request, data.stop_token_ids, tokens[num_prompt:])
-                    params = msgspec.structs.replace(params, min_tokens=0)  # which the masks see to
+                    if not structured.is_free:
+                        params = msgspec.structs.replace(params, min_tokens=0)  # which the masks see to
                 sampler.add(request.slot, params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
                 request.needs_history = batch.query_len > 1 and (
                     sampler.needs_history(request.slot) or bool(structured and structured.begins_after)
@@ -277,7 +278,15 @@ class ModelRunner:
         assert structured is not None
         assert structured.compiled is not None
         grammar = self.grammars.compile(structured.compiled).result()  # compiled before the request was scheduled
-        sequence = GrammarSequence(grammar, structured.begins_after, request.params.min_tokens, stop_ids)
+        sequence = GrammarSequence(
+            grammar,
+            structured.begins_after,
+            request.params.min_tokens,
+            stop_ids,
+            thinking_token_budget=structured.thinking_token_budget,
+            thinking_starts=structured.thinking_starts,
+            is_free=structured.is_free,
+        )
         sequence.advance(output.tolist())
         self._sequences[request.slot] = sequence
 

@@ -83,7 +83,7 @@ class Request:
         if params.max_tokens is not None:
             self.max_total_tokens = min(max_len, self.num_prompt_tokens + params.max_tokens)
         self.min_total_tokens = self.num_prompt_tokens + params.min_tokens
-        is_structured = params.structured_outputs is not None
+        is_structured = params.structured_outputs is not None and not params.structured_outputs.is_free
         if is_structured:  # the masks see to min_tokens, where the grammar allows it
             self.min_total_tokens = self.num_prompt_tokens
         self.end_ids = frozenset() if params.ignore_eos and not is_structured else frozenset(request.eos_token_ids)

@@ -104,7 +104,8 @@ class GrammarChecker:
 
 
 def _encode(params: StructuredOutputsParams, special: Mapping[str, int]) -> bytes:
-    params = msgspec.structs.replace(params, begins_after=[])  # not a part of the grammar
+    # What is not a part of the grammar:
+    params = msgspec.structs.replace(params, begins_after=[], thinking_token_budget=None, thinking_starts=[])
     try:
         request = msgspec.msgpack.encode(
             CheckRequest(params, dict(special) if params.structural_tag is not None else {})

@@ -63,16 +63,21 @@ def to_grammar(params: StructuredOutputsParams, special: Mapping[str, int]) -> s
 
 def check_kind(params: StructuredOutputsParams) -> str:
     """The name of the field that is set. Raises `GrammarError` unless it is exactly one."""
-    given = [
-        name
-        for name in KINDS
-        if getattr(params, name) not in (None, False) or (name == "json" and params.json is False)
-    ]
+    given = forms_of(params)
     if len(given) != 1:
         names = ", ".join(KINDS)
         found = " and ".join(given) or "none"
         raise GrammarError(f"Exactly one of {names} must be given, got {found}")
     return given[0]
+
+
+def forms_of(params: StructuredOutputsParams) -> list[str]:
+    """The names of the forms that are set."""
+    return [
+        name
+        for name in KINDS
+        if getattr(params, name) not in (None, False) or (name == "json" and params.json is False)
+    ]
 
 
 def _part(kind: str, value: Any, path: str, params: StructuredOutputsParams) -> dict[str, Any]:

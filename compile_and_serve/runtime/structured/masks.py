@@ -26,13 +26,17 @@ _MAX_THREADS = 8
 class GrammarSequence:
     """Where one sequence is in its grammar.
 
-    begins_after: see `StructuredOutputsParams`. min_tokens: output tokens before which none of stop_ids may follow, unless nothing
-    else can. error: why no mask can be computed any more, as a sentence.
+    begins_after, thinking_token_budget, thinking_starts, is_free: see `StructuredOutputsParams`. min_tokens: output tokens before
+    which none of stop_ids may follow, unless nothing else can. error: why no mask can be computed any more, as a sentence.
     """
 
     __slots__ = (
         "_begins_after",
+        "_budget",
+        "_is_free",
         "_recent",
+        "_starts",
+        "_thinking_tokens",
         "error",
         "has_begun",
         "has_ended",
@@ -48,6 +52,10 @@ class GrammarSequence:
         begins_after: Sequence[Sequence[int]],
         min_tokens: int,
         stop_ids: Sequence[int],
+        *,
+        thinking_token_budget: int | None = None,
+        thinking_starts: Sequence[int] = (),
+        is_free: bool = False,
     ) -> None:
         self.matcher = grammar.deep_copy()
         self.min_tokens = min_tokens
@@ -58,22 +66,41 @@ class GrammarSequence:
         self.error: str | None = None
         self._begins_after = [list(marker) for marker in begins_after]
         self._recent: list[int] = []
+        self._budget = thinking_token_budget
+        self._starts = list(thinking_starts)
+        self._thinking_tokens: int | None = None if thinking_starts else 0  # None: not started
+        self._is_free = is_free
 
     @property
     def is_masked(self) -> bool:
         """Whether the grammar restricts the next token."""
-        return self.has_begun and not self.has_ended
+        return (self.has_begun and not self.has_ended and not self._is_free) or self.forced_token is not None
+
+    @property
+    def forced_token(self) -> int | None:
+        """The next token of the marker that ends free text whose budget is used up."""
+        if self.has_begun or self._budget is None or (self._thinking_tokens or 0) < self._budget:
+            return None
+        if self._thinking_tokens is None:
+            return None
+        marker = self._begins_after[0]
+        known = next(n for n in range(len(marker) - 1, -1, -1) if self._recent[len(self._recent) - n :] == marker[:n])
+        return marker[known]
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Follow tokens that the sequence generated."""
         for token in tokens:
             self.num_tokens += 1
             if not self.has_begun:
-                longest = max(map(len, self._begins_after))
+                longest = max(len(self._starts), *map(len, self._begins_after))
                 self._recent = [*self._recent, token][-longest:]
+                if self._thinking_tokens is not None:
+                    self._thinking_tokens += 1
+                elif self._recent[-len(self._starts) :] == self._starts:
+                    self._thinking_tokens = 0
                 self.has_begun = any(self._recent[-len(marker) :] == marker for marker in self._begins_after)
                 continue
-            if self.has_ended:
+            if self.has_ended or self._is_free:
                 return
             if not self.matcher.consume_token(token):
                 self.error = self.error or describe(self.matcher)
@@ -112,12 +139,20 @@ class TokenMasks:
         masks, rows_M = self._masks_MW.numpy(), self._rows_M.numpy()
         count = 0
         jobs: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        forced: list[tuple[int, int]] = []
         for rows in masked:
-            jobs.append((rows.sequence.matcher, count, rows.drafts))
+            token = rows.sequence.forced_token
+            if token is None:
+                jobs.append((rows.sequence.matcher, count, rows.drafts))
+            else:
+                forced.append((count, token))
             for offset in range(1 + len(rows.drafts)):
                 rows_M[count] = rows.first_row + offset
                 count += 1
         masks[:count] = -1  # rows behind a guess that the grammar excludes are not written
+        for row, token in forced:
+            masks[row] = 0
+            masks.view(np.uint32)[row, token // 32] = np.uint32(1) << np.uint32(token % 32)
         pointer, width = self._masks_MW.data_ptr(), masks.strides[0]
         if with_drafts := [job for job in jobs if job[2]]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, pointer, width, count)
@@ -127,7 +162,8 @@ class TokenMasks:
         else:
             for matcher, row in single:
                 matcher.unsafe_compute_mask_ptr(pointer + row * width, width)
-        for rows, (matcher, row, _) in zip(masked, jobs, strict=True):
+        followed = [rows for rows in masked if rows.sequence.forced_token is None]
+        for rows, (matcher, row, _) in zip(followed, jobs, strict=True):
             sequence = rows.sequence
             if matcher.is_error():
                 sequence.error = describe(matcher)

@@ -25,7 +25,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     begins_after: token id sequences. Tokens are free until the first of them was generated, and structured after it. Empty:
     structured from the first token. A reasoning parser puts the ids of its end marker here.
 
-    compiled: the checked grammar, which `InputProcessor` puts in place of the fields above for the engine.
+    thinking_token_budget: after so many free tokens the first of begins_after is forced, one token per step. None: no limit.
+    May be set without any form. thinking_starts: token ids after which the tokens count; empty: the first token counts.
+
+    is_free: nothing but the budget restricts the output. compiled: the checked grammar. `InputProcessor` puts both in place of
+    the form for the engine.
 
     A request carries them in `SamplingParams.structured_outputs`. `InputProcessor.prepare` checks them and raises
     `SamplingParamsError` with the path of the part that is wrong. The end-of-sequence ids are allowed only where the output
@@ -41,4 +45,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     begins_after: list[list[int]] = []
+    thinking_token_budget: int | None = None
+    thinking_starts: list[int] = []
+    is_free: bool = False
     compiled: str | None = None

@@ -11,6 +11,7 @@ from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepDa
 from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.structured.checker import grammar_checker
+from compile_and_serve.runtime.structured.grammar import forms_of
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -120,7 +121,10 @@ class InputProcessor:
     ) -> EngineRequest:
         """The engine request for a prompt and parameters that `prepare` has returned."""
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else []
-        ignores_eos = params.ignore_eos and params.structured_outputs is None  # a complete structured output ends
+        structured = params.structured_outputs
+        ignores_eos = params.ignore_eos and (
+            structured is None or structured.is_free
+        )  # a complete structured output ends
         stops = list(dict.fromkeys([*params.stop_token_ids, *([] if ignores_eos else eos)]))
         return EngineRequest(
             request_id=request_id,
@@ -161,15 +165,23 @@ class InputProcessor:
             )
         if structured.compiled is not None:
             return structured
+        is_free = structured.thinking_token_budget is not None and not forms_of(structured)
+        form = msgspec.structs.replace(structured, regex=r"(.|\n)*") if is_free else structured
         if not all(structured.begins_after):
             raise SamplingParamsError(
                 "structured_outputs", "structured_outputs.begins_after must not hold empty lists."
             )
         try:
-            grammar = grammar_checker().check(structured, tokenizer.special_texts)
+            grammar = grammar_checker().check(form, tokenizer.special_texts)
         except GrammarError as error:
             raise SamplingParamsError("structured_outputs", f"structured_outputs: {error}.") from error
-        return StructuredOutputsParams(compiled=grammar, begins_after=structured.begins_after)
+        return StructuredOutputsParams(
+            compiled=grammar,
+            begins_after=structured.begins_after,
+            thinking_token_budget=structured.thinking_token_budget if structured.begins_after else None,
+            thinking_starts=structured.thinking_starts,
+            is_free=is_free,
+        )
 
     def _check_ids(self, params: SamplingParams) -> None:
         verify_token_ids(params, params.stop_token_ids, self.info.vocab_size)

@@ -40,6 +40,15 @@ class Parsers:
             return []
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in self.reasoning.end_texts()]
 
+    def reasoning_start(self, prompt: str) -> list[int]:
+        """Token ids that begin the reasoning; empty if the output begins with it."""
+        parser = self.reasoning
+        if parser is None or self.tokenizer is None or parser.opened_by_default or not parser.starts:
+            return []
+        if prompt.rstrip().endswith(parser.starts):
+            return []
+        return self.tokenizer.encode(parser.starts[0], add_special_tokens=False)
+
     def output_parser(
         self,
         prompt: str,

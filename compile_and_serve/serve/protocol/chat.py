@@ -69,6 +69,9 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     include_reasoning: bool | None = Field(default=True, description="false: leave the reasoning out of the answer.")
+    thinking_token_budget: int | None = Field(
+        default=None, ge=-1, lt=2**31, description="Tokens after which the reasoning is ended; -1: no limit."
+    )
     echo: bool | None = Field(
         default=False, description="Begin the answer with the last message if that has the answer's role."
     )

@@ -154,7 +154,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt_embeds": _only((), "This server does not support prompt_embeds."),
     "mm_processor_kwargs": _only(({},), "This model reads text only."),
     "kv_transfer_params": _only((), "This server does not support KV transfer yet."),
-    "thinking_token_budget": _only((), "This server does not support thinking_token_budget."),
+    "thinking_token_budget": _only((), "thinking_token_budget is supported on /v1/chat/completions."),
 }
 # OpenAI's fields that do not change this server's answers.
 _HARMLESS = frozenset(

@@ -10,11 +10,12 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.chat_message import MessageDeltas, whole_message
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.engine import Generation
-from compile_and_serve.serve.errors import user_errors
+from compile_and_serve.serve.errors import ApiError, user_errors
 from compile_and_serve.serve.json_body import JsonRoute
 from compile_and_serve.serve.parsers.events import ParsedMessage
 from compile_and_serve.serve.parsers.output import OutputParser
@@ -96,7 +97,7 @@ class _Answer:
             names=names,
         )
         text = context.render(body, tools)
-        params = _with_parsers(params, text, tools, context.parsers)
+        params = _with_parsers(params, text, tools, context.parsers, body.thinking_token_budget)
         if tools.grammar is not None:
             names = {**names, "structured_outputs": "tools"}
         ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens), names=names)
@@ -247,13 +248,31 @@ class _Choice:
         return chunks
 
 
-def _with_parsers(params: SamplingParams, text: str, tools: ToolUse, parsers: Parsers) -> SamplingParams:
-    """The parameters with the grammar of the tools, which begins after the reasoning, and the tokens that parsers read."""
+def _with_parsers(
+    params: SamplingParams, text: str, tools: ToolUse, parsers: Parsers, budget: int | None
+) -> SamplingParams:
+    """The parameters with the grammar of the tools, which begins after the reasoning, and the tokens that parsers read.
+
+    text: the prompt. budget: tokens of the reasoning.
+    """
     changes: dict[str, Any] = {}
     structured = tools.grammar if tools.grammar is not None else params.structured_outputs
+    reasoning = parsers.reasoning
+    budget = None if budget == -1 else budget
+    if budget is not None and (reasoning is None or not parsers.reasoning_ends()):
+        sentence = "thinking_token_budget needs a reasoning parser: start the server with --reasoning-parser NAME."
+        raise ApiError(400, sentence, "thinking_token_budget")
+    if reasoning is not None and reasoning.begins_with_reasoning(text):
+        if budget is not None and structured is None:
+            structured = StructuredOutputsParams()
+        if structured is not None:
+            structured = msgspec.structs.replace(
+                structured,
+                begins_after=parsers.reasoning_ends(),
+                thinking_token_budget=budget,
+                thinking_starts=parsers.reasoning_start(text),
+            )
     if structured is not None:
-        if parsers.reasoning is not None and parsers.reasoning.begins_with_reasoning(text):
-            structured = msgspec.structs.replace(structured, begins_after=parsers.reasoning_ends())
         changes["structured_outputs"] = structured
     if parsers.needs_special_tokens(tools.parser):
         changes["skip_special_tokens"] = False

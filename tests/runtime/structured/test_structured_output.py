@@ -260,6 +260,24 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
 
 
+@pytest.mark.parametrize("form", [{}, {"regex": "[0-9]{3}"}])
+def test_thinking_ends_at_its_budget(llm: LLM, form: dict[str, Any]) -> None:
+    tokenizer = llm.get_tokenizer()
+    marker = tokenizer.encode(" end of it", add_special_tokens=False)
+    assert len(marker) > 1
+    budget = StructuredOutputsParams(begins_after=[marker], thinking_token_budget=5, **form)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, structured_outputs=budget)
+    plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    [limited], [free] = ([output.outputs[0] for output in generate(llm, one)] for one in (params, plain))
+    assert list(limited.token_ids[:5]) == list(free.token_ids[:5])
+    assert list(limited.token_ids[5 : 5 + len(marker)]) == marker
+    rest = list(limited.token_ids[5 + len(marker) :])
+    if form:
+        assert re.fullmatch("[0-9]{3}", tokenizer.decode(rest).strip())
+    else:
+        assert len(limited.token_ids) == 40
+
+
 class TestMasks:
     """Masks of several rows a sequence, as guessed tokens need them."""
 
@@ -289,6 +307,22 @@ class TestMasks:
         logits = torch.zeros(1, tokenizer.vocab_size)
         masks.apply(logits, masks.fill([MaskedRows(first_row=0, sequence=sequence, drafts=[])]))
         assert set(torch.isfinite(logits[0]).nonzero().flatten().tolist()) & {a, b, c} == {a, b}
+
+    def test_thinking_counts_from_its_start(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+        start, end = [7, 8], [9, 10, 9]
+        options = {"begins_after": [end], "thinking_starts": start, "thinking_token_budget": 2, "is_free": True}
+        sequence = self.sequence(compiler, StructuredOutputsParams(regex="a"), **options)
+        expected = {5: None, 7: None, 8: None, 6: None, 11: 9, 9: 10, 10: 9}
+        for token, forced in expected.items():
+            sequence.advance([token])
+            assert sequence.forced_token == forced
+            assert sequence.is_masked == (forced is not None)
+        sequence.advance([9])
+        assert sequence.has_begun
+        assert not sequence.is_masked
+        never = self.sequence(compiler, StructuredOutputsParams(regex="a"), **options)
+        never.advance([1] * 50)
+        assert never.forced_token is None
 
     def test_tokens_after_the_end_are_ignored(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
         eos = tokenizer.eos_token_ids[0]
