@@ -238,14 +238,24 @@ class Tiles:
 
     @property
     def name(self) -> str:
-        return f"grouped {self.block_p}x{self.block_f}x{self.depth}/{self.block_o}"
+        return f"grouped {self.block_p}x{self.block_f}x{self.depth}/{self.block_o} {self.stages} stages"
 
 
 # By the number of pairs that an expert has on average, the likely best first.
-_FEW = (Tiles(16, 32, 64, 256, 3, 4), Tiles(16, 64, 128, 128, 4, 4), Tiles(16, 64, 64, 128, 4, 4))
-_SOME = (Tiles(32, 64, 128, 128, 3, 4), Tiles(16, 64, 128, 128, 4, 4), Tiles(64, 64, 128, 64, 4, 4))
-_MORE = (Tiles(64, 64, 128, 64, 4, 4), Tiles(64, 128, 128, 64, 3, 8), Tiles(128, 64, 128, 64, 4, 8))
-_MANY = (Tiles(128, 128, 256, 64, 3, 8), Tiles(128, 64, 128, 64, 4, 8), Tiles(128, 128, 128, 64, 3, 8))
+_FEW = (Tiles(16, 64, 128, 128, 4, 4), Tiles(16, 32, 64, 256, 3, 4), Tiles(16, 64, 64, 128, 4, 4))
+_SOME = (
+    Tiles(32, 64, 128, 128, 3, 4),
+    Tiles(16, 64, 128, 128, 4, 4),
+    Tiles(32, 64, 128, 128, 4, 4),
+    Tiles(32, 64, 128, 64, 6, 4),
+)
+_MORE = (
+    Tiles(64, 64, 128, 64, 4, 4),
+    Tiles(64, 128, 128, 64, 3, 8),
+    Tiles(32, 64, 128, 128, 3, 4),
+    Tiles(128, 64, 128, 64, 4, 8),
+)
+_MANY = (Tiles(128, 128, 256, 64, 4, 8), Tiles(128, 128, 256, 64, 3, 8), Tiles(128, 128, 128, 64, 4, 8))
 
 
 def grouped_tiles(num_pairs: int, num_experts: int) -> tuple[Tiles, ...]:

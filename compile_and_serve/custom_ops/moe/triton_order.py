@@ -22,7 +22,7 @@ from compile_and_serve.custom_ops.triton_common import (
 )
 
 _MAX_TILE = 4096  # pairs that a program loads at once
-_MAX_UNCOUNTED = 8192  # with more pairs, they are counted by a kernel of their own
+_MAX_UNCOUNTED = 8192  # with more pairs, they are counted and placed by kernels of their own
 _COUNT_TILE = 1024
 _COUNT_ROWS = 16  # tiles whose counts are added at once
 
@@ -60,7 +60,7 @@ def _order_kernel(
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_COUNTS: tl.constexpr, COUNT_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Each program counts the pairs of every expert, and then places those of its own expert.
+    # Each program counts the pairs of every expert, and then writes its own expert's blocks. With counts, `_place_kernel` places the pairs.
     expert = tl.program_id(0)
     bins_X = tl.arange(0, BINS)
     let_next_start(PDL)
@@ -90,7 +90,7 @@ def _order_kernel(
     begin = first_block * BLOCK_SIZE
     tl.store(order_ptr + begin + count + spots, num_pairs, mask=count + spots < num_blocks * BLOCK_SIZE)
     placed = 0
-    if count > 0:
+    if count > 0 and not HAS_COUNTS:
         for start in range(0, num_pairs, TILE):
             pairs_P = start + tl.arange(0, TILE)
             ids_P = tl.load(ids_ptr + pairs_P, mask=pairs_P < num_pairs, other=BINS - 1)
@@ -98,6 +98,37 @@ def _order_kernel(
             spots_P = placed + tl.cumsum(is_mine_P, 0) - 1
             tl.store(order_ptr + begin + spots_P, pairs_P, mask=is_mine_P > 0)
             placed += tl.sum(is_mine_P, 0)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _place_kernel(
+    ids_ptr, counts_ptr, order_ptr, num_pairs, num_tiles,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, COUNT_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # Each program places a tile of pairs: it sorts them by expert, and knows how many pairs of an expert the tiles before it have.
+    tile = tl.program_id(0)
+    bins_X = tl.arange(0, BINS)
+    spots_P = tl.arange(0, TILE)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    total_X = tl.zeros((BINS,), dtype=tl.int32)
+    before_X = tl.zeros((BINS,), dtype=tl.int32)
+    for start in range(0, num_tiles, COUNT_ROWS):
+        rows_R = start + tl.arange(0, COUNT_ROWS)
+        at_RX = counts_ptr + rows_R[:, None] * BINS + bins_X[None, :]
+        counts_RX = tl.load(at_RX, mask=rows_R[:, None] < num_tiles, other=0)
+        total_X += tl.sum(counts_RX, 0)
+        before_X += tl.sum(tl.where(rows_R[:, None] < tile, counts_RX, 0), 0)
+    blocks_X = tl.where(bins_X < NUM_EXPERTS, (total_X + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
+    ids_P = tl.load(ids_ptr + tile * TILE + spots_P, mask=tile * TILE + spots_P < num_pairs, other=BINS - 1)
+    here_X = tl.histogram(ids_P, BINS)
+    keys_P = tl.sort(ids_P * TILE + spots_P)
+    sorted_ids_P = keys_P // TILE
+    # Where the expert's first pair of this tile goes, less its place in the sorted tile.
+    shift_X = (tl.cumsum(blocks_X, 0) - blocks_X) * BLOCK_SIZE + before_X - (tl.cumsum(here_X, 0) - here_X)
+    to_P = tl.gather(shift_X, sorted_ids_P, 0) + spots_P
+    tl.store(order_ptr + to_P, tile * TILE + keys_P % TILE, mask=sorted_ids_P < NUM_EXPERTS)
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_size: int) -> int:
@@ -134,4 +165,10 @@ def order_by_expert(ids_TK: torch.Tensor, num_experts: int, block_size: int) -> 
         NUM_EXPERTS=num_experts, BINS=bins, BLOCK_SIZE=block_size, TILE=tile, HAS_COUNTS=counts is not None,
         COUNT_ROWS=_COUNT_ROWS, PDL=pdl, num_warps=4 if tile <= 1024 else 8, **launch_options(pdl),
     )  # fmt: skip
+    if counts is not None:
+        launch(
+            _place_kernel, (tiles,), ids_TK, counts, order.pairs, num_pairs, tiles,
+            NUM_EXPERTS=num_experts, BINS=bins, BLOCK_SIZE=block_size, TILE=_COUNT_TILE, COUNT_ROWS=_COUNT_ROWS, PDL=pdl,
+            num_warps=4, **launch_options(pdl),
+        )  # fmt: skip
     return order

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import json
 from compile_and_serve.custom_ops.moe import triton_experts as e
-from compile_and_serve.custom_ops.moe.triton_order import _count_kernel, _order_kernel
+from compile_and_serve.custom_ops.moe.triton_order import _count_kernel, _order_kernel, _place_kernel
 from compile_and_serve.custom_ops.moe.triton_route import _route_kernel
 from tests.support.hopper import compiled
 
@@ -36,6 +36,7 @@ found["route"] = facts(_route_kernel, NOTHING | dict(NUM_EXPERTS=128, BLOCK_X=12
                                                      NUM_GROUPS=1, TOP_GROUPS=1), 1)
 found["count"] = facts(_count_kernel, dict(BINS=256, TILE=1024), 4)
 found["order"] = facts(_order_kernel, dict(NUM_EXPERTS=128, BINS=256, BLOCK_SIZE=128, TILE=4096, HAS_COUNTS=True, COUNT_ROWS=16), 8)
+found["place"] = facts(_place_kernel, dict(NUM_EXPERTS=128, BINS=256, BLOCK_SIZE=128, TILE=1024, COUNT_ROWS=16), 4)
 found["gemv gate_up"] = facts(e._gemv_gate_up_kernel, NOTHING | dict(CLAMPED=False, BLOCK_F=4, BLOCK_D=1024, LANES=8), 4)
 found["gemv down"] = facts(e._gemv_down_kernel, NOTHING | dict(BLOCK_K=8, BLOCK_O=4, BLOCK_F=256), 4)
 for tiles in {*e._FEW, *e._SOME, *e._MORE, *e._MANY}:
