@@ -42,7 +42,7 @@ def test_logprobs_are_those_of_rounded_keys_and_values(
     prompts = {f"r{i}": prompt_of(i, 5 + 13 * i) for i in range(4)}
     for _ in range(2):  # again, from cached blocks where they are kept
         outputs = run_requests(core, [request(name, p, logprobs=0, max_tokens=20) for name, p in prompts.items()])
-        rounding = 0.0
+        ours, rounding = [], []
         for name, prompt in prompts.items():
             tokens = [token for step in outputs[name] for token in step.new_token_ids]
             found = torch.tensor([step.new_logprobs[0].logprobs[0] for step in outputs[name] if step.new_logprobs])
@@ -50,11 +50,12 @@ def test_logprobs_are_those_of_rounded_keys_and_values(
             expected, unrounded = (
                 plain_logprobs(core, prompt + tokens, dtype)[rows, tokens] for dtype in (FP8, torch.float32)
             )
-            # Sums in another order may round a key to the next float8: nothing beside what the rounding itself does.
-            assert (found - expected).abs().max() < 0.02
-            assert (found - expected).abs().mean() < 1e-3
-            rounding = max(rounding, (found - unrounded).abs().max().item())
-        assert rounding > 0.02
+            ours.append((found - expected).abs())
+            rounding.append((expected - unrounded).abs())
+        # A key or value whose last bits differ may be rounded to the next float8, 2⁻³ away. Of the thousands of elements, each with an
+        # error of up to 2⁻⁴, a last bit of 2⁻²⁴ decides that for less than one on average. So the error of a few is the limit.
+        assert torch.cat(ours).max() < torch.cat(rounding).max() / 2
+        assert torch.cat(ours).mean() < torch.cat(rounding).mean() / 10
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "itemsize"), [("auto", 4), ("fp8", 1)])
