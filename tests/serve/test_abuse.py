@@ -292,14 +292,22 @@ def test_full_queue(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("victim", ["api", "template", "engine", "rank"])
 def test_a_killed_process_leaves_nothing(
-    tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool, victim: str
+    tiny_llama_dir: Path,
+    short_dir: Path,
+    shared_cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_long: bool,
+    victim: str,
 ) -> None:
     if victim in ("engine", "rank") and not is_long:
         pytest.skip("only with --abuse long; test_parallel.py and test_end_to_end.py kill these")
     monkeypatch.setenv("TMPDIR", str(short_dir))
     before = abandoned_shared_memory()
-    ranks = ("-tp", "2") if victim == "rank" else ()
-    server = ServerProcess(str(tiny_llama_dir), "--shutdown-timeout", "1", *ranks, *OPTIONS)
+    options = [*OPTIONS, "--shutdown-timeout", "1", "--cache-dir", str(shared_cache_dir)]
+    if victim == "rank":
+        options.remove("--enforce-eager")  # only a compiled model can be sharded
+        options += ["-tp", "2"]
+    server = ServerProcess(str(tiny_llama_dir), *options)
     try:
         with server.client() as client:
             body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
