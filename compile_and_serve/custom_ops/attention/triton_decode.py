@@ -206,10 +206,12 @@ def decode_config(
     (4096 in float8) are split: a single long one would run alone at the end. (64 sequences, four of them with 8000 tokens, take 111 µs
     instead of 268 µs. Without long sequences, the ability to split costs some per cent.) One warp per program is the fastest where the
     programs are enough to keep the loads in flight. Float8 tiles are twice as long, because instructions per tile are the limit there.
-    Heads of more than 128 values get tiles of half as many keys, so that a tile fits the registers.
+    Heads of more than 128 values get tiles of half as many keys, or two warps, so that a tile fits the registers.
     """
-    tile, *others = _decode_config(num_seqs, num_kv_heads, sms, itemsize)
-    return (max(16, tile // 2) if head_dim > 128 else tile, *others)  # type: ignore[return-value]
+    tile, splits, stages, warps, min_split = _decode_config(num_seqs, num_kv_heads, sms, itemsize)
+    if head_dim > 128:
+        tile, warps = max(32, tile // 2), max(2, warps)
+    return tile, splits, stages, warps, min_split
 
 
 def _decode_config(num_seqs: int, num_kv_heads: int, sms: int, itemsize: int) -> tuple[int, int, int, int, int]:

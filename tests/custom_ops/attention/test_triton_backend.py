@@ -228,7 +228,7 @@ def test_configurations_are_powers_of_two() -> None:
     assert triton_decode.decode_config(131, 8, 132) == (64, 4, 2, 4, 2048)
     assert triton_decode.decode_config(132, 8, 132) == (32, 4, 2, 1, 2048)
     assert triton_decode.decode_config(132, 8, 132, itemsize=1) == (64, 4, 2, 1, 4096)
-    assert triton_decode.decode_config(132, 8, 132, head_dim=256) == (16, 4, 2, 1, 2048)
+    assert triton_decode.decode_config(132, 8, 132, head_dim=256) == (32, 4, 2, 2, 2048)
     assert triton_decode.decode_config(2048, 32, 132)[1] > 1
     assert triton_decode.decode_config(2049, 32, 132)[1] == 1  # a counter for each would be too many
 
