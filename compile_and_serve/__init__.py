@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _MODULES = {
 @cache
 def _version() -> str:
     """Version of the installed distribution, or "unknown" if it is not installed."""
+    from importlib import metadata  # slow to import
+
     try:
         return metadata.version("compile-and-serve")
     except metadata.PackageNotFoundError:

@@ -19,12 +19,12 @@ from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
 from compile_and_serve.runtime.text.output_processor import CompletionOutput as Completion
-from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from compile_and_serve.runtime.config import ModelConfig
     from compile_and_serve.runtime.engine.client import SyncEngine
+    from compile_and_serve.runtime.text.template_pool import TemplatePool
 
 
 class TokensPrompt(TypedDict):
@@ -189,6 +189,8 @@ class LLM:
 
     def _template_pool(self) -> TemplatePool:
         if self._templates is None:
+            from compile_and_serve.runtime.text.template_pool import TemplatePool  # slow to import
+
             self._templates = TemplatePool()
             weakref.finalize(self, self._templates.close)
         return self._templates

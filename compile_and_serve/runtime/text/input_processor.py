@@ -10,8 +10,6 @@ import msgspec
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData
 from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
-from compile_and_serve.runtime.structured.checker import grammar_checker
-from compile_and_serve.runtime.structured.grammar import forms_of
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -165,6 +163,9 @@ class InputProcessor:
             )
         if structured.compiled is not None:
             return structured
+        from compile_and_serve.runtime.structured.checker import grammar_checker  # slow to import
+        from compile_and_serve.runtime.structured.grammar import forms_of
+
         is_free = structured.thinking_token_budget is not None and not forms_of(structured)
         form = msgspec.structs.replace(structured, regex=r"(.|\n)*") if is_free else structured
         if not all(structured.begins_after):
