@@ -63,4 +63,4 @@ def _written(parser: type[ToolParser], calls: Sequence[tuple[str, str]]) -> str:
     for name, arguments in calls:
         before, after = parser.call_format(name) or ("", "")
         texts.append(before + arguments + after)
-    return parser.list_opener + parser.separator.join(texts) + ("]" if parser.list_opener else "")
+    return parser.list_opener + parser.separator.join(texts) + (parser.list_closer if parser.list_opener else "")

@@ -211,7 +211,7 @@ def _forced(parser: type[ToolParser] | None, tools: Sequence[Tool], *, parallel:
     elements = [
         {"type": "const_string", "value": parser.list_opener},
         calls,
-        {"type": "const_string", "value": "]"},
+        {"type": "const_string", "value": parser.list_closer},
     ]
     return {"type": "sequence", "elements": elements}
 
@@ -226,7 +226,9 @@ def _triggered(parser: type[ToolParser] | None, tools: Sequence[Tool], *, parall
         return None
     tags = _tags(parser, tools, only_strict=True)
     if parser.list_opener:
-        tags = [{"begin": parser.list_opener, "content": _calls(parser, tags, parallel=parallel), "end": "]"}]
+        tags = [
+            {"begin": parser.list_opener, "content": _calls(parser, tags, parallel=parallel), "end": parser.list_closer}
+        ]
     return {
         "type": "triggered_tags",
         "triggers": [parser.trigger],

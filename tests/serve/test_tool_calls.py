@@ -220,7 +220,7 @@ async def test_grammar_of_every_format_compiles(start_server: StartServer, parse
         for parallel in (True, False):
             response = await server.chat(tools=[strict, OTHER], parallel_tool_calls=parallel, **fields)
             assert response.status_code == 200, response.text
-        has_trigger = parser in ("hermes", "mistral", "granite", "phi4")
+        has_trigger = parser in ("hermes", "mistral", "deepseek_v3", "granite", "phi4")
         assert (grammar_of(server) is not None) == (has_trigger or fields["tool_choice"] != "auto")
 
 

@@ -200,3 +200,19 @@ def test_qwen3_coder_uses_the_schemas_types(key: str, value: str, expected: Any)
 def test_qwen3_coder_without_a_parameters_end_tag() -> None:
     text = "<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n2\n</function>"
     assert calls_in(parse(FORMATS["qwen3_coder"].parser, [text])) == [("get_weather", {"city": "Rome", "days": 2})]
+
+
+@formats
+def test_grammars_write_what_the_parser_reads(format: Format) -> None:
+    parser = format.parser
+    texts = parser.call_format("get_weather")
+    if texts is None:
+        return
+    call = texts[0] + '{"city": "Rome"}' + texts[1]
+    for count in (1, 2):
+        written = parser.separator.join([call] * count)
+        if parser.list_opener:
+            written = parser.list_opener + written + parser.list_closer
+        message = parse(parser, [written])
+        assert calls_in(message) == [("get_weather", {"city": "Rome"})] * count
+        assert message.content == ""

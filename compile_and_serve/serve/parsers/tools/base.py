@@ -30,7 +30,7 @@ class ToolParser:
 
     name: of the format. openers: texts that begin a call or a block of calls. markers: all texts that the parser must see,
     even where they are special tokens. id_length: length of the ids of calls, for models whose templates demand one.
-    list_opener: text before the first call of a JSON list; empty if calls stand alone. separator: text between calls.
+    list_opener, list_closer: texts around all calls; list_opener is empty if calls stand alone. separator: text between calls.
     trigger: text that only begins calls; empty if there is none.
     """
 
@@ -39,6 +39,7 @@ class ToolParser:
     markers: ClassVar[tuple[str, ...]] = ()
     id_length: ClassVar[int | None] = None
     list_opener: ClassVar[str] = ""
+    list_closer: ClassVar[str] = "]"
     separator: ClassVar[str] = "\n"
     trigger: ClassVar[str] = ""
 

@@ -20,6 +20,8 @@ class DeepseekV3Parser(ToolParser):
     """Calls between special tokens, each with a name and a JSON object."""
 
     name = "deepseek_v3"
+    list_opener, list_closer = _CALLS_BEGIN, _CALLS_END
+    trigger = _CALLS_BEGIN
     openers = (_CALLS_BEGIN, _CALL_BEGIN)
     markers = (_CALLS_BEGIN, _CALL_BEGIN, _SEPARATOR, _CALL_END, _CALLS_END)
 
@@ -30,6 +32,10 @@ class DeepseekV3Parser(ToolParser):
     @classmethod
     def matches(cls, template: str) -> bool:
         return _CALLS_BEGIN in template
+
+    @classmethod
+    def call_format(cls, name: str) -> tuple[str, str]:
+        return f"{_CALL_BEGIN}function{_SEPARATOR}{name}\n```json\n", f"\n```{_CALL_END}"
 
     def _opened(self, marker: str) -> None:
         self._state = self._head if marker == _CALL_BEGIN else self._first
