@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compile_and_serve.runtime.llm import LLM
+    from compile_and_serve.runtime.lora.request import LoRARequest
     from compile_and_serve.runtime.sampling_params import SamplingParams
     from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 
     __version__: str
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _MODULES = {
     "LLM": "compile_and_serve.runtime.llm",
+    "LoRARequest": "compile_and_serve.runtime.lora.request",
     "SamplingParams": "compile_and_serve.runtime.sampling_params",
     "StructuredOutputsParams": "compile_and_serve.runtime.structured.params",
 }

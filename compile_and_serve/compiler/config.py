@@ -33,6 +33,7 @@ class CompileConfig:
     work_dir: parent of the folder with the loaded pieces' files, which lives as long as the process; None: the system's
         temporary folder.
     tensor_parallel_size: number of ranks that share the model's tensors. All ranks have the same configuration.
+    max_loras: LoRA adapters on the device at once; 0: the model takes none. max_lora_rank: the largest rank of an adapter.
     """
 
     mode: Literal["compile", "eager"] = "compile"
@@ -51,3 +52,5 @@ class CompileConfig:
     profile_tokens: tuple[int, ...] = ()
     work_dir: Path | None = None
     tensor_parallel_size: int = 1
+    max_loras: int = 0
+    max_lora_rank: int = 16

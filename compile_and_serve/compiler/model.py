@@ -120,6 +120,7 @@ class CompiledModel:
 
     @property
     def transforms(self) -> tuple[WeightTransform, ...]:
+        # Those of buffers, and those without sources (slots of adapters), are not loaded from a checkpoint.
         return tuple(t for t in self.plan.transforms if not set(t.sources) <= self.spec.buffers.keys())
 
     @cached_property
@@ -146,6 +147,9 @@ class CompiledModel:
             for transform in self.plan.transforms:
                 if transform.sources == (name,):
                     self.assign(transform.target, transform.fn(value.to(self.device)))
+        for transform in self.plan.transforms:
+            if not transform.sources:
+                self.assign(transform.target, transform.fn())
         _require(self._weights, [t.target for t in self.plan.transforms])
         self._forward = make_plan_function(self.plan, step_calls(self.plan, self.pieces), self._weights)
 

@@ -21,6 +21,7 @@ TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, r
 KV_CACHES = "kv_caches"  # the state group of full attention
 WINDOW_CACHES = "window_caches"  # the state group of attention with a window
 LOGITS = "logits"
+ADAPTER_SLOT = "adapter_slot"  # in step data: 1 + the slot of the LoRA adapter that a request uses
 
 Advance = Literal["sampled", "next", "same"]
 ScoreFeature = Literal["soft_cap", "sinks", "alibi"]

@@ -133,6 +133,7 @@ class EngineConfig:
     device: "auto" is CUDA if there is a CUDA device, else the CPU.
     attention_backend: None is the first one that supports the model, the device and the dtype.
     num_threads: CPU threads of a rank; None divides the cores among all ranks and replicas.
+    max_cpu_loras: LoRA adapters in host memory; None is as many as on the device (`CompileConfig.max_loras`).
     """
 
     model: ModelConfig
@@ -143,6 +144,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str | None = None
     num_threads: int | None = None
+    max_cpu_loras: int | None = None
 
     @property
     def rank_groups(self) -> dict[str, list[list[int]]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import msgspec
 
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs
 from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -123,19 +124,25 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         step_data: Sequence[StepData] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt. The results are in the order of the prompts.
 
         prompts: text or {"prompt_token_ids": [...]}, one or many. sampling_params: one for all, or one for each prompt.
         use_tqdm: show a progress bar. priority: one for each prompt, lower runs first (policy "priority").
         step_data: for each prompt, what step inputs of a model or a pass are filled from (docs/add-a-pass.md).
+        lora_request: the adapter of all prompts, or of each; needs `LLM(…, enable_lora=True)`.
         Raises `ValueError` before anything runs if a prompt or a parameter is wrong, and `RuntimeError` if one fails.
         """
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         jobs = [
             self._job(prompt, params) for prompt, params in zip(many, _params(sampling_params, len(many)), strict=True)
         ]
-        return self._run(jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), show_progress=use_tqdm)
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * len(jobs)
+        return self._run(
+            jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), lora_request, show_progress=use_tqdm
+        )
 
     def chat(
         self,
@@ -148,6 +155,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """`generate` for conversations.
 
@@ -171,7 +179,7 @@ class LLM:
                 template_kwargs=chat_template_kwargs,
             )
             prompts.append({"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory. The LLM cannot be used afterwards."""
@@ -214,17 +222,18 @@ class LLM:
         jobs: list[_Job],
         priorities: Sequence[int],
         step_data: Sequence[StepData],
+        adapters: Sequence[LoRARequest | None],
         *,
         show_progress: bool,
     ) -> list[RequestOutput]:
         engine_ids: list[str] = []
         with _Progress(len(jobs), show_progress) as progress:
             try:
-                for job, priority, data in zip(jobs, priorities, step_data, strict=True):
+                for job, priority, data, lora in zip(jobs, priorities, step_data, adapters, strict=True):
                     sink = self._start(job, progress)
                     request = self._outputs.add(
-                        job.request_id, job.prompt_token_ids, job.params, sink, priority=priority, step_data=data
-                    )
+                        job.request_id, job.prompt_token_ids, job.params, sink, priority=priority, step_data=data, lora=lora
+                    )  # fmt: skip
                     engine_ids += request.request_ids
                     self.engine.add_request(request)
                 while len(self._outputs):

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -47,6 +48,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefix_key: str | None = None  # names whatever else the keys and values depend on, e.g. an adapter
     siblings: list[Sibling] = []
     step_data: StepData = {}
+    lora: LoRARequest | None = None
 
     @property
     def request_ids(self) -> list[str]:
@@ -77,10 +79,13 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class UtilityCall(msgspec.Struct, tag="utility"):
-    """Call a method: "ping", "reset_prefix_cache" or "stats". A `UtilityResult` with the same `call_id` answers it."""
+    """Call a method of `EngineCore.utility`. A `UtilityResult` with the same `call_id` answers it. adapter: of the methods that
+    load and unload one.
+    """
 
     call_id: int
     method: str
+    adapter: LoRARequest | None = None
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):

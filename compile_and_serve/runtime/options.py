@@ -60,6 +60,10 @@ def make_engine_config(
     data_parallel_size: int = 1,
     distributed_executor_backend: Literal["mp", "ray"] | None = None,
     disable_custom_all_reduce: bool = False,
+    enable_lora: bool = False,
+    max_loras: int = 4,
+    max_lora_rank: int = 16,
+    max_cpu_loras: int | None = None,
 ) -> EngineConfig:
     """Check every option and resolve `model` (folder, .gguf file, known name or Hub id) to local files.
 
@@ -94,6 +98,8 @@ def make_engine_config(
         ("num_threads", num_threads),
         ("tensor_parallel_size", tensor_parallel_size),
         ("data_parallel_size", data_parallel_size),
+        ("max_loras", max_loras),
+        ("max_lora_rank", max_lora_rank),
     ):
         _require(value is None or value >= 1, name, "at least 1", value)
     _require(
@@ -112,6 +118,10 @@ def make_engine_config(
         raise ValueError(
             f"tensor_parallel_size is {tensor_parallel_size}, but only a compiled model can be sharded: remove enforce_eager."
         )
+    if enable_lora and enforce_eager:
+        raise ValueError("enable_lora is a pass of the compiler: remove enforce_eager.")
+    if max_cpu_loras is not None and max_cpu_loras < max_loras:
+        raise ValueError(f"max_cpu_loras is {max_cpu_loras}, but must be at least max_loras, {max_loras}.")
     if profiled and tensor_parallel_size > 1:
         raise ValueError(
             "profile_tokens runs pieces on a single rank, but with tensor_parallel_size > 1 they wait for the other ranks: "
@@ -160,6 +170,8 @@ def make_engine_config(
             dump_dir=None if dump_dir is None else Path(dump_dir),
             profile_tokens=profiled,
             tensor_parallel_size=tensor_parallel_size,
+            max_loras=max_loras if enable_lora else 0,
+            max_lora_rank=max_lora_rank,
         ),
         parallel=ParallelConfig(
             data_parallel_size=data_parallel_size,
@@ -169,6 +181,7 @@ def make_engine_config(
         device=device,
         attention_backend=attention_backend,
         num_threads=num_threads,
+        max_cpu_loras=max_cpu_loras,
     )
 
 

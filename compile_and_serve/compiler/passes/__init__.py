@@ -6,21 +6,23 @@
 4. eliminate_noops               remove views, casts and dropouts that change nothing
 5. lift_norms                    an RMSNorm written in simple ops becomes one op
 6. tensor_parallel               shard weights over ranks; insert collectives
-7. merge_linears                 linears over the same input become one (QKV, gate/up)
-8. select_rows_early             the last layer computes only the rows whose logits are needed
-9. fuse_rope_attention           QK-norm + RoPE + KV write + attention become one op between the pieces
-10. fuse_allreduce_add_rms_norm  the ranks' sum, the residual and the next norm become one op
-11. quantize_linears             linears over 8-bit weights, if asked for
-12. fuse_allreduce_quantize      the fused all-reduce also quantizes the norm to float8, for linears that would quantize it
-13. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-14. fuse_experts                 experts add the residual; their weights are packed for the CPU's kernels
-15. fuse_silu_mul                SiLU-mul outside of fused linears becomes one op, where that is measured to be faster
-16. fuse_add_rms_norm            the same for residual add + RMSNorm
+7. apply_lora                    linears add the contribution of each token's LoRA adapter
+8. merge_linears                 linears over the same input become one (QKV, gate/up)
+9. select_rows_early             the last layer computes only the rows whose logits are needed
+10. fuse_rope_attention          QK-norm + RoPE + KV write + attention become one op between the pieces
+11. fuse_allreduce_add_rms_norm  the ranks' sum, the residual and the next norm become one op
+12. quantize_linears             linears over 8-bit weights, if asked for
+13. fuse_allreduce_quantize      the fused all-reduce also quantizes the norm to float8, for linears that would quantize it
+14. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+15. fuse_experts                 experts add the residual; their weights are packed for the CPU's kernels
+16. fuse_silu_mul                SiLU-mul outside of fused linears becomes one op, where that is measured to be faster
+17. fuse_add_rms_norm            the same for residual add + RMSNorm
 """
 
 from __future__ import annotations
 
 from compile_and_serve.compiler.config import CompileConfig
+from compile_and_serve.compiler.passes.apply_lora import ApplyLora
 from compile_and_serve.compiler.passes.canonicalize import Canonicalize
 from compile_and_serve.compiler.passes.drop_batch_axis import DropBatchAxis
 from compile_and_serve.compiler.passes.eliminate_noops import EliminateNoops
@@ -41,12 +43,13 @@ from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 
 
 def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
-    """The passes of a compilation, in order. Those for several ranks are included only if there are several. None: default config."""
+    """The passes of a compilation, in order. Those for several ranks and for adapters only if there are any. None: default config."""
     config = config or CompileConfig()
     has_ranks = config.tensor_parallel_size > 1
     return (
         Functionalize(), Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(),
         *((TensorParallel(),) if has_ranks else ()),
+        *((ApplyLora(config.max_loras, config.max_lora_rank),) if config.max_loras else ()),
         MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
         FuseLinears(), FuseExperts(), FuseSiluMul(), FuseAddRmsNorm(),

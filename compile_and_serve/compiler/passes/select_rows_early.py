@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 import compile_and_serve.custom_ops.collectives.collectives
+import compile_and_serve.custom_ops.lora.lora_add
 import compile_and_serve.custom_ops.moe.experts
 import compile_and_serve.custom_ops.moe.route  # noqa: F401 (these define the ops)
 from compile_and_serve.compiler.rewrite.graph_pass import (
@@ -34,13 +35,14 @@ ROW_WISE = (
     F.linear, torch.rms_norm, F.layer_norm, F.silu, F.gelu, F.relu, torch.add, torch.sub, torch.mul, torch.div, torch.neg,
     torch.pow, torch.square, torch.rsqrt, torch.tanh, torch.sigmoid, torch.split, torch.chunk, torch.Tensor.to,
     torch.ops.cas.all_reduce.default, torch.ops.cas.experts.default, torch.ops.cas.route.default,
+    torch.ops.cas.lora_add.default,
 )  # fmt: skip
 TUPLES = (torch.split, torch.chunk, torch.ops.cas.route.default)  # their results are taken apart by `getitem`
 
 
 class SelectRowsEarly(BasePass):
     name = "select_rows_early"
-    version = 3
+    version = 4
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []

@@ -109,6 +109,11 @@ def select(part: Expression, source: torch.Tensor, *, rank: int) -> torch.Tensor
     return _evaluate(part, {source_of(part): source}, rank)
 
 
+def evaluate(expression: Expression, values: Mapping[Expression, torch.Tensor], rank: int) -> torch.Tensor:
+    """An expression's value on a rank, from the values of its sources."""
+    return _evaluate(expression, values, rank)
+
+
 def depends_on_rank(expression: Expression) -> bool:
     """Whether an expression's value differs from rank to rank."""
     if not isinstance(expression, tuple):

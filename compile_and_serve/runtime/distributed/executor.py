@@ -13,6 +13,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import (
     ModelRunnerOutput,
@@ -69,6 +70,14 @@ class Executor(Protocol):
 
     def compile_grammar(self, grammar: str) -> Future[Any]:
         """Let every rank compile a checked grammar of structured output. The result may raise `ValueError`."""
+        ...
+
+    def load_adapter(self, adapter: LoRARequest) -> Future[Any]:
+        """Let every rank read a checked adapter into its host memory. A rank that has not read it waits for it before a step."""
+        ...
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Let every rank free an adapter's host memory."""
         ...
 
     def idle(self) -> bool:

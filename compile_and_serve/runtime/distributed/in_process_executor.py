@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.executor import StepHandle
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.runner.worker import Worker
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
@@ -48,6 +49,14 @@ class InProcessExecutor:
     def compile_grammar(self, grammar: str) -> Future[Any]:
         """Compile a grammar of structured output in a thread."""
         return self.runner.grammars.compile(grammar)
+
+    def load_adapter(self, adapter: LoRARequest) -> Future[Any]:
+        """Read an adapter in a thread."""
+        return self.worker.adapters.load(adapter)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Free an adapter's host memory."""
+        self.worker.adapters.drop(adapter_id)
 
     def idle(self) -> bool:
         """Capture one more CUDA graph; False if there is none to capture."""

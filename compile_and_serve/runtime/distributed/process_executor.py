@@ -40,8 +40,10 @@ from compile_and_serve.runtime.distributed.executor import (
 )
 from compile_and_serve.runtime.distributed.rank_messages import (
     CompileGrammar,
+    DropAdapter,
     FromRank,
     IdleTaskDone,
+    LoadAdapter,
     ProgressReport,
     RankFailed,
     RankLoaded,
@@ -55,6 +57,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     ToRank,
 )
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap, rank_environment
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
 from compile_and_serve.runtime.structured.compiler import GrammarCompiler
@@ -182,6 +185,17 @@ class DistributedExecutor:
         """Compile a grammar of structured output here, to know whether it can be, and on every rank."""
         self._broadcast(CompileGrammar(grammar))
         return self._grammars.compile(grammar)
+
+    def load_adapter(self, adapter: LoRARequest) -> Future[Any]:
+        """Let every rank read an adapter in a thread; not awaited here."""
+        self._broadcast(LoadAdapter(adapter))
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Let every rank free an adapter's host memory."""
+        self._broadcast(DropAdapter(adapter_id))
 
     def idle(self) -> bool:
         """Capture one more CUDA graph on every rank; False if there is none to capture.

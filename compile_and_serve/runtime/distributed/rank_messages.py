@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.scheduler.step_messages import (
     ModelRunnerOutput,
     SchedulerOutput,
@@ -30,6 +31,18 @@ class CompileGrammar(msgspec.Struct, tag="grammar"):
     grammar: str
 
 
+class LoadAdapter(msgspec.Struct, tag="load adapter"):
+    """Read a checked LoRA adapter into host memory, in a thread."""
+
+    adapter: LoRARequest
+
+
+class DropAdapter(msgspec.Struct, tag="drop adapter"):
+    """Free an adapter's host memory."""
+
+    adapter_id: int
+
+
 class RunIdleTask(msgspec.Struct, tag="idle"):
     """Run one deferrable task, such as capturing a CUDA graph."""
 
@@ -38,7 +51,7 @@ class StopRank(msgspec.Struct, tag="stop"):
     """End the process."""
 
 
-ToRank = StartRank | RunStep | CompileGrammar | RunIdleTask | StopRank
+ToRank = StartRank | RunStep | CompileGrammar | LoadAdapter | DropAdapter | RunIdleTask | StopRank
 
 
 class RankStage(msgspec.Struct, tag="stage"):

@@ -28,8 +28,10 @@ from compile_and_serve.runtime.child_process import (
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.distributed.rank_messages import (
     CompileGrammar,
+    DropAdapter,
     FromRank,
     IdleTaskDone,
+    LoadAdapter,
     ProgressReport,
     RankFailed,
     RankLoaded,
@@ -147,6 +149,10 @@ class RankProcess:
                 results.put(worker.launch(command.scheduled), worker.stats())
             elif isinstance(command, CompileGrammar):
                 worker.runner.grammars.compile(command.grammar)
+            elif isinstance(command, LoadAdapter):
+                worker.adapters.load(command.adapter)
+            elif isinstance(command, DropAdapter):
+                worker.adapters.drop(command.adapter_id)
             else:
                 results.wait_for_all()  # no other thread may wait for the device while a graph is captured
                 did_work = worker.idle()

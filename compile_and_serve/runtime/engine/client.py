@@ -29,6 +29,7 @@ from compile_and_serve.runtime.child_process import (
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.heartbeat import HeartbeatMonitor
 from compile_and_serve.runtime.engine.process import BOOT_CODE, Bootstrap
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -223,17 +224,16 @@ class AsyncEngineClient:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
 
-    async def utility(self, method: str) -> dict[str, int | float | str | bool | None]:
-        """Call "ping", "stats" or "reset_prefix_cache" and wait for the answer.
-
-        Raises `ValueError` for any other method.
-        """
+    async def utility(
+        self, method: str, adapter: LoRARequest | None = None
+    ) -> dict[str, int | float | str | bool | None]:
+        """Call a method of `EngineCore.utility` and wait for the answer. Raises `ValueError` with the engine's sentence."""
         self._num_calls += 1
         call_id = self._num_calls
         future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            await self._send(UtilityCall(call_id=call_id, method=method))
+            await self._send(UtilityCall(call_id=call_id, method=method, adapter=adapter))
             result = await future
         finally:
             self._calls.pop(call_id, None)

@@ -20,7 +20,9 @@ import msgspec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import Executor, StepHandle
 from compile_and_serve.runtime.distributed.factory import make_executor
+from compile_and_serve.runtime.engine.adapters import Adapters
 from compile_and_serve.runtime.engine.interrupts import DeferInterrupt
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     EngineInfo,
     EngineRequest,
@@ -41,8 +43,8 @@ logger = logging.getLogger(__name__)
 UtilityValue = dict[str, int | float | str | bool | None]
 
 
-GRAMMAR_WAIT_SECONDS = 0.002  # for a grammar, while no step can run: new requests may arrive meanwhile
-NO_GRAMMAR = "The engine failed on this request's structured_outputs; its log has the details."
+PREPARING_SECONDS = 0.002  # for a grammar or an adapter, while no step can run: new requests may arrive meanwhile
+NOT_PREPARED = "The engine failed on this request's structured_outputs or adapter; its log has the details."
 
 
 class EngineCore:
@@ -68,7 +70,13 @@ class EngineCore:
             max_model_len=found.max_model_len,
             groups=found.groups,
             num_draft_tokens=found.num_draft_tokens,
+            num_adapter_slots=config.compile.max_loras,
         )
+        self.adapters = Adapters(
+            self._executor, found.adapter_targets, max_rank=config.compile.max_lora_rank,
+            max_on_host=max(config.max_cpu_loras or 0, config.compile.max_loras),
+            is_used=self._scheduler.is_adapter_used,
+        )  # fmt: skip
         # Replicas must not give their requests the same seeds.
         self._seeds = random.Random(f"{config.model.seed} {config.parallel.data_parallel_rank}")
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
@@ -77,7 +85,7 @@ class EngineCore:
         self._captures_due = 0  # as of the last idle task
         self._host_gap = 0.0
         self._idle_since: float | None = None
-        self._compiling: list[tuple[list[str], Future[Any]]] = []  # requests whose grammars are not known to be ready
+        self._preparing: list[tuple[list[str], Future[Any]]] = []  # grammars and adapters that are not ready
         self._broken_by: BaseException | None = None  # the error with which a step failed
         self.info = EngineInfo(
             max_model_len=found.max_model_len,
@@ -113,18 +121,19 @@ class EngineCore:
                 sampling_params=msgspec.structs.replace(params, seed=draw(63)),
                 siblings=[Sibling(sibling.request_id, draw(63)) for sibling in request.siblings],
             )
-        structured = params.structured_outputs
-        if structured is None:
-            self._scheduler.add_request(request)
-            return
-        if structured.compiled is None:
-            raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
-        grammar = self._executor.compile_grammar(structured.compiled)
-        if grammar.done():
-            grammar.result()
-        self._scheduler.add_request(request, grammar)
-        if not grammar.done():
-            self._compiling.append((request.request_ids, grammar))
+        structured, grammar, adapter = params.structured_outputs, None, None
+        if structured is not None:
+            if structured.compiled is None:
+                raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
+            grammar = self._executor.compile_grammar(structured.compiled)
+        if request.lora is not None:
+            adapter = self.adapters.load(request.lora)
+        awaited = [future for future in (grammar, adapter) if future is not None]
+        for future in awaited:
+            if future.done():
+                future.result()
+        self._scheduler.add_request(request, grammar, adapter)
+        self._preparing += [(request.request_ids, future) for future in awaited if not future.done()]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without an output; unknown ids are ignored."""
@@ -145,7 +154,7 @@ class EngineCore:
                 "unknown: create a new engine."
             ) from self._broken_by
         scheduler, in_flight, executor = self._scheduler, self._in_flight, self._executor
-        failed = self._requests_without_grammar() if self._compiling else []
+        failed = self._requests_not_prepared() if self._preparing else []
         depth = self._depth
         if executor.stats().captures_due > self._captures_due:
             depth = 1  # a graph can be captured only while nothing is in flight
@@ -165,8 +174,8 @@ class EngineCore:
                     raise
         if not in_flight:
             self._idle_since = None
-            if self._compiling and not failed:
-                wait((grammar for _, grammar in self._compiling), GRAMMAR_WAIT_SECONDS, FIRST_COMPLETED)
+            if self._preparing and not failed:
+                wait((future for _, future in self._preparing), PREPARING_SECONDS, FIRST_COMPLETED)
             return StepOutputs(outputs=failed, stats=self.stats())
         scheduled, handle = in_flight[0]
         result = executor.result(handle)  # if Ctrl-C interrupts this wait, the step stays in flight
@@ -179,19 +188,19 @@ class EngineCore:
         stats.step_tokens = scheduled.total_num_scheduled_tokens
         return StepOutputs(outputs=outputs, stats=stats)
 
-    def _requests_without_grammar(self) -> list[RequestOutput]:
-        """End the requests whose grammars turned out to be wrong."""
+    def _requests_not_prepared(self) -> list[RequestOutput]:
+        """End the requests whose grammars or adapters turned out to be wrong."""
         outputs: list[RequestOutput] = []
-        for request_ids, grammar in self._compiling:
-            if grammar.done() and (error := grammar.exception()) is not None:
+        for request_ids, future in self._preparing:
+            if future.done() and (error := future.exception()) is not None:
                 kind: ErrorKind = "invalid" if isinstance(error, ValueError) else "internal"
-                reason = str(error) if kind == "invalid" else NO_GRAMMAR
+                reason = str(error) if kind == "invalid" else NOT_PREPARED
                 outputs += [
                     RequestOutput(request_id=request_id, finish_reason="error", error=reason, error_kind=kind)
                     for request_id in self._scheduler.unfinished(request_ids)
                 ]
                 self._scheduler.abort(request_ids)
-        self._compiling = [entry for entry in self._compiling if not entry[1].done()]
+        self._preparing = [entry for entry in self._preparing if not entry[1].done()]
         return outputs
 
     def idle(self) -> bool:
@@ -213,8 +222,14 @@ class EngineCore:
         stats.host_gap_seconds = self._host_gap
         return stats
 
-    def utility(self, method: str) -> UtilityValue:
-        """Answer a `UtilityCall`. Raises `ValueError` for an unknown method and names the known ones."""
+    def utility(self, method: str, adapter: LoRARequest | None = None) -> UtilityValue:
+        """Answer a `UtilityCall`. Raises `ValueError` for an unknown method and names the known ones, and `AdapterError`."""
+        if method == "load_adapter" and adapter is not None:
+            self.adapters.load(adapter)
+            return {"ok": True}
+        if method == "unload_adapter" and adapter is not None:
+            self.adapters.unload(adapter.lora_int_id)
+            return {"ok": True}
         if method == "ping":
             return {"ok": True}
         if method == "reset_prefix_cache":
@@ -224,7 +239,9 @@ class EngineCore:
             return {
                 name: value for name in stats.__struct_fields__ if not isinstance(value := getattr(stats, name), dict)
             }
-        raise ValueError(f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats.")
+        raise ValueError(
+            f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats, load_adapter, unload_adapter."
+        )
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request, and return an output with finish_reason "abort" for each."""

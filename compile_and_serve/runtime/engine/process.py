@@ -176,7 +176,7 @@ class EngineProcess:
     def _call(self, call: UtilityCall) -> None:
         result = UtilityResult(call_id=call.call_id)
         try:
-            result.value = self._core.utility(call.method)
+            result.value = self._core.utility(call.method, call.adapter)
         except ValueError as error:
             result.error = str(error)
         self._send(result)

@@ -20,6 +20,7 @@ from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import report_shared_stages
 from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.router import Router
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     EngineInfo,
     EngineRequest,
@@ -149,14 +150,16 @@ class DataParallelClient:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
 
-    async def utility(self, method: str) -> dict[str, int | float | str | bool | None]:
+    async def utility(
+        self, method: str, adapter: LoRARequest | None = None
+    ) -> dict[str, int | float | str | bool | None]:
         """Call a method on all replicas and merge the answers: booleans by `all`, numbers by sum, `…_usage` by mean.
 
         Raises `EngineDeadError` if any replica is dead.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
-        answers = await asyncio.gather(*(self._ask(index, method) for index in range(len(self.replicas))))
+        answers = await asyncio.gather(*(self._ask(index, method, adapter) for index in range(len(self.replicas))))
         if method == "reset_prefix_cache":
             self._router.forget_prefixes()
         return {name: _merge(name, [answer[name] for answer in answers]) for name in answers[0]}
@@ -174,9 +177,11 @@ class DataParallelClient:
         except EngineStartError as error:
             raise EngineStartError(f"Replica {index} of {len(self.replicas)}: {error}") from error
 
-    async def _ask(self, index: int, method: str) -> dict[str, int | float | str | bool | None]:
+    async def _ask(
+        self, index: int, method: str, adapter: LoRARequest | None
+    ) -> dict[str, int | float | str | bool | None]:
         try:
-            return await self.replicas[index].utility(method)
+            return await self.replicas[index].utility(method, adapter)
         except EngineDeadError as error:
             self._handle_death(index, str(error))
             raise EngineDeadError(self.dead_reason) from error

@@ -21,7 +21,9 @@ import torch
 from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_capture import CudaGraphs
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
+from compile_and_serve.compiler.model import CompiledModel, Model
 from compile_and_serve.compiler.reports.dump import add_to_report
+from compile_and_serve.compiler.weights.adapter_slots import adapter_sites
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
 from compile_and_serve.custom_ops.build.sources import PACKAGE
 from compile_and_serve.custom_ops.build.triton_launch import compile_ahead
@@ -36,6 +38,7 @@ from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_tok
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, Rank
+from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
@@ -146,6 +149,7 @@ class Worker:
             )
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
 
+        self._adapters = self._device_adapters(model, spec, tensor_rank)
         self._graphs = self._graph_runner()
         self._said_all_captured = False
         self._to_measure: list[int] = []  # token counts to run in idle moments, the next one last
@@ -170,6 +174,7 @@ class Worker:
             ],
             num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
             prefix_caching_unsupported=_prefix_caching_unsupported(spec),
+            adapter_targets=None if self._adapters is None else dict(self._adapters.targets),
             compile_report=_flat_report(model.report) | facts | self._memory_facts(),
         )
 
@@ -205,6 +210,8 @@ class Worker:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Start a step. On the CPU it is over when this returns."""
+        for slot, adapter_id in scheduled.adapter_loads:
+            self.adapters.place(slot, adapter_id)
         with tuning_off():
             return self.runner.launch(scheduled)
 
@@ -241,6 +248,23 @@ class Worker:
             steps_on_device=self.runner.steps_on_device,
             graph_replays=self._graphs.stats.replays,
         )
+
+    @property
+    def adapters(self) -> DeviceAdapters:
+        """The rank's LoRA adapters."""
+        assert self._adapters is not None, "the engine takes no adapters"
+        return self._adapters
+
+    def _device_adapters(self, model: Model, spec: ModelSpec, rank: int) -> DeviceAdapters | None:
+        options = self._config.compile
+        if not options.max_loras:
+            return None
+        assert isinstance(model, CompiledModel)
+        sites = adapter_sites(model.plan.transforms)
+        return DeviceAdapters(
+            sites, adapter_targets(sites, spec.weight_map), model.weights, options.max_lora_rank,
+            device=self.device, dtype=self._dtype, rank=rank,
+        )  # fmt: skip
 
     def _graph_runner(self) -> CudaGraphRunner | None:
         options = self._config.compile

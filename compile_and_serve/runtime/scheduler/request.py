@@ -53,10 +53,12 @@ class Request:
     num_pending_steps: of a preempted request, the steps in flight that sample for it. It cannot resume before their
         tokens are known.
     grammar: of structured output. The request cannot start before it is done.
+    adapter, adapter_load: the number of its LoRA adapter, and the reading of it, which must be done too.
     """
 
     __slots__ = (
-        "arrival_time", "block_ids", "decode_end", "end_ids", "fast_until", "finish_reason", "first_scheduled_time",
+        "adapter", "adapter_load", "arrival_time", "block_ids", "decode_end", "end_ids", "fast_until", "finish_reason",
+        "first_scheduled_time",
         "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
         "num_preemptions", "num_promised_blocks", "num_prompt_tokens", "prefill_end", "prefill_step", "prompt",
@@ -92,6 +94,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.grammar: Future[Any] | None = None
+        self.adapter = None if request.lora is None else request.lora.lora_int_id
+        self.adapter_load: Future[Any] | None = None
         self.num_computed_tokens = 0
         self.prefill_end = self.num_prompt_tokens
         self.prefill_step = -1
@@ -111,6 +115,11 @@ class Request:
         self.num_held_tokens = 0
         self.next_cache_len = 0  # number of computed tokens at which the next block is full
         self.keys = prompt.keys  # of the leading full blocks of token_ids; shared until they reach beyond the prompt
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether what was prepared for the request while it waits is done."""
+        return all(future is None or future.done() for future in (self.grammar, self.adapter_load))
 
     def add_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
         """Take the entries of tokens start+1 …, from a step that computed positions start …. Known entries are skipped."""

@@ -11,6 +11,9 @@ that it will need:
 - The step computes blocks that the request can share (MIN_GAINED_TOKENS or more). The next step may read them.
 - It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
 
+A request whose LoRA adapter finds no slot (running requests use all of them) waits without keeping anything back: requests
+without an adapter overtake it, those with one do not.
+
 Where every batch slot is taken and requests wait, slots that become free may be given away in groups
 (runtime/scheduler/free_slots.py).
 
@@ -31,15 +34,17 @@ import logging
 import sys
 import time
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
+from compile_and_serve.custom_ops.step import ADAPTER_SLOT
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
+from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
 from compile_and_serve.runtime.scheduler.free_slots import FreeSlots
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
@@ -71,7 +76,7 @@ class Scheduler:
 
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one
     request together, in tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of
-    `cache.block_size`. num_draft_tokens: of each decode.
+    `cache.block_size`. num_draft_tokens: of each decode. num_adapter_slots: LoRA adapters that one step may use.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Scheduler:
         max_model_len: int,
         groups: Sequence[PagedGroup] | None = None,
         num_draft_tokens: int = 0,
+        num_adapter_slots: int = 0,
     ) -> None:
         if config.max_num_seqs < 1 or config.token_budget < 1 + num_draft_tokens:
             raise ValueError(
@@ -117,10 +123,17 @@ class Scheduler:
         self._next_step = 0
         self._rows_left = 0  # of PROMPT_LOGPROB_ROWS, in the step that is being scheduled
         self._num_preemptions = 0
+        self._adapter_slots = AdapterSlots(num_adapter_slots)
+        self._adapter_users: Counter[int] = Counter()  # adapter → unfinished requests
         self._free_slots = FreeSlots(self.max_num_seqs, admit_in_groups=bool(config.admit_in_groups))
 
-    def add_request(self, request: EngineRequest, grammar: Future[Any] | None = None) -> None:
-        """Queue all sequences of a request. They do not run, and delay nobody, until `grammar` is done.
+    def add_request(
+        self,
+        request: EngineRequest,
+        grammar: Future[Any] | None = None,
+        adapter_load: Future[Any] | None = None,
+    ) -> None:
+        """Queue all sequences of a request. They do not run, and delay nobody, until `grammar` and `adapter_load` are done.
 
         Raises ValueError when it can never run (empty prompt, longer than the model or the whole KV cache allows, id
         in use) and QueueFullError beyond `SchedulerConfig.max_in_flight` unfinished sequences.
@@ -159,7 +172,9 @@ class Scheduler:
             if self.config.policy == "priority":
                 key = (float(request.priority), request.arrival_time or now, order)
             new = Request(sequence, prompt, key=key, max_len=self.max_len, now=now)
-            new.grammar = grammar
+            new.grammar, new.adapter_load = grammar, adapter_load
+            if new.adapter is not None:
+                self._adapter_users[new.adapter] += 1
             self._requests[new.request_id] = new
             heapq.heappush(self._waiting, (key, new))
 
@@ -186,6 +201,10 @@ class Scheduler:
         self._in_flight.clear()
         self.manager.reset_prefix_cache()  # the steps in flight may not have computed what is cached
         return outputs
+
+    def is_adapter_used(self, adapter: int) -> bool:
+        """Whether an unfinished request uses a LoRA adapter."""
+        return self._adapter_users[adapter] > 0
 
     def has_work(self) -> bool:
         """Whether a request is unfinished. A step in flight of finished requests is no work, but must still be updated."""
@@ -268,6 +287,7 @@ class Scheduler:
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=self.config.token_budget - budget,
             finished_request_ids=forget_ids,
+            adapter_loads=self._adapter_slots.take_new(),
         )
 
     def update(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestOutput]:
@@ -338,6 +358,8 @@ class Scheduler:
         """Take the blocks of a request, which has left `_running`, and let it wait."""
         request.num_pending_steps = sum(step.samples_for(request) for step in self._in_flight)
         self.manager.free(request)
+        if request.adapter is not None:
+            self._adapter_slots.release(request.adapter)
         request.fast_until = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
@@ -354,13 +376,19 @@ class Scheduler:
         deferred: list[tuple[tuple[float, ...], Request]] = []
         not_ready: list[tuple[tuple[float, ...], Request]] = []
         num_admitted_tokens = 0
+        waits_for_slot = False  # a request that needs a slot for its adapter
         # A block for each running sequence is kept back: its next decodes should not undo what is admitted now.
         reserve = len(running)
         while self._waiting and budget > 0 and len(running) + len(deferred) < self.max_num_seqs:
             request = self._waiting[0][1]
-            if request.grammar is not None and not request.grammar.done():
+            if not request.is_ready:
                 not_ready.append(heapq.heappop(self._waiting))
                 continue
+            if request.adapter is not None:
+                waits_for_slot = waits_for_slot or not self._adapter_slots.has_room(request.adapter)
+                if waits_for_slot:
+                    not_ready.append(heapq.heappop(self._waiting))
+                    continue
             num_tokens = len(request.token_ids)
             if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
                 break
@@ -429,6 +457,9 @@ class Scheduler:
         request.token_ids = token_ids.copy()
         num_computed = request.num_computed_tokens
         self._schedule_chunk(request, budget, step, scheduled)
+        step_data = request.step_data
+        if request.adapter is not None:
+            step_data = step_data | {ADAPTER_SLOT: 1 + self._adapter_slots.acquire(request.adapter)}
         return NewRequestData(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -437,7 +468,7 @@ class Scheduler:
             stop_token_ids=sorted(request.stop_ids),
             block_ids=[block_ids.copy() for block_ids in request.block_ids],
             num_computed_tokens=num_computed,
-            step_data=request.step_data,
+            step_data=step_data,
         )
 
     def _are_slots_held_back(self, budget: int, step: StepInFlight) -> bool:
@@ -532,6 +563,10 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self.manager.free(request)
             self._forget_ids.append(request.request_id)
+            if request.adapter is not None:
+                self._adapter_slots.release(request.adapter)
+        if request.adapter is not None:
+            self._adapter_users[request.adapter] -= 1
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]

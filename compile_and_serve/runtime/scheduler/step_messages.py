@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import msgspec
 
+from compile_and_serve.runtime.lora.request import AdapterTarget
 from compile_and_serve.runtime.messages import StepData, TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.structured.grammar_error import GRAMMAR_FAILED
@@ -81,6 +82,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     cached_requests: only requests that got new blocks.
     finished_request_ids: requests that ended or were preempted since the last step. The runner forgets them before it
         takes in `new_requests`: an id may be in both.
+    adapter_loads: (slot, adapter) to copy into the device's slots before the step.
     """
 
     step: int
@@ -89,6 +91,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     num_scheduled_tokens: dict[str, int]
     total_num_scheduled_tokens: int
     finished_request_ids: list[str]
+    adapter_loads: list[tuple[int, int]] = []
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
@@ -116,7 +119,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
 
     num_blocks: KV blocks that it has room for, over all groups. is_asynchronous: of its platform. has_idle_tasks: whether `Worker.idle`
     may have work to do. prefix_caching_unsupported: why this model's cache
-    cannot be reused by other requests, as a sentence. num_draft_tokens: draft tokens that a decode checks.
+    cannot be reused by other requests, as a sentence. num_draft_tokens: draft tokens that a decode checks. adapter_targets: the linears
+    that LoRA adapters may change, by their names in the checkpoint; None: the engine takes no adapters.
     """
 
     num_blocks: int
@@ -129,6 +133,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     groups: list[PagedGroup]
     prefix_caching_unsupported: str | None = None
     num_draft_tokens: int = 0
+    adapter_targets: dict[str, AdapterTarget] | None = None
     compile_report: dict[str, int | float | str]
 
 

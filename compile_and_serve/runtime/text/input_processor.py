@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData
 from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
@@ -116,6 +117,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         step_data: StepData | None = None,
+        lora: LoRARequest | None = None,
     ) -> EngineRequest:
         """The engine request for a prompt and parameters that `prepare` has returned."""
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else []
@@ -134,6 +136,8 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             step_data=step_data or {},
+            prefix_key=None if lora is None else f"lora {lora.lora_int_id}",
+            lora=lora,
         )
 
     def require_tokenizer(self, what: str) -> Tokenizer:

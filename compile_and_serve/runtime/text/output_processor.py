@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, Sibling, StepData, TokenLogprobs
 from compile_and_serve.runtime.messages import RequestOutput as EngineOutput
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -122,6 +123,7 @@ class OutputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         step_data: StepData | None = None,
+        lora: LoRARequest | None = None,
     ) -> EngineRequest:
         """Register a request that `InputProcessor.prepare` has prepared. Returns the message to send to the engine, one for all
         completions.
@@ -143,6 +145,7 @@ class OutputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             step_data=step_data,
+            lora=lora,
         )
         request.siblings = siblings
         return request

@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, where they lie, and which requests use them."""

@@ -1,0 +1,25 @@
+"""`LoRARequest`: the adapter that a request uses."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """An adapter by name, number and folder.
+
+    lora_int_id: from 1, one for each load: requests share cached prefixes only with requests of the same number, so a number is never
+    used for another adapter. lora_path: a folder that PEFT has saved, with adapter_config.json and adapter_model.safetensors.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+class AdapterTarget(msgspec.Struct, frozen=True, array_like=True):
+    """A linear that adapters may change. module: its name in our model, which may differ from the checkpoint's."""
+
+    module: str
+    in_features: int
+    out_features: int

@@ -1,0 +1,1 @@
+"""Linears over packed weights, and the row-wise ops around them."""
