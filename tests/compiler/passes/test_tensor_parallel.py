@@ -13,10 +13,11 @@ from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel, first_row, shard_columns, shard_rows
-from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason
+from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason, tensor_of
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.compiler.weights import transforms as weights
+from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from tests.support.tiny_models import capture_spec, tiny_spec
@@ -280,3 +281,40 @@ def test_a_wrong_shard_fails_the_verification(monkeypatch: pytest.MonkeyPatch) -
         PassError, match="tensor_parallel cannot be left out here: failed its verification, relative error"
     ):
         run(2)
+
+
+class SinksAttention(nn.Module):
+    """Llama's attention with a sink for each head, and slopes."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
+        )  # fmt: skip
+        self.head_dim, self.scale = attention.head_dim, attention.scale
+        heads = self.q_proj.weight.shape[0] // self.head_dim
+        self.sinks, self.slopes = (nn.Parameter(torch.empty(heads, device="meta").bfloat16()) for _ in range(2))
+
+    def forward(
+        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = (
+            proj(x_TD).view(x_TD.shape[0], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = attention(q, k, v, kv_cache, self.scale, soft_cap=3.0, sinks_H=self.sinks, alibi_slopes_H=self.slopes)
+        return self.o_proj(out.flatten(1))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_has_the_sinks_and_slopes_of_its_heads(size: int) -> None:
+    def add_sinks(module: Any) -> None:
+        for layer in module.model.layers:
+            layer.self_attn = SinksAttention(layer.self_attn)
+
+    captured, _, records = run(size, change=add_sinks)
+    verification = records["tensor_parallel"].verification
+    assert verification is not None
+    assert verification.passed, verification.reason
+    assert verification.relative_error < 1e-12
+    nodes = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.attention.default)
+    assert [tensor_of(vector).shape[0] for node in nodes for vector in node.args[7:9]] == [4 // size] * 2 * LAYERS
