@@ -43,7 +43,8 @@ from benchmarks.common import ROOT, cpu_name, environment
 
 WORKER = Path(__file__).with_name("cpu_engines.py")
 ENGINES = [
-    "compile-and-serve", "compile-and-serve:as-is", "compile-and-serve:int8-weight-only", "compile-and-serve:int8", "transformers", "llama.cpp", "llama.cpp:as-is",
+    "compile-and-serve", "compile-and-serve:as-is", "compile-and-serve:int8-weight-only", "compile-and-serve:int8",
+    "transformers", "llama.cpp", "llama.cpp:as-is",
 ]  # fmt: skip
 CASES = (("decode", 1, 128, 256), ("decode", 16, 128, 128), ("prefill", 1, 512, 1))
 

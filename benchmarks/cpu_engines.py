@@ -32,7 +32,8 @@ class Ours:
         self.version = __version__
         quantization = job["quantization"]
         config = make_engine_config(
-            job["folder"] if quantization is None else job["model"], dtype=job["dtype"], num_threads=job["threads"], max_model_len=1024, max_num_seqs=16,
+            job["folder"] if quantization is None else job["model"],
+            dtype=job["dtype"], num_threads=job["threads"], max_model_len=1024, max_num_seqs=16,
             enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu",
             quantization=None if quantization == "as-is" else quantization,
         )  # fmt: skip
