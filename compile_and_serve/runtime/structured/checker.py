@@ -107,9 +107,8 @@ def _encode(params: StructuredOutputsParams, special: Mapping[str, int]) -> byte
     # What is not a part of the grammar:
     params = msgspec.structs.replace(params, begins_after=[], thinking_token_budget=None, thinking_starts=[])
     try:
-        request = msgspec.msgpack.encode(
-            CheckRequest(params, dict(special) if params.structural_tag is not None else {})
-        )
+        form = msgspec.structs.replace(params, begins_after=[])  # which the grammar does not depend on
+        request = msgspec.msgpack.encode(CheckRequest(form, dict(special) if form.structural_tag is not None else {}))
     except RecursionError:
         raise GrammarError("It is nested too deeply") from None
     except (TypeError, ValueError, OverflowError) as error:
