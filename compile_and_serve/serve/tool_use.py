@@ -165,9 +165,17 @@ def _tags(parser: type[ToolParser], tools: Sequence[Tool], *, only_strict: bool)
     for tool in tools:
         texts = parser.call_format(tool.name)
         assert texts is not None
-        schema = closed(tool.schema) if tool.strict or not only_strict else {"type": "object"}
+        schema = _enforced(tool) if tool.strict or not only_strict else {"type": "object"}
         tags.append({"begin": texts[0], "content": {"type": "json_schema", "json_schema": schema}, "end": texts[1]})
     return tags
+
+
+def _enforced(tool: Tool) -> Any:
+    kind = tool.schema["type"]
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        sentence = f"The parameters of {tool.name!r:.{MAX_ECHO}} must have the type 'object', got {kind!r:.{MAX_ECHO}}."
+        raise ApiError(400, sentence, "tools")
+    return closed({**tool.schema, "type": "object"})
 
 
 def closed(schema: Any) -> Any:
