@@ -11,8 +11,10 @@ import torch
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, or_masks
 
 from compile_and_serve import LLM, SamplingParams
-from compile_and_serve.compiler.capture.capture import CapturedGraph
+from compile_and_serve.compiler.capture.capture import CapturedGraph, CaptureError
 from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.compiler.pieces.plan import make_plan
+from compile_and_serve.compiler.pieces.splitter import split
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
@@ -20,8 +22,8 @@ from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.transformers_attention import Mask, Unsupported, recognize
-from tests.support.tiny_models import capture_spec
-from tests.support.transformers_models import SIZES, config_of, greedy_tokens, write_random_model
+from tests.support.tiny_models import capture_decoder, capture_spec
+from tests.support.transformers_models import SIZES, config_of, greedy_tokens, load_reference, write_random_model
 
 LAYERS = SIZES["num_hidden_layers"]
 PROMPTS = [[7, 21, 300, 9, 44], [5], list(range(30, 53))]
@@ -83,16 +85,54 @@ def layer_ops(captured: CapturedGraph) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["GemmaForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM"]
+    ("architecture", "changes", "norms"),
+    [
+        ("GemmaForCausalLM", {}, 2),
+        ("Olmo2ForCausalLM", {}, 4),  # its queries and keys are normalized before they are split into heads
+        ("GraniteForCausalLM", {}, 2),
+        ("Phi3ForCausalLM", {}, 2),  # one linear, cut by slices
+        ("PhiForCausalLM", {"partial_rotary_factor": 0.5}, None),  # partial; attention and MLP read the same input
+        ("CohereForCausalLM", {}, None),  # neighbours are rotated; attention and MLP read the same input
+        ("GlmForCausalLM", {"partial_rotary_factor": 0.5, "pad_token_id": 1}, 2),  # both
+    ],
 )
-def test_passes_are_correct_for_other_families(architecture: str) -> None:
-    spec = build(architecture, torch.float32)
+def test_passes_are_correct_for_other_families(architecture: str, changes: dict[str, Any], norms: int | None) -> None:
+    spec = build(architecture, torch.float32, **changes)
     _, _, records = rewrite(spec, torch.float32, verify=True)
     for record in records.values():
         assert isinstance(record.result, PassResult), record.sentence()
-    assert records["lift_norms"].result == PassResult(
-        matched=LAYERS * (4 if architecture.startswith("Olmo2") else 2) + 1
-    )
+    rope = records["fuse_rope_attention"]
+    assert rope.result == PassResult(matched=LAYERS)
+    assert rope.verification is not None
+    assert rope.verification.passed
+    if norms is not None:
+        assert records["lift_norms"].result == PassResult(matched=LAYERS * norms + 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("GPT2LMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2}), ("OPTForCausalLM", {})],
+)
+def test_sizes_and_parts_without_tensors(architecture: str, changes: dict[str, Any]) -> None:
+    """Both compute `torch.Size`s, which pieces cannot exchange."""
+    captured, _, records = rewrite(build(architecture, torch.float32, **changes), torch.float32, verify=True)
+    for record in records.values():
+        assert isinstance(record.result, PassResult), record.sentence()
+    plan, _ = make_plan(captured.gm, split(captured.gm), captured.weights, ["logits"])
+    assert len(plan.pieces) <= 3
+
+
+class _ReadsTokens(torch.nn.Module):
+    def forward(self, input_ids: Any, positions: Any, kv_caches: Any, logits_indices: Any) -> torch.Tensor:
+        return input_ids if input_ids.sum() > 3 else positions
+
+
+def test_a_capture_that_fails_is_one_sentence_with_the_line() -> None:
+    with pytest.raises(CaptureError) as error:
+        capture_decoder(_ReadsTokens(), torch.float32)
+    assert f"{Path(__file__).name}:" in str(error.value)
+    assert "--enforce-eager" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +164,41 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        (
+            "Gemma3ForCausalLM",
+            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        ),
+        ("ApertusForCausalLM", {}),  # buffers of the checkpoint
+        ("RobertaForCausalLM", {"is_decoder": True}),  # positions begin after the padding; buffers of integers
+        (
+            "BartForCausalLM",
+            {"d_model": 64, "decoder_layers": LAYERS, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
+        ),
+        ("DiffLlamaForCausalLM", {}),  # a layer attends twice
+        ("BloomForCausalLM", {}),
+        ("GPTJForCausalLM", {"rotary_dim": 8}),
+        ("GPTNeoXForCausalLM", {}),  # a renamed output head
+    ],
+)
+def test_eager_tokens_equal_transformers(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "model", architecture, **changes)
+    with LLM(
+        str(folder), dtype="float32", enforce_eager=True, max_num_seqs=4, max_num_batched_tokens=16, num_kv_blocks=64,
+        model_impl="transformers", skip_tokenizer_init=True, device="cpu",
+    ) as llm:  # fmt: skip
+        greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False)
+    model = load_reference(folder, torch.float32)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(

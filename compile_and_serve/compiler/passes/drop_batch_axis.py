@@ -31,7 +31,8 @@ ROW_OPS = (F.linear, F.embedding, F.layer_norm, torch.rms_norm, F.rms_norm, F.dr
 BROADCASTING = (torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat)
 # Position of the first dimension among the arguments, and their number. They may also be given as `dim`.
 DIMENSIONS = {
-    torch.cat: (1, 1), torch.mean: (1, 1), torch.sum: (1, 1), torch.unsqueeze: (1, 1), torch.squeeze: (1, 1),
+    torch.cat: (1, 1), torch.stack: (1, 1), torch.repeat_interleave: (2, 1),
+    torch.mean: (1, 1), torch.sum: (1, 1), torch.unsqueeze: (1, 1), torch.squeeze: (1, 1),
     torch.softmax: (1, 1), F.softmax: (1, 1), torch.unflatten: (1, 1), torch.chunk: (2, 1), torch.split: (2, 1),
     torch.transpose: (1, 2), torch.flatten: (1, 2),
 }  # fmt: skip
@@ -119,7 +120,7 @@ class _Rewriter:
             first, count = DIMENSIONS[target]
             args[first : first + count] = [_moved(dim) for dim in args[first : first + count]]
             kwargs |= {name: _moved(kwargs[name]) for name in ("dim", "dim0", "dim1") if name in kwargs}
-            if target in (torch.chunk, torch.split) and len(args) < 3 and "dim" not in kwargs:
+            if target in (torch.chunk, torch.split, torch.repeat_interleave) and len(args) < 3 and "dim" not in kwargs:
                 raise _NoRuleError  # it works along the batch axis
         elif target not in ROW_OPS and target not in BROADCASTING:
             raise _NoRuleError

@@ -3,9 +3,11 @@
     q, k, v = qkv.split(…); attention(rope(norm(q)), rope(norm(k)), v, cache)  →  rope_attention(qkv, cos, sin, cache, …)
 
 The kernel that computes the rotated keys writes them to the cache, so that they do not pass through memory between two kernels. The piece
-before the split ends at its last linear. The pass matches head views and the half-split rotation `x·cos + rotate_half(x)·sin` in any
-spelling, on [tokens, heads, E], or on [heads, tokens, E] between two transpositions. Queries, keys and values have to come from one merged
-linear. On two CPU cores the pass gains nothing (0.97 to 1.00 times the decode step's speed, `cpu-passes-smollm2-2026-11-20.jsonl`); it runs
+before the split ends at its last linear. The pass matches head views and the rotation `x·cos + rotate_half(x)·sin` in any spelling, of
+halves or of neighbours, of a whole head or of its first dimensions, on [tokens, heads, E], or on [heads, tokens, E] between two
+transpositions. Other rotations than that of a whole head's halves are brought to it by `rewrite/rope_layout.py`. Queries, keys and values
+that do not come from one linear (OLMo 2 normalizes them before) are concatenated. On two CPU cores the pass gains nothing (0.97 to 1.00
+times the decode step's speed, `cpu-passes-smollm2-2026-11-20.jsonl`); it runs
 there to keep the graph the same as on CUDA.
 """
 
@@ -13,9 +15,10 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 import compile_and_serve.custom_ops.attention.attention
@@ -32,7 +35,10 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
+from compile_and_serve.compiler.rewrite.rope_layout import Angles, Rotation, order_of_dimensions, permuted, whole_head
+from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
 
+SIZE = torch.ops.aten.sym_size.int
 ATTENTION = torch.ops.cas.attention.default
 ROPE_ATTENTION = torch.ops.cas.rope_attention.default
 
@@ -46,8 +52,9 @@ class _Heads:
     """A head view of one part of the merged projection, rotated or not."""
 
     part: Node
-    cos: Node | None = None
-    sin: Node | None = None
+    cos: Angles | None = None
+    sin: Angles | None = None
+    rotation: Rotation | None = None
     norm_weight: Node | None = None
     eps: float | None = None
 
@@ -79,16 +86,35 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
     if alibi_slopes is not None:
         raise _Mismatch("attention with ALiBi slopes has no rotation")
     q, k, v = _rotated(q_node, ctx), _rotated(k_node, ctx), _Heads(_head_view(v_node))
-    if (q.cos, q.sin) != (k.cos, k.sin):
+    if (q.cos, q.sin, q.rotation) != (k.cos, k.sin, k.rotation):
         raise _Mismatch("queries and keys are rotated by different angles")
     if (q.norm_weight is None) != (k.norm_weight is None) or q.eps != k.eps:
         raise _Mismatch("queries and keys are not normalized in the same way")
-    qkv = _common_split(q.part, k.part, v.part)
-    num_heads, num_kv_heads = tensor_of(q_node).shape[1], tensor_of(k_node).shape[1]
-    norms = (q.norm_weight, k.norm_weight, q.eps or 1e-6)
-    args = (qkv, q.cos, q.sin, kv_cache, num_heads, num_kv_heads, scale, *norms, group, soft_cap, sinks)
+    assert q.rotation is not None
+    assert q.cos is not None
+    assert q.sin is not None
+    qkv = _common_source(q.part, k.part, v.part)
+    num_heads, num_kv_heads, head_dim = (
+        tensor_of(q_node).shape[1],
+        tensor_of(k_node).shape[1],
+        tensor_of(q_node).shape[2],
+    )
+    cos, sin, norms = q.cos.node, q.sin.node, (q.norm_weight, k.norm_weight)
+    if not q.rotation.is_plain(head_dim):
+        if qkv is None:
+            raise _Mismatch("queries, keys and values do not come from one linear, whose rows could be permuted")
+        _permute(gm, ctx, qkv, (num_heads + num_kv_heads) * head_dim, head_dim, q)
+        cos = whole_head(gm, ctx, q.cos, q.rotation, head_dim, 1.0)
+        sin = whole_head(gm, ctx, q.sin, q.rotation, head_dim, 0.0)
+        norms = tuple(None if w is None else permuted(gm, ctx, w, q.rotation, head_dim, head_dim) for w in norms)  # type: ignore[assignment]
+    if qkv is None:
+        with gm.graph.inserting_before(node):
+            qkv = ctx.call(gm, torch.cat, [q.part, k.part, v.part], -1, origin=node)
+    args = (qkv, cos, sin, kv_cache, num_heads, num_kv_heads, scale, *norms, q.eps or 1e-6, group, soft_cap, sinks)
     with gm.graph.inserting_before(node):
         fused = ctx.call(gm, ROPE_ATTENTION, *args, origin=node)
+        if not q.rotation.is_plain(head_dim):
+            fused.meta["key_order"] = order_of_dimensions(head_dim, q.rotation.num_pairs, q.rotation.interleaved)
         out = ctx.call(gm, torch.unflatten, fused, -1, (-1, tensor_of(q_node).shape[2]), origin=node)
     node.replace_all_uses_with(out)
     gm.graph.erase_node(node)
@@ -98,26 +124,71 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
             gm.graph.erase_node(user)
 
 
+def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_dim: int, q: _Heads) -> None:
+    """Permute the rows of the linear `qkv`, so that whole heads are rotated by halves."""
+    assert q.rotation is not None
+    weight, bias = (*arguments(qkv), None)[1:3] if is_call(qkv, F.linear) else (None, None)
+    if weight_of(weight) is None or (bias is not None and weight_of(bias) is None):
+        raise _Mismatch("queries, keys and values do not come from one linear, whose rows could be permuted")
+    assert isinstance(weight, Node)
+    sources = {name for node in (weight, bias) if isinstance(node, Node) for name in _parameters(node, ctx)}
+    if sources & ctx.quantized_weights.keys():
+        raise _Mismatch("the rows of a quantized weight are not permuted")
+    if any(len([user for user in part.users if not is_call(user, SIZE)]) > 1 for part in (q.part,)):
+        raise _Mismatch("the projection of the queries is read by something else than attention")
+    made = [
+        permuted(gm, ctx, node, q.rotation, head_dim, num_rows) for node in (weight, bias) if isinstance(node, Node)
+    ]
+    qkv.args = (qkv.args[0], *made)
+    qkv.kwargs = {}
+
+
+def _parameters(weight: Node, ctx: PassContext) -> list[str]:
+    return [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight.meta["weight"]].expression)]
+
+
 def _rotated(node: object, ctx: PassContext) -> _Heads:
-    """Match x·cos + rotate_half(x)·sin, x a head view or its RMSNorm."""
+    """Match x·cos + rotate_half(x)·sin, x a head view or its RMSNorm, or the first dimensions of one; the others follow."""
     heads_axis = 1
     if _is_transposition(node):
         node, heads_axis = node.args[0], 0
+    rest = None
+    if is_call(node, torch.cat) and len(arguments(node)[0]) == 2:
+        node, rest = arguments(node)[0]
     if not is_call(node, torch.add):
         raise _Mismatch("an operand is not rotated by x·cos + rotate_half(x)·sin")
     for direct, turned in (arguments(node), arguments(node)[::-1]):
         if not (is_call(direct, torch.mul) and is_call(turned, torch.mul)):
             continue
-        x, cos = _operands(direct)
-        half, sin = _operands(turned)
-        if _is_rotate_half(half, x):
-            if heads_axis == 0:  # a norm over E may come before or after the transposition
-                x = _transposed(x)
-            part, norm_weight, eps = _norm(x, ctx)
-            if heads_axis == 0:
-                part = _transposed(part)
-            return _Heads(_head_view(part), _angles(cos, heads_axis), _angles(sin, heads_axis), norm_weight, eps)
+        for x, cos in _operands(direct):
+            for half, sin in _operands(turned):
+                if (interleaved := _is_turned(half, x)) is not None:
+                    size = tensor_of(x).shape[-1]
+                    rotation = Rotation(size // 2, interleaved)
+                    angles = (_angles(cos, heads_axis, interleaved), _angles(sin, heads_axis, interleaved))
+                    return _heads(_whole(x, rest), angles, rotation, heads_axis, ctx)
     raise _Mismatch("an operand is not rotated by x·cos + rotate_half(x)·sin")
+
+
+def _heads(x: object, angles: tuple[Angles, Angles], rotation: Rotation, heads_axis: int, ctx: PassContext) -> _Heads:
+    if heads_axis == 0:  # a norm over E may come before or after the transposition
+        x = _transposed(x)
+    part, norm_weight, eps = _norm(x, ctx)
+    if heads_axis == 0:
+        part = _transposed(part)
+    return _Heads(_head_view(part), *angles, rotation, norm_weight, eps)
+
+
+def _whole(x: object, rest: object) -> object:
+    """The heads of which x is the first dimensions and `rest` the others."""
+    if rest is None:
+        return x
+    if is_call(x, operator.getitem) and is_call(rest, operator.getitem) and x.args[0] is rest.args[0]:
+        size = tensor_of(x).shape[-1]
+        indices = [item[-1] if isinstance(item, tuple) else None for item in (x.args[1], rest.args[1])]
+        if indices in ([slice(None, size), slice(size, None)], [slice(0, size), slice(size, None)]):
+            return x.args[0]
+    raise _Mismatch("the dimensions beside the rotated ones are not the rest of the head")
 
 
 def _is_transposition(node: object) -> TypeGuard[Node]:
@@ -129,18 +200,31 @@ def _transposed(node: object) -> object:
     return node.args[0] if _is_transposition(node) else node
 
 
-def _operands(mul: Node) -> tuple[object, object]:
-    """(x, angle factor) of a product. The factor has a head axis of length 1."""
+def _operands(mul: Node) -> tuple[tuple[object, object], tuple[object, object]]:
+    """(x, angle factor) of a product, in both orders."""
     left, right = arguments(mul)
-    return (right, left) if is_call(left, torch.unsqueeze) else (left, right)
+    return (left, right), (right, left)
 
 
-def _is_rotate_half(node: object, x: object) -> bool:
-    """Match cat((-second half of x, first half of x), -1)."""
-    if not is_call(node, torch.cat) or len(arguments(node)[0]) != 2:
+def _is_turned(node: Any, x: object) -> bool | None:
+    """Match cat((-second half of x, first half of x), -1): False; stack((-x[1::2], x[0::2]), -1) flattened: True."""
+    interleaved = is_call(node, torch.flatten, torch.reshape, torch.Tensor.view)
+    parts = arguments(node)[0] if interleaved else node
+    if not is_call(parts, torch.stack if interleaved else torch.cat) or len(arguments(parts)[0]) != 2:
+        return None
+    negated, first = arguments(parts)[0]
+    if not is_call(negated, torch.neg) or not isinstance(x, Node):
+        return None
+    match = _is_neighbour if interleaved else _is_half
+    return interleaved if match(negated.args[0], x, 1) and match(first, x, 0) else None
+
+
+def _is_neighbour(node: object, x: object, index: int) -> bool:
+    """Match x[..., index::2]."""
+    if not is_call(node, operator.getitem) or node.args[0] is not x or not isinstance(node.args[1], tuple):
         return False
-    negated, first = arguments(node)[0]
-    return is_call(negated, torch.neg) and _is_half(negated.args[0], x, 1) and _is_half(first, x, 0)
+    starts = (0, None) if index == 0 else (1,)
+    return node.args[1][-1] in [slice(start, None, 2) for start in starts]
 
 
 def _is_half(node: object, x: object, index: int) -> bool:
@@ -173,19 +257,43 @@ def _head_view(node: object) -> Node:
     raise _Mismatch("an operand is not a head view of a projection")
 
 
-def _angles(node: object, heads_axis: int) -> Node:
+def _angles(node: Any, heads_axis: int, interleaved: bool) -> Angles:
+    """cos or sin [T, W], of which `node` is a view with one axis for the heads; in neighbours, the angle of each pair twice."""
+    repeated = is_call(node, torch.repeat_interleave)
+    if repeated:
+        node = arguments(node)[0]
+        columns: Any = node.args[1] if is_call(node, operator.getitem) else None
+        if columns is not None and columns[-1].start in (None, 0):
+            node = node.args[0]  # the columns of the first half are the pairs
     if is_call(node, torch.unsqueeze) and arguments(node)[1] == heads_axis and tensor_of(node).dim() == 3:
-        return arguments(node)[0]
+        source = scaled = arguments(node)[0]
+        while is_call(scaled, torch.mul, torch.Tensor.to, torch.cos, torch.sin):
+            scaled = scaled.args[0]
+        neighbours = is_call(scaled, torch.repeat_interleave)
+        if interleaved == (neighbours or repeated):
+            return Angles(source, pairs_are_neighbours=neighbours)
+        raise _Mismatch("the rotation's cos and sin do not have the same angle for both dimensions of a pair")
     raise _Mismatch("the rotation's cos and sin are not [T, E] with one axis for the heads")
 
 
-def _common_split(q: Node, k: Node, v: Node) -> Node:
-    """The merged projection whose parts 0, 1, 2 are q, k, v."""
+def _common_source(q: Node, k: Node, v: Node) -> Node | None:
+    """The linear whose columns are those of q, then k, then v; None: they come from different ones."""
     parts = (q, k, v)
-    sources = {part.args[0] for part in parts if is_call(part, operator.getitem)}
-    if len(sources) != 1 or [part.args[1] for part in parts] != [0, 1, 2]:
-        raise _Mismatch("queries, keys and values do not come from one merged projection")
-    split = sources.pop()
-    if not is_call(split, torch.split):
-        raise _Mismatch("queries, keys and values do not come from one merged projection")
-    return arguments(split)[0]
+    if not all(is_call(part, operator.getitem) for part in parts):
+        return None
+    sources = {part.args[0] for part in parts}
+    if len(sources) != 1:
+        return None
+    source = sources.pop()
+    if is_call(source, torch.split):
+        return arguments(source)[0] if [part.args[1] for part in parts] == [0, 1, 2] else None
+    begin = 0
+    for part in parts:
+        index = part.args[1]
+        if not isinstance(index, tuple) or not isinstance(index[-1], slice) or index[-1].step not in (None, 1):
+            return None
+        size = tensor_of(part).shape[1]
+        if (index[-1].start or 0) != begin:
+            return None
+        begin += size
+    return source if isinstance(source, Node) and tensor_of(source).shape[1] == begin else None

@@ -246,6 +246,10 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
         })
         for rank in range(num_ranks)
     ]  # fmt: skip
+    orders = _key_orders(gm)
+    for rank in ranks:
+        for name, order in orders.items():
+            _reorder_keys(rank.inputs[name], order)
     outcome = _Outcome()
     last_user = {user_input: node for node in gm.graph.nodes for user_input in node.all_input_nodes}
     with running(step.metadata), torch.no_grad():
@@ -270,6 +274,9 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
                 if last_user[read] is node:
                     for rank in ranks:
                         rank.values.pop(read, None)
+    for rank in ranks:
+        for name, order in orders.items():
+            _reorder_keys(rank.inputs[name], [order.index(i) for i in range(len(order))])
     for name, shape in local.items():
         dim = _sharded_dim(step.state[name], shape)
         if dim is None:
@@ -278,6 +285,23 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
         alike = max(1, num_ranks // step.state[name].shape[dim])  # ranks that keep the same share
         outcome.state[name] = torch.cat([rank.inputs[name] for rank in ranks[::alike]], dim=dim)
     return outcome
+
+
+def _key_orders(gm: GraphModule) -> dict[str, list[int]]:
+    """KV caches whose keys a pass keeps in another order of dimensions, which it leaves in the attention's meta["key_order"]."""
+    orders: dict[str, list[int]] = {}
+    for node in gm.graph.nodes:
+        if "key_order" in node.meta:
+            orders |= {
+                read.meta["input"]: node.meta["key_order"] for read in node.all_input_nodes
+                if isinstance(read.meta.get("declaration"), StateGroup)
+            }  # fmt: skip
+    return orders
+
+
+def _reorder_keys(cache: torch.Tensor, order: list[int]) -> None:
+    """cache: [N, 2, K, P, E], keys at [:, 0]."""
+    cache[:, 0] = cache[:, 0][..., order]
 
 
 def _random_step(declarations: Sequence[StepInput | StateGroup], seed: int) -> Step:
