@@ -186,3 +186,13 @@ def test_gemma_norms_keep_float32_weights_in_a_bfloat16_model() -> None:
     assert records["fuse_rope_attention"].result == PassResult(matched=6)
     assert records["fuse_linears"].result == PassResult(matched=4 * 6 + 1)
     assert all(record.verification.passed for record in records.values() if record.verification)
+
+
+def test_blocks_outside_of_the_window_are_used_again(tmp_path: Path) -> None:
+    """The cache has room for 80 tokens, and the text has 154: a window of 24 and a chunk of 32 need no more."""
+    folder = write_random_model(tmp_path, "MistralForCausalLM", **FAMILIES["mistral"].changes)
+    expected = greedy_tokens(folder, [prompt_of(0, 90)], NUM_TOKENS)
+    tokens, core = served(folder, lengths=(90,), num_kv_blocks=20, max_model_len=160)
+    assert tokens == expected
+    assert core.stats().num_preemptions == 0
+    core.shutdown()
