@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.runtime.distributed.executor import RankFailedError
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.messages import RequestOutput
+from compile_and_serve.runtime.structured.grammar import to_grammar
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
+from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
 from tests.support.engines import (
     mixed_requests,
     prompt_of,
@@ -65,6 +69,22 @@ def test_preempted_and_with_cached_prefixes(core: EngineCore, expected: dict[str
     stats = core.stats()
     assert stats.prefix_cache_hits >= 56
     assert stats.num_free_blocks == stats.num_total_blocks
+
+
+def test_structured_output_is_that_of_one_rank(core: EngineCore, model_dir: Path) -> None:
+    tokenizer = load_tokenizer(model_dir)
+    form = StructuredOutputsParams(compiled=to_grammar(StructuredOutputsParams(regex="([0-9a-f]{2} ){6}"), {}))
+    requests = [
+        request(
+            f"s{seed}", prompt_of(seed, 5 + seed), temperature=1.0, seed=seed, max_tokens=60, structured_outputs=form,
+            eos_token_ids=tokenizer.eos_token_ids, stop_token_ids=tokenizer.eos_token_ids,
+        )
+        for seed in range(4)
+    ]  # fmt: skip
+    one_rank = EngineCore(tiny_config(model_dir, max_model_len=120, **WEIGHTS))
+    tokens = tokens_of(run_requests(core, requests))
+    assert tokens == tokens_of(run_requests(one_rank, requests))
+    assert all(re.fullmatch("([0-9a-f]{2} ){6}", tokenizer.decode(ids)) for ids in tokens.values())
 
 
 def test_logprobs_are_those_of_one_rank(core: EngineCore, expected: dict[str, list[RequestOutput]]) -> None:
