@@ -14,6 +14,7 @@ from compile_and_serve import __version__
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine import AsyncEngine, EngineClient
 from compile_and_serve.serve.errors import install_error_handlers
@@ -21,6 +22,7 @@ from compile_and_serve.serve.inspect import router as graphs
 from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from compile_and_serve.serve.parsers.selection import select_parsers
+from compile_and_serve.serve.routers import adapters as adapter_routes
 from compile_and_serve.serve.routers import chat, completions, health, models, tokens
 from compile_and_serve.serve.settings import ServerSettings
 
@@ -35,12 +37,13 @@ def create_app(
     num_replicas: int = 1,
     on_engine_death: Callable[[str], None] | None = None,
     templates: TemplatePool | None = None,
+    adapters: ServedAdapters | None = None,
 ) -> FastAPI:
     """The application for an engine that is ready. Its lifespan reads the engine's outputs and finally stops the engine.
 
     tokenizer: None if the engine works on token ids only (skip_tokenizer_init). on_engine_death: called with the reason.
     Raises `ParserError` for parsers that the settings name and that do not exist.
-    templates: renders chat templates; by default a pool that the lifespan closes.
+    templates: renders chat templates; by default a pool that the lifespan closes. adapters: those that are loaded.
     """
     inputs = InputProcessor(tokenizer, client.info)
     metrics = Metrics(settings.served_model_names[0])
@@ -75,10 +78,13 @@ def create_app(
     )
     app.router.strict_content_type = False  # `JsonRoute` checks the header
     app.state.context = ServerContext(
-        settings=settings, engine=engine, inputs=inputs, metrics=metrics, templates=pool, parsers=parsers
-    )
+        settings=settings, engine=engine, inputs=inputs, metrics=metrics, templates=pool, parsers=parsers,
+        adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
+    )  # fmt: skip
     for router in ROUTERS:
         app.include_router(router)
+    if settings.lora_dir is not None:
+        app.include_router(adapter_routes.router)
     if settings.graphs_dir is not None:
         app.include_router(graphs.router)
     install_error_handlers(app)

@@ -19,6 +19,7 @@ from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.engine import AsyncEngine
 from compile_and_serve.serve.errors import ApiError, user_errors
 from compile_and_serve.serve.metrics import Metrics
@@ -47,6 +48,7 @@ class ServerContext:
     metrics: Metrics
     templates: TemplatePool
     parsers: Parsers
+    adapters: ServedAdapters
     started: int = field(default_factory=lambda: int(time.time()))
     grammar_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="grammar")
@@ -65,6 +67,8 @@ class ServerContext:
     def check_model(self, name: str | None) -> str:
         """The model name for the answer. Raises a 404 for a model that is not served."""
         names = self.settings.served_model_names
+        if name and self.adapters.get(name) is not None:
+            return name
         if name and name not in names:
             raise ApiError(404, f"The model '{name:.200}' does not exist: this server has {', '.join(names)}.", "model")
         return name or names[0]

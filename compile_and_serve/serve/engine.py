@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, FinishReason, StepOutputs
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
@@ -33,6 +34,10 @@ class EngineClient(Protocol):
     async def add_request(self, request: EngineRequest) -> None: ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def utility(
+        self, method: str, adapter: LoRARequest | None = None
+    ) -> dict[str, int | float | str | bool | None]: ...
 
     def outputs(self) -> AsyncIterator[StepOutputs]:
         """Every step's outputs. Ends at shutdown; raises `EngineDeadError` if the engine dies."""
@@ -141,6 +146,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
     ) -> Generation:
         """Send prepared prompts, each with its `SamplingParams`, as one request.
 
@@ -166,6 +172,7 @@ class AsyncEngine:
                     first_index=first_index,
                     priority=priority,
                     cache_salt=cache_salt,
+                    lora=lora,
                 )
                 first_index += prompt_params.n
                 generation.engine_ids += added.request_ids

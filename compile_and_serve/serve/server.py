@@ -26,6 +26,7 @@ from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.load_tokenizer import load_generation_defaults, load_tokenizer
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.http_protocol import limited_protocol
@@ -136,7 +137,7 @@ async def _serve(
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return EXIT_OK
-        tokenizer, settings = starting.result()  # raises the start's error
+        tokenizer, settings, adapters = starting.result()  # raises the start's error
         died: list[str] = []
 
         def on_death(reason: str) -> None:
@@ -150,6 +151,7 @@ async def _serve(
             num_replicas=config.parallel.data_parallel_size,
             on_engine_death=on_death,
             templates=templates,
+            adapters=adapters,
         )
         server = _Server(_uvicorn_config(app, settings))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -167,20 +169,23 @@ async def _start(
     config: EngineConfig,
     settings: ServerSettings,
     templates: TemplatePool,
-) -> tuple[Tokenizer | None, ServerSettings]:
-    """Start the engine and read the tokenizer at the same time. The first error stops both."""
+) -> tuple[Tokenizer | None, ServerSettings, ServedAdapters]:
+    """Start the engine and read the tokenizer at the same time, then load adapters. The first error stops all."""
     engine = asyncio.create_task(client.start())
     files = asyncio.create_task(asyncio.to_thread(_read_files, config, settings, templates))
     try:
         await asyncio.gather(engine, files)
         tokenizer, settings = files.result()
         InputProcessor(tokenizer, client.info)  # raises if the tokenizer does not fit the model
+        adapters = ServedAdapters(client, settings.served_model_names, settings.lora_dir)
+        for name, path in settings.lora_modules:
+            await adapters.add(name, path)
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
         await client.shutdown(drain=False)
         raise
-    return tokenizer, settings
+    return tokenizer, settings, adapters
 
 
 async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, hurry: asyncio.Event) -> None:

@@ -28,6 +28,8 @@ class ServerSettings:
     template_timeout: seconds in which the chat template must render a conversation.
     tool_call_parser, reasoning_parser: names of parsers. None: the one whose format the chat template uses.
     enable_auto_tool_choice: refuse to start without a tool parser.
+    lora_modules: (name, folder) of the adapters that are loaded at the start.
+    lora_dir: adapters below this folder can be loaded by requests. None: requests load none.
     prompt_tokens_details: whether usage includes the number of cached prompt tokens, which reveals whether another request
         had the same prefix.
     """
@@ -57,6 +59,8 @@ class ServerSettings:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     enable_auto_tool_choice: bool = False
+    lora_modules: tuple[tuple[str, Path], ...] = ()
+    lora_dir: Path | None = None
 
     @property
     def is_local(self) -> bool:

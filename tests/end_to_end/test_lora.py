@@ -79,3 +79,59 @@ def test_one_batch_mixes_the_base_and_ranks(
         assert outputs[0].outputs[0].token_ids == outputs[4].outputs[0].token_ids
         for output, path in zip(outputs, paths, strict=True):
             check(output, model, path, 1e-3)
+
+
+def test_int8_bases(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    """Within what rounding the base's weights to int8 changes: adapters themselves are not rounded."""
+    with make_llm(model, tmp_path, quantization="int8-weight-only") as llm:
+        requests = [None, LoRARequest("a", 1, str(adapters[0])), LoRARequest("b", 2, str(adapters[2]))]
+        for output, path in zip(generate(llm, PROMPTS[:3], requests), [None, adapters[0], adapters[2]], strict=True):
+            check(output, model, path, 0.5)
+
+
+def test_many_adapters_share_few_slots_and_nothing_is_compiled(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer is as alone, though each adapter is copied into a slot that others had, and read again from its file."""
+    paths = [write_adapter(tmp_path / str(i), model, 4, seed=i) for i in range(10)]
+    requests: list[LoRARequest | None] = [LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, 1)]
+    with make_llm(model, tmp_path, max_loras=2, max_cpu_loras=3, max_lora_rank=8) as llm:
+        alone = [generate(llm, [PROMPTS[0]], [request])[0].outputs[0].token_ids for request in requests]
+        assert len({tuple(tokens) for tokens in alone}) > 5
+        core = llm.engine.core
+        assert core.adapters.num_loads == 10
+        for name in ("capture", "start_piece"):  # to compile anything would fail
+            monkeypatch.delattr(f"compile_and_serve.compiler.pipeline.{name}")
+        weights = core._executor.worker._model.weights
+        addresses = {name: tensor.data_ptr() for name, tensor in weights.items()}
+        together = generate(llm, [PROMPTS[0]] * 20, [*requests, *reversed(requests)])
+        assert [output.outputs[0].token_ids for output in together] == [*alone, *reversed(alone)]
+        assert {name: tensor.data_ptr() for name, tensor in weights.items()} == addresses
+        assert core.adapters.num_loads > 10  # host memory has room for 3
+    check(together[0], model, paths[0], 1e-3)
+
+
+def test_wrong_adapters_are_refused_and_the_engine_goes_on(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    with make_llm(model, tmp_path, max_lora_rank=16) as llm:
+        before = generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids
+        for adapter, message in (
+            (LoRARequest("big", 1, str(adapters[2])), "rank 64, but the engine takes at most 16"),
+            (LoRARequest("absent", 2, str(tmp_path / "absent")), "no adapter_config.json"),
+            (LoRARequest("zero", 0, str(adapters[0])), "lora_int_id 0"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                generate(llm, PROMPTS[:1], [adapter])
+        generate(llm, PROMPTS[:1], [LoRARequest("good", 3, str(adapters[0]))])
+        with pytest.raises(ValueError, match="give each load its own"):
+            generate(llm, PROMPTS[:1], [LoRARequest("other", 3, str(adapters[1]))])
+        llm.engine.core.utility("unload_adapter", LoRARequest("good", 3, ""))
+        with pytest.raises(ValueError, match="not a new positive number"):
+            generate(llm, PROMPTS[:1], [LoRARequest("good", 3, str(adapters[0]))])
+        assert generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids == before
+
+
+def test_without_enable_lora_adapters_are_refused(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    with make_llm(model, tmp_path, enable_lora=False) as llm:
+        assert "pass_sites.apply_lora.matched" not in llm.info.compile_report
+        with pytest.raises(ValueError, match="use --enable-lora"):
+            generate(llm, PROMPTS[:1], [LoRARequest("a", 1, str(adapters[0]))])

@@ -41,6 +41,7 @@ ENGINE_FLAGS = {
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes",
     "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp",
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
+    "--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras",
 }  # fmt: skip
 
 # Removing or renaming a flag breaks users' scripts: change this list only on purpose.
@@ -50,6 +51,7 @@ FLAGS = {
         "--chat-template", "--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser",
         "--response-role", "--return-tokens-as-token-ids", "--shutdown-timeout", "--access-log",
         "--no-access-log", "--enable-graphs", "--max-body-size", "--enable-prompt-tokens-details",
+        "--lora-modules", "--lora-dir",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},
     "generate": ENGINE_FLAGS | {

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from compile_and_serve.runtime.engine.client import EngineDeadError
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     EngineInfo,
     EngineRequest,
@@ -56,6 +57,8 @@ class FakeEngineClient:
         self.pause = pause
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.calls: list[tuple[str, LoRARequest | None]] = []
+        self.refuse_adapters: str | None = None
         self.steps = 0
         self.hold = asyncio.Event()
         self.hold.set()
@@ -94,8 +97,13 @@ class FakeEngineClient:
         for request_id in request_ids:
             self._running.pop(request_id, None)
 
-    async def utility(self, method: str) -> dict[str, int | float | str | bool | None]:
+    async def utility(
+        self, method: str, adapter: LoRARequest | None = None
+    ) -> dict[str, int | float | str | bool | None]:
         self._check()
+        self.calls.append((method, adapter))
+        if self.refuse_adapters is not None:
+            raise ValueError(self.refuse_adapters)
         return {"ok": True}
 
     def health_problem(self) -> str | None:

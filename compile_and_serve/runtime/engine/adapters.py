@@ -23,7 +23,7 @@ class Adapters:
         self, executor: Executor, targets: Mapping[str, AdapterTarget] | None, *, max_rank: int, max_on_host: int,
         is_used: Callable[[int], bool],
     ) -> None:  # fmt: skip
-        self._executor, self._targets, self._is_used = executor, targets, is_used
+        self._executor, self.targets, self._is_used = executor, targets, is_used
         self._max_rank, self._max_on_host = max_rank, max_on_host
         self._known: dict[int, tuple[LoRARequest, tuple[int, int]]] = {}  # with the stamps of the files
         self._unloaded: set[int] = set()
@@ -35,7 +35,7 @@ class Adapters:
 
         Raises `AdapterError` for an adapter that cannot be used. The result may raise it too.
         """
-        if self._targets is None:
+        if self.targets is None:
             raise AdapterError(
                 f"The request wants the adapter {adapter.lora_name!r}, but the engine takes none: use --enable-lora."
             )
@@ -50,7 +50,7 @@ class Adapters:
         self.shrink(keep=adapter_id)
         found = self._on_host.get(adapter_id)
         if found is None:
-            stamp = open_adapter(Path(adapter.lora_path), self._targets, self._max_rank).stamp
+            stamp = open_adapter(Path(adapter.lora_path), self.targets, self._max_rank).stamp
             if known is not None and known[1] != stamp:
                 raise AdapterError(
                     f"{adapter.lora_path} has changed since it was loaded as {adapter_id}: load it with a new lora_int_id."

@@ -15,6 +15,7 @@ from compile_and_serve.serve.cli.output import run_command
 
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
+LORA_PANEL = "LoRA"
 MODEL_PANEL, CACHE_PANEL, SCHEDULER_PANEL, COMPILER_PANEL, PARALLEL_PANEL, DEVICE_PANEL = (
     "Model",
     "KV cache and prefix cache",
@@ -268,6 +269,21 @@ def engine_flags(
             rich_help_panel=PARALLEL_PANEL,
         ),
     ] = False,
+    enable_lora: Annotated[
+        bool,
+        typer.Option("--enable-lora", help="Let requests use LoRA adapters.", rich_help_panel=LORA_PANEL),
+    ] = False,
+    max_loras: Annotated[
+        int, typer.Option(help="Adapters on the device at once, that one step may mix.", rich_help_panel=LORA_PANEL)
+    ] = 4,
+    max_lora_rank: Annotated[
+        int,
+        typer.Option(help="The largest rank of an adapter. Every slot has room for it.", rich_help_panel=LORA_PANEL),
+    ] = 16,
+    max_cpu_loras: Annotated[
+        int | None,
+        typer.Option(help="Adapters kept in host memory. By default --max-loras.", rich_help_panel=LORA_PANEL),
+    ] = None,
     device: Annotated[
         Device,
         typer.Option(help="auto: CUDA if there is a CUDA device, else CPU.", rich_help_panel=DEVICE_PANEL),
@@ -323,6 +339,10 @@ def engine_flags(
         "data_parallel_size": data_parallel_size,
         "distributed_executor_backend": distributed_executor_backend,
         "disable_custom_all_reduce": disable_custom_all_reduce,
+        "enable_lora": enable_lora,
+        "max_loras": max_loras,
+        "max_lora_rank": max_lora_rank,
+        "max_cpu_loras": max_cpu_loras,
         "device": device,
         "attention_backend": attention_backend,
         "num_threads": num_threads,

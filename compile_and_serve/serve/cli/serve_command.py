@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, read_api_keys
-from compile_and_serve.serve.cli.flags import COMPILER_PANEL, ModelArgument, parse_size
+from compile_and_serve.serve.cli.flags import COMPILER_PANEL, LORA_PANEL, ModelArgument, parse_size
 from compile_and_serve.serve.cli.output import StageDisplay, error_console
 
 if TYPE_CHECKING:
@@ -119,6 +119,22 @@ def serve_command(
         ),
     ] = 30.0,
     access_log: Annotated[bool, typer.Option(help="Log every request.", rich_help_panel=SERVER_PANEL)] = True,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help="Adapter to load at the start, which requests select by `model` (repeatable).",
+            rich_help_panel=LORA_PANEL,
+        ),
+    ] = None,
+    lora_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters below this folder. Anyone who may send "
+            "requests may then load and unload.",
+            rich_help_panel=LORA_PANEL,
+        ),
+    ] = None,
     enable_graphs: Annotated[
         bool,
         typer.Option(
@@ -138,6 +154,8 @@ def serve_command(
 
     if enable_graphs and engine_options["enforce_eager"]:
         raise ValueError("--enforce-eager compiles no graph for --enable-graphs to show: leave one of them out.")
+    if (lora_modules or lora_dir) and not engine_options["enable_lora"]:
+        raise ValueError("--lora-modules and --lora-dir need --enable-lora.")
     graphs = contextlib.ExitStack()
     if enable_graphs and engine_options["dump_dir"] is None:
         folder = graphs.enter_context(tempfile.TemporaryDirectory(prefix="compile-and-serve-graphs-"))
@@ -160,6 +178,8 @@ def serve_command(
         return_tokens_as_token_ids=return_tokens_as_token_ids,
         shutdown_timeout=shutdown_timeout,
         access_log=access_log,
+        lora_modules=tuple(map(_named_path, lora_modules or ())),
+        lora_dir=lora_dir,
         graphs_dir=Path(engine_options["dump_dir"]) if enable_graphs else None,
     )
     check_names(tool_call_parser, reasoning_parser)
@@ -183,3 +203,10 @@ def serve_command(
         status = run(config, settings, on_stage=stages, on_ready=on_ready)
     if status:
         raise typer.Exit(status)
+
+
+def _named_path(given: str) -> tuple[str, Path]:
+    name, separator, path = given.partition("=")
+    if not (name and separator and path):
+        raise ValueError(f"--lora-modules takes NAME=PATH, got {given!r:.200}.")
+    return name, Path(path).resolve()

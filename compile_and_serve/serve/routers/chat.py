@@ -69,6 +69,7 @@ class _Answer:
         self.tools = tools
         self.head = head
         self.cache_salt = cache_salt
+        self.lora = context.adapters.get(body.model)
         self.usage = context.usage(len(prompt))
         if context.parsers.reasoning is not None:
             self.usage.reasoning_tokens = 0
@@ -120,6 +121,7 @@ class _Answer:
             [self.params],
             priority=self.body.priority or 0,
             cache_salt=self.cache_salt,
+            lora=self.lora,
         )
 
     def complete(self, completions: list[CompletionOutput]) -> Response:

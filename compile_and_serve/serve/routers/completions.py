@@ -64,6 +64,7 @@ class _Answer:
         self.params = params
         self.head = head
         self.cache_salt = cache_salt
+        self.lora = context.adapters.get(body.model)
         self.usage = context.usage(sum(len(prompt) for prompt in prompts))
         as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
         self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
@@ -122,6 +123,7 @@ class _Answer:
             self.params,
             priority=self.body.priority or 0,
             cache_salt=self.cache_salt,
+            lora=self.lora,
         )
 
     def complete(self, completions: list[CompletionOutput]) -> Response:

@@ -15,7 +15,7 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/models", summary="Models of this server")
 async def list_models(context: Context) -> Response:
     """Every name that a request may give in `model`."""
-    names = context.settings.served_model_names
+    names = [*context.settings.served_model_names, *context.adapters.names]
     return json_response({"object": "list", "data": [_model(name, context) for name in names]})
 
 
@@ -26,12 +26,13 @@ async def retrieve_model(model_id: str, context: Context) -> Response:
 
 
 def _model(name: str, context: ServerContext) -> dict[str, Any]:
+    base = context.settings.served_model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": context.started,
         "owned_by": "compile-and-serve",
-        "root": context.settings.served_model_names[0],
-        "parent": None,
+        "root": base,
+        "parent": None if context.adapters.get(name) is None else base,
         "max_model_len": context.inputs.info.max_model_len,
     }
