@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = ("compiler", "custom_ops", "models", "runtime", "serve")
-MADE_BY_THE_READER = {"my_passes.py", "report.json", "config.json", "report.html"}
+MADE_BY_THE_READER = {"my_passes.py", "report.json", "config.json", "report.html", "adapter_config.json"}
 FLAGS_OF_OTHERS = {"--check"}  # ruff's
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
