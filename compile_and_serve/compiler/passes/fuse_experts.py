@@ -1,8 +1,9 @@
-"""Fuses the residual addition after experts into them, and packs their weights for the device's kernel.
+"""Fuses the RMSNorm before experts and the residual addition after them into them, and packs their weights for the device's kernel.
 
-    experts(x, ids, weights, W…) + residual  →  experts(x, ids, weights, pack(W)…, residual)
+    experts(rms_norm(x, g), ids, weights, W…) + residual  →  experts(x, ids, weights, pack(W)…, residual, g)
 
-The kernel that adds the results of a token's experts adds the residual, too. Weights are packed on the CPU only, one expert at a time.
+The kernel that adds the results of a token's experts adds the residual, too, and for few tokens the first kernel computes the norm.
+Weights are packed on the CPU only, one expert at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     NearMiss,
     PassContext,
     PassResult,
+    arguments,
     is_call,
     only_user,
     tensor_of,
@@ -27,8 +29,8 @@ from compile_and_serve.custom_ops.moe.experts import pack_expert_weights
 weight_function("pack_expert_weights")(pack_expert_weights)
 
 EXPERTS = torch.ops.cas.experts.default
-GATE_UP, DOWN, RESIDUAL = 3, 4, 9  # arguments of `cas::experts`
-DEFAULTS = (None, None, "silu", 0.0, None)  # of its arguments from the biases on
+GATE_UP, DOWN, RESIDUAL, NORM, EPS = 3, 4, 9, 10, 11  # arguments of `cas::experts`
+DEFAULTS = (None, None, "silu", 0.0, None, None, 1e-6)  # of its arguments from the biases on
 
 
 class FuseExperts(BasePass):
@@ -46,6 +48,10 @@ class FuseExperts(BasePass):
                     changed = True
                 else:
                     near_misses.append(NearMiss.at(node, reason))
+            norm = args[0]
+            if args[NORM] is None and _is_plain_norm(norm) and only_user(norm) is node:
+                args[0], _, args[NORM], args[EPS] = arguments(norm)
+                changed = True
             add = _residual_addition(node) if args[RESIDUAL] is None else None
             if add is not None:
                 args[RESIDUAL] = add.args[0] if add.args[1] is node else add.args[1]
@@ -72,6 +78,15 @@ def _pack(gm: GraphModule, args: list[Node], ctx: PassContext) -> str | None:
     for at in (GATE_UP, DOWN):
         args[at] = ctx.derived_weight(gm, f"{weight_of(args[at])}.packed", "pack_expert_weights", args[at])
     return None
+
+
+def _is_plain_norm(norm: object) -> bool:
+    """Whether this is an RMSNorm over the last dimension, with a parameter of its input's dtype and an explicit eps."""
+    if not is_call(norm, torch.rms_norm):
+        return False
+    x, shape, weight, eps = arguments(norm)
+    same_dtype = weight_of(weight) is not None and tensor_of(weight).dtype == tensor_of(x).dtype
+    return same_dtype and eps is not None and len(shape) == 1
 
 
 def _residual_addition(node: Node) -> Node | None:

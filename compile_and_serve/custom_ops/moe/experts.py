@@ -80,6 +80,8 @@ def _experts(
     activation: str = "silu",
     limit: float = 0.0,
     residual_TD: torch.Tensor | None = None,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
     count_call(ids_TK, down)
     num_tokens, top_k = ids_TK.shape
@@ -88,6 +90,8 @@ def _experts(
     flat_ids = ids_TK.reshape(-1)
     order = flat_ids.argsort(stable=True)
     counts = flat_ids.bincount(minlength=gate_up.shape[0]).tolist()
+    if norm_weight_D is not None:
+        x_TD = F.rms_norm(x_TD, (x_TD.shape[1],), norm_weight_D, eps)
     x_PD = x_TD.index_select(0, order // top_k)
     y_PD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1], dtype=math_dtype)
     begin = 0
@@ -112,6 +116,8 @@ def _experts_fake(
     activation: str = "silu",
     limit: float = 0.0,
     residual_TD: torch.Tensor | None = None,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
     return x_TD.new_empty(x_TD.shape)
 
@@ -127,6 +133,8 @@ def _experts_cuda(
     activation: str = "silu",
     limit: float = 0.0,
     residual_TD: torch.Tensor | None = None,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
     from compile_and_serve.custom_ops.moe.triton_experts import (
         experts as triton_experts,  # imported here, because Triton may be missing
@@ -134,13 +142,25 @@ def _experts_cuda(
 
     count_call(ids_TK, down)
     return triton_experts(
-        x_TD, ids_TK, weights_TK, gate_up, down, gate_up_bias, down_bias, activation, limit, residual_TD
+        x_TD,
+        ids_TK,
+        weights_TK,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        activation,
+        limit,
+        residual_TD,
+        norm_weight_D,
+        eps,
     )
 
 
 _experts_op = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
-    'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None) -> Tensor',
+    'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
+    "Tensor? norm_weight=None, float eps=1e-6) -> Tensor",
     kind=OpKind.CAPTURABLE,
     version=1,
     fake=_experts_fake,
@@ -161,13 +181,29 @@ def experts(
     activation: str = "silu",
     limit: float = 0.0,
     residual_TD: torch.Tensor | None = None,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
 
     x_TD: [T, D]. ids_TK: integers [T, K], a token's ids differ. weights_TK: floating [T, K]. gate_up: [X, 2F, D], gate rows before up rows;
     down: [X, D, F]; both plain or both packed. gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].
+    norm_weight_D: x is rms_norm(x) · norm_weight before the products.
     → [T, D] in x's dtype
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
     """
     assert activation in ACTIVATIONS, activation
-    return _experts_op(x_TD, ids_TK, weights_TK, gate_up, down, gate_up_bias, down_bias, activation, limit, residual_TD)
+    return _experts_op(
+        x_TD,
+        ids_TK,
+        weights_TK,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        activation,
+        limit,
+        residual_TD,
+        norm_weight_D,
+        eps,
+    )

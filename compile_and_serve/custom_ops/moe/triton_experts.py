@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
 from compile_and_serve.custom_ops.moe.triton_order import ExpertOrder, order_by_expert
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
@@ -50,9 +51,9 @@ def _activate(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _gemv_gate_up_kernel(
-    x_ptr, ids_ptr, w_ptr, bias_ptr, h_ptr, x_stride, features, inputs, top_k, limit,
-    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, LANES: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, ids_ptr, w_ptr, bias_ptr, norm_ptr, h_ptr, x_stride, features, inputs, top_k, limit, eps,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -67,14 +68,22 @@ def _gemv_gate_up_kernel(
     x_1D = x_ptr + (pair // top_k).to(tl.int64) * x_stride + cols_1D
     acc = tl.zeros((BLOCK_F, BLOCK_D // LANES), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_F, BLOCK_D // LANES), dtype=tl.float32)
+    square_1D = tl.zeros((1, BLOCK_D), dtype=tl.float32)
     for start in range(0, inputs, BLOCK_D):
         ok_1D = start + cols_1D < inputs
         gate = tl.load(gate_FD + start, mask=ok_1D, other=0.0, eviction_policy="evict_first").to(tl.float32)
         up = tl.load(up_FD + start, mask=ok_1D, other=0.0, eviction_policy="evict_first").to(tl.float32)
         x = tl.load(x_1D + start, mask=ok_1D, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            square_1D += x * x
+            x *= tl.load(norm_ptr + start + cols_1D, mask=ok_1D, other=0.0).to(tl.float32)
         acc += tl.sum(tl.reshape(gate * x, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
         acc_up += tl.sum(tl.reshape(up * x, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
     gate_F, up_F = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    if HAS_NORM:
+        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(square_1D) / inputs + eps)
+        gate_F *= inverse_rms
+        up_F *= inverse_rms
     if HAS_BIAS:
         bias_F = bias_ptr + expert * 2 * features + rows_F
         gate_F += tl.load(bias_F, mask=ok_F, other=0.0).to(tl.float32)
@@ -278,6 +287,8 @@ class _Operands:
     clamped: bool = False
     limit: float = 0.0
     residual_TD: torch.Tensor | None = None
+    norm_weight_D: torch.Tensor | None = None
+    eps: float = 1e-6
 
     @property
     def num_pairs(self) -> int:
@@ -303,9 +314,10 @@ def run_gemv(operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
     warps, block_f, block_o, block_k = 4, 4, 4, next_power_of_2(top_k)
     launch(
         _gemv_gate_up_kernel, (cdiv(features, block_f), operands.num_pairs),
-        x_TD, operands.ids_TK, gate_up, operands.gate_up_bias, h_PF, x_TD.stride(0), features, hidden, top_k, operands.limit,
-        HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCK_F=block_f, BLOCK_D=32 * warps * lanes,
-        LANES=lanes, PDL=pdl, num_warps=warps, **launch_options(pdl),
+        x_TD, operands.ids_TK, gate_up, operands.gate_up_bias, operands.norm_weight_D, h_PF, x_TD.stride(0), features, hidden, top_k,
+        operands.limit, operands.eps,
+        HAS_BIAS=operands.gate_up_bias is not None, HAS_NORM=operands.norm_weight_D is not None, CLAMPED=operands.clamped,
+        BLOCK_F=block_f, BLOCK_D=32 * warps * lanes, LANES=lanes, PDL=pdl, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
     launch(
         _gemv_down_kernel, (cdiv(hidden, block_o), num_tokens),
@@ -320,6 +332,9 @@ def run_gemv(operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
 
 def run_grouped(tiles: Tiles, operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
     """A "grouped" method. gate_up: replaces the operands' weight, for the tuner."""
+    if operands.norm_weight_D is not None:
+        x_TD = rms_norm(operands.x_TD, operands.norm_weight_D, operands.eps)
+        operands = replace(operands, x_TD=x_TD, norm_weight_D=None)
     order = order_by_expert(operands.ids_TK, gate_up.shape[0], tiles.block_p)
     h_PF = _grouped_gate_up(tiles, operands, gate_up, order)
     return _grouped_down(tiles, operands, h_PF, order)
@@ -390,6 +405,8 @@ def experts(
     activation: str = "silu",
     limit: float = 0.0,
     residual_TD: torch.Tensor | None = None,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
     """As `cas::experts`, over plain weights. The host does not wait for the device; the launches depend on T alone.
 
@@ -404,7 +421,7 @@ def experts(
         residual_TD = residual_TD.contiguous()
     operands = _Operands(
         x_TD, ids_TK.to(torch.int32).contiguous(), weights_TK.contiguous(), gate_up, down, gate_up_bias, down_bias,
-        activation == "clamped_swiglu", limit, residual_TD,
+        activation == "clamped_swiglu", limit, residual_TD, norm_weight_D, eps,
     )  # fmt: skip
     num_experts, rows, hidden = gate_up.shape
     problem = Problem(

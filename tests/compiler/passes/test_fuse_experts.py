@@ -32,6 +32,7 @@ def test_passes_are_verified(architecture: str, size: int) -> None:
     assert len(nodes) == LAYERS
     for node in nodes:
         assert node.args[3].meta["example_value"].dim() == 4  # packed
+        assert node.args[10] is not None  # the norm's weight
         assert (node.args[9] is not None) == (size == 1)  # with ranks, the sum over them comes first
 
 

@@ -110,6 +110,18 @@ def test_residual_is_added(num_tokens: int) -> None:
     assert relative_error(out, expected) < 1e-6
 
 
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_norm_comes_first(num_tokens: int) -> None:
+    args = operands(num_tokens, "even", torch.float32, biased=True)
+    weight = torch.randn(D)
+    normed = F.rms_norm(args[0].double(), (D,), weight.double(), 1e-5)  # type: ignore[union-attr]
+    expected = by_loops([normed, *args[1:]], "silu", 0.0)
+    out = triton_experts.experts(*args, norm_weight_D=weight, eps=1e-5)  # type: ignore[arg-type]
+    assert relative_error(out, expected) < 2e-6
+    out = torch.ops.cas.experts(*args, "silu", 0.0, None, weight, 1e-5)
+    assert relative_error(out, expected) < 2e-6
+
+
 @pytest.mark.parametrize("kind", ["even", "to_one"])
 def test_a_thousand_tokens(kind: str) -> None:
     args = operands(1000, kind, torch.float32, biased=False)

@@ -20,8 +20,8 @@ from compile_and_serve.custom_ops.moe.triton_route import _route_kernel
 from tests.support.hopper import compiled
 
 INT32 = {"ids_ptr", "counts_ptr", "order_ptr", "block_experts_ptr"}
-FLOATS = {"weights_ptr", "limit", "scale", "smallest_sum"}
-NOTHING = {"bias_ptr": None, "HAS_BIAS": False, "HAS_RESIDUAL": True}
+FLOATS = {"weights_ptr", "limit", "eps", "scale", "smallest_sum"}
+NOTHING = {"bias_ptr": None, "HAS_BIAS": False, "HAS_RESIDUAL": True, "HAS_NORM": True}
 
 def facts(kernel, constants, num_warps):
     def type_of(name):
