@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import llguidance
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,8 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     NewRequestData,
     SchedulerOutput,
 )
+from compile_and_serve.runtime.structured.grammar import _byte_tokenizer, to_grammar
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from tests.support.fake_graphs import FakeDevice
 
 VOCAB, BLOCK, MAX_LEN = 97, 4, 64
@@ -234,6 +238,53 @@ def test_steps_go_on_from_what_the_step_before_left_on_the_device(depth: int, nu
     replays = graphs.stats.replays["full"]
     assert 0 < runner.steps_on_device < replays
     assert runner.padded_tokens > 0
+
+
+class BytesGrammars:
+    """Compiles grammars over a vocabulary of single bytes."""
+
+    num_words = 9
+
+    def compile(self, grammar: str) -> Future[llguidance.LLMatcher]:
+        future: Future[llguidance.LLMatcher] = Future()
+        future.set_result(llguidance.LLMatcher(_byte_tokenizer(), grammar, log_level=0))
+        return future
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("num_blocks", [256, 24], ids=["roomy", "preempting"])
+def test_structured_sequences_replay_graphs_that_do_not_sample(depth: int, num_blocks: int) -> None:
+    pytest.importorskip("triton")
+    rng = np.random.default_rng(num_blocks)
+    form = StructuredOutputsParams(compiled=to_grammar(StructuredOutputsParams(regex=r"[\x20-\x5f]*"), {}))
+    requests = [
+        EngineRequest(
+            request_id=f"r{i}", prompt_token_ids=rng.integers(0, POISON, size=rng.integers(1, 30)).tolist(),
+            sampling_params=SamplingParams(
+                temperature=0.0, max_tokens=int(rng.integers(1, 30)), structured_outputs=form if i % 5 == 3 else None
+            ),
+        )
+        for i in range(20)
+    ]  # fmt: skip
+    graphs = graphs_of(PagedModel(in_graph=True), sizes=(1, 2, 4, 5, 8))
+    runner = make_runner(graphs, num_blocks=num_blocks)
+    runner.grammars = BytesGrammars()  # type: ignore[assignment]
+    graphs.bind(runner.decode_step)
+    graphs._waiting_unsampled += graphs.sizes  # as if steps had asked for them
+    assert graphs.capture() == 10
+    tokens, _ = run_schedule(
+        runner, requests, num_blocks=num_blocks, budget=32, seqs=8, depth=depth, late=6, reads_at_once=True
+    )
+    for request in requests:
+        sequence = list(request.prompt_token_ids)
+        for _ in range(request.sampling_params.max_tokens or 0):
+            token = next_token(sequence)
+            is_structured = request.sampling_params.structured_outputs is not None
+            sequence.append(32 if is_structured and token < 32 else token)  # all others have the same logit
+        assert tokens[request.request_id] == sequence[len(request.prompt_token_ids) :], request.request_id
+    replays = {key: full.graph.num_replays for key, full in graphs._full.items()}  # type: ignore[attr-defined]
+    assert any(count for (_, with_sampling), count in replays.items() if not with_sampling)
+    assert any(count for (_, with_sampling), count in replays.items() if with_sampling)
 
 
 def test_a_graph_captured_between_two_steps_takes_nothing_from_them() -> None:
