@@ -56,7 +56,7 @@ void cas_float8_linear(const CasQuantizedLinear* args);
 // outputs; with 4 bits, a byte's high bits are the code of the next quad. scale, offset: [ceil(O / 16), ceil(I / 32) * split, 16].
 // offset: zero points (uint8), minima (in the scale's dtype), or null: the zero point is 2^(bits - 1).
 // scale_is_half: float16 scales and minima, else float32. split: groups per 32 inputs, 1, or with 8 bits 2.
-// Activations are quantized to 8 bits (float32: 16 bits) with one scale per 32 inputs.
+// Activations are quantized to 16 bits with one scale per 32 inputs.
 struct CasGroupLinear {
     CasLinear linear;
     const void *scale, *offset;

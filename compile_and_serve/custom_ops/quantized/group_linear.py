@@ -3,7 +3,7 @@
 Shape legend: T tokens, I input features, O output features, G groups of inputs.
 
 weight = (code − zero point) · scale, or code · scale + minimum. Activations stay in their dtype, except that the C++ kernels convert them
-to integers with one scale for 32 inputs: of 8 bits in a bfloat16 model, of 16 bits in a float32 model. The layouts are those of
+to 16-bit integers with one scale for 32 inputs. The layouts are those of
 `group_layout.py`.
 """
 
