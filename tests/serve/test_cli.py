@@ -59,6 +59,7 @@ FLAGS = {
         "--top-k", "--stop", "--json",
     },
     "inspect": {"dump", "other", "--text", "--output", "-o", "--host", "--port", "--verbose", "-v"},
+    "models": {"--verbose", "-v"},
     "bench latency": ENGINE_FLAGS | {
         "model", "--input-len", "--output-len", "--batch-size", "--num-iters", "--num-iters-warmup", "--output-json",
     },
@@ -94,6 +95,15 @@ def run(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command line, in this process."""
     result = CliRunner().invoke(app, list(arguments), input=stdin)
     return result.exit_code, result.stdout, result.stderr
+
+
+def test_models_lists_architectures_with_features() -> None:
+    status, out, _ = run("models")
+    lines = dict(line.split(None, 1) for line in out.splitlines())
+    assert status == 0
+    assert lines["LlamaForCausalLM"] == "full attention"
+    assert lines["Gemma3ForCausalLM"] == "full attention, sliding windows"
+    assert lines["MixtralForCausalLM"] == "full attention, experts"
 
 
 def free_port() -> int:

@@ -1,1 +1,1 @@
-"""The command line: `compile-and-serve serve | compile | generate | inspect | bench | cache`."""
+"""The command line: `compile-and-serve serve | compile | generate | inspect | models | bench | cache`."""
