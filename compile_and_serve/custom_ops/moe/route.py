@@ -67,7 +67,9 @@ def _route_cuda(
         route as triton_route,  # imported here, because Triton may be missing
     )
 
-    return triton_route(logits_TX, top_k, scoring, renormalize, scale, bias_X, num_groups, top_groups)
+    return triton_route(
+        logits_TX, top_k, scoring, renormalize, scale, bias_X, num_groups, top_groups, smallest_sum=SMALLEST_SUM
+    )
 
 
 _route_op = define(

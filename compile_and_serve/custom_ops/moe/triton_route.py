@@ -91,10 +91,10 @@ def route(
     bias_X: torch.Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    *,
+    smallest_sum: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cas::route`. With groups, the number of experts and of groups must be powers of 2."""
-    from compile_and_serve.custom_ops.moe.route import SMALLEST_SUM
-
+    """As `cas::route`. With groups, the number of experts and of groups must be powers of 2. smallest_sum: divisor of weights that are 0."""
     if logits_TX.stride(1) != 1:
         logits_TX = logits_TX.contiguous()
     num_tokens, num_experts = logits_TX.shape
@@ -109,7 +109,7 @@ def route(
     if num_tokens:
         launch(
             _route_kernel, (num_tokens,),
-            logits_TX, bias_X, weights_TK, ids_TK, logits_TX.stride(0), float(scale), SMALLEST_SUM,
+            logits_TX, bias_X, weights_TK, ids_TK, logits_TX.stride(0), float(scale), smallest_sum,
             NUM_EXPERTS=num_experts, BLOCK_X=block_x, TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), SIGMOID=scoring == "sigmoid",
             RENORMALIZE=renormalize, HAS_BIAS=bias_X is not None, NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, PDL=pdl,
             num_warps=1 if block_x <= 256 else 4, **launch_options(pdl),
