@@ -94,7 +94,7 @@ def route(
     *,
     smallest_sum: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cas::route`. With groups, the number of experts and of groups must be powers of 2. smallest_sum: divisor of weights that are 0."""
+    """As `cas::route`. With groups, the number of experts and of groups must be powers of 2. smallest_sum: divisor of weights of 0."""
     if logits_TX.stride(1) != 1:
         logits_TX = logits_TX.contiguous()
     num_tokens, num_experts = logits_TX.shape

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.moe import triton_experts, triton_order, triton_route
 from compile_and_serve.custom_ops.moe.experts import experts, pack_expert_weights
-from compile_and_serve.custom_ops.moe.route import route
+from compile_and_serve.custom_ops.moe.route import SMALLEST_SUM, route
 
 X, K, D, FEATURES = 6, 2, 48, 40  # no multiples of a tile
 
@@ -160,7 +160,7 @@ def test_route_kernel_equals_reference(
     logits = torch.randn(11, num_experts + 3)[:, :num_experts]
     bias = torch.randn(num_experts) * 0.3 if biased else None
     settings = (3, scoring, renormalize, 2.5, bias, num_groups, top_groups)
-    weights, ids = triton_route.route(logits, *settings)
+    weights, ids = triton_route.route(logits, *settings, smallest_sum=SMALLEST_SUM)
     expected_weights, expected_ids = torch.ops.cas.route(logits, *settings)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
@@ -181,6 +181,6 @@ def test_route_by_hand() -> None:
 
 
 def test_nan_logits_stay_inside_the_experts() -> None:
-    _, ids = triton_route.route(torch.full((2, 6), float("nan")), 2)
+    _, ids = triton_route.route(torch.full((2, 6), float("nan")), 2, smallest_sum=SMALLEST_SUM)
     assert ids.min() >= 0
     assert ids.max() < 6
