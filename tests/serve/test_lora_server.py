@@ -1,0 +1,77 @@
+"""A real server with LoRA adapters: over HTTP they give the tokens that the library gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from compile_and_serve import LLM, LoRARequest, SamplingParams
+from tests.support.adapters import write_adapter
+from tests.support.server_process import ServerProcess
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "max_model_len": 64, "max_num_seqs": 4, "num_threads": 1, "enable_lora": True,
+    "max_loras": 1, "max_lora_rank": 8,
+}  # fmt: skip
+PROMPT = [5, 17, 200, 31]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("first", "second")):
+        write_adapter(folder / name, tiny_llama_dir, 8, seed=seed, alpha=64.0)
+    write_adapter(folder / "big", tiny_llama_dir, 16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama_dir: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
+    server = ServerProcess(
+        str(tiny_llama_dir), "--port", "0", "--served-model-name", "base", "--enable-lora", *flags,
+        "--lora-modules", f"first={folder / 'first'}", "--lora-dir", str(folder),
+        "--cache-dir", str(tmp_path_factory.mktemp("cache")),
+    )  # fmt: skip
+    yield server
+    assert server.stop() == 0, server.output
+
+
+def tokens_over_http(http: httpx.Client, model: str) -> list[int]:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = http.post("/v1/completions", json=body | {"return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def test_adapters_answer_as_in_the_library(
+    server: ServerProcess, tiny_llama_dir: Path, folder: Path, tmp_path: Path
+) -> None:
+    with server.client() as http:
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base", "first"]
+        refused = http.post("/v1/load_lora_adapter", json={"lora_name": "big", "lora_path": "big"})
+        assert refused.status_code == 400
+        assert "rank 16, but the engine takes at most 8" in refused.json()["error"]["message"]
+        loaded = http.post("/v1/load_lora_adapter", json={"lora_name": "second", "lora_path": "second"})
+        assert loaded.status_code == 200, loaded.text
+        over_http = [tokens_over_http(http, name) for name in ("base", "first", "second", "first")]
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 200
+        assert http.post("/v1/completions", json={"model": "second", "prompt": PROMPT}).status_code == 404
+        assert tokens_over_http(http, "first") == over_http[1]
+    with LLM(str(tiny_llama_dir), cache_dir=tmp_path, **ENGINE) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": PROMPT}] * 3,
+            SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
+            use_tqdm=False,
+            lora_request=[
+                None,
+                *(LoRARequest(name, i, str(folder / name)) for i, name in ((1, "first"), (2, "second"))),
+            ],
+        )
+    expected = [output.outputs[0].token_ids for output in outputs]
+    assert over_http == [*expected, expected[1]]
+    assert len({tuple(tokens) for tokens in expected}) == 3
