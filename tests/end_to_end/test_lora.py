@@ -135,3 +135,13 @@ def test_without_enable_lora_adapters_are_refused(model: Path, adapters: list[Pa
         assert "pass_sites.apply_lora.matched" not in llm.info.compile_report
         with pytest.raises(ValueError, match="use --enable-lora"):
             generate(llm, PROMPTS[:1], [LoRARequest("a", 1, str(adapters[0]))])
+
+
+def test_a_class_of_transformers(tmp_path: Path) -> None:
+    """With biases beside the adapters, and modules found by the names of transformers' class."""
+    model = write_random_model(tmp_path / "model", "Qwen2ForCausalLM", without=("head_dim",))
+    adapter = write_adapter(tmp_path / "adapter", model, 8)
+    with make_llm(model, tmp_path / "cache", max_loras=1, max_lora_rank=8, model_impl="transformers") as llm:
+        outputs = generate(llm, PROMPTS[:2], [None, LoRARequest("a", 1, str(adapter))])
+    for output, path in zip(outputs, [None, adapter], strict=True):
+        check(output, model, path, 1e-3)
