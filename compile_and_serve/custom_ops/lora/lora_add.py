@@ -9,6 +9,7 @@ Shape legend: T tokens, I and O input and output features, S adapter slots, R th
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.library import OpKind, define
 
@@ -17,16 +18,27 @@ def _lora_add(
     y_TO: torch.Tensor, x_TI: torch.Tensor, a_SRI: torch.Tensor, b_SOR: torch.Tensor, index_T: torch.Tensor
 ) -> torch.Tensor:
     out_TO = y_TO.clone(memory_format=torch.contiguous_format)
-    for index in index_T.unique().tolist():
-        if index == 0:
-            continue
+    for index, tokens in _groups(index_T.tolist()).items():
         a_RI, b_OR = a_SRI[index - 1].to(x_TI.dtype), b_SOR[index - 1].to(x_TI.dtype)
-        tokens = (index_T == index).nonzero()[:, 0]
-        if len(tokens) == len(index_T):
-            out_TO += (x_TI @ a_RI.T) @ b_OR.T
+        if isinstance(tokens, slice):
+            out_TO[tokens].addmm_(F.linear(x_TI[tokens], a_RI), b_OR.T)
         else:
-            out_TO[tokens] += (x_TI[tokens] @ a_RI.T) @ b_OR.T
+            out_TO[tokens] += F.linear(F.linear(x_TI[tokens], a_RI), b_OR)
     return out_TO
+
+
+def _groups(indices: list[int]) -> dict[int, slice | list[int]]:
+    """Adapter → its tokens; as a slice where they are consecutive, which spares copies."""
+    if not indices or indices.count(indices[0]) == len(indices):
+        return {indices[0]: slice(None)} if indices and indices[0] else {}
+    groups: dict[int, list[int]] = {}
+    for token, index in enumerate(indices):
+        if index:
+            groups.setdefault(index, []).append(token)
+    return {
+        index: slice(tokens[0], tokens[-1] + 1) if tokens[-1] - tokens[0] + 1 == len(tokens) else tokens
+        for index, tokens in groups.items()
+    }
 
 
 def _lora_add_cuda(

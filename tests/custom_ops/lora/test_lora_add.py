@@ -30,7 +30,7 @@ def exact(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, in
 @pytest.mark.parametrize("run", [lora_add, triton_lora_add], ids=["op", "triton"])
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("tokens, num_in, num_out, rank", SIZES)
-@pytest.mark.parametrize("mix", ["none", "one", "many"])
+@pytest.mark.parametrize("mix", ["none", "one", "runs", "many"])
 def test_numbers(
     run: Callable[..., torch.Tensor], dtype: torch.dtype, tokens: int, num_in: int, num_out: int, rank: int, mix: str
 ) -> None:
@@ -41,7 +41,8 @@ def test_numbers(
     a = (torch.randn(SLOTS, rank, num_in) / num_in**0.5).to(dtype)
     b = (torch.randn(SLOTS, num_out, rank) / rank**0.5).to(dtype)
     index = {
-        "none": torch.zeros(tokens), "one": torch.full((tokens,), 2), "many": torch.randint(0, SLOTS + 1, (tokens,)),
+        "none": torch.zeros(tokens), "one": torch.full((tokens,), 2), "runs": torch.arange(tokens) * (SLOTS + 1) // tokens,
+        "many": torch.randint(0, SLOTS + 1, (tokens,)),
     }[mix].to(torch.int32)  # fmt: skip
     before = y.clone()
     out = run(y, x, a, b, index)
