@@ -13,6 +13,10 @@ class ModelConfigError(ValueError):
     """No model can be built from a config.json. The message is one sentence."""
 
 
+class UnsupportedConfigError(ModelConfigError):
+    """The config.json is right, but asks for something that the native model does not do; transformers' class may."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
     """Sizes and switches of a Llama-like decoder. rope: config.json's rope_parameters, or rope_scaling with rope_theta."""
@@ -54,12 +58,12 @@ class DecoderConfig:
             )
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
-            raise ModelConfigError(f"hidden_act must be 'silu', got {activation!r}.")
+            raise UnsupportedConfigError(f"hidden_act must be 'silu', got {activation!r}.")
         if config.get("use_sliding_window"):
-            raise ModelConfigError("use_sliding_window is not supported: set it to false in the model's config.")
+            raise UnsupportedConfigError("use_sliding_window is not supported: set it to false in the model's config.")
         rope = _rope(config)
         if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise ModelConfigError("partial_rotary_factor is not supported: RoPE must cover the whole head.")
+            raise UnsupportedConfigError("partial_rotary_factor is not supported: RoPE must cover the whole head.")
         return cls(
             **sizes,
             num_key_value_heads=num_kv_heads,

@@ -19,7 +19,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES
-from compile_and_serve.models.config import ModelConfigError, WindowedConfig
+from compile_and_serve.models.config import UnsupportedConfigError, WindowedConfig
 from compile_and_serve.models.layers import RotaryEmbedding, apply_rope
 
 
@@ -39,9 +39,9 @@ class GemmaConfig:
         is_gemma3 = config["architectures"][0] == "Gemma3ForCausalLM"
         activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
         if activation != "gelu_pytorch_tanh":
-            raise ModelConfigError(f"hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}.")
+            raise UnsupportedConfigError(f"hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}.")
         if config.get("use_bidirectional_attention"):
-            raise ModelConfigError("use_bidirectional_attention is not supported: the model must be causal.")
+            raise UnsupportedConfigError("use_bidirectional_attention is not supported: the model must be causal.")
         pattern = int(config.get("sliding_window_pattern") or (6 if is_gemma3 else 2))
         theta = {"rope_theta": 1e6, "rope_local_base_freq": 1e4} if is_gemma3 else {}
         known: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 4096, **theta, **config}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_and_serve.models.config import DecoderConfig, ModelConfigError
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError
 
 ROPE_TYPES = ("default", "linear", "llama3", "divisors")
 
@@ -27,7 +27,9 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     """
     rope_type = rope["rope_type"]
     if rope_type not in ROPE_TYPES:
-        raise ModelConfigError(f"RoPE type {rope_type!r} is not supported: expected one of {', '.join(ROPE_TYPES)}.")
+        raise UnsupportedConfigError(
+            f"RoPE type {rope_type!r} is not supported: expected one of {', '.join(ROPE_TYPES)}."
+        )
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (_rope_parameter(rope, "rope_theta") ** exponents)
     if rope_type == "linear":

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, StateGroup
-from compile_and_serve.models.config import DecoderConfig, ModelConfigError, WindowedConfig
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, WindowedConfig
 from compile_and_serve.models.gemma import GemmaConfig, GemmaForCausalLM
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
 from compile_and_serve.models.llama import LlamaAttention, LlamaForCausalLM
@@ -131,10 +131,10 @@ def build_model(
 
 
 def _build_native_or_else(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
-    """The native model, or transformers' class for a config that only it can run (another kind of RoPE, say)."""
+    """The native model, or transformers' class for a config that only it can run (another kind of RoPE, say). A wrong config is an error."""
     try:
         return _build_native(config, architecture, dtype)
-    except ModelConfigError as native:
+    except UnsupportedConfigError as native:
         try:
             spec = _build_with_transformers(config, architecture, dtype)
         except ModelConfigError:
