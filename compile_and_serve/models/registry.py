@@ -131,7 +131,7 @@ def build_model(
 
 
 def _build_native_or_else(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
-    """The native model, or transformers' class for a config that only it can run (another kind of RoPE, say). A wrong config is an error."""
+    """The native model, or transformers' class for a config that only it can run (another RoPE, say). A wrong config is an error."""
     try:
         return _build_native(config, architecture, dtype)
     except UnsupportedConfigError as native:
