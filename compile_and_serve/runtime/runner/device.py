@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.runtime.config import KVCacheDtype
+from compile_and_serve.runtime.config import EngineConfig, KVCacheDtype
 
 
 def resolve_dtype(name: Literal["auto", "bfloat16", "float16", "float32"], device: torch.device) -> torch.dtype:
@@ -16,6 +16,16 @@ def resolve_dtype(name: Literal["auto", "bfloat16", "float16", "float32"], devic
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
     return torch.bfloat16 if platform_of(device).computes_in(torch.bfloat16) else torch.float32
+
+
+def model_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """`resolve_dtype` of the config's model. On the CPU, "auto" is float32 for a GGUF file that stays quantized, as in llama.cpp: its
+    weights take no more memory, and rounding activations to bfloat16 changed answers of a small model for 5 to 20 % of speed.
+    """
+    stays_gguf = config.model.path.suffix == ".gguf" and config.compile.quantization is None
+    if config.model.dtype == "auto" and stays_gguf and platform_of(device).shares_host_memory:
+        return torch.float32
+    return resolve_dtype(config.model.dtype, device)
 
 
 def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:

@@ -43,8 +43,8 @@ from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
 from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.device import (
+    model_dtype,
     num_cores,
-    resolve_dtype,
     resolve_kv_cache_dtype,
     use_threads,
 )
@@ -84,7 +84,7 @@ class Worker:
         config = self._config = replace(config, scheduler=scheduler)
         self._num_sharing = config.num_processes if rank.num_sharing is None else rank.num_sharing
         use_threads(config.num_threads, self._num_sharing)
-        dtype = self._dtype = resolve_dtype(config.model.dtype, device)
+        dtype = self._dtype = model_dtype(config, device)
         if platform.runs_cpp_kernels:
             # The longest wait of a bare machine's start: the compilers run while we import and read.
             load = quantized_cpu_kernel_library if config.compile.quantization else load_cpu_kernels

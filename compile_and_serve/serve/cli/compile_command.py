@@ -39,7 +39,7 @@ def compile_model_command(
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.runtime.runner.attention_backends import backends_of_model, keep_built_modules
     from compile_and_serve.runtime.runner.device import (
-        resolve_dtype,
+        model_dtype,
         resolve_kv_cache_dtype,
         use_threads,
     )
@@ -49,7 +49,7 @@ def compile_model_command(
     started = time.perf_counter()
     with StageDisplay() as stages:
         device = resolve_device(config.device)
-        dtype = resolve_dtype(config.model.dtype, device)
+        dtype = model_dtype(config, device)
         use_threads(config.num_threads, config.num_processes)
         spec = build_model(
             read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl,

@@ -60,7 +60,7 @@ def engine_flags(
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         typer.Option(
-            help="auto: bfloat16 if the device has instructions for it, else float32.",
+            help="auto: bfloat16 if the device has instructions for it, else float32; float32 for a GGUF file on the CPU.",
             rich_help_panel=MODEL_PANEL,
         ),
     ] = "auto",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch
 from compile_and_serve.custom_ops import platform
 from compile_and_serve.custom_ops.platform import resolve_device
 from compile_and_serve.runtime.child_process import one_device
+from compile_and_serve.runtime.options import make_engine_config
 from compile_and_serve.runtime.runner import device as devices
-from compile_and_serve.runtime.runner.device import resolve_dtype, use_threads
+from compile_and_serve.runtime.runner.device import model_dtype, resolve_dtype, use_threads
 
 CPU = torch.device("cpu")
 
@@ -83,3 +86,22 @@ def test_a_child_sees_one_device(
         environment, device = one_device(index)
         seen.append(((os.environ | environment)["CUDA_VISIBLE_DEVICES"], device))
     assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("model.gguf", {}, torch.float32),
+        ("model.gguf", {"dtype": "float16"}, torch.float16),
+        ("model.gguf", {"quantization": "int8"}, None),
+        ("folder", {}, None),
+    ],
+)
+def test_gguf_codes_are_multiplied_in_float32_on_the_cpu(
+    model: str, options: dict[str, Any], expected: torch.dtype | None, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "model.gguf").touch()
+    config = make_engine_config(str(tmp_path / model), device="cpu", **options)
+    assert model_dtype(config, CPU) == (expected or resolve_dtype("auto", CPU))
