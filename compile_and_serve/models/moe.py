@@ -18,7 +18,7 @@ from torch import nn
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError
 from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding, apply_rope
 from compile_and_serve.models.llama import LlamaAttention
 
@@ -50,9 +50,7 @@ class MoeConfig:
                 f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {top_k}."
             )
         if config.get("sliding_window") is not None and config.get("model_type") == "mixtral":
-            raise UnsupportedConfigError(
-                "sliding_window is not supported for Mixtral: set it to null in the model's config."
-            )
+            raise ModelConfigError("sliding_window is not supported for Mixtral: set it to null in the model's config.")
         is_mixtral = config.get("model_type") == "mixtral"
         step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
         clip_qkv = config.get("clip_qkv")

@@ -220,7 +220,7 @@ def test_a_mistake_is_one_sentence_and_status_2(arguments: list[str], message: s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "x", "--dtype", "int4"], "'int4' is not one of 'auto', 'bfloat16', 'float32'"),
+        (["serve", "x", "--dtype", "int4"], "'int4' is not one of 'auto', 'bfloat16', 'float16', 'float32'"),
         (["serve", "x", "--port", "web"], "'--port'"),
         (["serve"], "Missing argument"),
         (["serve", "x", "--no-such-flag"], "No such option"),

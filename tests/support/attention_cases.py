@@ -110,8 +110,9 @@ def dense_attention(
             if scores.alibi_slopes_H is not None:
                 distance_C = torch.arange(seen.start, stop) - (stop - 1)
                 scores_HC = scores_HC + scores.alibi_slopes_H.double()[:, None] * distance_C.to(scores_HC.device)
-            weights_HC = scores_HC.exp()
-            total_H = weights_HC.sum(1) + (0.0 if scores.sinks_H is None else scores.sinks_H.double().exp())
+            most_H = scores_HC.amax(1)
+            weights_HC = (scores_HC - most_H[:, None]).exp()
+            total_H = weights_HC.sum(1) + (0.0 if scores.sinks_H is None else (scores.sinks_H.double() - most_H).exp())
             outputs.append(torch.einsum("hc,che->he", weights_HC / total_H[:, None], v_CHE[seen]))
     return torch.stack(outputs)
 

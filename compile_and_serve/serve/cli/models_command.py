@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
-from compile_and_serve.models.registry import ARCHITECTURES, Family
+if TYPE_CHECKING:
+    from compile_and_serve.models.registry import Family
 
 
 def models_command() -> None:
     """List the supported architectures and their features."""
+    from compile_and_serve.models.registry import ARCHITECTURES  # imports torch
+
     width = max(map(len, ARCHITECTURES))
     for architecture, family in sorted(ARCHITECTURES.items()):
         typer.echo(f"{architecture:{width}}  {', '.join(_features(family))}")

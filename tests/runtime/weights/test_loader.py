@@ -282,7 +282,7 @@ def index_is_not_json(folder: Path) -> None:
 
 def quantized(folder: Path) -> None:
     config = read_config(folder)
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
 
 
 def no_config(folder: Path) -> None:
@@ -318,7 +318,7 @@ def config_without_architecture(folder: Path) -> None:
             "lacks model.elsewhere.weight, although model.safetensors.index.json lists it there",
         ),
         (index_is_not_json, 'must be a JSON object with a "weight_map"'),
-        (quantized, "quantized with 'awq', which is not supported: use a checkpoint in the compressed-tensors"),
+        (quantized, "quant_method 'hqq' is not supported: use a checkpoint in the format compressed-tensors"),
         (no_config, "has no config.json"),
         (config_is_not_json, "config.json is not valid JSON"),
         (config_is_a_list, "must hold a JSON object, got a list"),
@@ -335,4 +335,4 @@ def test_the_error_of_a_damaged_model_is_one_sentence(
         load(folder)
     assert message.format(folder) in str(error.value)
     assert "\n" not in str(error.value)
-    assert type(error.value) is WeightError or "architecture" in message or "quantized" in message
+    assert type(error.value) is WeightError or "architecture" in message or "quant_method" in message
