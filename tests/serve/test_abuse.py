@@ -118,7 +118,8 @@ class Watch:
     def _is_clean(self) -> bool:
         self._found = self._left()
         found = self._found
-        return found["leaked_sequences"] == 0 and found["leaked_sockets"] <= 0 and found["kv_cache_in_use"] == 0
+        # One socket: the server may not have closed the connection of `_left` yet.
+        return found["leaked_sequences"] == 0 and found["leaked_sockets"] <= 1 and found["kv_cache_in_use"] == 0
 
     def _left(self) -> dict[str, Any]:
         with self.server.client() as client:
