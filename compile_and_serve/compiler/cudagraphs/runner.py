@@ -98,13 +98,9 @@ def capture_order(sizes: Sequence[int]) -> list[int]:
 
     A step runs in the smallest captured size that holds it, so a few sizes far apart serve every step from the start.
     """
-
-    def rank(size: int) -> tuple[int, int]:
-        is_power = size & (size - 1) == 0
-        kind = 0 if size == max(sizes) else 1 if size == 1 else 4 if not is_power else 2 if size.bit_length() % 2 else 3
-        return kind, -size
-
-    return sorted(sizes, key=rank)
+    powers = [4**i for i in range(12)], [2**i for i in range(24)]
+    groups = [max(sizes, default=0)], [1], *powers, sizes
+    return list(dict.fromkeys(size for group in groups for size in sorted(group, reverse=True) if size in sizes))
 
 
 def piecewise_sizes(

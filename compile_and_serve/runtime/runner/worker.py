@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
 
-CAPTURED_AT_START = 7  # full CUDA graphs; from the largest down, each further one would save little of the first load
+CAPTURED_AT_START = 7  # full CUDA graphs; a step of another size runs in the next larger one
 
 
 class Worker:
@@ -193,7 +193,9 @@ class Worker:
         start = time.perf_counter()
         with memory_for("warming up and capturing CUDA graphs", self.device, memory.WARMING_UP):
             self._stage("warm up", start, self._warm_up())
-        load_modules_in_background(self._spec, self._backends, self._dtype, self.device)  # would slow the start down
+        load_modules_in_background(
+            self._spec, self._backends, self._dtype, self.device
+        )  # now, because it would slow the start down
 
         if self._config.compile.dump_dir is not None:
             facts = {
