@@ -17,16 +17,16 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from compile_and_serve.custom_ops.step_data import StepDatum
+
 TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, rows of its outputs
 KV_CACHES = "kv_caches"  # the state group of full attention
 WINDOW_CACHES = "window_caches"  # the state group of attention with a window
 LOGITS = "logits"
-ADAPTER_SLOT = "adapter_slot"  # in step data: 1 + the slot of the LoRA adapter that a request uses
 
 Advance = Literal["sampled", "next", "same"]
 ScoreFeature = Literal["soft_cap", "sinks", "alibi"]
 AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks"]
-StepDatum = int | float | str | bool  # a value in a request's step data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,13 +7,14 @@ from typing import Literal
 
 import msgspec
 
+from compile_and_serve.custom_ops.step_data import StepDatum
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
 
-StepData = dict[str, int | float | str | bool]  # what a request gives to step inputs (`TokenBatch.step_data`)
+StepData = dict[str, StepDatum]  # what a request gives to step inputs (`TokenBatch.step_data`)
 
 StageCallback = Callable[[str, float, str], None]  # (stage, seconds, detail): a stage of the start-up has ended
 

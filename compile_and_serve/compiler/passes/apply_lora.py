@@ -30,7 +30,8 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     weight_of,
 )
 from compile_and_serve.compiler.weights.adapter_slots import A, B, slot_expressions
-from compile_and_serve.custom_ops.step import ADAPTER_SLOT, TOKENS, StateGroup, StepInput
+from compile_and_serve.custom_ops.step import TOKENS, StateGroup, StepInput
+from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
 
 LORA_ADD = torch.ops.cas.lora_add.default
 

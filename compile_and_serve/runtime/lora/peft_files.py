@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from compile_and_serve.runtime.lora.request import AdapterTarget
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_CONFIG = 1 << 20  # bytes
@@ -55,7 +57,7 @@ class AdapterFile:
 
     def tensors(self) -> Iterator[tuple[AdapterPart, torch.Tensor, torch.Tensor]]:
         """(part, A [R, I], scale · B [O, R]) in float32."""
-        with _open(self.path / TENSOR_FILE) as file:
+        with _open(self.path / TENSOR_FILE, "pt") as file:
             for part in self.parts:
                 a_RI, b_OR = (file.get_tensor(name).float() for name in (part.a_name, part.b_name))
                 yield part, a_RI, b_OR * part.scale
@@ -73,7 +75,7 @@ def open_adapter(path: Path, targets: Mapping[str, AdapterTarget], max_rank: int
             f"{path} has no {TENSOR_FILE}: save the adapter with safetensors (other formats can run code)."
         )
     found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    with _open(tensor_file) as file:
+    with _open(tensor_file, "np") as file:  # "pt" would import torch, which an engine beside its ranks does without
         for name in file.keys():  # noqa: SIM118  (no mapping)
             match = _TENSOR_NAME.fullmatch(name)
             if match is None:
@@ -162,8 +164,8 @@ def _value_for(module: str, pattern: Mapping[str, Any], default: Any, path: Path
     return default
 
 
-def _open(file: Path) -> safe_open:
+def _open(file: Path, framework: Literal["pt", "np"]) -> safe_open:
     try:
-        return safe_open(file, framework="pt", device="cpu")
+        return safe_open(file, framework=framework, device="cpu")
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} is truncated or not a safetensors file ({error}).") from None

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import StateGroup, StepDatum, StepInput, TokenBatch
+from compile_and_serve.custom_ops.step import StateGroup, StepInput, TokenBatch
+from compile_and_serve.custom_ops.step_data import StepDatum
 from compile_and_serve.runtime.runner.block_tables import BlockTables
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling_params import SamplingParams

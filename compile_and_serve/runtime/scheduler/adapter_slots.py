@@ -12,7 +12,7 @@ class AdapterSlots:
         self._free = list(range(num_slots))
         self._slots: OrderedDict[int, int] = OrderedDict()  # adapter → slot, the least recently used first
         self._num_running: dict[int, int] = {}  # adapter → running requests
-        self.new: list[tuple[int, int]] = []  # (slot, adapter) to load before the next step
+        self._new: list[tuple[int, int]] = []  # (slot, adapter) to load before the next step
 
     def has_room(self, adapter: int) -> bool:
         """Whether `acquire` is possible."""
@@ -26,9 +26,9 @@ class AdapterSlots:
             else:
                 victim = next(other for other in self._slots if other not in self._num_running)
                 slot = self._slots.pop(victim)
-                self.new = [entry for entry in self.new if entry[0] != slot]
+                self._new = [entry for entry in self._new if entry[0] != slot]
             self._slots[adapter] = slot
-            self.new.append((slot, adapter))
+            self._new.append((slot, adapter))
         self._slots.move_to_end(adapter)
         self._num_running[adapter] = self._num_running.get(adapter, 0) + 1
         return self._slots[adapter]
@@ -39,11 +39,7 @@ class AdapterSlots:
         if not self._num_running[adapter]:
             del self._num_running[adapter]
 
-    def is_placed(self, adapter: int) -> bool:
-        """Whether the adapter lies in a slot, or will before the next step."""
-        return adapter in self._slots
-
     def take_new(self) -> list[tuple[int, int]]:
         """What to load before the step that is being scheduled."""
-        new, self.new = self.new, []
+        new, self._new = self._new, []
         return new

@@ -41,7 +41,7 @@ from typing import Any
 
 import msgspec
 
-from compile_and_serve.custom_ops.step import ADAPTER_SLOT
+from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
