@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from compile_and_serve import __version__
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.structured.checker import MAX_PROCESSES, grammar_checker
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
@@ -64,14 +65,13 @@ class ServerContext:
         """`system_fingerprint` of every answer."""
         return f"cas-{__version__}-{self.inputs.info.dtype.removeprefix('torch.')}"
 
-    def check_model(self, name: str | None) -> str:
-        """The model name for the answer. Raises a 404 for a model that is not served."""
+    def check_model(self, name: str | None) -> tuple[str, LoRARequest | None]:
+        """The model name for the answer, and its adapter. Raises a 404 for a model that is not served."""
         names = self.settings.served_model_names
-        if name and self.adapters.get(name) is not None:
-            return name
-        if name and name not in names:
+        adapter = self.adapters.get(name)
+        if name and adapter is None and name not in names:
             raise ApiError(404, f"The model '{name:.200}' does not exist: this server has {', '.join(names)}.", "model")
-        return name or names[0]
+        return name or names[0], adapter
 
     def check_priority(self, priority: int | None) -> None:
         """Raise a 400 for a priority that would have no effect."""

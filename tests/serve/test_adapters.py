@@ -42,6 +42,24 @@ async def test_a_loaded_adapter_is_a_model(start_server: StartServer, tmp_path: 
     assert server.engine.requests[-1].prefix_key == "lora 2"  # another load: it may have other weights
 
 
+async def test_a_request_keeps_an_adapter_that_is_unloaded_while_it_is_prepared(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start_server(lora_dir=tmp_path)
+    assert (await load(server, "style", "own")).status_code == 200
+    context = server.app.state.context
+    render = context.templates.render
+
+    def unload_and_render(*args: Any, **options: Any) -> str:
+        context.adapters._adapters.clear()
+        return str(render(*args, **options))
+
+    monkeypatch.setattr(context.templates, "render", unload_and_render)
+    answer = await server.chat(model="style")
+    assert (answer.status_code, answer.json()["model"]) == (200, "style")
+    assert server.engine.requests[-1].prefix_key == "lora 1"
+
+
 async def test_only_folders_below_the_servers_are_loaded(start_server: StartServer, tmp_path: Path) -> None:
     allowed, outside = tmp_path / "allowed", tmp_path / "outside"
     for folder in (allowed, outside):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
@@ -60,6 +61,7 @@ class _Answer:
         tools: ToolUse,
         head: dict[str, Any],
         cache_salt: str | None,
+        lora: LoRARequest | None,
     ) -> None:
         self.body = body
         self.context = context
@@ -69,7 +71,7 @@ class _Answer:
         self.tools = tools
         self.head = head
         self.cache_salt = cache_salt
-        self.lora = context.adapters.get(body.model)
+        self.lora = lora
         self.usage = context.usage(len(prompt))
         if context.parsers.reasoning is not None:
             self.usage.reasoning_tokens = 0
@@ -86,7 +88,7 @@ class _Answer:
     @classmethod
     def prepare(cls, body: ChatCompletionRequest, tools: ToolUse, request: Request, context: ServerContext) -> _Answer:
         """Check the whole request before an answer begins. Raises `ApiError`."""
-        model = context.check_model(body.model)
+        model, lora = context.check_model(body.model)
         check_fields(body)
         context.check_priority(body.priority)
         names = body.names()
@@ -111,7 +113,7 @@ class _Answer:
             "model": model,
             "system_fingerprint": context.fingerprint,
         }
-        return cls(body, context, text, prompt, params, tools, head, context.cache_salt(body.cache_salt, request))
+        return cls(body, context, text, prompt, params, tools, head, context.cache_salt(body.cache_salt, request), lora)
 
     async def submit(self) -> Generation:
         """Send the request to the engine."""

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from compile_and_serve.runtime.messages import TokenLogprobs
+from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.context import Context, ServerContext
@@ -57,6 +58,7 @@ class _Answer:
         params: list[SamplingParams],
         head: dict[str, Any],
         cache_salt: str | None,
+        lora: LoRARequest | None,
     ) -> None:
         self.body = body
         self.context = context
@@ -64,7 +66,7 @@ class _Answer:
         self.params = params
         self.head = head
         self.cache_salt = cache_salt
-        self.lora = context.adapters.get(body.model)
+        self.lora = lora
         self.usage = context.usage(sum(len(prompt) for prompt in prompts))
         as_ids = bool(body.return_tokens_as_token_ids) or context.settings.return_tokens_as_token_ids
         self.logprobs = LogprobsWriter(context.tokenizer, as_ids=as_ids)
@@ -76,7 +78,7 @@ class _Answer:
     @classmethod
     def prepare(cls, body: CompletionRequest, request: Request, context: ServerContext) -> _Answer:
         """Check the whole request before an answer begins. Raises `ApiError`."""
-        model = context.check_model(body.model)
+        model, lora = context.check_model(body.model)
         check_fields(body)
         context.check_priority(body.priority)
         requested = sampling_params(
@@ -113,7 +115,7 @@ class _Answer:
             "model": model,
             "system_fingerprint": context.fingerprint,
         }
-        return cls(body, context, prompts, params, head, context.cache_salt(body.cache_salt, request))
+        return cls(body, context, prompts, params, head, context.cache_salt(body.cache_salt, request), lora)
 
     async def submit(self) -> Generation:
         """Send all prompts to the engine."""

@@ -22,7 +22,8 @@ async def list_models(context: Context) -> Response:
 @router.get("/v1/models/{model_id:path}", summary="One model")
 async def retrieve_model(model_id: str, context: Context) -> Response:
     """One model's card, with its longest sequence in tokens."""
-    return json_response(_model(context.check_model(model_id), context))
+    name, _ = context.check_model(model_id)
+    return json_response(_model(name, context))
 
 
 def _model(name: str, context: ServerContext) -> dict[str, Any]:
