@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import isabstract
 from typing import TypeVar
 
 from compile_and_serve.serve.parsers.reasoning.base import ReasoningParser
@@ -90,7 +91,7 @@ def _detect(templates: Iterable[str], known: Sequence[type[P]]) -> type[P] | Non
     return found.pop() if len(found) == 1 else None
 
 
-def _find(name: str, known: Sequence[type[P]], group: str, base: type[P], kind: str) -> type[P]:
+def _find(name: str, known: Sequence[type[P]], group: str, base: type, kind: str) -> type[P]:
     wanted = _ALIASES.get(name, name)
     by_name: dict[str, type[P]] = {parser.name: parser for parser in known}
     if wanted in by_name:
@@ -109,6 +110,8 @@ def _find(name: str, known: Sequence[type[P]], group: str, base: type[P], kind: 
         raise
     except Exception as error:  # a plug-in may raise anything
         raise ParserError(f"The {kind} parser {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ParserError(f"{name} is no {kind} parser: derive it from {base.__module__}.{base.__name__}.")
+    is_parser = isinstance(found, type) and issubclass(found, base) and not isabstract(found)
+    if not is_parser:
+        parent = f"{base.__module__}.{base.__name__}"
+        raise ParserError(f"{name} is no {kind} parser: derive it from {parent} and implement the abstract methods.")
     return found

@@ -30,7 +30,7 @@ class Parsers:
 
     def needs_special_tokens(self, tools: type[ToolParser] | None) -> bool:
         """Whether one of the parsers reads special tokens, which must then be part of the text."""
-        special = self._special_texts()
+        special = {} if self.tokenizer is None else self.tokenizer.special_texts
         used = [parser for parser in (tools, self.reasoning) if parser is not None]
         return any(marker in special for parser in used for marker in parser.markers)
 
@@ -72,12 +72,6 @@ class Parsers:
             max_calls=max_calls,
         )
 
-    def _special_texts(self) -> frozenset[str]:
-        if self.tokenizer is None:
-            return frozenset()
-        texts = (self.tokenizer.backend.id_to_token(token_id) for token_id in self.tokenizer.special_ids)
-        return frozenset(text for text in texts if text is not None)
-
 
 def select_parsers(
     tokenizer: Tokenizer | None,
@@ -92,7 +86,11 @@ def select_parsers(
     template: the server's own; None: the tokenizer's. Raises `ParserError` for an unknown name, and with `require_tools`
     if no tool parser is found.
     """
-    templates = [template] if template is not None else list(tokenizer.chat_templates.values()) if tokenizer else []
+    templates: list[str] = []
+    if template is not None:
+        templates = [template]
+    elif tokenizer is not None:
+        templates = list(tokenizer.chat_templates.values())
     found = tool_parser(tools) if tools is not None else detect_tool_parser(templates)
     if require_tools and found is None:
         raise ParserError(

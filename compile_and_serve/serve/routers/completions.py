@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.context import Context, ServerContext

@@ -59,6 +59,7 @@ def test_ambiguous_and_unknown_templates_have_no_parser() -> None:
 def test_plug_in_is_loaded_only_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_parsers.py").write_text(
         "from compile_and_serve.serve.parsers.tools.hermes import HermesParser\nclass Mine(HermesParser):\n    name = 'mine'\n"
+        "from compile_and_serve.serve.parsers.tools.base import ToolParser\nclass Abstract(ToolParser): pass\n"
     )
     (tmp_path / "my_broken.py").write_text("raise SystemError('loaded')\n")
     info = tmp_path / "my_parsers-1.dist-info"
@@ -72,7 +73,7 @@ def test_plug_in_is_loaded_only_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     assert issubclass(tool_parser("mine"), HermesParser)
     assert tool_parser("my_parsers:Mine").name == "mine"
     assert "my_broken" not in sys.modules
-    for name in ("broken", "none", "my_parsers:Absent"):
+    for name in ("broken", "none", "my_parsers:Absent", "my_parsers:Abstract"):
         with pytest.raises(ParserError, match=name):
             tool_parser(name)
     with pytest.raises(ParserError, match="no tool parser 'absent': expected broken, deepseek_v3"):

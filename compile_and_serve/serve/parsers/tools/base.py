@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -14,12 +15,13 @@ from compile_and_serve.serve.parsers.events import (
     Content,
     Event,
 )
+from compile_and_serve.serve.parsers.json_scanner import ObjectReader
 from compile_and_serve.serve.parsers.text import find_marker
 
 Schemas = Mapping[str, Mapping[str, Any]]
 
 
-class ToolParser:
+class ToolParser(ABC):
     """A state machine from text to events. `feed` takes the next text and `finish` ends it; neither ever raises.
 
     The events depend only on the text, not on how it is divided. Malformed calls become content (`CallDropped`), and what
@@ -86,12 +88,12 @@ class ToolParser:
         events, self._events = self._events, []
         return events
 
-    def _end_of_text(self) -> None:
+    def _end_of_text(self) -> None:  # noqa: B027 (most formats need none)
         """Called before the last events are made."""
 
+    @abstractmethod
     def _opened(self, marker: str) -> None:
         """Set the state after an opener."""
-        raise NotImplementedError
 
     def _text(self) -> bool:
         at, marker = find_marker(self._buffer, self.openers)
@@ -130,6 +132,25 @@ class ToolParser:
     def _arguments(self, text: str) -> None:
         if text:
             self._events.append(CallArguments(text))
+
+    def _read_object(self, reader: ObjectReader, after: Callable[[], bool]) -> bool:
+        """A state that reads the arguments of the open call. after: the state after the call."""
+        parts: list[str] = []
+        for at, char in enumerate(self._buffer):
+            text = reader.push(char)
+            if text is None:
+                self._take(at)
+                return self._drop()
+            parts.append(text)
+            if reader.done:
+                self._take(at + 1)
+                self._arguments("".join(parts))
+                self._end()
+                self._state = after
+                return True
+        self._take(len(self._buffer))
+        self._arguments("".join(parts))
+        return False
 
     def _end(self) -> None:
         self._events.append(CallEnd())

@@ -62,22 +62,7 @@ class DeepseekV3Parser(ToolParser):
         return True
 
     def _object_text(self) -> bool:
-        parts: list[str] = []
-        for at, char in enumerate(self._buffer):
-            text = self._object.push(char)
-            if text is None:
-                self._take(at)
-                return self._drop()
-            parts.append(text)
-            if self._object.done:
-                self._take(at + 1)
-                self._arguments("".join(parts))
-                self._end()
-                self._state = self._after_call_text
-                return True
-        self._take(len(self._buffer))
-        self._arguments("".join(parts))
-        return False
+        return self._read_object(self._object, self._after_call_text)
 
     def _after_call_text(self) -> bool:
         if not self._skip_whitespace():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from compile_and_serve.serve.parsers.json_scanner import to_json
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
 
 
@@ -20,7 +19,3 @@ class GraniteParser(JsonCallsParser):
     @classmethod
     def matches(cls, template: str) -> bool:
         return "<|start_of_role|>" in template and "<|tool_call|>" in template
-
-    @classmethod
-    def call_format(cls, name: str) -> tuple[str, str]:
-        return f'{{"name": {to_json(name)}, "arguments": ', "}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from compile_and_serve.serve.parsers.json_scanner import CallReader
+from compile_and_serve.serve.parsers.json_scanner import CallReader, to_json
 from compile_and_serve.serve.parsers.text import may_become
 from compile_and_serve.serve.parsers.tools.base import Schemas, ToolParser
 
@@ -14,12 +14,13 @@ class JsonCallsParser(ToolParser):
 
     closers: texts that may end a block. separators: characters that may stand between the objects of a block. bare:
     characters that begin a block without an opener at the start of the output. Such calls must name a known tool, because
-    the output may as well be JSON for the user.
+    the output may as well be JSON for the user. arguments_key: of the arguments in calls that a grammar writes.
     """
 
     closers: ClassVar[tuple[str, ...]] = ()
     separators: ClassVar[str] = ""
     bare: ClassVar[str] = ""
+    arguments_key: ClassVar[str] = "arguments"
 
     def __init__(self, schemas: Schemas) -> None:
         super().__init__(schemas)
@@ -28,6 +29,10 @@ class JsonCallsParser(ToolParser):
         self._only_known = False
         if self.bare:
             self._state = self._start
+
+    @classmethod
+    def call_format(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": {to_json(name)}, "{cls.arguments_key}": ', "}"
 
     def _start(self) -> bool:
         stripped = self._buffer.lstrip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from compile_and_serve.serve.parsers.json_scanner import to_json
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
 
 
@@ -12,8 +11,5 @@ class JsonListParser(JsonCallsParser):
     name = "json_list"
     list_opener = "["
     separator = ", "
+    arguments_key = "parameters"
     bare = "["
-
-    @classmethod
-    def call_format(cls, name: str) -> tuple[str, str]:
-        return f'{{"name": {to_json(name)}, "parameters": ', "}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from compile_and_serve.serve.parsers.json_scanner import to_json
 from compile_and_serve.serve.parsers.tools.base import mentions
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
 
@@ -12,6 +11,7 @@ class Llama3JsonParser(JsonCallsParser):
 
     name = "llama3_json"
     separator = "; "
+    arguments_key = "parameters"
     openers = ("<|python_tag|>",)
     markers = openers
     separators = ";,"
@@ -20,7 +20,3 @@ class Llama3JsonParser(JsonCallsParser):
     @classmethod
     def matches(cls, template: str) -> bool:
         return mentions(template, "<|start_header_id|>", '"parameters": dictionary of argument name')
-
-    @classmethod
-    def call_format(cls, name: str) -> tuple[str, str]:
-        return f'{{"name": {to_json(name)}, "parameters": ', "}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from compile_and_serve.serve.parsers.json_scanner import ObjectReader, to_json
+from compile_and_serve.serve.parsers.json_scanner import ObjectReader
 from compile_and_serve.serve.parsers.tools.base import Schemas
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
 
@@ -31,10 +31,6 @@ class MistralParser(JsonCallsParser):
     def matches(cls, template: str) -> bool:
         return "[TOOL_CALLS]" in template
 
-    @classmethod
-    def call_format(cls, name: str) -> tuple[str, str]:
-        return f'{{"name": {to_json(name)}, "arguments": ', "}"
-
     def _start_call(self) -> bool:
         if self._in_list or self._buffer[0] == "{":
             return super()._start_call()
@@ -49,19 +45,4 @@ class MistralParser(JsonCallsParser):
         return True
 
     def _named(self) -> bool:
-        parts: list[str] = []
-        for at, char in enumerate(self._buffer):
-            text = self._object.push(char)
-            if text is None:
-                self._take(at)
-                return self._drop()
-            parts.append(text)
-            if self._object.done:
-                self._take(at + 1)
-                self._arguments("".join(parts))
-                self._end()
-                self._state = self._text
-                return True
-        self._take(len(self._buffer))
-        self._arguments("".join(parts))
-        return False
+        return self._read_object(self._object, self._text)

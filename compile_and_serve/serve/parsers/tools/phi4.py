@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from compile_and_serve.serve.parsers.json_scanner import to_json
 from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
 
 
@@ -20,10 +19,6 @@ class Phi4Parser(JsonCallsParser):
     @classmethod
     def matches(cls, template: str) -> bool:
         return "<|tool|>" in template and "<|/tool|>" in template
-
-    @classmethod
-    def call_format(cls, name: str) -> tuple[str, str]:
-        return f'{{"name": {to_json(name)}, "arguments": ', "}"
 
     def _opened(self, marker: str) -> None:
         super()._opened(marker)

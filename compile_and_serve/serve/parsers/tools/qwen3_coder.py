@@ -150,13 +150,7 @@ def _declared_types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    found = (
-        {kind}
-        if isinstance(kind, str)
-        else {k for k in kind if isinstance(k, str)}
-        if isinstance(kind, list)
-        else set()
-    )
+    found = {name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str)}
     for name in ("anyOf", "oneOf"):
         options = schema.get(name)
         for option in options if isinstance(options, list) else ():
