@@ -14,8 +14,8 @@ A quantization may follow an engine's name after ":". compile-and-serve accepts 
 "as-is", which keeps the quantized matrices of the GGUF file:
 
     python -m benchmarks.cpu --engines compile-and-serve:as-is llama.cpp:as-is --llama-python PYTHON
- If the engine ran in bfloat16 before, such a line also has each
-figure's ratio to bfloat16.
+
+If the engine ran in bfloat16 before, such a line also has each figure's ratio to bfloat16.
 
 llama.cpp runs if --llama-python (by default this Python) can import `llama_cpp`. To build it (about 8 minutes):
 

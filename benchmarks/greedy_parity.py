@@ -2,7 +2,7 @@
 
     python -m benchmarks.greedy_parity MODEL_DIR [--tokens 64] [--eager]
 
-MODEL_DIR has weights and a tokenizer. The prompts are a few words to 1500 tokens long, which is beyond the window of most models with one.
+MODEL_DIR has weights and a tokenizer. The prompts are a few words to 1500 tokens long.
 They run as one batch, in chunks of 512 tokens. `gap`: the distance of transformers' two logits where a text differs first.
 """
 

@@ -267,7 +267,7 @@ def main() -> None:
     started = time.perf_counter()
     if args.quantization != "int4":
         gemm_library().build()
-    emit(work="build", seconds=round(time.perf_counter() - started, 1))
+        emit(work="build", seconds=round(time.perf_counter() - started, 1))
     for name in args.models.split(","):
         shape = Shape(name)
         for num_tokens in map(int, args.tokens.split(",")):

@@ -157,9 +157,7 @@ class Bench:
                 times.append(now - last)
                 mask_seconds += self.mask_seconds
             last, self.mask_seconds = now, 0.0
-        while (
-            self.llm.engine._core is not None and self.llm.engine._core.idle()
-        ):  # captures the graphs that steps asked for
+        while engine._core is not None and engine._core.idle():  # captures the graphs that steps asked for
             pass
         return statistics.median(times), mask_seconds / len(times)
 

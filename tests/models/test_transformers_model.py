@@ -94,6 +94,11 @@ def layer_ops(captured: CapturedGraph) -> list[str]:
         ("PhiForCausalLM", {"partial_rotary_factor": 0.5}, None),  # partial; attention and MLP read the same input
         ("CohereForCausalLM", {}, None),  # neighbours are rotated; attention and MLP read the same input
         ("GlmForCausalLM", {"partial_rotary_factor": 0.5, "pad_token_id": 1}, 2),  # both
+        ("Glm4ForCausalLM", {"partial_rotary_factor": 0.5, "pad_token_id": 1}, 4),
+        ("OlmoForCausalLM", {}, None),  # norms without weights
+        ("HeliumForCausalLM", {}, 2),
+        ("StableLmForCausalLM", {"partial_rotary_factor": 0.25}, None),
+        ("Ernie4_5ForCausalLM", {}, 2),
     ],
 )
 def test_passes_are_correct_for_other_families(architecture: str, changes: dict[str, Any], norms: int | None) -> None:
