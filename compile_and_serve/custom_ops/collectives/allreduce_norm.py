@@ -102,8 +102,10 @@ def _allreduce_add_rms_norm_quantize_cuda(
     return *_allreduce_add_rms_norm_cuda(x_TD, residual_TD, norm_weight_D, eps, group, quantized), *quantized
 
 
-def _quantize_fake(x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float) -> Four:
-    return *_fake(x_TD, residual_TD, norm_weight_D, eps), *_quantized_like(x_TD)
+def _quantize_fake(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
+) -> Four:
+    return *_fake(x_TD, residual_TD, norm_weight_D, eps, group), *_quantized_like(x_TD)
 
 
 def _quantized_like(x_TD: torch.Tensor) -> Quantized:

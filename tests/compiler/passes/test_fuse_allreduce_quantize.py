@@ -52,6 +52,12 @@ def calls(gm: GraphModule, target: Any) -> list[Node]:
     return list(gm.graph.find_nodes(op="call_function", target=target))
 
 
+def test_the_fake_takes_any_group() -> None:
+    x, weight = torch.empty(3, 16, device="meta"), torch.empty(16, device="meta")
+    shapes = [t.shape for t in allreduce_add_rms_norm_quantize(x, x, weight, 1e-5, "experts")]
+    assert shapes == [(3, 16), (3, 16), (3, 16), (3, 1)]
+
+
 def test_every_norm_that_linears_quantize_is_quantized_once() -> None:
     captured, ctx, records = run(kernels=WITH_IT)
     assert records["quantize_linears"].result == PassResult(matched=4 * LAYERS)
