@@ -16,6 +16,7 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.quantized.group_layout import TILE_OUTPUTS, TILE_WORDS
+from compile_and_serve.custom_ops.quantized.triton_epilogue import add_splits, store_outputs
 from compile_and_serve.custom_ops.triton_common import (
     TRITON_TYPES,
     cdiv,
@@ -24,7 +25,6 @@ from compile_and_serve.custom_ops.triton_common import (
     next_power_of_2,
     num_sms,
     prefetch_rows_l2,
-    silu,
     split_counters,
     supports_pdl,
     wait_for_previous,
@@ -105,8 +105,7 @@ def _group_matmul_kernel(
     rows_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     row_ok_O = rows_O < num_rows
     safe_rows_O = tl.where(row_ok_O, rows_O, 0).to(tl.int64)
-    spots_T = tl.arange(0, BLOCK_T)
-    tokens_T = token_tile * BLOCK_T + spots_T
+    tokens_T = token_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     token_ok_T = tokens_T < num_tokens
     safe_tokens_T = tl.where(token_ok_T, tokens_T, 0).to(tl.int64)
     words_C = tl.arange(0, WORDS)
@@ -179,38 +178,15 @@ def _group_matmul_kernel(
                     acc_up_OT += totals_OT * tl.load(offset_ptr + up_scale_at_O + at).to(tl.float32)[:, None]
     last = True
     if SPLITS > 1:
-        # Each split stores partial sums. The last program of the tile adds them in order, so that every run has the same bits.
-        size = BLOCK_O * BLOCK_T
-        spots_OT = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + spots_T[None, :]
         output_tile = token_tile * tl.num_programs(0) + tile
-        mine = partial_ptr + (output_tile * SPLITS + split).to(tl.int64) * (2 * size)
-        tl.store(mine + spots_OT, acc_OT)
-        if SILU_MUL:
-            tl.store(mine + size + spots_OT, acc_up_OT)
-        tl.debug_barrier()
-        last = tl.atomic_add(counter_ptr + output_tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if last:
-            acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
-            acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
-            for other in tl.static_range(SPLITS):
-                theirs = partial_ptr + (output_tile * SPLITS + other).to(tl.int64) * (2 * size)
-                acc_OT += tl.load(theirs + spots_OT, cache_modifier=".cg")
-                if SILU_MUL:
-                    acc_up_OT += tl.load(theirs + size + spots_OT, cache_modifier=".cg")
-            tl.store(counter_ptr + output_tile, 0)
+        acc_OT, acc_up_OT, last = add_splits(
+            acc_OT, acc_up_OT, partial_ptr, counter_ptr, output_tile, split, SILU_MUL, SPLITS
+        )
     if last:
-        if HAS_BIAS:
-            acc_OT += tl.load(bias_ptr + safe_rows_O).to(tl.float32)[:, None]
-            if SILU_MUL:
-                acc_up_OT += tl.load(bias_ptr + num_rows + safe_rows_O).to(tl.float32)[:, None]
-        if SILU_MUL:
-            acc_OT = silu(acc_OT) * acc_up_OT
-        ok_OT = row_ok_O[:, None] & token_ok_T[None, :]
-        if HAS_RESIDUAL:
-            residual = residual_ptr + safe_tokens_T[None, :] * residual_stride + rows_O[:, None]
-            acc_OT += tl.load(residual, mask=ok_OT, other=0.0).to(tl.float32)
-        out = out_ptr + safe_tokens_T[None, :] * num_rows + rows_O[:, None]
-        tl.store(out, acc_OT.to(out_ptr.dtype.element_ty), mask=ok_OT)
+        store_outputs(
+            acc_OT, acc_up_OT, bias_ptr, residual_ptr, out_ptr, rows_O, row_ok_O, safe_rows_O, safe_tokens_T, token_ok_T, num_rows,
+            residual_stride, HAS_BIAS, HAS_RESIDUAL, SILU_MUL,
+        )  # fmt: skip
 
 
 @triton.jit
