@@ -99,7 +99,7 @@ class FlashInferModules:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the thread of `load_in_background` runs: whoever uses the modules now waits for it."""
+        """Whether the thread of `load_in_background` still runs. A call of the modules would wait for it."""
         return self._loading is not None and self._loading.is_alive()
 
     def is_built(self, variant: Variant) -> bool:

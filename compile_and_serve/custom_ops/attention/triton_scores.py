@@ -1,4 +1,4 @@
-"""What the attention kernels do to scores before the softmax, in base-2 logarithms, and which keys a window leaves."""
+"""Scores of the attention kernels before the softmax, in base-2 logarithms, and the first key that a window leaves visible."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _lora_add(
 
 
 def _groups(indices: list[int]) -> dict[int, slice | list[int]]:
-    """Adapter → its tokens; as a slice where they are consecutive, which spares copies."""
+    """Adapter → its tokens; as a slice where they are consecutive, which avoids copies."""
     if not indices or indices.count(indices[0]) == len(indices):
         return {indices[0]: slice(None)} if indices and indices[0] else {}
     groups: dict[int, list[int]] = {}

@@ -1,11 +1,11 @@
-"""`cas::lora_add` on a GPU: shrink (x A^T) and expand (+ h B^T), two kernels a linear, without a host sync.
+"""`cas::lora_add` on a GPU: shrink (x Aᵀ) and expand (+ h Bᵀ), two kernels per linear, without a host sync.
 
 The results of shrink are float32 partial sums over parts of the input features, which expand adds up in a fixed order: a few
 tokens alone would not fill the device, and atomics would not be deterministic.
 
-Up to `MOST_ROWS` tokens each program takes one token, and reads its adapter only. For more tokens a program takes a block of
-consecutive tokens and multiplies it by each adapter that the block has. Tokens of a prompt are consecutive, so a block of a
-prefill has one adapter, or two; tokens need not be sorted.
+Up to `MAX_ROWS` tokens, each program takes one token and reads only its adapter. For more tokens, a program takes a block of
+consecutive tokens and multiplies it by each adapter that the block uses. Tokens of a prompt are consecutive, so a block of a
+prefill mostly uses one or two adapters; tokens need not be sorted.
 
 Shape legend: T tokens, I and O input and output features, S adapter slots, R the largest rank, P parts of the features.
 """
@@ -19,9 +19,9 @@ import triton.language as tl
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 BLOCK_T = 32
-MOST_PARTS = 8
+MAX_PARTS = 8
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def lora_add(
     out_TO = y_TO.new_empty(num_tokens, num_out)
     if num_tokens == 0:
         return out_TO
-    by_rows = num_tokens <= MOST_ROWS
+    by_rows = num_tokens <= MAX_ROWS
     block_i = min(512 if by_rows else 128, max(16, next_power_of_2(num_in)))
     block_r = min(4 if by_rows else 64, max(1 if by_rows else 16, next_power_of_2(rank)))
     parts = max(1, min(_parts(num_tokens, by_rows=by_rows), num_in // (2 * block_i)))
@@ -170,6 +170,6 @@ def lora_add(
 
 
 def _parts(num_tokens: int, *, by_rows: bool) -> int:
-    """The fewer tokens, the more parts. The same for all token counts up to the next power of 2, because kernels are compiled for it."""
-    fewest = 8 if by_rows else 2 * MOST_ROWS
-    return max(1, MOST_PARTS * fewest // max(fewest, next_power_of_2(num_tokens)))
+    """More parts for fewer tokens. Equal for all counts up to a power of 2, because kernels are compiled for the number of parts."""
+    min_tokens = 8 if by_rows else 2 * MAX_ROWS
+    return max(1, MAX_PARTS * min_tokens // max(min_tokens, next_power_of_2(num_tokens)))

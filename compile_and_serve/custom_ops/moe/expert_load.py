@@ -19,8 +19,8 @@ import torch
 class LayerLoad:
     """One layer's counts, on its device.
 
-    tokens: int64 [X], since counting began. distinct: by the number of tokens of a call, the experts that had a token, summed over
-    calls (int64 []), and the number of calls.
+    tokens: int64 [X], tokens of each expert since counting began. distinct: by the number of tokens per call, the number of experts that
+    had a token, summed over calls (int64 []), and the number of calls (int64 []).
     """
 
     tokens: torch.Tensor
@@ -63,8 +63,8 @@ def count_call(ids_TK: torch.Tensor, down: torch.Tensor) -> None:
 def counting_experts() -> Iterator[dict[int, LayerLoad]]:
     """Count inside the block. → the layers' loads, in the order in which the layers first ran"""
     global _layers
-    before, _layers = _layers, {}
+    previous, _layers = _layers, {}
     try:
         yield _layers
     finally:
-        _layers = before
+        _layers = previous

@@ -136,9 +136,8 @@ def _experts_cuda(
     norm_weight_D: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    from compile_and_serve.custom_ops.moe.triton_experts import (
-        experts as triton_experts,  # imported here, because Triton may be missing
-    )
+    # imported here, because Triton may be missing
+    from compile_and_serve.custom_ops.moe.triton_experts import experts as triton_experts
 
     count_call(ids_TK, down)
     return triton_experts(

@@ -63,9 +63,8 @@ def _route_cuda(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from compile_and_serve.custom_ops.moe.triton_route import (
-        route as triton_route,  # imported here, because Triton may be missing
-    )
+    # imported here, because Triton may be missing
+    from compile_and_serve.custom_ops.moe.triton_route import route as triton_route
 
     return triton_route(
         logits_TX, top_k, scoring, renormalize, scale, bias_X, num_groups, top_groups, smallest_sum=SMALLEST_SUM

@@ -2,7 +2,7 @@
 
 - "gemv", for few pairs: each program multiplies a few rows of one expert by one token, in float32, without tensor cores;
 - "grouped …", else: the pairs are sorted by expert into blocks, and each program multiplies a block of tokens by a tile of its expert's
-  rows on the tensor cores. So each touched expert is read once for each block of its tokens.
+  rows on the tensor cores. So each expert that has tokens is read once for each block of its tokens.
 
 Both run two kernels: gate and up products with the activation, which writes h [P, F], and down products. The grouped one writes the
 weighted results of pairs [P, D], and a third kernel adds those of each token. No sum depends on the order in which programs run.
@@ -379,7 +379,7 @@ def _grouped_down(tiles: Tiles, operands: _Operands, h_PF: torch.Tensor, order: 
 
 @functools.lru_cache(maxsize=64)
 def _even_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """Ids that spread the pairs evenly, as the tuner assumes: int32 [T, K]. What a step without real tokens routes is no measure."""
+    """Ids that spread the pairs evenly, as the tuner assumes: int32 [T, K]. Synthetic steps route unlike real ones."""
     pairs = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
     return (pairs % num_experts).view(num_tokens, top_k)
 
@@ -437,7 +437,7 @@ def experts(
 def _with_even_ids(
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]], operands: _Operands
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """`methods` over evenly spread pairs, made when the first of them is measured."""
+    """`runs` over evenly spread pairs, for measurements. The ids are made at the first measurement."""
 
     def even(name: str, gate_up: torch.Tensor) -> torch.Tensor:
         num_tokens, top_k = operands.ids_TK.shape

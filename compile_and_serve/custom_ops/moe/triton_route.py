@@ -68,9 +68,7 @@ def _route_kernel(
     ids_K = tl.zeros((BLOCK_K,), dtype=tl.int32)
     for k in tl.static_range(TOP_K):
         expert = tl.min(tl.where(choice_X == tl.max(choice_X, 0), experts_X, BLOCK_X), 0)
-        expert = tl.minimum(
-            expert, NUM_EXPERTS - 1
-        )  # NaN equals nothing; an id outside of the weights must not leave here
+        expert = tl.minimum(expert, NUM_EXPERTS - 1)  # with NaN logits no expert is found, but the id must be valid
         weight = tl.sum(tl.where(experts_X == expert, scores_X, 0.0), 0)
         weights_K = tl.where(slots_K == k, weight, weights_K)
         ids_K = tl.where(slots_K == k, expert, ids_K)

@@ -10,16 +10,8 @@ from __future__ import annotations
 
 import torch
 
-_AWQ_SHIFTS = (
-    0,
-    16,
-    4,
-    20,
-    8,
-    24,
-    12,
-    28,
-)  # of outputs 8 · word … 8 · word + 7: nibbles are in the order 0, 2, 4, 6, 1, 3, 5, 7
+# Of outputs 8 · word … 8 · word + 7. Nibbles are in the order 0, 2, 4, 6, 1, 3, 5, 7.
+_AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:

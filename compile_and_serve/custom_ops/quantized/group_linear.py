@@ -3,8 +3,7 @@
 Shape legend: T tokens, I input features, O output features, G groups of inputs.
 
 weight = (code − zero point) · scale, or code · scale + minimum. Activations stay in their dtype, except that the C++ kernels convert them
-to 16-bit integers with one scale for 32 inputs. The layouts are those of
-`group_layout.py`.
+to 16-bit integers with one scale for 32 inputs. `group_layout.py` describes the layouts.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ _ARGUMENTS = (
     "float eps=1e-6, Tensor? bias=None, bool silu_mul=False, Tensor? residual=None) -> Tensor"
 )
 
-# The reference is an op, too: the C++ kernels call it for what they do not take, and verification runs it in float64.
+# The reference is an op too: the C++ op calls it for arguments that its kernels do not take, and verification runs it in float64.
 define(
     f"group_linear_reference{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,

@@ -1,1 +1,0 @@
-"""Linears over packed weights, and the row-wise ops around them."""
