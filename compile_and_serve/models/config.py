@@ -44,9 +44,9 @@ class DecoderConfig:
         missing = [name for name in _REQUIRED if config.get(name) is None]
         if missing:
             raise ModelConfigError(f"The model's config lacks {', '.join(missing)}.")
-        sizes = {name: _positive_int(config, name) for name in _REQUIRED}
+        sizes = {name: positive_int(config, name) for name in _REQUIRED}
         num_heads = sizes["num_attention_heads"]
-        num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
+        num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise ModelConfigError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, got {num_heads} and {num_kv_heads}."
@@ -67,9 +67,9 @@ class DecoderConfig:
         return cls(
             **sizes,
             num_key_value_heads=num_kv_heads,
-            head_dim=_positive_int(config, "head_dim", default_head_dim or sizes["hidden_size"] // num_heads),
+            head_dim=positive_int(config, "head_dim", default_head_dim or sizes["hidden_size"] // num_heads),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=_positive_int(config, "max_position_embeddings", 2048),
+            max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -129,11 +129,12 @@ def _windows(
         )
     if config.get("sliding_window") is None:
         return (None,) * len(layers)
-    window = _positive_int(config, "sliding_window")
+    window = positive_int(config, "sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """The value of a field of a config.json. default: of a missing one. Raises `ModelConfigError`."""
     value = config.get(name)
     if value is None:
         value = default

@@ -6,6 +6,8 @@ E head size, V vocabulary. Views use -1 for head counts, so that sharded project
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -16,10 +18,12 @@ from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding, apply_rop
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    """group: the state group of the layer's cache."""
+
+    def __init__(self, config: DecoderConfig, group: str = KV_CACHES) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.scale, self.group = config.head_dim**-0.5, KV_CACHES
+        self.scale, self.group = config.head_dim**-0.5, group
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
@@ -38,12 +42,14 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    """self_attn, mlp: of a related family; None: Llama's."""
+
+    def __init__(self, config: DecoderConfig, self_attn: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config)
+        self.self_attn = LlamaAttention(config) if self_attn is None else self_attn
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = GatedMlp(config)
+        self.mlp = GatedMlp(config) if mlp is None else mlp
 
     def forward(
         self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
@@ -53,11 +59,13 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module] | None = None) -> None:
         super().__init__()
+        if layers is None:
+            layers = (LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
@@ -75,11 +83,14 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], a KV cache per layer, logits_indices int64 [S]) → logits [S, V]."""
+    """forward(input_ids int64 [T], positions int64 [T], a KV cache per layer, logits_indices int64 [S]) → logits [S, V].
 
-    def __init__(self, config: DecoderConfig) -> None:
+    layers: of a related family, with the same `forward` as `LlamaDecoderLayer`; None: Llama's.
+    """
+
+    def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module] | None = None) -> None:
         super().__init__()
-        self.model = LlamaModel(config)
+        self.model = LlamaModel(config, layers)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

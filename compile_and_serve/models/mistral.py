@@ -39,10 +39,10 @@ class WindowedModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config)
         self.has_window = [window is not None for window in config.windows]
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config) for _ in self.has_window)
-        for layer, has_window in zip(self.layers, self.has_window, strict=True):
-            layer.self_attn = attention(config)
-            layer.self_attn.group = WINDOW_CACHES if has_window else KV_CACHES
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, attention(config, WINDOW_CACHES if has_window else KV_CACHES))
+            for has_window in self.has_window
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(

@@ -1,26 +1,25 @@
 """Decoders with mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE. They differ in attention and routing.
 
-Shape legend: T tokens of the step, S rows whose logits are needed, D hidden size, H query heads, K key/value heads (of experts: those of
-a token), E head size, X experts, F intermediate size of an expert, V vocabulary. Views use -1 for head counts, so that sharded
-projections need no change here.
+Shape legend: T tokens of the step, D hidden size, H query heads, K key/value heads in attention and experts per token in the MLP,
+E head size, X experts. Views use -1 for head counts, so that sharded projections need no change here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.custom_ops.moe.route import route
-from compile_and_serve.models.config import DecoderConfig, ModelConfigError
-from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding, apply_rope
-from compile_and_serve.models.llama import LlamaAttention
+from compile_and_serve.custom_ops.step import KV_CACHES
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
+from compile_and_serve.models.layers import GatedMlp, apply_rope
+from compile_and_serve.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,45 +42,38 @@ class MoeConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> MoeConfig:
         """Read a config.json. Raises `ModelConfigError` for a missing or invalid value."""
-        num_experts = _count(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
-        top_k = _count(config, "num_experts_per_tok")
+        num_experts = positive_int(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
+        top_k = positive_int(config, "num_experts_per_tok")
         if top_k > num_experts:
             raise ModelConfigError(
                 f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {top_k}."
             )
-        if config.get("sliding_window") is not None and config.get("model_type") == "mixtral":
-            raise ModelConfigError("sliding_window is not supported for Mixtral: set it to null in the model's config.")
         is_mixtral = config.get("model_type") == "mixtral"
+        if is_mixtral and config.get("sliding_window") is not None:
+            raise ModelConfigError("sliding_window is not supported for Mixtral: set it to null in the model's config.")
         step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
         clip_qkv = config.get("clip_qkv")
         return cls(
-            hidden_size=_count(config, "hidden_size"),
+            hidden_size=positive_int(config, "hidden_size"),
             num_experts=num_experts,
             top_k=top_k,
-            intermediate_size=_count(
+            intermediate_size=positive_int(
                 config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
             ),
             shared_intermediate_size=int(config.get("shared_expert_intermediate_size") or 0),
             renormalize=is_mixtral or bool(config.get("norm_topk_prob", False)),
             sparse_layers=tuple(
-                i not in dense and (i + 1) % step == 0 for i in range(_count(config, "num_hidden_layers"))
+                i not in dense and (i + 1) % step == 0 for i in range(positive_int(config, "num_hidden_layers"))
             ),
             clip_qkv=None if clip_qkv is None else float(clip_qkv),
         )
 
 
-def _count(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelConfigError(f"{name} in the model's config must be a positive integer, got {value!r}.")
-    return value
-
-
 class Qwen2Attention(LlamaAttention):
     """Llama's attention with biases of the queries, keys and values only."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DecoderConfig, group: str = KV_CACHES) -> None:
+        super().__init__(config, group)
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size)
         self.k_proj = nn.Linear(config.hidden_size, kv_size)
@@ -122,19 +114,6 @@ class Experts(nn.Module):
         return experts(x_TD, ids_TK, weights_TK, self.gate_up_proj, self.down_proj)
 
 
-class SharedExpert(nn.Module):
-    """The MLP of every token beside its experts."""
-
-    def __init__(self, config: DecoderConfig, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
-
-
 class MoeMlp(nn.Module):
     """Each token goes through the top_k experts that the router gives the most weight. [T, D] → [T, D]"""
 
@@ -154,71 +133,23 @@ class SharedMoeMlp(MoeMlp):
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__(config, moe)
-        self.shared_expert = SharedExpert(config, moe.shared_intermediate_size)
+        self.shared_expert = GatedMlp(replace(config, intermediate_size=moe.shared_intermediate_size, mlp_bias=False))
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         shared_TD = torch.sigmoid(self.shared_expert_gate(x_TD)) * self.shared_expert(x_TD)
-        weights_TK, ids_TK = route(self.gate(x_TD), self.top_k, renormalize=self.renormalize)
-        return self.experts(x_TD, ids_TK, weights_TK) + shared_TD
+        return super().forward(x_TD) + shared_TD
 
 
-class MoeDecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = mlp
+class MoeForCausalLM(LlamaForCausalLM):
+    """As `LlamaForCausalLM`. make_attention: makes the attention of a layer."""
 
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE, kv_cache)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-
-
-class MoeModel(nn.Module):
     def __init__(self, config: DecoderConfig, moe: MoeConfig, make_attention: Callable[[], nn.Module]) -> None:
-        super().__init__()
         moe_mlp = SharedMoeMlp if moe.shared_intermediate_size else MoeMlp
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary_emb = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(
-            MoeDecoderLayer(config, make_attention(), moe_mlp(config, moe) if sparse else GatedMlp(config))
-            for sparse in moe.sparse_layers
+        super().__init__(
+            config,
+            (
+                LlamaDecoderLayer(config, make_attention(), moe_mlp(config, moe) if is_sparse else None)
+                for is_sparse in moe.sparse_layers
+            ),
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices_S: torch.Tensor,
-    ) -> torch.Tensor:
-        x_TD = self.embed_tokens(input_ids_T)
-        cos_TE, sin_TE = self.rotary_emb(positions_T, x_TD.dtype)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x_TD = layer(x_TD, cos_TE, sin_TE, kv_cache)
-        return self.norm(x_TD[logits_indices_S])
-
-
-class MoeForCausalLM(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], a KV cache per layer, logits_indices int64 [S]) → logits [S, V]."""
-
-    def __init__(self, config: DecoderConfig, moe: MoeConfig, make_attention: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.model = MoeModel(config, moe, make_attention)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.lm_head(self.model(input_ids, positions, kv_caches, logits_indices))
