@@ -129,8 +129,12 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
             part.warn_if_padding_and_no_attention_mask = _ignore  # it reads token ids on the host
     module = TransformersModel(model, running, offset).eval()
     ids = torch.zeros(DRY_TOKENS, dtype=torch.int64, device="meta")
-    unused = _remove_unused(model, lambda: module(ids, ids, ids[:2]), running, own_positions=not wrapped)
-    calls = dry_run(model, running, lambda: module(ids, ids, ids[:2]), own_positions=not wrapped)
+    run = partial(dry_run, model, running, lambda: module(ids, ids, ids[:2]), own_positions=not wrapped)
+    called: set[nn.Module] = set()
+    with _recorded(model, called):
+        calls = run()
+    if unused := _remove_unused(model, called):
+        calls = run()  # shows that the model works without them
     buffers = added | _buffer_values(model, rope_types, skip=frozenset(added))
     if not calls:
         raise Unsupported("its attention does not go through the attention interface")
@@ -315,13 +319,8 @@ def _position_offset(model: nn.Module) -> int:
     return 0
 
 
-def _remove_unused(
-    model: Any, forward: Callable[[], Any], running: RunningForward, *, own_positions: bool
-) -> dict[str, None]:
-    """Remove the modules that text does not pass through, as the vision tower. → names of their parameters and buffers"""
-    called: set[nn.Module] = set()
-    with _recorded(model, called):
-        dry_run(model, running, forward, own_positions=own_positions)
+def _remove_unused(model: Any, called: set[nn.Module]) -> dict[str, None]:
+    """Remove the modules that text does not pass through, such as a vision tower. → names of their parameters and buffers"""
     names: dict[str, None] = {}
     modules = dict(model.named_modules())
     uses_something = {prefix for name, module in modules.items() if module in called for prefix in _prefixes(name)}
