@@ -267,15 +267,6 @@ def test_rope_types_that_change_with_the_length_stop_where_they_would_change() -
     assert spec.buffers["model.rotary_emb.inv_freq"][0] == 1.0
 
 
-def test_auto_uses_transformers_where_the_native_family_refuses(caplog: pytest.LogCaptureFixture) -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
-    with caplog.at_level(logging.INFO, logger="compile_and_serve.models"):
-        spec = build_model(config_of("LlamaForCausalLM", rope_parameters=rope), dtype=torch.bfloat16)
-    assert spec.config.get("model_impl", "").startswith("transformers") == any(
-        "is not used" in m for m in caplog.messages
-    )
-
-
 def test_names_of_checkpoints() -> None:
     gpt_neox = build("GPTNeoXForCausalLM").weight_map
     assert gpt_neox["embed_out.weight"] == "lm_head.weight"
