@@ -11,16 +11,18 @@ import os
 import pickle
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 EXIT_FAILURE = 1
 EXIT_ORPHANED = 3
 LINGER_MS = 2000  # how long a closing socket may take to deliver its queued messages
+_LENGTH = struct.Struct("<Q")  # of a message in a pipe
 _MAX_FOLDER_BYTES = 100  # a Unix socket's path has at most 107 bytes
 _held_open: list[int] = []
 
@@ -58,6 +60,21 @@ def boot_input(bootstrap: object) -> bytes:
 def read_bootstrap() -> Any:
     """The object that the parent passed to `boot_input`."""
     return pickle.load(sys.stdin.buffer)
+
+
+def frame(content: bytes) -> tuple[bytes, bytes]:
+    """The length of a message for `read_frame`, and the message."""
+    return _LENGTH.pack(len(content)), content
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next message; None at the end of the stream."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    content = stream.read(length)
+    return content if len(content) == length else None
 
 
 def set_up_child(*, who: str, log_level: int, folder: str | None) -> None:

@@ -22,9 +22,8 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     WorkerStats,
 )
 
-STUCK_SECONDS = (
-    120.0  # a step of several ranks without any progress is given up after this time; a longer step is unhealthy
-)
+# A step of several ranks without any progress is given up after this time. A longer step is unhealthy.
+STUCK_SECONDS = 120.0
 
 # When processes share an artifact store, the first to reach one of these stages does the work and the others wait.
 _SHARED_STAGES = frozenset({"capture", "passes", "split", "compile"})

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import select
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
@@ -17,7 +14,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from compile_and_serve.runtime.structured.check_worker import CheckAnswer, CheckRequest, read_frame, write_frame
+from compile_and_serve.runtime.child_process import boot_code, boot_input, frame, read_frame
+from compile_and_serve.runtime.structured.check_worker import CheckAnswer, CheckRequest
 from compile_and_serve.runtime.structured.grammar import MAX_BYTES, check_kind
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
@@ -26,7 +24,7 @@ MAX_PROCESSES = 2
 SECONDS = 2.0  # for one grammar, as long as the machine's cores are free
 _START_SECONDS = 20.0
 _CACHED_BYTES = 32 << 20
-_BOOT = "import sys; sys.path[:] = {path!r}; from compile_and_serve.runtime.structured.check_worker import main; main()"
+_BOOT = boot_code("compile_and_serve.runtime.structured.check_worker")
 
 
 class GrammarChecker:
@@ -104,11 +102,12 @@ class GrammarChecker:
 
 
 def _encode(params: StructuredOutputsParams, special: Mapping[str, int]) -> bytes:
-    # What is not a part of the grammar:
+    # The grammar does not depend on these.
     params = msgspec.structs.replace(params, begins_after=[], thinking_token_budget=None, thinking_starts=[])
     try:
-        form = msgspec.structs.replace(params, begins_after=[])  # which the grammar does not depend on
-        request = msgspec.msgpack.encode(CheckRequest(form, dict(special) if form.structural_tag is not None else {}))
+        request = msgspec.msgpack.encode(
+            CheckRequest(params, dict(special) if params.structural_tag is not None else {})
+        )
     except RecursionError:
         raise GrammarError("It is nested too deeply") from None
     except (TypeError, ValueError, OverflowError) as error:
@@ -120,26 +119,22 @@ def _encode(params: StructuredOutputsParams, special: Mapping[str, int]) -> byte
 
 class _Process:
     def __init__(self) -> None:
-        path = [entry or os.getcwd() for entry in sys.path]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT.format(path=path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self._process = subprocess.Popen([sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input: BinaryIO = self._process.stdin  # type: ignore[assignment]
         self._output: BinaryIO = self._process.stdout  # type: ignore[assignment]
-        self._is_new = True
+        self._boot = boot_input(None)
 
     def ask(self, request: bytes, seconds: float) -> CheckAnswer | None:
         """None if the process ended or the time is over."""
-        deadline = time.monotonic() + seconds + (_START_SECONDS if self._is_new else 0.0)
-        self._is_new = False
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._process.kill)
+        boot, self._boot = self._boot, b""
+        timer = threading.Timer(seconds + (_START_SECONDS if boot else 0.0), self._process.kill)
         timer.daemon = True
         timer.start()
         try:
-            write_frame(self._input, request)
-            select.select([self._output], [], [])
+            self._input.writelines((boot, *frame(request)))
+            self._input.flush()
             content = read_frame(self._output)
             return None if content is None else msgspec.msgpack.decode(content, type=CheckAnswer)
         except OSError:

@@ -18,6 +18,7 @@ from compile_and_serve.runtime.structured.structural_tag import StructuralTag
 MAX_BYTES = 1 << 20  # of a JSON schema or a structural tag
 MAX_TEXT_BYTES = 1 << 16  # of a regex or an EBNF grammar
 MAX_CHOICES = 4096
+ANY_TEXT = json.dumps({"grammars": [{"lark_grammar": "start: /(.|\\n)*/"}]})  # any output
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 # Enough for indented JSON. Without a bound, small models go on with whitespace for ever.

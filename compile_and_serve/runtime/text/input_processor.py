@@ -77,9 +77,8 @@ class InputProcessor:
     def prepare(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         """The prompt for the engine, truncated if the request says so, and a completed copy of `params`.
 
-        max_tokens None becomes the room that the prompt leaves. Bad words become token ids, structured outputs a checked
-        grammar, which may take two seconds. Raises `SamplingParamsError` or
-        `PromptTooLongError`.
+        max_tokens None becomes the room that the prompt leaves. Bad words become token ids. Structured outputs become a checked
+        grammar, which may take two seconds. Raises `SamplingParamsError` or `PromptTooLongError`.
         """
         params.verify()
         self._check_ids(params)
@@ -122,9 +121,8 @@ class InputProcessor:
         """The engine request for a prompt and parameters that `prepare` has returned."""
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else []
         structured = params.structured_outputs
-        ignores_eos = params.ignore_eos and (
-            structured is None or structured.is_free
-        )  # a complete structured output ends
+        # A complete structured output ends in any case.
+        ignores_eos = params.ignore_eos and (structured is None or structured.is_free)
         stops = list(dict.fromkeys([*params.stop_token_ids, *([] if ignores_eos else eos)]))
         return EngineRequest(
             request_id=request_id,
@@ -168,16 +166,15 @@ class InputProcessor:
         if structured.compiled is not None:
             return structured
         from compile_and_serve.runtime.structured.checker import grammar_checker  # slow to import
-        from compile_and_serve.runtime.structured.grammar import forms_of
+        from compile_and_serve.runtime.structured.grammar import ANY_TEXT, forms_of
 
         is_free = structured.thinking_token_budget is not None and not forms_of(structured)
-        form = msgspec.structs.replace(structured, regex=r"(.|\n)*") if is_free else structured
         if not all(structured.begins_after):
             raise SamplingParamsError(
                 "structured_outputs", "structured_outputs.begins_after must not hold empty lists."
             )
         try:
-            grammar = grammar_checker().check(form, tokenizer.special_texts)
+            grammar = ANY_TEXT if is_free else grammar_checker().check(structured, tokenizer.special_texts)
         except GrammarError as error:
             raise SamplingParamsError("structured_outputs", f"structured_outputs: {error}.") from error
         return StructuredOutputsParams(

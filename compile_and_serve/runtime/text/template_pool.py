@@ -14,9 +14,9 @@ from typing import IO, Any
 
 import msgspec
 
-from compile_and_serve.runtime.child_process import boot_code, boot_input
+from compile_and_serve.runtime.child_process import boot_code, boot_input, frame
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
-from compile_and_serve.runtime.text.template_worker import RenderAnswer, RenderRequest, frame
+from compile_and_serve.runtime.text.template_worker import RenderAnswer, RenderRequest
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 MAX_PROCESSES = 4
@@ -80,7 +80,7 @@ class TemplatePool:
 
     def _ask(self, request: RenderRequest) -> str:
         try:
-            parts = list(frame(request))
+            parts = list(frame(msgspec.msgpack.encode(request)))
         except (ValueError, OverflowError, TypeError, RecursionError) as error:
             raise ChatTemplateError(f"The messages cannot be rendered: {error}.") from error
         with self._slots:

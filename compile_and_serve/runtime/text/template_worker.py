@@ -6,20 +6,18 @@ A checkpoint's template is a program of unknown origin. Jinja's sandbox limits w
 from __future__ import annotations
 
 import os
-import pickle
 import resource
-import struct
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
+from compile_and_serve.runtime.child_process import frame, read_bootstrap, read_frame
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError, check_template, render_chat
 
 MAX_MEMORY = 512 * 1024 * 1024  # bytes that rendering may allocate
 MAX_TEXT = 16 * 1024 * 1024  # characters of a rendered conversation
-_LENGTH = struct.Struct("<Q")
 
 
 class RenderRequest(msgspec.Struct):
@@ -41,25 +39,6 @@ class RenderAnswer(msgspec.Struct):
 
     text: str = ""
     error: str | None = None
-
-
-def frame(message: msgspec.Struct) -> tuple[bytes, bytes]:
-    """The length of an encoded message, and the message.
-
-    Raises the error of `msgspec.msgpack.encode` for a value that cannot be encoded.
-    """
-    content = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(content)), content
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next message; None at the end of the stream."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    content = stream.read(length)
-    return content if len(content) == length else None
 
 
 def answer(request: RenderRequest) -> RenderAnswer:
@@ -84,7 +63,7 @@ def main() -> None:
     """Answer requests until stdin ends."""
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    pickle.load(stdin)  # the bootstrap object, which is empty
+    read_bootstrap()
     resource.setrlimit(resource.RLIMIT_AS, (_virtual_memory() + MAX_MEMORY,) * 2)
     while (content := read_frame(stdin)) is not None:
         request = msgspec.msgpack.decode(content, type=RenderRequest)
@@ -92,7 +71,7 @@ def main() -> None:
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used) + request.cpu_seconds + 1, hard))
-        stdout.writelines(frame(answer(request)))
+        stdout.writelines(frame(msgspec.msgpack.encode(answer(request))))
         stdout.flush()
 
 
