@@ -112,8 +112,7 @@ def test_instructor(openai_client: Any, mode: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_litellm_tools(base_url: str, stream: bool) -> None:
     litellm = pytest.importorskip("litellm")
-    parameters = {**Weather.model_json_schema()}
-    tool = {"type": "function", "function": {"name": "Weather", "parameters": parameters}}
+    tool = {"type": "function", "function": {"name": "Weather", "parameters": Weather.model_json_schema()}}
     options = {**OPTIONS, "model": f"openai/{MODEL}", "tools": [tool], "tool_choice": "required"}
     options |= {"parallel_tool_calls": False, "stream": stream}
     answer = litellm.completion(messages=QUESTION, api_base=base_url, api_key="none", **options)

@@ -1,6 +1,6 @@
 """A real server, abused: wrong bodies, streams that end early, slow clients, a full queue, killed processes, damaged files.
 
-About a minute; `--abuse long` sends 5 000 bodies, kills every process, and damages more files. Each test prints its figures as a JSON
+About a minute; `--abuse long` sends 5 000 bodies and damages more files. Each test prints its figures as a JSON
 line (`pytest -s`): /health's times as another process saw them, and what was left over afterwards.
 """
 
@@ -208,7 +208,7 @@ def make_body(generator: random.Random) -> tuple[str, bytes]:
 
 def test_bodies_of_every_kind(server: ServerProcess, is_long: bool) -> None:
     count, generator = (5000 if is_long else 300), random.Random(5)
-    bodies = iter([generator.random() for _ in range(count)])
+    seeds = [generator.random() for _ in range(count)]
 
     def send(seed: float) -> int:
         path, body = make_body(random.Random(seed))
@@ -221,7 +221,7 @@ def test_bodies_of_every_kind(server: ServerProcess, is_long: bool) -> None:
                 return 413
 
     with Watch(server, "bodies", bodies=count) as watch, ThreadPoolExecutor(8) as pool:
-        watch.statuses.update(pool.map(send, bodies))
+        watch.statuses.update(pool.map(send, seeds))
     assert set(watch.statuses) <= {200, *REFUSALS}
     assert len(watch.statuses) > 2
 
@@ -309,42 +309,27 @@ def test_full_queue(server: ServerProcess) -> None:
     assert all(has_retry == (status == 503) for status, has_retry in answers)
 
 
-@pytest.mark.parametrize("victim", ["api", "template", "engine", "rank"])
+@pytest.mark.parametrize("victim", ["api", "template"])
 def test_a_killed_process_leaves_nothing(
-    tiny_llama_dir: Path,
-    short_dir: Path,
-    shared_cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_long: bool,
-    victim: str,
+    tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
-    if victim in ("engine", "rank") and not is_long:
-        pytest.skip("only with --abuse long; test_parallel.py and test_end_to_end.py kill these")
+    """test_parallel.py and test_end_to_end.py kill engines and ranks."""
     monkeypatch.setenv("TMPDIR", str(short_dir))
     before = abandoned_shared_memory()
-    options = [*OPTIONS, "--shutdown-timeout", "1", "--cache-dir", str(shared_cache_dir)]
-    if victim == "rank":
-        options.remove("--enforce-eager")  # only a compiled model can be sharded
-        options += ["-tp", "2"]
-    server = ServerProcess(str(tiny_llama_dir), *options)
+    server = ServerProcess(str(tiny_llama_dir), *OPTIONS, "--shutdown-timeout", "1")
     try:
         with server.client() as client:
             body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
             assert client.post(CHAT, json=body).status_code == 200  # starts a template process
             children = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(server.process.pid)}
-            modules = {"template": "template_worker", "engine": "engine.process", "rank": "rank_process"}
-            pid = server.process.pid
-            if victim != "api":
-                pid = next(child for child, line in children.items() if modules[victim] in line)
-            os.kill(pid, signal.SIGKILL)
             if victim == "template":
+                os.kill(next(pid for pid, line in children.items() if "template_worker" in line), signal.SIGKILL)
                 wait_until(lambda: client.post(CHAT, json=body).status_code == 200, 10)
                 assert client.get("/health").status_code == 200
                 assert server.stop() == 0
             else:
-                began = time.monotonic()
-                assert server.wait() == (-signal.SIGKILL if victim == "api" else 1)
-                print(json.dumps({"abuse": f"kill -9 {victim}", "seconds_to_end": round(time.monotonic() - began, 2)}))
+                server.process.kill()
+                assert server.wait() == -signal.SIGKILL
         wait_until(lambda: not any(map(is_running, children)), 30)
         ours = ("cas-", "compile-and-serve-")
         wait_until(lambda: not [path for path in short_dir.iterdir() if path.name.startswith(ours)])

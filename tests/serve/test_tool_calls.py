@@ -44,8 +44,7 @@ def prompt_of(server: Server) -> str:
 
 
 def grammar_of(server: Server) -> Any:
-    structured = server.engine.requests[-1].sampling_params.structured_outputs
-    return None if structured is None else structured
+    return server.engine.requests[-1].sampling_params.structured_outputs
 
 
 def streamed(text: str) -> tuple[str, str, dict[int, dict[str, str]], str]:

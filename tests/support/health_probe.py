@@ -1,4 +1,4 @@
-"""Asks a server for /health again and again, in a process of its own: `python -m tests.support.health_probe HOST:PORT`.
+"""Asks a server for /health again and again, in a process of its own: `python tests/support/health_probe.py HOST:PORT`.
 
 Each answer is a line on stdout: seconds, and the status (0: no answer).
 """
@@ -6,15 +6,11 @@ Each answer is a line on stdout: seconds, and the status (0: no answer).
 from __future__ import annotations
 
 import http.client
-import json
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
 _PAUSE = 0.01
 _TIMEOUT = 30.0
 
@@ -28,16 +24,15 @@ class HealthProbe:
         self.statuses: dict[int, int] = {}
 
     def __enter__(self) -> HealthProbe:
-        command = [sys.executable, "-m", "tests.support.health_probe", self._url]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, __file__, self._url]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it has begun
+        self._first = self._process.stdout.readline()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._process.terminate()
-        for line in self._process.communicate()[0].splitlines():
+        for line in [self._first, *self._process.communicate()[0].splitlines()]:
             seconds, _, status = line.partition(" ")
             if status:
                 self.seconds.append(float(seconds))
@@ -64,8 +59,7 @@ def _probe(address: str) -> None:
         except (OSError, http.client.HTTPException):
             connection.close()
             status = 0
-        sys.stdout.write(json.dumps(round(time.perf_counter() - started, 6)) + f" {status}\n")
-        sys.stdout.flush()
+        print(f"{time.perf_counter() - started:.6f} {status}", flush=True)
         time.sleep(_PAUSE)
 
 
