@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.serve.engine import EngineClient
 from compile_and_serve.serve.errors import ApiError
 
 MAX_SERVED = 10_000
-
-
-class AdapterClient(Protocol):
-    """The part of an engine client that loads adapters."""
-
-    async def utility(self, method: str, adapter: LoRARequest | None = None) -> Mapping[str, Any]: ...
 
 
 class ServedAdapters:
@@ -25,7 +19,7 @@ class ServedAdapters:
     models: names of the base model. folder: `load` takes adapters only from below it.
     """
 
-    def __init__(self, client: AdapterClient, models: Sequence[str], folder: Path | None = None) -> None:
+    def __init__(self, client: EngineClient, models: Sequence[str], folder: Path | None = None) -> None:
         self._client, self._models, self._folder = client, tuple(models), folder
         self._adapters: dict[str, LoRARequest] = {}
         self._num_loads = 0
@@ -58,7 +52,7 @@ class ServedAdapters:
         root = self._folder.resolve()
         try:
             resolved = (root / path).resolve()
-        except (OSError, ValueError, RuntimeError):
+        except (OSError, ValueError, RuntimeError):  # refused below
             resolved = root
         if root not in resolved.parents:
             raise ApiError(400, "lora_path must be a folder below the server's --lora-dir.", "lora_path")

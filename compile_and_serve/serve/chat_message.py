@@ -1,4 +1,4 @@
-"""The message of a chat completion, whole or as stream deltas, from the events of the parsers."""
+"""Turns parser events into the message of a chat completion, whole or as stream deltas."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MessageDeltas:
         self._has_calls = False
 
     def deltas(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """The deltas of some events. Texts of a kind are merged."""
+        """The deltas of some events. Adjacent texts of a kind are merged."""
         deltas: list[dict[str, Any]] = []
         for event in events:
             match event:

@@ -1,4 +1,4 @@
-"""Tools for chat templates that know none: a system message describes them, and earlier calls become text.
+"""Tools for chat templates that do not render them: a system message describes them, and earlier calls become text.
 
 Calls are written in the format of the tool parser, results as Hermes writes them.
 """
@@ -61,6 +61,7 @@ def _call(call: Any) -> tuple[str, str]:
 def _written(parser: type[ToolParser], calls: Sequence[tuple[str, str]]) -> str:
     texts = []
     for name, arguments in calls:
-        before, after = parser.call_format(name) or ("", "")
-        texts.append(before + arguments + after)
+        around = parser.call_format(name)
+        assert around is not None  # `tool_use` refuses other parsers
+        texts.append(around[0] + arguments + around[1])
     return parser.list_opener + parser.separator.join(texts) + (parser.list_closer if parser.list_opener else "")

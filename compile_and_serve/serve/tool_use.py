@@ -1,4 +1,4 @@
-"""`ToolUse`: what a chat request says about tools, checked, with the grammar that its calls must match."""
+"""`ToolUse`: the tools of a chat request, checked, and the grammar that its calls must match."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one completion may use tools. parser: None if calls are not searched. shown: the tools for the chat template.
+    """How one completion may use tools. parser: None if the output is not searched for calls. shown: the tools for the template.
 
     grammar: the form of the output; None if it is free. forced: whether the output must be calls.
     """
@@ -54,7 +54,7 @@ def tool_use(
     parallel: bool,
     only_shown: bool = False,
 ) -> ToolUse:
-    """The checked use of tools. only_shown: no answer is generated, so that a parser may be missing. Raises a 400."""
+    """The checked use of tools. only_shown: no answer is generated, so no parser is needed. Raises a 400."""
     known = _tools(tools or ())
     mode, name = _choice(choice, known)
     if mode == "none" or not known:
@@ -179,9 +179,9 @@ def _enforced(tool: Tool) -> Any:
 
 
 def closed(schema: Any) -> Any:
-    """The schema without properties that it does not declare, unless it allows them itself.
+    """The schema, refusing properties that it does not declare unless it says otherwise.
 
-    A function does not know other arguments, and small models never end them.
+    Functions do not take undeclared arguments, and small models do not stop writing them.
     """
     if not isinstance(schema, Mapping):
         return schema

@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.transformers_models import SIZES, write_random_model
 
 _QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-# Changes to `SIZES`; None removes a size.
+# Changes to `SIZES`, where None removes one, and other settings.
 FAMILIES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {
         "num_local_experts": 6,
@@ -59,11 +59,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def write_moe(folder: Path, architecture: str, **changes: Any) -> Path:
     """A folder with a random float32 model of the family."""
-    settings = {name: value for name, value in (FAMILIES[architecture] | changes).items() if name != "head_dim"}
-    return write_random_model(
-        folder, architecture, without=("head_dim",) if _lacks_head_dim(architecture) else (), **settings
-    )
-
-
-def _lacks_head_dim(architecture: str) -> bool:
-    return FAMILIES[architecture].get("head_dim", SIZES["head_dim"]) is None
+    settings = FAMILIES[architecture] | changes
+    without = tuple(name for name in SIZES if name in settings and settings[name] is None)
+    return write_random_model(folder, architecture, without=without, **settings)

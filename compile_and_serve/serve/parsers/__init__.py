@@ -1,1 +1,1 @@
-"""Parsers of generated text: tool calls and reasoning become events, whatever the chunks that the text arrives in."""
+"""Parsers of generated text: tool calls and reasoning become events, however the text is divided into chunks."""

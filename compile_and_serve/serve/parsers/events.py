@@ -1,4 +1,4 @@
-"""What parsers find in a generated text, as a sequence of events, and the message that the events of a whole text make."""
+"""The events that parsers find in generated text, and `ParsedMessage`, which collects them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class CallEnd:
 
 @dataclass(frozen=True, slots=True)
 class CallDropped:
-    """The text since the end of the last call is malformed and no call.
+    """The text since the last call is malformed.
 
-    text: that text, as generated. begun: whether a `CallBegin` stands before; a stream has then sent parts of `text`.
+    text: that text, as generated. begun: whether its `CallBegin` was sent, so that a stream already has parts of `text`.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """The message that the events of a whole text make. Malformed calls are part of the content."""
+    """The message of a whole text. Malformed calls are part of the content."""
 
     content: str = ""
     reasoning: str = ""

@@ -1,4 +1,4 @@
-"""`ToolParser`: finds tool calls in generated text. Its subclasses know the formats of the models."""
+"""`ToolParser`: finds tool calls in generated text. There is one subclass per format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class ToolParser(ABC):
     """A state machine from text to events. `feed` takes the next text and `finish` ends it; neither ever raises.
 
-    The events depend only on the text, not on how it is divided. Malformed calls become content (`CallDropped`), and what
-    follows them is searched for calls again. Whitespace around calls is dropped.
+    The events depend only on the text, not on how it is divided. Malformed calls become content (`CallDropped`), and the text
+    after them is searched again. Whitespace around calls is dropped.
 
     A subclass sets `openers` and implements `_opened`. A state is a method that consumes a part of `_buffer` and returns
     whether to go on; False means that more text is needed.
@@ -157,7 +157,7 @@ class ToolParser(ABC):
         self._begun, self._raw, self._after_call = False, "", True
 
     def _drop(self) -> bool:
-        """Give the text since the last call back as content, and continue with text."""
+        """Return the text since the last call as content, and continue with text."""
         if self._raw or self._begun:
             self._events.append(CallDropped(self._raw, self._begun))
         self._begun, self._raw, self._after_call = False, "", False
