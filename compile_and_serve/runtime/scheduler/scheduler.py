@@ -376,7 +376,6 @@ class Scheduler:
         deferred: list[tuple[tuple[float, ...], Request]] = []
         not_ready: list[tuple[tuple[float, ...], Request]] = []
         num_admitted_tokens = 0
-        waits_for_slot = False  # a request that needs a slot for its adapter
         # A block for each running sequence is kept back: its next decodes should not undo what is admitted now.
         reserve = len(running)
         while self._waiting and budget > 0 and len(running) + len(deferred) < self.max_num_seqs:
@@ -384,11 +383,12 @@ class Scheduler:
             if not request.is_ready:
                 not_ready.append(heapq.heappop(self._waiting))
                 continue
-            if request.adapter is not None:
-                waits_for_slot = waits_for_slot or not self._adapter_slots.has_room(request.adapter)
-                if waits_for_slot:
-                    not_ready.append(heapq.heappop(self._waiting))
-                    continue
+            if request.adapter is not None and not self._adapter_slots.has_room(request.adapter):
+                # Requests without an adapter may overtake it. All others are set aside at once: they may be many.
+                not_ready += [entry for entry in self._waiting if entry[1].adapter is not None]
+                self._waiting = [entry for entry in self._waiting if entry[1].adapter is None]
+                heapq.heapify(self._waiting)
+                continue
             num_tokens = len(request.token_ids)
             if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
                 break
