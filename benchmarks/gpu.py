@@ -1,21 +1,21 @@
 """Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
     python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
-                             [--work startup,load,decode,prefill,mixed,experts,profile] [--force-pass NAME]
+                             [--work startup,load,decode,prefill,mixed,profile] [--force-pass NAME]
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
 
 startup: from the start of this process to the first token.
 decode: (time of 129 new tokens − time of 1 new token) / 128 at prompts of 128, each the better of two runs, after warm-up runs that
     capture the CUDA graphs. One more run gives `device_ms` (a step's time on the device), `host_gap` (the share of a step in which
-    the device is idle) and `late` (the share of steps that the host launched too late).
+    the device is idle) and `late` (the share of steps that the host launched too late). A mixture of experts also has `distinct_experts`
+    and `distinct_experts_min` (the experts of a layer that had a token in a step: mean over layers, and the least) and `busiest_eighth`
+    (the share of all tokens that the busiest eighth of a layer's experts got). Random weights must route about evenly, as trained ones do.
 prefill: prompts of one length, one new token, the best of three runs.
 load (not by default): the requests of `mixed`, three times from the moment that the engine is ready. Nothing is warmed up or captured by
     hand. `graphs`: what was captured and replayed until the end of each.
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens.
-experts (not by default): of a mixture of experts, the experts that had a token in a decode step, on average over layers, and the share of
-    all tokens that the busiest eighth of a layer's experts got. Random weights must route about evenly, as trained ones do.
 profile (not by default): time per kernel, in captured decode steps and in a prefill of 4 × 4096. Where two kernels overlap, the time
     of the later one includes its wait for the earlier one, so the sum may exceed the step.
 """
@@ -34,7 +34,7 @@ from typing import Any
 from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 
 PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # (number of prompts, tokens per prompt)
-WORKS = ("startup", "load", "decode", "prefill", "mixed", "experts", "profile")
+WORKS = ("startup", "load", "decode", "prefill", "mixed", "profile")
 DEFAULT_WORKS = ("startup", "decode", "prefill", "mixed")
 
 
@@ -181,10 +181,6 @@ class Bench:
             "distinct_experts_min": round(min(distinct), 1),
             "busiest_eighth": round(sum(shares) / len(shares), 3),
         }
-
-    def experts(self) -> None:
-        for batch in self.args.batches:
-            self.emit(work="experts", batch=batch, **self.expert_load(batch))
 
     def captured_graph(self, batch: int) -> Any:
         """The graph of a decode step, or None if there is none or the ranks are other processes."""

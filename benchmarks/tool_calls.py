@@ -21,6 +21,8 @@ from typing import Any
 import httpx
 import jsonschema
 
+from benchmarks.common import environment
+
 SETS = ("simple_python", "simple_java", "simple_javascript", "parallel", "parallel_multiple")
 # BFCL's names of types, which come from several languages → JSON's; "" is any type.
 _TYPES = {
@@ -112,7 +114,7 @@ def main() -> None:
     with httpx.Client(base_url=options.url, timeout=600) as http, ThreadPoolExecutor(options.concurrency) as pool:
         counts = Counter(pool.map(ask, questions))
     seconds = round(time.perf_counter() - started, 1)
-    print(json.dumps({"figure": "bfcl", "questions": len(questions), **counts, "seconds": seconds}))
+    print(json.dumps({"figure": "bfcl", "questions": len(questions), **counts, "seconds": seconds, **environment()}))
 
 
 if __name__ == "__main__":
