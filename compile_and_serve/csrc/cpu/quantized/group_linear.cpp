@@ -26,7 +26,7 @@ struct Dot<Codes<kBits>> {
 
 namespace {
 
-constexpr int kBlockInputs = 32;
+constexpr int kBlockInputs = 32, kDigits = 2;
 #if defined(__AVX512F__)
 constexpr int kGroupRows = 4, kGroupBlocks = 2;  // rows and blocks of a register tile
 #elif defined(__AVX2__)
@@ -46,7 +46,7 @@ inline f32x16 load_half(const uint16_t* address) {
 }
 
 // One token's activations, one entry per block of inputs.
-template <int kDigits, int kSplit>
+template <int kSplit>
 struct Quantized {
     int8_t digits[kDigits][kBlockInputs];  // the most significant digit first
     float scale;
@@ -61,9 +61,9 @@ struct Weight {
 };
 
 // kSplit: parts of a block.
-template <class T, int kBits, int kSplit, int kDigits>
+template <class T, int kBits, int kSplit>
 struct GroupLinear {
-    using X = Quantized<kDigits, kSplit>;
+    using X = Quantized<kSplit>;
     using Dots = Codes<kBits>;
     static constexpr int kBlockBytes = kBits * 64;
     const CasGroupLinear& args;
@@ -72,7 +72,7 @@ struct GroupLinear {
 
     void prepare(X* to, int64_t token) const {
         const Row<T> x(a, token);
-        constexpr float kLargest = kDigits == 1 ? 127.0f : float(127 << 8);
+        constexpr float kLargest = float(127 << 8);
         for (int64_t block = 0; block < blocks; ++block, ++to) {
             f32x16 v[2];
             f32x16 largest{};
@@ -162,8 +162,7 @@ struct GroupLinear {
                     const f32x16 scale = self.scales(weights[b].scale, block * kSplit + part);
                     const f32x16 minimum = self.template minima<kOffset>(weights[b], scale, block * kSplit + part);
                     unrolled<kRows>([&](auto r) CAS_INLINE {
-                        i32x16 product = products[r][b][0];
-                        if constexpr (kDigits == 2) product = (product << 8) + products[r][b][1];
+                        const i32x16 product = (products[r][b][0] << 8) + products[r][b][1];
                         sums[r][b] += convert<f32x16>(product) * (scale * here[r]->scale);
                         sums[r][b] += minimum * here[r]->sums[part];
                     });
@@ -252,7 +251,7 @@ struct GroupLinear {
 
 template <class T, int kBits, int kSplit>
 void run_kernel(const CasGroupLinear& args) {
-    const GroupLinear<T, kBits, kSplit, 2> kernel{args};
+    const GroupLinear<T, kBits, kSplit> kernel{args};
     if (args.offset && !args.offset_is_zeros) kernel.template run<kMinima>();
     else kernel.template run<kZeros>();
 }
