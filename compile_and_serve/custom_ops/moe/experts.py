@@ -10,6 +10,7 @@ Weights of experts are stacked, gate rows before up rows. There are two layouts:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -123,37 +124,14 @@ def _experts_fake(
 
 
 def _experts_cuda(
-    x_TD: torch.Tensor,
-    ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    activation: str = "silu",
-    limit: float = 0.0,
-    residual_TD: torch.Tensor | None = None,
-    norm_weight_D: torch.Tensor | None = None,
-    eps: float = 1e-6,
-) -> torch.Tensor:
+    x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     # imported here, because Triton may be missing
     from compile_and_serve.custom_ops.moe.triton_experts import experts as triton_experts
 
     count_call(ids_TK, down)
-    return triton_experts(
-        x_TD,
-        ids_TK,
-        weights_TK,
-        gate_up,
-        down,
-        gate_up_bias,
-        down_bias,
-        activation,
-        limit,
-        residual_TD,
-        norm_weight_D,
-        eps,
-    )
+    return triton_experts(x_TD, ids_TK, weights_TK, gate_up, down, *args, **kwargs)
 
 
 _experts_op = define(

@@ -5,6 +5,8 @@ Shape legend: T tokens, X experts, K experts of a token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compile_and_serve.custom_ops.library import OpKind, define
@@ -53,22 +55,11 @@ def _route_fake(
     return weights_TK, logits_TX.new_empty(shape, dtype=torch.int32)
 
 
-def _route_cuda(
-    logits_TX: torch.Tensor,
-    top_k: int,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    bias_X: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _route_cuda(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     # imported here, because Triton may be missing
     from compile_and_serve.custom_ops.moe.triton_route import route as triton_route
 
-    return triton_route(
-        logits_TX, top_k, scoring, renormalize, scale, bias_X, num_groups, top_groups, smallest_sum=SMALLEST_SUM
-    )
+    return triton_route(*args, **kwargs, smallest_sum=SMALLEST_SUM)
 
 
 _route_op = define(

@@ -196,11 +196,10 @@ def _group_embedding(
     step = min(group_size, CPU_INPUTS) if packed.dim() == 3 else group_size
     if packed.dim() == 2:
         parts = [values if values is None else values[ids_T] for values in (packed, scale, offset)]
-    else:  # rows lie in blocks
-        rows = packed.shape[2] if packed.dim() == 4 else CPU_OUTPUTS
-        blocks, lanes = ids_T // rows, ids_T % rows
+    else:  # rows lie in blocks; only the CPU packs embeddings
+        blocks, lanes = ids_T // CPU_OUTPUTS, ids_T % CPU_OUTPUTS
         own = torch.arange(ids_T.shape[0], device=ids_T.device)
-        codes = unpack_codes(packed[blocks], bits, ids_T.shape[0] * rows, in_features)[own * rows + lanes]
+        codes = unpack_codes(packed[blocks], bits, ids_T.shape[0] * CPU_OUTPUTS, in_features)[own * CPU_OUTPUTS + lanes]
         others = [None if values is None else values[blocks, :, lanes] for values in (scale, offset)]
         parts = [codes, *others]
     codes_TI, scale_TG, offset_TG = parts
