@@ -22,9 +22,7 @@ HostAdapter = dict[str, torch.Tensor]  # name of the weight → one slot's value
 
 def adapter_targets(sites: Sequence[AdapterSite], weight_map: Mapping[str, str | None]) -> dict[str, AdapterTarget]:
     """The linears that adapters may change, by their names in the checkpoint. weight_map: of the model's spec."""
-    by_module = {
-        site.module: AdapterTarget(site.module, site.in_features, site.out_features) for site in sites
-    }  # fmt: skip
+    by_module = {site.module: AdapterTarget(site.module, site.in_features, site.out_features) for site in sites}
     renamed = {
         name.removesuffix(".weight"): parameter.removesuffix(".weight")
         for name, parameter in weight_map.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import subprocess
 import sys
 import threading
@@ -14,11 +15,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from compile_and_serve.runtime.child_process import boot_code, boot_input, frame, read_frame
+from compile_and_serve.runtime.child_process import boot_code, boot_input, describe_exit, frame, read_frame
 from compile_and_serve.runtime.structured.check_worker import CheckAnswer, CheckRequest
 from compile_and_serve.runtime.structured.grammar import MAX_BYTES, check_kind
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 2
 SECONDS = 2.0  # for one grammar, as long as the machine's cores are free
@@ -94,7 +97,7 @@ class GrammarChecker:
             process = process or _Process()
             answer = process.ask(request, self.seconds)
             if answer is None:
-                process.end()
+                logger.warning("A grammar is refused: the process that checked it %s.", describe_exit(process.end()))
                 return CheckAnswer(error="The grammar is too complex: it exceeds the limits on time, memory or depth")
             with self._lock:
                 self._idle.append(process)
@@ -142,13 +145,14 @@ class _Process:
         finally:
             timer.cancel()
 
-    def end(self) -> None:
-        """Kill the process. Its standard input would end it, too, with this process."""
+    def end(self) -> int:
+        """Kill the process. Its standard input would end it, too, with this process. → its exit status"""
         self._process.kill()
-        self._process.wait()
+        status = self._process.wait()
         with contextlib.suppress(OSError):
             self._input.close()
         self._output.close()
+        return status
 
 
 @cache
