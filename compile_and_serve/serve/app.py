@@ -51,13 +51,7 @@ def create_app(
     if num_replicas > 1:
         metrics.describe_replicas(num_replicas)
     engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death)
-    parsers = select_parsers(
-        tokenizer,
-        settings.chat_template,
-        tools=settings.tool_call_parser,
-        reasoning=settings.reasoning_parser,
-        require_tools=settings.enable_auto_tool_choice,
-    )
+    parsers = select_parsers(tokenizer, settings)
     pool = templates or TemplatePool(seconds=settings.template_timeout)
 
     @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.template_pool import TemplatePool
+from compile_and_serve.serve.parsers.registry import ParserError
 from compile_and_serve.serve.server import ServerStartError, _start, complete_settings
 from compile_and_serve.serve.settings import ServerSettings
 from tests.support.engines import tiny_config, write_tiny_model
@@ -65,6 +67,17 @@ async def test_end_of_sequence_id_outside_the_vocabulary(model_dir: Path, templa
     client = Client(vocab_size=320)
     with pytest.raises(ValueError, match="id 9999 is not an id of the model, whose ids are 0 to 319"):
         await _start(client, tiny_config(model_dir), SETTINGS, templates)  # type: ignore[arg-type]
+    assert client.is_stopped
+
+
+async def test_a_missing_tool_parser_is_reported_before_the_engine_has_started(
+    model_dir: Path, templates: TemplatePool
+) -> None:
+    settings = ServerSettings(served_model_names=("m",), enable_auto_tool_choice=True)
+    client = Client(vocab_size=320)
+    client.start = asyncio.Event().wait  # type: ignore[assignment]  # never starts
+    with pytest.raises(ParserError, match="name it with --tool-call-parser"):
+        await _start(client, tiny_config(model_dir), settings, templates)  # type: ignore[arg-type]
     assert client.is_stopped
 
 

@@ -17,6 +17,7 @@ from compile_and_serve.serve.parsers.registry import (
     tool_parser,
 )
 from compile_and_serve.serve.parsers.tools.base import ToolParser, uses_tools
+from compile_and_serve.serve.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +74,19 @@ class Parsers:
         )
 
 
-def select_parsers(
-    tokenizer: Tokenizer | None,
-    template: str | None,
-    *,
-    tools: str | None = None,
-    reasoning: str | None = None,
-    require_tools: bool = False,
-) -> Parsers:
-    """The named parsers, or else those whose formats the chat templates use.
+def select_parsers(tokenizer: Tokenizer | None, settings: ServerSettings) -> Parsers:
+    """The parsers that the settings name, or else those whose formats the chat templates use.
 
-    template: the server's own; None: the tokenizer's. Raises `ParserError` for an unknown name, and with `require_tools`
-    if no tool parser is found.
+    Raises `ParserError` for an unknown name, and if the settings require a tool parser and none is found.
     """
+    tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
     templates: list[str] = []
-    if template is not None:
-        templates = [template]
+    if settings.chat_template is not None:
+        templates = [settings.chat_template]
     elif tokenizer is not None:
         templates = list(tokenizer.chat_templates.values())
     found = tool_parser(tools) if tools is not None else detect_tool_parser(templates)
-    if require_tools and found is None:
+    if settings.enable_auto_tool_choice and found is None:
         raise ParserError(
             "--enable-auto-tool-choice needs a tool parser, and the chat template does not tell which: name it with "
             "--tool-call-parser."
