@@ -141,7 +141,7 @@ def _parser(parsers: Parsers, *, forced: bool) -> type[ToolParser] | None:
     if parsers.tools is None and not forced:
         raise ApiError(
             400,
-            "tool_choice 'auto' needs a tool parser, which this server could not tell from the model's chat template: start it "
+            "tool_choice 'auto' needs a tool parser, which could not be detected from the model's chat template: start the server "
             "with --enable-auto-tool-choice --tool-call-parser NAME, or set tool_choice to 'required', 'none' or a function.",
             "tool_choice",
         )

@@ -80,7 +80,7 @@ def serve_command(
         str | None,
         typer.Option(
             help="Format in which the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, pythonic, "
-            "granite, phi4, or a parser of your own (an entry point's name, or module:Class). By default told by the chat "
+            "granite, phi4, or a parser of your own (an entry point's name, or module:Class). By default detected from the chat "
             "template.",
             rich_help_panel=SERVER_PANEL,
         ),
@@ -97,7 +97,7 @@ def serve_command(
         str | None,
         typer.Option(
             help="Format in which the model writes its reasoning: deepseek_r1, qwen3, granite, gpt-oss, or a parser of your own. "
-            "By default told by the chat template.",
+            "By default detected from the chat template.",
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,

@@ -88,7 +88,7 @@ def select_parsers(tokenizer: Tokenizer | None, settings: ServerSettings) -> Par
     found = tool_parser(tools) if tools is not None else detect_tool_parser(templates)
     if settings.enable_auto_tool_choice and found is None:
         raise ParserError(
-            "--enable-auto-tool-choice needs a tool parser, and the chat template does not tell which: name it with "
+            "--enable-auto-tool-choice needs a tool parser, and none was detected from the chat template: name it with "
             "--tool-call-parser."
         )
     return Parsers(
