@@ -6,9 +6,10 @@ The kernel that computes the rotated keys writes them to the cache, so that they
 before the split ends at its last linear. The pass matches head views and the rotation `x·cos + rotate_half(x)·sin` in any spelling, of
 halves or of neighbours, of a whole head or of its first dimensions, on [tokens, heads, E], or on [heads, tokens, E] between two
 transpositions. Other rotations than that of a whole head's halves are brought to it by `rewrite/rope_layout.py`. Queries, keys and values
-that do not come from one linear (OLMo 2 normalizes them before) are concatenated. On two CPU cores the pass gains nothing (0.97 to 1.00
-times the decode step's speed, `cpu-passes-smollm2-2026-11-20.jsonl`); it runs
-there to keep the graph the same as on CUDA.
+that do not come from one linear (OLMo 2 normalizes them before) are concatenated.
+
+On two CPU cores the pass gains nothing (0.97 to 1.00 times the decode step's speed, `cpu-passes-smollm2-2026-11-20.jsonl`). It runs there
+to keep the graph the same as on CUDA.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_d
     sources = {name for node in (weight, bias) if isinstance(node, Node) for name in _parameters(node, ctx)}
     if sources & ctx.quantized_weights.keys():
         raise _Mismatch("the rows of a quantized weight are not permuted")
-    if any(len([user for user in part.users if not is_call(user, SIZE)]) > 1 for part in (q.part,)):
+    if sum(not is_call(user, SIZE) for user in q.part.users) > 1:
         raise _Mismatch("the projection of the queries is read by something else than attention")
     made = [
         permuted(gm, ctx, node, q.rotation, head_dim, num_rows) for node in (weight, bias) if isinstance(node, Node)

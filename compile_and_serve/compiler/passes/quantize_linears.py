@@ -75,15 +75,12 @@ class Scheme:
 _ROUTERS = ("*.mlp.gate", "*.router", "*.router.layer")  # of mixtures of experts: they decide between close scores
 # The output head decides between close logits, so other engines do not quantize it either. With int8 weights alone it is accurate enough,
 # and in a small model it is a fifth of the bytes.
+_EXCLUDED = ("lm_head", *_ROUTERS)
 SCHEMES: Mapping[Quantization, Scheme] = {
-    "fp8": Scheme(dtype=torch.float8_e4m3fn, scales="row", activations="dynamic", exclude=("lm_head", *_ROUTERS)),
-    "fp8-block": Scheme(
-        dtype=torch.float8_e4m3fn, scales="block", activations="dynamic", exclude=("lm_head", *_ROUTERS)
-    ),
-    "fp8-weight-only": Scheme(
-        dtype=torch.float8_e4m3fn, scales="row", activations="none", exclude=("lm_head", *_ROUTERS)
-    ),
-    "int8": Scheme(dtype=torch.int8, scales="row", activations="dynamic", exclude=("lm_head", *_ROUTERS)),
+    "fp8": Scheme(dtype=torch.float8_e4m3fn, scales="row", activations="dynamic", exclude=_EXCLUDED),
+    "fp8-block": Scheme(dtype=torch.float8_e4m3fn, scales="block", activations="dynamic", exclude=_EXCLUDED),
+    "fp8-weight-only": Scheme(dtype=torch.float8_e4m3fn, scales="row", activations="none", exclude=_EXCLUDED),
+    "int8": Scheme(dtype=torch.int8, scales="row", activations="dynamic", exclude=_EXCLUDED),
     "int8-weight-only": Scheme(dtype=torch.int8, scales="row", activations="none", exclude=_ROUTERS),
 }
 
