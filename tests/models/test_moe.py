@@ -1,4 +1,4 @@
-"""Native mixtures of experts: logits equal transformers', and the checks of their configs and checkpoints."""
+"""Mixtures of experts, native and of transformers: logits equal transformers', and the checks of configs and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.registry import ARCHITECTURES, build_model
+from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights import WeightError, load_weights
 from tests.models.test_registry import config_of
 from tests.support.moe_models import FAMILIES, write_moe
 from tests.support.tiny_models import plain_logits
-
-NATIVE = [name for name in FAMILIES if name in ARCHITECTURES]
 
 
 def loaded(folder: Path) -> ModelSpec:
@@ -32,7 +30,7 @@ def loaded(folder: Path) -> ModelSpec:
     return spec
 
 
-@pytest.mark.parametrize("architecture", NATIVE)
+@pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("num_tokens", [1, 90])
 def test_logits_equal_transformers(architecture: str, num_tokens: int, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

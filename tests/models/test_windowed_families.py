@@ -108,6 +108,10 @@ def test_eager_tokens_of_a_mixed_batch_in_chunks(folder: Path, expected: list[li
     core.shutdown()
 
 
+@pytest.mark.parametrize(
+    "family", ["gemma3", "qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral"))],
+    indirect=True, scope="module",
+)  # fmt: skip
 def test_compiled_tokens_and_pieces(family: Family, folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
     tokens, core = served(folder, enforce_eager=False, cache_dir=tmp_path)
     assert tokens == expected
@@ -133,7 +137,7 @@ def test_two_ranks_serve_the_same_tokens(folder: Path, expected: list[list[int]]
 
 
 def rewritten(
-    family: Family, layers: int, dtype: torch.dtype = torch.float32
+    family: Family, layers: int, dtype: torch.dtype = torch.float32, *, verify: bool = True
 ) -> tuple[dict[str, PassRecord], list[str]]:
     """What each pass did, and the fingerprints of the pieces."""
     changes = {**family.changes, "num_hidden_layers": layers}
@@ -144,7 +148,7 @@ def rewritten(
     ctx = PassContext(
         device=torch.device("cpu"), dtype=dtype, weights=captured.weights, fake_mode=captured.fake_mode, kernels=KERNELS
     )  # fmt: skip
-    records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier(spec.buffers))
+    records = run_passes(captured.gm, default_passes(), ctx, verifier=PassVerifier(spec.buffers) if verify else None)
     pieces = [fingerprint(stage.gm) for stage in split(captured.gm) if isinstance(stage, Piece)]
     return {record.name: record for record in records}, pieces
 
@@ -152,7 +156,7 @@ def rewritten(
 def test_every_site_is_matched_and_pieces_do_not_multiply(family: Family) -> None:
     distinct = []
     for layers in (6, 12):
-        records, pieces = rewritten(family, layers)
+        records, pieces = rewritten(family, layers, verify=layers == 6)
         assert len(pieces) == layers + 1
         distinct.append(set(pieces))
         matched = {"merge_linears": 5 * layers, "fuse_rope_attention": layers, "fuse_linears": 4 * layers + 1}
