@@ -61,10 +61,10 @@ class ExpertNames:
 class Family:
     """One architecture: its module class and its config's defaults.
 
-    module: made from the decoder's config, or for a mixture of experts from both configs. experts: names of an expert's gate, up and
-    down projections in checkpoints, and of the block that has the experts; None for a model without experts.
-    default_head_dim: None means hidden_size / num_attention_heads. windowed: of a family some of whose layers may have a window: reads
-    config.json; `module` is made from the result, which is a `WindowedConfig` or has one as `decoder`.
+    module: is called with the decoder's config, and with a `MoeConfig` if there are experts.
+    default_head_dim: None means hidden_size / num_attention_heads.
+    windowed: reads the config.json of a family whose layers may have a window; `module` is then called with its result alone.
+    experts: how checkpoints name the linears of experts; None for a model without experts.
     """
 
     module: Callable[..., nn.Module]

@@ -48,16 +48,12 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
             return f"the experts {name} cannot be replaced"
         if module.is_transposed or module.has_bias or not (module.has_gate and module.is_concatenated):
             return f"the experts {name} have biases, no gate, or another layout than gate rows before up rows"
-        if not isinstance(getattr(module, "act_fn", None), nn.SiLU) and _name_of(module) != "silu":
+        activation = getattr(module, "act_fn", None)
+        if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
             return f"the activation of the experts {name} is not SiLU"
         if type(module)._apply_gate.__module__ != "transformers.integrations.moe":
             return f"the experts {name} have an activation of their own"
     return None
-
-
-def _name_of(module: nn.Module) -> str:
-    """The name of an activation that is no module of torch."""
-    return {"SiLUActivation": "silu"}.get(type(getattr(module, "act_fn", None)).__name__, "")
 
 
 def _stacked(module: nn.Module) -> bool:
