@@ -1,7 +1,7 @@
 """Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
     python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
-                             [--work startup,load,decode,prefill,mixed,profile] [--force-pass NAME]
+                             [--work startup,load,decode,prefill,mixed,long,samples,profile] [--force-pass NAME]
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
 
@@ -16,6 +16,9 @@ load (not by default): the requests of `mixed`, three times from the moment that
     hand. `graphs`: what was captured and replayed until the end of each.
 mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 tokens. Every engine gets the same requests
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens.
+long (not by default): 16 prompts of 24000 tokens at once, then 128 tokens of each; with `--max-model-len 32768`. `prompt_tok_s` is of
+    all prompts with one token each; the rest is of the steps in which all 16 decode, as for decode.
+samples (not by default): 16 prompts of 2000 tokens, 8 sequences of 128 tokens each, three times.
 profile (not by default): time per kernel, in captured decode steps and in a prefill of 4 × 4096. Where two kernels overlap, the time
     of the later one includes its wait for the earlier one, so the sum may exceed the step.
 """
@@ -34,7 +37,7 @@ from typing import Any
 from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 
 PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # (number of prompts, tokens per prompt)
-WORKS = ("startup", "load", "decode", "prefill", "mixed", "profile")
+WORKS = ("startup", "load", "decode", "prefill", "mixed", "long", "samples", "profile")
 DEFAULT_WORKS = ("startup", "decode", "prefill", "mixed")
 
 
@@ -51,7 +54,7 @@ class Bench:
         self.args = args
         config = json.loads((args.model / "config.json").read_text())
         self.vocab: int = config["vocab_size"]
-        self.has_experts = any(name.startswith("num_") and name.endswith("experts") for name in config)
+        self.has_experts = any(name.startswith(("num_", "n_routed")) and name.endswith("experts") for name in config)
         self.rng = random.Random(0)
         self.rows: list[dict[str, Any]] = []
         started = time.perf_counter()
@@ -164,15 +167,16 @@ class Bench:
 
         if self.worker is None or not self.has_experts:
             return {}
-        graphs = self.worker._graphs
-        if graphs is not None:
-            kept, waiting, graphs._full, graphs._waiting = graphs._full, graphs._waiting, {}, []
+        runners = self.worker._graphs.runners if self.worker._graphs is not None else ()
+        kept = [(runner._full, runner._waiting) for runner in runners]
+        for runner in runners:
+            runner._full, runner._waiting = {}, []
         try:
             with counting_experts() as layers:
                 self.generate(self.prompts(batch, 128), [9] * batch)
         finally:
-            if graphs is not None:
-                graphs._full, graphs._waiting = kept, waiting
+            for runner, (full, waiting) in zip(runners, kept, strict=True):
+                runner._full, runner._waiting = full, waiting
         distinct = [layer.mean_distinct(batch) for layer in layers.values()]
         busiest = [layer.tokens.sort(descending=True).values for layer in layers.values()]
         shares = [(top[: max(1, len(top) // 8)].sum() / top.sum()).item() for top in busiest]
@@ -235,6 +239,37 @@ class Bench:
                 work="load", nth=nth, n=len(prompts), s=round(seconds, 3), total_tok_s=round(num_tokens / seconds, 1),
                 graphs=graphs,
             )  # fmt: skip
+
+    def long(self) -> None:
+        from benchmarks.gpu_timing import StepTimes
+
+        count, context, new = 16, 24000, 128
+        self.generate(self.prompts(2, context), [1, 1])
+        one = self.generate(self.prompts(count, context), [1] * count)[0]
+        with StepTimes(self.executor) as times:
+            many = self.generate(self.prompts(count, context), [new + 1] * count)[0]
+        self.emit(
+            work="long", n=count, prompt=context, s=round(many, 3), prompt_tok_s=round(count * context / one, 1),
+            total_tok_s=round(count * (context + new + 1) / many, 1), **times.of_decodes(count),
+        )  # fmt: skip
+
+    def samples(self) -> None:
+        prompts = self.prompts(16, 2000)
+        params = self.make_params(temperature=1.0, ignore_eos=True, n=8, max_tokens=128, detokenize=False)
+        for nth in range(1, 4):
+            started = time.perf_counter()
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+            num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+            self.emit(
+                work="samples",
+                nth=nth,
+                prompts=16,
+                prompt=2000,
+                n=8,
+                s=round(seconds, 3),
+                out_tok_s=round(num_tokens / seconds, 1),
+            )
 
     def profile(self) -> None:
         from benchmarks.gpu_timing import kernels_of

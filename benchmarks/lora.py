@@ -1,16 +1,22 @@
 """What LoRA adapters cost: decode steps of the base, of an engine with adapters that nobody uses, and of batches with adapters.
 
-    python -m benchmarks.lora MODEL [--rank 16] [--tokens 128] [--rounds 3] [--cases 1:1 64:8 64:64] [--device auto]
+    python -m benchmarks.lora MODEL [--rank 16] [--tokens 128] [--rounds 3] [--cases 1:1 64:8 64:64] [--loading 16] [--device auto]
 
 One JSON line a case `sequences:adapters`: ms per decode step (the least of the rounds), and its ratio to the base of the same number of
 sequences. `base` is an engine without `enable_lora`; `unused` one with it whose requests have no adapter. Weights and adapters are random:
-only the config is read. The time of a step is that of generating many tokens less that of generating one.
+only the config is read. Adapters change all linears but the output head. The time of a step is that of generating many tokens less that of
+generating one.
+
+--loading N: then N short requests with N adapters join base requests that fill all but one batch slot, so that each adapter is read and
+copied into a slot while the others decode; and the same requests once more with one adapter, which is loaded already. One line each: the
+median step, the longest one, their ratio, and how many CUDA graphs were captured meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -54,6 +60,39 @@ def step_ms(llm: LLM, sequences: int, adapters: list[LoRARequest | None], tokens
     return 1e3 * min(seconds(tokens + 1) - seconds(1) for _ in range(rounds)) / tokens
 
 
+def loading(llm: LLM, sequences: int, adapters: list[LoRARequest], tokens: int) -> dict[str, float]:
+    """Steps of `sequences` - 1 base requests, while short requests with adapters join them one after another."""
+    core = llm.engine.core
+    graphs = getattr(getattr(core._executor, "worker", None), "_graphs", None)
+    run_step, times = core.step, list[float]()
+
+    def captured() -> int:
+        return 0 if graphs is None else sum(graphs.stats.captured.values())
+
+    def step() -> Any:
+        start = time.perf_counter()
+        outputs = run_step()
+        times.append(time.perf_counter() - start)
+        return outputs
+
+    def params(count: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+    num_base, before = max(1, sequences - 1), captured()
+    prompts: Any = [{"prompt_token_ids": [1 + i] * PROMPT_TOKENS} for i in range(num_base + len(adapters))]
+    lengths = [params(tokens)] * num_base + [params(4)] * len(adapters)
+    core.step = step  # type: ignore[method-assign]
+    try:
+        llm.generate(prompts, lengths, use_tqdm=False, lora_request=[*[None] * num_base, *adapters])
+    finally:
+        core.step = run_step  # type: ignore[method-assign]
+    median, longest = statistics.median(times[1:]), max(times[1:])  # the first is the prompts'
+    return {
+        "median_ms": round(1e3 * median, 3), "longest_ms": round(1e3 * longest, 3),
+        "longest_to_median": round(longest / median, 2), "captured": captured() - before,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -61,6 +100,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", default=["1:1", "64:8", "64:64"])
+    parser.add_argument("--loading", type=int, default=0)
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     cases = [tuple(map(int, case.split(":"))) for case in args.cases]
@@ -86,7 +126,8 @@ def main() -> None:
         with LLM(args.model, **options) as llm:
             targets = llm.engine.core.adapters.targets
             assert targets is not None
-            for i in range(most_adapters):
+            targets = {module: target for module, target in targets.items() if not module.endswith("lm_head")}
+            for i in range(max(most_adapters, args.loading)):
                 write_adapter(Path(folder) / str(i), targets, args.rank)
             adapters: list[LoRARequest | None] = [
                 LoRARequest(str(i), i + 1, f"{folder}/{i}") for i in range(most_adapters)
@@ -96,6 +137,12 @@ def main() -> None:
             for sequences, num_adapters in cases:
                 ms = step_ms(llm, sequences, adapters[:num_adapters], args.tokens, args.rounds)
                 report(f"{num_adapters} adapters", sequences, ms)
+            if args.loading:
+                new = [LoRARequest(f"new {i}", 1000 + i, f"{folder}/{i}") for i in range(args.loading)]
+                for case, requests in (("loading", new), ("loaded", [new[-1]] * args.loading)):
+                    facts = {"model": args.model, "rank": args.rank, "device": device, **environment()}
+                    steps = loading(llm, most_sequences, requests, args.tokens)
+                    print(json.dumps({"case": case, "sequences": most_sequences, **steps} | facts), flush=True)
 
 
 if __name__ == "__main__":

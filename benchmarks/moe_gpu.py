@@ -19,22 +19,26 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment
-from compile_and_serve.custom_ops.moe import triton_experts
+from compile_and_serve.custom_ops.moe import cuda_experts, triton_experts
 from compile_and_serve.custom_ops.moe.route import route
+from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import dequantize
 from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
+from compile_and_serve.custom_ops.quantized.mxfp4 import pack_mxfp4_codes, pack_mxfp4_scales
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
 
 # experts, experts of a token, hidden size, intermediate size of an expert, activation
 SHAPES = {
     "qwen3-30b-a3b": (128, 8, 2048, 768, "silu"),
+    "deepseek-v2-lite": (64, 6, 2048, 1408, "silu"),
     "gpt-oss-20b": (32, 4, 2880, 2880, "clamped_swiglu"),
+    "gpt-oss-20b-mxfp4": (32, 4, 2880, 2880, "clamped_swiglu"),
 }
 LIMIT = 7.0
 LAYERS = 3  # whose weights take turns
 TOLERANCE = 1e-2  # relative, of bfloat16 results
 
 
-def make_operands(shape: str, num_tokens: int, seed: int = 0) -> list[triton_experts._Operands]:
+def make_operands(shape: str, num_tokens: int, seed: int = 0) -> list[triton_experts.Operands]:
     """Operands of `LAYERS` layers with the same x."""
     num_experts, top_k, hidden, features, activation = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -43,23 +47,35 @@ def make_operands(shape: str, num_tokens: int, seed: int = 0) -> list[triton_exp
         return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(0, std, generator=generator)
 
     x_TD = normal(num_tokens, hidden)
-    biased = activation == "clamped_swiglu"
+    biased, is_mxfp4 = activation == "clamped_swiglu", shape.endswith("mxfp4")
+
+    def matrices(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weights and, in MXFP4, their scales."""
+        if not is_mxfp4:
+            return normal(num_experts, outputs, inputs, std=inputs**-0.5), None
+        blocks = (num_experts, outputs, inputs // 32)
+        codes = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda", generator=generator)
+        scales = torch.randint(118, 122, blocks, dtype=torch.uint8, device="cuda", generator=generator)
+        return pack_mxfp4_codes(codes), pack_mxfp4_scales(scales)
+
     layers = []
     for _ in range(LAYERS):
         weights_TK, ids_TK = route(normal(num_tokens, num_experts), top_k)
+        (gate_up, gate_up_scale), (down, down_scale) = matrices(2 * features, hidden), matrices(hidden, features)
         layers.append(
-            triton_experts._Operands(
-                x_TD, ids_TK, weights_TK, normal(num_experts, 2 * features, hidden, std=hidden**-0.5),
-                normal(num_experts, hidden, features, std=features**-0.5),
+            triton_experts.Operands(
+                x_TD, ids_TK, weights_TK, gate_up, down,
                 normal(num_experts, 2 * features) if biased else None, normal(num_experts, hidden) if biased else None,
-                biased, LIMIT,
+                activation, LIMIT, gate_up_scale=gate_up_scale, down_scale=down_scale,
             )
         )  # fmt: skip
     return layers
 
 
-def reference(operands: triton_experts._Operands, tokens: torch.Tensor) -> torch.Tensor:
+def reference(operands: triton_experts.Operands, tokens: torch.Tensor) -> torch.Tensor:
     """The rows `tokens` of the result in float32."""
+    if operands.gate_up_scale is not None:
+        operands = triton_experts.expanded(dequantize, operands, operands.gate_up)
     out = []
     for token in tokens.tolist():
         x = operands.x_TD[token].float()
@@ -82,12 +98,12 @@ def reference(operands: triton_experts._Operands, tokens: torch.Tensor) -> torch
     return torch.stack(out)
 
 
-def all_to_one(operands: triton_experts._Operands) -> triton_experts._Operands:
+def all_to_one(operands: triton_experts.Operands) -> triton_experts.Operands:
     """The operands with all tokens sent to the same experts."""
     return replace(operands, ids_TK=operands.ids_TK[:1].expand_as(operands.ids_TK).contiguous())
 
 
-def check(name: str, method: Callable[..., torch.Tensor], operands: triton_experts._Operands) -> float:
+def check(name: str, method: Callable[..., torch.Tensor], operands: triton_experts.Operands) -> float:
     """Relative error of up to 16 tokens, which must be within `TOLERANCE`."""
     num_tokens = operands.x_TD.shape[0]
     tokens = torch.randint(num_tokens, (min(16, num_tokens),))
@@ -112,7 +128,8 @@ def measure(shape: str, num_tokens: int, emit: Callable[..., None], check_only: 
     touched = [int(layer.ids_TK.unique().numel()) for layer in layers]
     mean = sum(touched) / len(touched)
     pairs = num_tokens * top_k
-    num_bytes = mean * 3 * hidden * features * 2 + 2 * num_tokens * hidden * 2
+    bytes_each = 17 / 32 if layers[0].gate_up_scale is not None else 2
+    num_bytes = mean * 3 * hidden * features * bytes_each + 2 * num_tokens * hidden * 2
     flop = pairs * 3 * hidden * features * 2
     common: dict[str, Any] = {"shape": shape, "tokens": num_tokens, "distinct_experts": round(mean, 1)}
     if not check_only:
@@ -121,10 +138,10 @@ def measure(shape: str, num_tokens: int, emit: Callable[..., None], check_only: 
         for block in (16, 128):
             us = seconds([lambda block=block: order_by_expert(layers[0].ids_TK, num_experts, block)]) * 1e6  # type: ignore[misc]
             emit(**common, method=f"order {block}", us=round(us, 2))
-    for name in triton_experts.methods(layers[0]):
+    for name in cuda_experts.methods(layers[0]):
 
-        def method(operands: triton_experts._Operands, name: str = name) -> torch.Tensor:
-            return triton_experts.methods(operands)[name](operands.gate_up)
+        def method(operands: triton_experts.Operands, name: str = name) -> torch.Tensor:
+            return cuda_experts.methods(operands)[name](operands.gate_up)
 
         error = check(name, method, layers[0])
         check(f"{name}, all to one", method, all_to_one(layers[0]))

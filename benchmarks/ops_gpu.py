@@ -378,8 +378,8 @@ def flashinfer_times(
         backend._choose = lambda *_, variant=variant: variant  # type: ignore[method-assign]
         backend.plan(metadata)
         started = time.perf_counter()
-        wrapper = backend._planned_wrapper(
-            module._Shape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, DTYPE, scale),
+        wrapper = backend.planned_wrapper(
+            module.AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE, DTYPE, DTYPE, scale),
             q.device,
             metadata,
         )
@@ -395,6 +395,8 @@ def section_sampling(shape: Shape, sweep: bool) -> None:
         "step_greedy": (0.0, 0, 1.0),
         "top_k_top_p": (0.8, 40, 0.9),
         "top_p": (0.8, 0, 0.9),
+        "large_top_k": (0.8, 1000, 1.0),  # checked, not gathered
+        "large_top_k_float32": (0.8, 1000, 1.0),
         "temperature": (0.8, 0, 1.0),
     }
     for vocab, batch in itertools.product(sorted({49152, shape.vocab}), (1, 64, 256)):
@@ -413,7 +415,8 @@ def section_sampling(shape: Shape, sweep: bool) -> None:
                     (7, torch.int64), (3, torch.int64),
                 )
             ]  # fmt: skip
-            row[f"{name}_us"] = time_ms(lambda: sample_tokens(logits, *arguments))
+            given = logits.float() if name.endswith("float32") else logits
+            row[f"{name}_us"] = time_ms(lambda: sample_tokens(given, *arguments))
             if temperature == 0.0:
                 right &= torch.equal(sample_tokens(logits, *arguments)[0], first)
         emit(work="sampling", vocab=vocab, batch=batch, ok=right, **{k: round(ms * 1e3, 1) for k, ms in row.items()})

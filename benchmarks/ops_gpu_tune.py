@@ -1,7 +1,7 @@
 """Tries configurations of kernels on a GPU: each small-batch linear alone, 17 to 64 tokens, and a whole 1-token step;
 a prompt's linears whole and in chunks of tokens; decode attention over sequences of differing lengths. JSON lines.
 
-usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,chunks,lengths] [--models llama-8b,qwen3-0.6b]
+usage: python -m benchmarks.ops_gpu_tune [--sections sweep,medium,tune,chunks,lengths,long] [--models llama-8b,qwen3-0.6b]
 What it finds best is written by hand into `gemv_config`, `small_batch_config`, `decode_config` and `MAX_CHUNK_TOKENS`.
 """
 
@@ -39,7 +39,7 @@ from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     silu_mul_library,
 )
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
-from compile_and_serve.custom_ops.linear.triton_linear import _gemv, _small_batch, fused_linear
+from compile_and_serve.custom_ops.linear.triton_linear import _small_batch, fused_linear, gemv
 from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
 from compile_and_serve.custom_ops.triton_common import num_sms
 
@@ -57,14 +57,14 @@ DECODE_CONFIGS = [
 
 def sweep_linear(shape: Shape, sweep: bool) -> None:
     """Every configuration of the two small-batch kernels, per linear, over all layers' weights."""
-    gemv_configs = [(rows, warps, per_sm, 16) for rows in (2, 4, 8) for warps in (4, 8) for per_sm in (2, 4, 999)]
+    gemv_configs = [(rows, warps, per_sm, 16) for rows in (2, 4, 8) for warps in (2, 4, 8) for per_sm in (2, 4, 8)]
     batch_configs = [
         (block_o, block_i, splits, stages, 4)
         for block_o, block_i, stages in ((64, 128, 4), (64, 256, 3), (128, 128, 3))
         for splits in (1, 2, 4, 8)
     ]
     for m, kernel, configs in (
-        (1, _gemv, gemv_configs),
+        (1, gemv, gemv_configs),
         (8, _small_batch, batch_configs),
         (16, _small_batch, batch_configs),
     ):
@@ -191,9 +191,9 @@ def section_tune(shape: Shape, sweep: bool) -> None:
         compile_in_parallel(
             [
                 lambda c=(*rw, 3, 16): (  # type: ignore[misc]
-                    _gemv(x[shape.hidden], w["qkv"], shape.qkv_rows, w["norm1"], 1e-6, None, False, None, config=c),
-                    _gemv(x[q_size], w["o"], shape.hidden, None, 1e-6, None, False, x[shape.hidden], config=c),
-                    _gemv(x[shape.hidden], w["gate_up"], 2 * shape.inner, w["norm1"], 1e-6, None, True, None, config=c),
+                    gemv(x[shape.hidden], w["qkv"], shape.qkv_rows, w["norm1"], 1e-6, None, False, None, config=c),
+                    gemv(x[q_size], w["o"], shape.hidden, None, 1e-6, None, False, x[shape.hidden], config=c),
+                    gemv(x[shape.hidden], w["gate_up"], 2 * shape.inner, w["norm1"], 1e-6, None, True, None, config=c),
                 )
                 for rw in shapes
             ]
@@ -306,35 +306,58 @@ def section_lengths(shape: Shape, sweep: bool) -> None:
         for least in ((512, 2048) if splits > 1 else (512,))
     ]
     for name, lengths in cases.items():
-        batch = len(lengths)
-        metadata, caches = make_batch(shape, [1] * batch, lengths, None, layers=4)  # more than L2 holds
-        qkv = torch.randn(batch, shape.qkv_rows, device="cuda").to(DTYPE)
-        q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
-        cos, sin = rope_tables(batch, shape.head_dim)
-        out = torch.empty(batch, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
+        sweep_decode(shape, name, lengths, configs)
 
-        def attend(config: tuple[int, int, int, int, int]) -> None:
-            for cache in caches:
-                triton_decode.decode_attention(
-                    q, k, v, cos, sin, cache, shape.head_dim**-0.5, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-                    metadata.slot_mapping, out, batch, config=config,
-                )  # fmt: skip
 
-        used = triton_decode.decode_config(batch, shape.kv_heads, num_sms(q.device), caches[0].itemsize)
-        compile_in_parallel([lambda c=c: attend(c) for c in configs])  # type: ignore[misc]
-        times = {
-            config: round(time_ms(lambda config=config: attend(config), 6.0) * 1e3 / len(caches), 1)  # type: ignore[misc]
-            for config in dict.fromkeys([used, *configs])
-        }
-        size = sum(lengths) * 2 * shape.kv_heads * shape.head_dim * caches[0].itemsize
-        emit(
-            work="decode_lengths", model=shape.name, batch=name, config=used, us=times[used],
-            tb_s=round(size / times[used] / 1e6, 2), best=sorted((us, config) for config, us in times.items())[:5],
-        )  # fmt: skip
+def section_long(shape: Shape, sweep: bool) -> None:
+    """Decode attention over long contexts, and over short ones of the same batch, which must not pay for it; in bfloat16 and float8."""
+    configs = [
+        (block, splits, stages, warps, least)
+        for block, warps in ((64, 1), (64, 2), (128, 4), (256, 4))
+        for splits in (4, 8, 16)
+        for stages in (2, 3)
+        for least in (512, 2048)
+    ]
+    kept = ARGS.kv_cache_dtype
+    for ARGS.kv_cache_dtype in ("fp8", "auto"):
+        for batch, length in ((1, 4096), (1, 32000), (8, 16000), (16, 640), (16, 24000), (32, 16000)):
+            sweep_decode(shape, f"{batch} x {length}", [length] * batch, configs)
+    ARGS.kv_cache_dtype = kept
+
+
+def sweep_decode(shape: Shape, name: str, lengths: list[int], configs: list[tuple[int, int, int, int, int]]) -> None:
+    """Time decode attention of sequences of these lengths with each config beside `decode_config`'s."""
+    batch = len(lengths)
+    layers = max(1, min(4, (1 << 30) // (sum(lengths) * 4 * shape.kv_heads * shape.head_dim) + 1))  # more than L2 holds
+    metadata, caches = make_batch(shape, [1] * batch, lengths, None, layers=layers)
+    qkv = torch.randn(batch, shape.qkv_rows, device="cuda").to(DTYPE)
+    q, k, v = split_qkv(qkv, shape.heads, shape.kv_heads)
+    cos, sin = rope_tables(batch, shape.head_dim)
+    out = torch.empty(batch, shape.heads, shape.head_dim, dtype=DTYPE, device="cuda")
+
+    def attend(config: tuple[int, int, int, int, int]) -> None:
+        for cache in caches:
+            triton_decode.decode_attention(
+                q, k, v, cos, sin, cache, shape.head_dim**-0.5, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+                metadata.slot_mapping, out, batch, config=config,
+            )  # fmt: skip
+
+    used = triton_decode.decode_config(batch, shape.kv_heads, num_sms(q.device), caches[0].itemsize)
+    compile_in_parallel([lambda c=c: attend(c) for c in configs])  # type: ignore[misc]
+    times = {
+        config: round(time_ms(lambda config=config: attend(config), 6.0) * 1e3 / len(caches), 1)  # type: ignore[misc]
+        for config in dict.fromkeys([used, *configs])
+    }
+    size = sum(lengths) * 2 * shape.kv_heads * shape.head_dim * caches[0].itemsize
+    emit(
+        work="decode_lengths", model=shape.name, batch=name, kv=str(caches[0].dtype), config=used, us=times[used],
+        tb_s=round(size / times[used] / 1e6, 2), best=sorted((us, config) for config, us in times.items())[:5],
+    )  # fmt: skip
 
 
 SECTIONS = {
     "sweep": sweep_linear, "medium": section_medium, "tune": section_tune, "chunks": section_chunks, "lengths": section_lengths,
+    "long": section_long,
 }  # fmt: skip
 
 

@@ -10,18 +10,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from compile_and_serve.runtime.beam_search import BeamSearchParams
     from compile_and_serve.runtime.llm import LLM
     from compile_and_serve.runtime.lora.request import LoRARequest
+    from compile_and_serve.runtime.pooling_params import PoolingParams
     from compile_and_serve.runtime.sampling_params import SamplingParams
     from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 
     __version__: str
 
-__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "LoRARequest",
+    "PoolingParams",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _MODULES = {
+    "BeamSearchParams": "compile_and_serve.runtime.beam_search",
     "LLM": "compile_and_serve.runtime.llm",
     "LoRARequest": "compile_and_serve.runtime.lora.request",
+    "PoolingParams": "compile_and_serve.runtime.pooling_params",
     "SamplingParams": "compile_and_serve.runtime.sampling_params",
     "StructuredOutputsParams": "compile_and_serve.runtime.structured.params",
 }

@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--abuse", choices=("short", "long"), default="short", help="how long the server is abused")
+    parser.addoption("--soak-seconds", type=float, default=20.0, help="how long the soak test sends load")
     parser.addoption("--screenshot", metavar="FILE", help="where the explorer's test writes the README's picture")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 CudaGraphMode = Literal["none", "piecewise", "full", "full_and_piecewise"]
+CaptureTime = Literal["lazy", "all"]
 # Formats to which linears are quantized while the weights are loaded; see `compiler/passes/quantize_linears.py`.
 Quantization = Literal["fp8", "fp8-block", "fp8-weight-only", "int8", "int8-weight-only"]
 
@@ -24,6 +25,8 @@ class CompileConfig:
     verify_passes: run the graph before and after each pass on the same random inputs, and compare the outputs.
     cudagraph_mode: how compiled pieces are replayed on CUDA; ignored on a CPU.
     capture_sizes: token counts for which a CUDA graph is captured; None: 1, 2, 4, then steps of 8 up to max_num_seqs.
+    capture: "lazy" captures a few sizes before serving, the others in idle moments or when steps make them due; "all" captures every size,
+        and measures every choice of kernels, before serving.
     cache_dir: folder of the artifact store; None: the user's cache folder.
     artifact_dir: folder with artifacts that were built ahead of time. It is searched before the store and never changed. An
         artifact contains code that runs in this process, so it must come from someone you trust.
@@ -45,6 +48,7 @@ class CompileConfig:
     verify_passes: bool = False
     cudagraph_mode: CudaGraphMode = "full_and_piecewise"
     capture_sizes: tuple[int, ...] | None = None
+    capture: CaptureTime = "lazy"
     cache_dir: Path | None = None
     artifact_dir: Path | None = None
     use_cache: bool = True

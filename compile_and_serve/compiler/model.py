@@ -14,7 +14,7 @@ from torch import nn
 
 from compile_and_serve.compiler.inductor import PieceCallable
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan
-from compile_and_serve.compiler.pieces.plan_function import PlanFunction, make_plan_function, step_calls
+from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
 from compile_and_serve.compiler.weights.arena import WeightArena
 from compile_and_serve.compiler.weights.quantized_expressions import checkpoint_specs, plain_expressions
 from compile_and_serve.compiler.weights.transforms import TensorSpec, WeightTransform
@@ -91,6 +91,10 @@ class Model(Protocol):
 
     def finish_loading(self) -> None: ...
 
+    def weight_memory(self) -> list[torch.Tensor]:
+        """Tensors whose storages hold all weights and buffers. `assign` and `finish_loading` may fill them again."""
+        ...
+
     def __call__(self, step: Step) -> Outputs: ...
 
 
@@ -99,6 +103,7 @@ class CompiledModel:
     """A model as its plan and its compiled pieces.
 
     inputs, state: of the spec, then those that passes added.
+    plain_plan: of steps that use no optional input, over some of the same weights; None: there is one plan for all.
     join_pieces: returns the distinct pieces by fingerprint once they are loaded (they may load while weights are read).
     """
 
@@ -110,8 +115,10 @@ class CompiledModel:
     device: torch.device
     report: dict[str, Any]
     work_dir: tempfile.TemporaryDirectory[str]  # Inductor's files; removed with the model
+    plain_plan: ExecutionPlan | None = None
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    _forward: PlanFunction | None = None
+    _loaded: LoadedPlan | None = field(default=None, init=False)
+    plain: LoadedPlan | None = field(default=None, init=False)  # of plain_plan, after `finish_loading`
 
     @property
     def source_specs(self) -> dict[str, TensorSpec]:
@@ -137,6 +144,10 @@ class CompiledModel:
         """The model's own weights by name; read only."""
         return self._weights
 
+    def weight_memory(self) -> list[torch.Tensor]:
+        """See `Model.weight_memory`."""
+        return [self._arena.memory]
+
     def assign(self, target: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` into the model's own storage as weight `target`. Raises `WeightMismatchError` for a wrong shape."""
         self._weights[target] = _fill(target, self._arena.tensor(target), tensor)
@@ -151,10 +162,23 @@ class CompiledModel:
             if not transform.sources:
                 self.assign(transform.target, transform.fn())
         _require(self._weights, [t.target for t in self.plan.transforms])
-        self._forward = make_plan_function(self.plan, step_calls(self.plan, self.pieces), self._weights)
+        self._loaded = LoadedPlan(self, self.plan)
+        if self.plain_plan is not None:
+            self.plain = LoadedPlan(self, self.plain_plan)
 
     def __call__(self, step: Step) -> Outputs:
-        assert self._forward is not None, "the model's weights are not loaded"
+        assert self._loaded is not None, "the model's weights are not loaded"
+        return self._loaded(step)
+
+
+class LoadedPlan:
+    """One plan of a compiled model, over its weights and pieces."""
+
+    def __init__(self, model: CompiledModel, plan: ExecutionPlan) -> None:
+        self.plan, self.inputs, self.pieces, self.weights = plan, model.inputs, model.pieces, model.weights
+        self._forward = make_plan_function(plan, step_calls(plan, model.pieces), model.weights)
+
+    def __call__(self, step: Step) -> Outputs:
         with running(step.metadata):
             return dict(zip(self.plan.outputs, self._forward(step.values), strict=True))
 
@@ -191,6 +215,10 @@ class EagerModel:
         specs = self._specs()
         expressions = plain_expressions(specs, self.spec.quantized_weights)
         return tuple(WeightTransform(expression=expressions[n], target=n, spec=s) for n, s in specs.items())
+
+    def weight_memory(self) -> list[torch.Tensor]:
+        """See `Model.weight_memory`."""
+        return [tensor.data for tensor in (*self.module.parameters(), *self.module.buffers())]
 
     def assign(self, target: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` into the parameter or buffer `target`. Raises `WeightMismatchError` for a wrong shape."""

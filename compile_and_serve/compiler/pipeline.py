@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from compile_and_serve.compiler.inductor import (
 from compile_and_serve.compiler.model import CompiledModel, EagerModel, JoinPieces, Model, ModelSource, StageCallback
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.quantize_linears import slow_reason
-from compile_and_serve.compiler.pieces.plan import ExecutionPlan, PieceStep, make_plan
+from compile_and_serve.compiler.pieces.plan import ExecutionPlan, PieceStep, make_plan, with_weights_of
 from compile_and_serve.compiler.pieces.splitter import split
 from compile_and_serve.compiler.reports.dump import Dump
 from compile_and_serve.compiler.reports.pass_report import pass_row, pass_summary
@@ -48,6 +49,7 @@ from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_pass
 from compile_and_serve.compiler.rewrite.user_passes import with_user_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
+from compile_and_serve.custom_ops.quantization import is_quantized
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ def compile_model(
     if config.mode == "eager":
         _check_eager(config)
         return EagerModel(spec=spec, device=device, report={"mode": "eager"})
-    if config.quantization is not None and spec.quantized_weights:
+    if config.quantization is not None and any(map(is_quantized, spec.quantized_weights.values())):
         raise PassError(
             f"The checkpoint is already quantized, so it cannot be quantized to {config.quantization}: leave out --quantization."
         )
@@ -153,10 +155,12 @@ class _Compilation:
             self.dump = Dump(self.config.dump_dir, self._facts(key_fields))
         # Loaded pieces use files in a folder of this process, so that no other process can change them.
         work_dir = WorkFolder(WORK_PREFIX, self.config.work_dir)
-        plan, join_pieces = self._load_or_build(key_fields, Path(work_dir.name))
+        plan, plain, join_pieces = self._load_or_build(key_fields, Path(work_dir.name))
         self.report |= pass_summary(self.report["passes"])
         self.report["pieces"] = len([step for step in plan.steps if isinstance(step, PieceStep)])
         self.report["distinct_pieces"] = len(plan.pieces)
+        if plain is not None:
+            self.report["pieces_of_plain_plan"] = len(set(plain.pieces) - set(plan.pieces))
         if self.dump is not None:
             self.dump.finish(self.report)
         inputs, state = self._step_of(plan)
@@ -165,6 +169,7 @@ class _Compilation:
             inputs=inputs,
             state=state,
             plan=plan,
+            plain_plan=plain,
             join_pieces=join_pieces,
             device=self.device,
             report=self.report,
@@ -196,8 +201,10 @@ class _Compilation:
             self.report["slow_quantized_linears"] = slow
         return fields
 
-    def _load_or_build(self, key_fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, JoinPieces]:
-        """The plan, and a function that returns its pieces by fingerprint."""
+    def _load_or_build(
+        self, key_fields: dict[str, Any], work_dir: Path
+    ) -> tuple[ExecutionPlan, ExecutionPlan | None, JoinPieces]:
+        """The plan, that of steps without optional inputs, and a function that returns their pieces by fingerprint."""
         # Dumps and profiles need the graphs, which artifacts do not contain.
         use_artifacts = self.dump is None and not self.config.profile_tokens
         if use_artifacts and (loaded := self._load(key_fields, work_dir)):
@@ -206,10 +213,12 @@ class _Compilation:
             # Another process may have built it while this one waited for the lock.
             if use_artifacts and (loaded := self._load(key_fields, work_dir)):
                 return loaded
-            plan, pieces = self._build(key_fields, work_dir)
-            return plan, lambda: pieces
+            stored, pieces = self._build(key_fields, work_dir)
+            return stored.plan, stored.plain, lambda: pieces
 
-    def _load(self, key_fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, JoinPieces] | None:
+    def _load(
+        self, key_fields: dict[str, Any], work_dir: Path
+    ) -> tuple[ExecutionPlan, ExecutionPlan | None, JoinPieces] | None:
         """The whole model from artifacts, or None if a part is missing.
 
         The pieces are loaded by a thread, while the caller reads the weights.
@@ -219,7 +228,7 @@ class _Compilation:
             return None
         plan_entry, stored = found
         entries: dict[str, Entry] = {}
-        for piece in stored.plan.pieces:
+        for piece in stored.pieces:
             entry = self.artifacts.find_piece(piece, stored.op_versions)
             if entry is None:
                 return None
@@ -239,8 +248,8 @@ class _Compilation:
                 pieces, seconds = loading.result()
             except Exception as error:
                 self.artifacts.reject(error, *entries.values())
-                plan, rebuilt = self._build(key_fields, work_dir)
-                if plan != stored.plan:  # the weights were read for the stored plan
+                made, rebuilt = self._build(key_fields, work_dir)
+                if (made.plan, made.plain) != (stored.plan, stored.plain):  # the weights were read for the stored plan
                     raise PieceCompileError(
                         f"The artifact {plan_entry.path} cannot be loaded ({type(error).__name__}: {error}). It was rebuilt with other "
                         "measured choices, which the weights that were just read do not fit: start again to use it."
@@ -250,33 +259,35 @@ class _Compilation:
             self._stage("load artifact", seconds, detail)
             return {piece: compiled.run for piece, compiled in pieces.items()}
 
-        return stored.plan, join
+        return stored.plan, stored.plain, join
 
-    def _build(self, key_fields: dict[str, Any], work_dir: Path) -> tuple[ExecutionPlan, dict[str, PieceCallable]]:
-        """Capture, rewrite, split and compile the model, and store the artifacts. → the plan, and its pieces by fingerprint"""
+    def _build(self, key_fields: dict[str, Any], work_dir: Path) -> tuple[StoredPlan, dict[str, PieceCallable]]:
+        """Capture, rewrite, split and compile the model, and store the artifacts. → the plans, and their pieces by fingerprint"""
         start = time.perf_counter()
         with start_inductor(self.device, work_dir / PROBES) as wait:
             importing = time.perf_counter() - start
             with no_garbage_collection():
-                plan, graphs, records = self._plan(wait)
+                plan, plain, graphs, records = self._plan(wait)
             start = time.perf_counter()
             wait()
             self._stage("compile", importing + time.perf_counter() - start, "Inductor is imported")
             versions = {piece: op_versions(gm) for piece, gm in graphs.items()}
-            pieces = self._compile_pieces(plan, graphs, versions, work_dir)
-        rows = [pass_row(record) for record in records]
+            rows = [pass_row(record) for record in records]
+            stored = StoredPlan(plan=plan, plain=plain, op_versions=versions, passes=rows)
+            pieces = self._compile_pieces(stored.pieces, graphs, versions, work_dir)
         self.report |= {"passes": rows, "artifact": "made", "artifact_key": key_of(key_fields)}
         if self.dump is None or self.artifacts.find_plan(key_fields) is None:
-            stored = StoredPlan(plan=plan, op_versions=versions, passes=rows)
             self.artifacts.write_plan(key_fields, stored, work_dir / "plan")
         if self.config.profile_tokens:
             self._profile(plan, graphs, pieces)
-        return plan, pieces
+        return stored, pieces
 
     def _plan(
         self, before_measuring: Callable[[], None]
-    ) -> tuple[ExecutionPlan, dict[str, GraphModule], list[PassRecord]]:
-        """Capture, rewrite and split. → the plan, a graph for each distinct piece, and what the passes did"""
+    ) -> tuple[ExecutionPlan, ExecutionPlan | None, dict[str, GraphModule], list[PassRecord]]:
+        """Capture, rewrite and split. → the plan, that of steps without optional inputs, a graph for each distinct piece, and what the
+        passes did
+        """
         start = time.perf_counter()
         captured = capture(
             self.spec.module, self.spec.inputs, self.spec.state, self.dtype, quantized=self.spec.quantized_weights,
@@ -292,38 +303,52 @@ class _Compilation:
         tuner = Autotuner(
             self.device, self.artifacts.tuning_folders, self.config.forced_passes, before_measuring
         )  # fmt: skip
+        disabled = self.config.disabled_passes
+        for_optional = [i for i, one in enumerate(self.passes) if one.for_optional and one.name not in disabled]
+        shared = for_optional[0] if for_optional else len(self.passes)
         ctx = PassContext(
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
             kernels=self.kernels, tuner=tuner, quantized_weights=self.spec.quantized_weights,
             tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
-            declared=declarations_by_name(
+            has_plain_plan=bool(for_optional), declared=declarations_by_name(
                 (*self.spec.inputs, *(one for one in self.added if isinstance(one, StepInput))),
                 (*self.spec.state, *(one for one in self.added if isinstance(one, StateGroup))),
             ),
         )  # fmt: skip
         verifier = PassVerifier(self.spec.buffers) if self.config.verify_passes else None
         after_pass = self.dump.after_pass if self.dump is not None else lambda name, gm: None
-        records = run_passes(gm, self.passes, ctx, self.config.disabled_passes, verifier, after_pass)
+        records = run_passes(gm, self.passes[:shared], ctx, disabled, verifier, after_pass)
+        plain = None
+        if for_optional:
+            plain = (*ctx.fork(gm), copy(verifier))
+            records += run_passes(gm, self.passes[shared:], ctx, disabled, verifier, after_pass)
+            rest = [one for one in self.passes[shared:] if not one.for_optional]
+            run_passes(plain[0], rest, plain[1], disabled, plain[2])
         self._stage("passes", time.perf_counter() - start, f"{len(records)} passes, {len(gm.graph.nodes)} nodes")
 
         start = time.perf_counter()
         stages = split(gm)
-        plan, graphs = make_plan(gm, stages, captured.weights, [output.name for output in self.spec.outputs])
-        self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
+        outputs = [output.name for output in self.spec.outputs]
+        plan, graphs = make_plan(gm, stages, ctx.weights, outputs)
         if self.dump is not None:
             self.dump.split(plan, graphs)
-        return plan, graphs, records
+        plain_plan = None
+        if plain is not None:
+            plain_plan, plain_graphs = make_plan(plain[0], split(plain[0]), plain[1].weights, outputs)
+            plan, graphs = with_weights_of(plan, plain_plan), plain_graphs | graphs
+        self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
+        return plan, plain_plan, graphs, records
 
     def _compile_pieces(
-        self, plan: ExecutionPlan, graphs: Mapping[str, GraphModule], versions: OpVersions, work_dir: Path
+        self, distinct: Sequence[str], graphs: Mapping[str, GraphModule], versions: OpVersions, work_dir: Path
     ) -> dict[str, PieceCallable]:
-        """Load or compile the distinct pieces. While the kernels of one are built, the next one is generated.
+        """Load or compile the distinct pieces, given by their fingerprints. While the kernels of one are built, the next one is generated.
 
         If one fails, the others are still stored.
         """
         failure: PieceCompileError | None = None
         started: dict[str, tuple[CompiledPiece | PendingPiece, float]] = {}
-        for piece in plan.pieces:
+        for piece in distinct:
             start = time.perf_counter()
             try:
                 begun = self._load_piece(piece, versions, work_dir) or start_piece(

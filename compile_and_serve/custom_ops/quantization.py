@@ -67,7 +67,40 @@ class GroupedWeight:
         return 4 if self.bits <= 4 and self.group_size % 32 == 0 else 8
 
 
-StoredWeight = QuantizedWeight | GroupedWeight
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mxfp4Weight:
+    """Experts' weight [X, O, I] of a checkpoint in MXFP4 (`custom_ops/quantized/mxfp4.py`).
+
+    codes, scales: expressions of weight functions over the checkpoint's tensors: uint8 [X, O, I / 32, 16] and uint8 [X, O, I / 32].
+    tensors: name → shape and dtype of the checkpoint's codes, then of its scales.
+    """
+
+    codes: Any
+    scales: Any
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrangedWeight:
+    """A weight that the checkpoint holds unquantized in another order of its elements.
+
+    value: an expression of weight functions over the checkpoint's tensor. tensors: its name, shape and dtype.
+    """
+
+    value: Any
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+StoredWeight = QuantizedWeight | GroupedWeight | Mxfp4Weight | ArrangedWeight
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` of torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_quantized(stored: StoredWeight) -> bool:
+    return not isinstance(stored, ArrangedWeight)
 
 
 def row_scales(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -94,6 +127,28 @@ def dequantize_weight(quantized_OI: torch.Tensor, scale: torch.Tensor, dtype: to
     """quantized · scale, with one rounding to `dtype`. scale: as in `quantize_weight`. → [O, I]"""
     math_dtype = torch.promote_types(dtype, torch.float32)
     return (quantized_OI.to(math_dtype) * expand_scale(scale, quantized_OI.shape).to(math_dtype)).to(dtype)
+
+
+def expert_row_scales(weight_XOI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`row_scales` of each expert. → float32 [X, O]"""
+    return _scale(weight_XOI.abs().amax(2), dtype).to(torch.float32)
+
+
+def expert_block_scales(weight_XOI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`block_scales` of each expert. → float32 [X, ceil(O / 128), ceil(I / 128)]"""
+    return torch.stack([block_scales(weight_OI, dtype) for weight_OI in weight_XOI])
+
+
+def quantize_experts(weight_XOI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`quantize_weight` of each expert. → `dtype` [X, O, I]"""
+    return torch.stack([quantize_weight(*one, dtype) for one in zip(weight_XOI, scale, strict=True)])
+
+
+def dequantize_experts(quantized_XOI: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantize_weight` of each expert. → [X, O, I]"""
+    if scale.dtype == torch.float64:  # the verification of passes
+        dtype = torch.float64
+    return torch.stack([dequantize_weight(*one, dtype) for one in zip(quantized_XOI, scale, strict=True)])
 
 
 def expand_scale(scale: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
@@ -143,3 +198,10 @@ def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         -LARGEST[dtype], LARGEST[dtype]
     )  # a cast of a larger value gives NaN in float8, and wraps in int8
     return values.round().to(dtype) if dtype == torch.int8 else values.to(dtype)
+
+
+def round_to_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in the dtype of a cache: float8 saturates, and NaN stays NaN."""
+    if dtype in LARGEST:  # in some versions of torch, a cast gives NaN beyond the largest value
+        x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return x.to(dtype)

@@ -23,10 +23,12 @@ TOKENS, ROWS = "tokens", "rows"  # the two symbolic lengths: tokens of a step, r
 KV_CACHES = "kv_caches"  # the state group of full attention
 WINDOW_CACHES = "window_caches"  # the state group of attention with a window
 LOGITS = "logits"
+HIDDEN_STATES = "hidden_states"  # after the last norm: what embeddings are pooled from
+CLASS_LOGITS = "class_logits"  # of a sequence classifier
 
 Advance = Literal["sampled", "next", "same"]
 ScoreFeature = Literal["soft_cap", "sinks", "alibi"]
-AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks"]
+AttentionFeature = Literal["soft_cap", "sinks", "alibi", "window", "chunks", "latent"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,7 @@ class StepInput:
     dims: numbers and at most one of "tokens" and "rows". fill: gives the host's values, without padding (padding is 0).
     advance: how the device makes the next decode step's values from this step's: "sampled": the tokens that were sampled last;
     "next": each value plus the number of tokens that its sequence gained; "same": unchanged; None: the host fills it at each step.
+    optional: where it is 0 for all tokens, the step may run without the pass that added it.
     """
 
     name: str
@@ -73,6 +76,7 @@ class StepInput:
     dims: tuple[int | str, ...]
     fill: Callable[[TokenBatch], np.ndarray]
     advance: Advance | None = None
+    optional: bool = False
 
     @property
     def length(self) -> str | None:
@@ -154,6 +158,31 @@ class KVCacheSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentCacheSpec:
+    """What one layer of multi-head latent attention keeps: [P, C + R] per page, the latent and the rotated key that all heads share."""
+
+    latent_size: int
+    rope_size: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every head reads the same entry."""
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a token's entry."""
+        return self.latent_size + self.rope_size
+
+    def shapes(self, tokens_per_page: int) -> tuple[tuple[int, ...], ...]:
+        return ((tokens_per_page, self.head_dim),)
+
+    def of_rank(self, tensor_parallel_size: int) -> LatentCacheSpec:
+        """Every rank keeps all of it."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlotState:
     """Recurrent state of one layer: tensors of fixed shapes, one of each for every running sequence. Every rank keeps it whole."""
 
@@ -187,13 +216,15 @@ class StateGroup:
 
     @property
     def is_attention(self) -> bool:
-        """Whether the group's ops are `cas::attention`, which needs an attention backend."""
-        return self.paged and all(isinstance(layer, KVCacheSpec) for layer in self.layers)
+        """Whether the group's ops are `cas::attention` or `cas::mla_attention`, which need an attention backend."""
+        return self.paged and all(isinstance(layer, KVCacheSpec | LatentCacheSpec) for layer in self.layers)
 
     @property
     def features(self) -> frozenset[AttentionFeature]:
         """What the group needs of an attention backend beyond causal softmax attention."""
         masks: set[AttentionFeature] = set() if self.window is None else {"chunks" if self.chunked else "window"}
+        if any(isinstance(layer, LatentCacheSpec) for layer in self.layers):
+            masks.add("latent")
         return self.scores | masks
 
     def of_rank(self, tensor_parallel_size: int) -> StateGroup:
@@ -256,7 +287,7 @@ class Step:
 
     inputs: by the name of their `StepInput`. state: by the names of `StateGroup.tensor_shapes`. metadata: by the name of the state
     group. num_tokens, num_seqs: without padding. padded_tokens, padded_seqs: the lengths of the tensors. num_rows: rows of output.
-    max_query_len: the largest number of new tokens of a sequence.
+    max_query_len: the largest number of new tokens of a sequence. uses_optional: an optional input has values other than 0.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -268,6 +299,7 @@ class Step:
     padded_seqs: int
     num_rows: int
     max_query_len: int
+    uses_optional: bool = True
     _values: dict[str, torch.Tensor] | None = field(default=None, init=False, repr=False)
     _addresses: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
@@ -290,7 +322,7 @@ class Step:
 
 
 def _tensors(metadata: Any) -> Iterator[torch.Tensor]:
-    values = (getattr(metadata, one.name) for one in fields(metadata))
+    values = (getattr(metadata, one.name) for one in fields(metadata) if one.compare)
     return (value for value in values if isinstance(value, torch.Tensor))
 
 

@@ -162,4 +162,6 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         rope |= spelling
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    if rope["rope_type"] == "yarn":
+        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     return rope

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
-from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES
+from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, ScoreFeature
 from compile_and_serve.models.config import UnsupportedConfigError, WindowedConfig
 from compile_and_serve.models.layers import RotaryEmbedding, apply_rope
 
@@ -32,6 +32,10 @@ class GemmaConfig:
     has_qk_norm: bool
     attention_cap: float = 0.0
     logits_cap: float = 0.0
+
+    @property
+    def scores(self) -> frozenset[ScoreFeature]:
+        return frozenset(["soft_cap"]) if self.attention_cap else frozenset()
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GemmaConfig:

@@ -15,14 +15,15 @@ from torch import nn
 
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError
 
-ROPE_TYPES = ("default", "linear", "llama3", "divisors")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "divisors")
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     """θ^(-2i/E) for i < E/2, scaled according to `rope["rope_type"]`. → float32 [E/2]
 
     "linear" divides by `factor` (position interpolation, arXiv:2306.15595). "llama3" divides only the long wavelengths, with
-    a smooth transition (Llama 3.1's reference code). "divisors" divides by a given list, which GGUF files store for llama3.
+    a smooth transition (Llama 3.1's reference code). "yarn" likewise, with a transition that is linear in i (arXiv:2309.00071).
+    "divisors" divides by a given list, which GGUF files store for llama3.
     Raises `ModelConfigError` for another type or a missing parameter.
     """
     rope_type = rope["rope_type"]
@@ -40,15 +41,53 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
         turns = _rope_parameter(rope, "original_max_position_embeddings") * frequencies / (2 * math.pi)
         unscaled_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - unscaled_share) * frequencies / factor + unscaled_share * frequencies
+    if rope_type == "yarn":
+        divided_share = _yarn_divided_share(rope, head_dim)
+        return frequencies * (1 - divided_share) + frequencies / _rope_parameter(rope, "factor") * divided_share
     if rope_type == "divisors":
         return frequencies / torch.tensor(_required(rope, "divisors"), dtype=torch.float32)
     return frequencies
 
 
+def _yarn_divided_share(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
+    """0 for dimensions that turn at least beta_fast times within the original length, 1 for at most beta_slow times. → float32 [E/2]"""
+    theta, length = _rope_parameter(rope, "rope_theta"), _rope_parameter(rope, "original_max_position_embeddings")
+
+    def dimension_of(turns: float) -> float:
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(float(rope.get("beta_fast") or 32)), dimension_of(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+
+
+def rope_magnitude(rope: Mapping[str, Any]) -> float:
+    """The factor of cos and sin: 1, except for YaRN."""
+    if rope["rope_type"] != "yarn":
+        return 1.0
+    if rope.get("attention_factor") is not None:
+        return _rope_parameter(rope, "attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return yarn_magnitude(rope, "mscale") / yarn_magnitude(rope, "mscale_all_dim")
+    return yarn_magnitude(rope)
+
+
+def yarn_magnitude(rope: Mapping[str, Any], mscale: str | None = None) -> float:
+    """0.1 · m · ln(factor) + 1, where m is the parameter called `mscale`; None: 1."""
+    factor = _rope_parameter(rope, "factor")
+    return (
+        0.1 * (1.0 if mscale is None else _rope_parameter(rope, mscale)) * math.log(factor) + 1.0 if factor > 1 else 1.0
+    )
+
+
 def max_positions(config: DecoderConfig) -> int:
     """Longest sequence that the positions encode.
 
-    Linear scaling multiplies max_position_embeddings; llama3's max_position_embeddings already includes its scaling.
+    Linear scaling multiplies max_position_embeddings; max_position_embeddings of llama3 and yarn already includes the scaling.
     """
     factor = _rope_parameter(config.rope, "factor") if config.rope["rope_type"] == "linear" else 1.0
     return int(config.max_position_embeddings * factor)
@@ -72,14 +111,19 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: DecoderConfig, rope: Mapping[str, Any] | None = None) -> None:
         """rope: in place of the config's."""
         super().__init__()
-        frequencies = inverse_frequencies(config.rope if rope is None else rope, config.head_dim)
+        rope = config.rope if rope is None else rope
+        frequencies = inverse_frequencies(rope, config.head_dim)
+        self.magnitude = rope_magnitude(rope)
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: int64 [T]. → cos, sin: [T, E] in `dtype`, computed in float32. Their two halves are equal."""
         angles = positions_T[:, None].to(torch.float32) * self.inv_freq
         angles_TE = torch.cat((angles, angles), dim=-1)
-        return angles_TE.cos().to(dtype), angles_TE.sin().to(dtype)
+        cos_TE, sin_TE = angles_TE.cos(), angles_TE.sin()
+        if self.magnitude != 1.0:
+            cos_TE, sin_TE = cos_TE * self.magnitude, sin_TE * self.magnitude
+        return cos_TE.to(dtype), sin_TE.to(dtype)
 
 
 def rotate_half(x_TXE: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ Shape legend: T tokens of the step, S rows whose logits are needed, D hidden siz
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from compile_and_serve.models.config import WindowedConfig
 from compile_and_serve.models.layers import RotaryEmbedding
 from compile_and_serve.models.llama import LlamaAttention, LlamaDecoderLayer
 from compile_and_serve.models.moe import Qwen2Attention
+
+MakeLayer = Callable[[str], nn.Module]
 
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}  # as options: these families ignore them
 
@@ -34,14 +36,13 @@ def qwen2_config(config: Mapping[str, Any]) -> WindowedConfig:
 
 
 class WindowedModel(nn.Module):
-    def __init__(self, config: WindowedConfig, attention: type[LlamaAttention]) -> None:
+    def __init__(self, config: WindowedConfig, make_layer: MakeLayer) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config)
         self.has_window = [window is not None for window in config.windows]
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, attention(config, WINDOW_CACHES if has_window else KV_CACHES))
-            for has_window in self.has_window
+            make_layer(WINDOW_CACHES if has_window else KV_CACHES) for has_window in self.has_window
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -62,11 +63,16 @@ class WindowedModel(nn.Module):
 
 
 class WindowedForCausalLM(nn.Module):
-    """forward(input_ids int64 [T], positions int64 [T], logits_indices int64 [S], KV caches of both kinds of layers) → logits [S, V]."""
+    """forward(input_ids int64 [T], positions int64 [T], logits_indices int64 [S], KV caches of both kinds of layers) → logits [S, V].
 
-    def __init__(self, config: WindowedConfig, attention: type[LlamaAttention] = LlamaAttention) -> None:
+    make_layer: makes a layer with the `forward` of `LlamaDecoderLayer` for a state group; None: Llama's.
+    """
+
+    def __init__(self, config: WindowedConfig, make_layer: MakeLayer | None = None) -> None:
         super().__init__()
-        self.model = WindowedModel(config, attention)
+        self.model = WindowedModel(
+            config, make_layer or (lambda group: LlamaDecoderLayer(config, LlamaAttention(config, group)))
+        )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -86,4 +92,4 @@ class Qwen2ForCausalLM(WindowedForCausalLM):
     """As `WindowedForCausalLM`."""
 
     def __init__(self, config: WindowedConfig) -> None:
-        super().__init__(config, Qwen2Attention)
+        super().__init__(config, lambda group: LlamaDecoderLayer(config, Qwen2Attention(config, group)))

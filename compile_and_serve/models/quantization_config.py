@@ -19,8 +19,10 @@ from torch import nn
 from compile_and_serve.custom_ops.quantization import BLOCK, Activations, QuantizedWeight, StoredWeight
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.grouped_config import PACKED_FORMAT, gguf_weights, grouped_weights, pack_quantized
+from compile_and_serve.models.spec import TensorPart
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts; they stay unquantized
 _DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
 
 
@@ -38,7 +40,7 @@ def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> Mapping[s
     if method == "compressed-tensors":
         return _compressed_tensors(quantization, _linears(module), config.get("torch_dtype") or config.get("dtype"))
     if method == "fp8":
-        return _fp8(quantization, _linears(module))
+        return _fp8(quantization, _linears(module)) | _fp8_experts(quantization, module)
     if method == "gguf":
         return gguf_weights(quantization, module)
     if (grouped := grouped_weights(quantization, _linears(module))) is not None:
@@ -130,6 +132,8 @@ def _fp8(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[st
     ignored = ["lm_head", *(config.get("modules_to_not_convert") or config.get("ignored_layers") or [])]
     found: dict[str, QuantizedWeight] = {}
     for name, linear in linears.items():
+        if name.rpartition(".")[2] in _ROUTERS:
+            continue
         if any(f".{name}.".endswith(f".{other}.") or f"{name}.".startswith(f"{other}.") for other in ignored):
             continue
         found[f"{name}.weight"] = QuantizedWeight(
@@ -140,6 +144,37 @@ def _fp8(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[st
             activations=scheme,
             input_scale=f"{name}.input_scale" if scheme == "static" else None,
         )
+    return found
+
+
+def _fp8_experts(config: Mapping[str, Any], module: nn.Module) -> dict[str, QuantizedWeight]:
+    """Stacked weights of experts [X, O, I], whose scales are stacked, too; `expert_scale_parts` says how checkpoints name them."""
+    found: dict[str, QuantizedWeight] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.dim() != 3 or not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            continue
+        num_experts, outputs, inputs = parameter.shape
+        if config.get("weight_block_size") is None or (name.endswith("gate_up_proj") and outputs // 2 % BLOCK):
+            raise _unsupported("fp8 experts without whole blocks of gate rows", f"blocks of [{BLOCK}, {BLOCK}]")
+        found[name] = QuantizedWeight(
+            dtype=torch.float8_e4m3fn, scale=f"{name}_scale_inv", scale_shape=(num_experts, *_num_blocks(outputs, inputs)),
+            per_block=True, activations="dynamic",
+        )  # fmt: skip
+    return found
+
+
+def expert_scale_parts(parts: Mapping[str, TensorPart], quantized: Mapping[str, StoredWeight]) -> dict[str, TensorPart]:
+    """The scales of each expert's matrices, which are parts of the stacked scales as the matrices are of the stacked weights."""
+    found: dict[str, TensorPart] = {}
+    for name, part in parts.items():
+        stored = quantized.get(part.parameter)
+        if isinstance(stored, QuantizedWeight):
+            found[f"{name}_scale_inv"] = TensorPart(
+                parameter=stored.scale,
+                index=part.index,
+                first_row=part.first_row // BLOCK,
+                num_rows=-(-part.num_rows // BLOCK),
+            )
     return found
 
 

@@ -1,7 +1,7 @@
-"""Dense Qwen3: Llama's block with an RMSNorm over each query and key head before RoPE.
+"""Dense Qwen3: Llama with an RMSNorm over each query and key head before RoPE.
 
-Shape legend: T tokens of the step, S rows whose logits are needed, D hidden size, H query heads, K key/value heads,
-E head size, V vocabulary. Views use -1 for head counts, so that sharded projections need no change here.
+Shape legend: T tokens of the step, D hidden size, H query heads, K key/value heads, E head size. Views use -1 for head counts, so that
+sharded projections need no change here.
 """
 
 from __future__ import annotations
@@ -11,19 +11,13 @@ from torch import nn
 
 from compile_and_serve.custom_ops.attention.attention import attention
 from compile_and_serve.models.config import DecoderConfig
-from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding, apply_rope
+from compile_and_serve.models.layers import apply_rope
+from compile_and_serve.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 
 
-class Qwen3Attention(nn.Module):
+class Qwen3Attention(LlamaAttention):
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        super().__init__(config)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
@@ -34,62 +28,13 @@ class Qwen3Attention(nn.Module):
         k_TKE = self.k_norm(self.k_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim))
         v_TKE = self.v_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
         q_THE, k_TKE = apply_rope(q_THE, cos_TE, sin_TE), apply_rope(k_TKE, cos_TE, sin_TE)
-        out_THE = attention(q_THE, k_TKE, v_TKE, kv_cache, self.scale)
+        out_THE = attention(q_THE, k_TKE, v_TKE, kv_cache, self.scale, self.group)
         return self.o_proj(out_THE.flatten(1))
 
 
-class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = GatedMlp(config)
-
-    def forward(
-        self, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE, kv_cache)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-
-
-class Qwen3Model(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary_emb = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices_S: torch.Tensor,
-    ) -> torch.Tensor:
-        x_TD = self.embed_tokens(input_ids_T)
-        cos_TE, sin_TE = self.rotary_emb(positions_T, x_TD.dtype)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x_TD = layer(x_TD, cos_TE, sin_TE, kv_cache)
-        return self.norm(x_TD[logits_indices_S])
-
-
-class Qwen3ForCausalLM(nn.Module):
+class Qwen3ForCausalLM(LlamaForCausalLM):
     """forward(input_ids int64 [T], positions int64 [T], a KV cache per layer, logits_indices int64 [S]) → logits [S, V]."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.model = Qwen3Model(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        logits_indices: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.lm_head(self.model(input_ids, positions, kv_caches, logits_indices))
+        layers = (LlamaDecoderLayer(config, Qwen3Attention(config)) for _ in range(config.num_hidden_layers))
+        super().__init__(config, layers)

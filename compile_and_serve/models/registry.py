@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.step import KV_CACHES, WINDOW_CACHES, KVCacheSpec, StateGroup
+from compile_and_serve.custom_ops.quantization import StoredWeight
+from compile_and_serve.custom_ops.step import (
+    KV_CACHES,
+    WINDOW_CACHES,
+    KVCacheSpec,
+    LatentCacheSpec,
+    ScoreFeature,
+    StateGroup,
+)
 from compile_and_serve.models.config import DecoderConfig, ModelConfigError, UnsupportedConfigError, WindowedConfig
+from compile_and_serve.models.deepseek import DeepseekConfig, DeepseekForCausalLM
 from compile_and_serve.models.gemma import GemmaConfig, GemmaForCausalLM
+from compile_and_serve.models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from compile_and_serve.models.gpt_oss import stored_weights as stored_gpt_oss_weights
 from compile_and_serve.models.layers import inverse_frequencies, max_positions
 from compile_and_serve.models.llama import LlamaAttention, LlamaForCausalLM
 from compile_and_serve.models.mistral import Qwen2ForCausalLM, WindowedForCausalLM, mistral_config, qwen2_config
 from compile_and_serve.models.moe import MoeConfig, MoeForCausalLM, OlmoeAttention, Qwen2Attention
-from compile_and_serve.models.quantization_config import quantized_weights
+from compile_and_serve.models.quantization_config import expert_scale_parts, quantized_weights
 from compile_and_serve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM
 from compile_and_serve.models.spec import ModelSpec, ShardStyle, TensorPart, full_attention
 
@@ -39,11 +50,22 @@ DECODER_TP_PLAN: Mapping[str, ShardStyle] = {
 MOE_TP_PLAN: Mapping[str, ShardStyle] = {
     **DECODER_TP_PLAN,
     "model.layers.*.mlp.gate": "replicated",
+    "model.layers.*.mlp.router": "replicated",
     "model.layers.*.mlp.experts": "experts",
     "model.layers.*.mlp.shared_expert_gate": "replicated",
     "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
     "model.layers.*.mlp.shared_expert.up_proj": "colwise",
     "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+LATENT_TP_PLAN: Mapping[str, ShardStyle] = {
+    **MOE_TP_PLAN,
+    "model.layers.*.self_attn.q_a_proj": "replicated",
+    "model.layers.*.self_attn.q_b_proj": "colwise",
+    "model.layers.*.self_attn.kv_a_proj_with_mqa": "replicated",
+    "model.layers.*.self_attn.kv_b_proj": "colwise",
+    "model.layers.*.mlp.shared_experts.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_experts.up_proj": "colwise",
+    "model.layers.*.mlp.shared_experts.down_proj": "rowwise",
 }
 
 
@@ -64,12 +86,16 @@ class Family:
     module: is called with the decoder's config, and with a `MoeConfig` if there are experts.
     default_head_dim: None means hidden_size / num_attention_heads.
     windowed: reads the config.json of a family whose layers may have a window; `module` is then called with its result alone.
+    stored: how checkpoints hold the parameters that they hold in another form, quantized ones included.
+    latent: reads the config.json of a family with multi-head latent attention; `module` is then called with its result alone.
     experts: how checkpoints name the linears of experts; None for a model without experts.
     """
 
     module: Callable[..., nn.Module]
     default_head_dim: int | None = None
-    windowed: Callable[[Mapping[str, Any]], WindowedConfig | GemmaConfig] | None = None
+    windowed: Callable[[Mapping[str, Any]], WindowedConfig | GemmaConfig | GptOssConfig] | None = None
+    stored: Callable[[Mapping[str, Any], nn.Module], Mapping[str, StoredWeight]] | None = None
+    latent: Callable[[Mapping[str, Any]], DeepseekConfig] | None = None
     experts: ExpertNames | None = None
 
 
@@ -80,6 +106,9 @@ ARCHITECTURES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": Family(module=Qwen2ForCausalLM, windowed=qwen2_config),
     "Gemma2ForCausalLM": Family(module=GemmaForCausalLM, windowed=GemmaConfig.from_dict),
     "Gemma3ForCausalLM": Family(module=GemmaForCausalLM, windowed=GemmaConfig.from_dict),
+    "GptOssForCausalLM": Family(
+        module=GptOssForCausalLM, windowed=GptOssConfig.from_dict, stored=stored_gpt_oss_weights
+    ),
     "MixtralForCausalLM": Family(
         module=lambda config, moe: MoeForCausalLM(config, moe, lambda: LlamaAttention(config)),
         experts=ExpertNames(gate="w1", up="w3", down="w2", block="block_sparse_moe"),
@@ -95,6 +124,8 @@ ARCHITECTURES: Mapping[str, Family] = {
         module=lambda config, moe: MoeForCausalLM(config, moe, lambda: OlmoeAttention(config, moe.clip_qkv)),
         experts=ExpertNames(),
     ),
+    "DeepseekV2ForCausalLM": Family(module=DeepseekForCausalLM, latent=DeepseekConfig.from_dict, experts=ExpertNames()),
+    "DeepseekV3ForCausalLM": Family(module=DeepseekForCausalLM, latent=DeepseekConfig.from_dict, experts=ExpertNames()),
 }
 
 
@@ -105,6 +136,11 @@ _BUILDERS: dict[str, ModelBuilder] = {}
 def register_model(architecture: str, build: ModelBuilder) -> None:
     """Have `build(config.json as a dictionary, dtype)` make the models of an architecture. It comes before our own families."""
     _BUILDERS[architecture] = build
+
+
+def is_registered(architecture: str) -> bool:
+    """Whether `register_model` was called for an architecture."""
+    return architecture in _BUILDERS
 
 
 def build_model(
@@ -127,7 +163,10 @@ def build_model(
         spec = _build_native_or_else(config, architecture, dtype)
     if requantize and (config.get("quantization_config") or {}).get("quant_method") == "gguf":
         return spec
-    return replace(spec, quantized_weights=quantized_weights(config, spec.module))
+    if spec.quantized_weights:
+        return spec
+    quantized = quantized_weights(config, spec.module)
+    return replace(spec, quantized_weights=quantized, parts={**spec.parts, **expert_scale_parts(spec.parts, quantized)})
 
 
 def _build_native_or_else(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
@@ -146,70 +185,84 @@ def _build_native_or_else(config: Mapping[str, Any], architecture: str, dtype: t
 def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
     family = ARCHITECTURES[architecture]
     if family.windowed is not None:
-        return _build_windowed(family.module, family.windowed(config), config, dtype)
+        spec = _build_windowed(family.module, family.windowed(config), config, dtype)
+        return spec if family.stored is None else replace(spec, quantized_weights=family.stored(config, spec.module))
+    if family.latent is not None and family.experts is not None:
+        return _build_latent(family.module, family.latent(config), family.experts, config, dtype)
     decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
-    moe = None if family.experts is None else MoeConfig.from_dict(config)
-    module = _on_meta(lambda: family.module(decoder) if moe is None else family.module(decoder, moe), dtype)
-    layers = range(decoder.num_hidden_layers)
-    unused = _unused(decoder)
-    parts: dict[str, TensorPart] = {}
-    if family.experts is not None and moe is not None:
-        parts, renamed = _expert_parts(family.experts, moe)
-        unused |= renamed
-    return ModelSpec(
-        module=module,
-        config=config,
-        state=(
-            full_attention(
-                KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim) for _ in layers
-            ),
-        ),
-        vocab_size=decoder.vocab_size,
-        max_model_len=max_positions(decoder),
-        weight_map=unused,
-        parts=parts,
-        tp_plan=DECODER_TP_PLAN if moe is None else MOE_TP_PLAN,
-        buffers={"model.rotary_emb.inv_freq": inverse_frequencies(decoder.rope, decoder.head_dim)},
-    )
+    state = full_attention([_kv_cache(decoder)] * decoder.num_hidden_layers)
+    if family.experts is None:
+        module = _on_meta(lambda: family.module(decoder), dtype)
+        return _spec(module, decoder, config, [state], DECODER_TP_PLAN)
+    moe = MoeConfig.from_dict(config)
+    module = _on_meta(lambda: family.module(decoder, moe), dtype)
+    return _spec(module, decoder, config, [state], MOE_TP_PLAN, (family.experts, moe))
 
 
 def _build_windowed(
     make: Callable[..., nn.Module],
-    parsed: WindowedConfig | GemmaConfig,
+    parsed: WindowedConfig | GemmaConfig | GptOssConfig,
     config: Mapping[str, Any],
     dtype: torch.dtype,
 ) -> ModelSpec:
-    decoder = parsed.decoder if isinstance(parsed, GemmaConfig) else parsed
-    module = _on_meta(lambda: make(parsed), dtype)
-    layer = KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim)
-    has_cap = isinstance(parsed, GemmaConfig) and parsed.attention_cap > 0
+    decoder = parsed if isinstance(parsed, WindowedConfig) else parsed.decoder
+    layer = _kv_cache(decoder)
+    scores = frozenset[ScoreFeature]() if isinstance(parsed, WindowedConfig) else parsed.scores
     groups = []
     for name in (KV_CACHES, WINDOW_CACHES):
         numbers = decoder.layer_numbers(with_window=name == WINDOW_CACHES)
         if numbers:
             groups.append(
-                StateGroup(
-                    name=name, layers=(layer,) * len(numbers), window=decoder.windows[numbers[0]],
-                    scores=frozenset(["soft_cap"]) if has_cap else frozenset(),
-                )
-            )  # fmt: skip
-    buffers = {
-        name: inverse_frequencies(rope, decoder.head_dim)
-        for name, rope in (
-            ("model.rotary_emb.inv_freq", decoder.rope),
-            ("model.window_rotary_emb.inv_freq", decoder.window_rope),
-        )
-        if name in dict(module.named_buffers())
-    }
+                StateGroup(name=name, layers=(layer,) * len(numbers), window=decoder.windows[numbers[0]], scores=scores)
+            )
+    tp_plan = MOE_TP_PLAN if isinstance(parsed, GptOssConfig) else DECODER_TP_PLAN
+    return _spec(_on_meta(lambda: make(parsed), dtype), decoder, config, groups, tp_plan)
+
+
+def _build_latent(
+    make: Callable[..., nn.Module],
+    parsed: DeepseekConfig,
+    names: ExpertNames,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> ModelSpec:
+    decoder = parsed.decoder
+    module = _on_meta(lambda: make(parsed), dtype)
+    for name, parameter in module.named_parameters():
+        if name.endswith("e_score_correction_bias"):  # it decides between close scores
+            parameter.data = parameter.data.float()
+    layer = LatentCacheSpec(latent_size=parsed.latent_size, rope_size=decoder.head_dim)
+    state = StateGroup(name=KV_CACHES, layers=(layer,) * decoder.num_hidden_layers)
+    return _spec(module, decoder, config, [state], LATENT_TP_PLAN, (names, parsed.moe))
+
+
+def _kv_cache(decoder: DecoderConfig) -> KVCacheSpec:
+    return KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim)
+
+
+def _spec(
+    module: nn.Module,
+    decoder: DecoderConfig,
+    config: Mapping[str, Any],
+    state: Sequence[StateGroup],
+    tp_plan: Mapping[str, ShardStyle],
+    experts: tuple[ExpertNames, MoeConfig] | None = None,
+) -> ModelSpec:
+    parts, renamed = ({}, {}) if experts is None else _expert_parts(*experts)
+    ropes = {"model.rotary_emb.inv_freq": decoder.rope}
+    if isinstance(decoder, WindowedConfig):
+        ropes["model.window_rotary_emb.inv_freq"] = decoder.window_rope
+    names = [name for name, _ in module.named_buffers()]
     return ModelSpec(
         module=module,
         config=config,
-        state=tuple(groups),
+        state=tuple(state),
         vocab_size=decoder.vocab_size,
         max_model_len=max_positions(decoder),
-        weight_map=_unused(decoder),
-        tp_plan=DECODER_TP_PLAN,
-        buffers=buffers,
+        weight_map={**_unused(decoder), **renamed},
+        parts=parts,
+        tp_plan=tp_plan,
+        buffers={name: inverse_frequencies(rope, decoder.head_dim) for name, rope in ropes.items() if name in names},
     )
 
 

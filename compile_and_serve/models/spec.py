@@ -42,6 +42,20 @@ class TensorPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PoolingSpec:
+    """What a model computes of whole prompts, in place of next tokens. Its first output is pooled.
+
+    kind: "embed" pools hidden states, "classify" the logits of classes. width: features of a row of that output.
+    activation: turns pooled class logits into scores. labels: names of the classes.
+    """
+
+    kind: Literal["embed", "classify"]
+    width: int
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A model on the meta device, and what lies outside its `forward`.
 
@@ -50,7 +64,8 @@ class ModelSpec:
         int64 [L]) → logits [L, V]`.
     config: the checkpoint's config.json.
     state: groups of layers that keep something from step to step.
-    inputs, outputs: what a step takes and gives; the first output is the logits.
+    inputs, outputs: what a step takes and gives; the first output is the logits, or what `pooling` says.
+    pooling: None for a model that generates tokens.
     drafter: guesses tokens that the model's next step checks; None: a decode step takes one token of each sequence.
     weight_map: checkpoint tensor name → parameter name, where they differ; None: the tensor is not used and may be skipped.
     parts: checkpoint tensor name → the part of a parameter that it is. A checkpoint has either the parameter or all of its parts.
@@ -73,3 +88,4 @@ class ModelSpec:
     inputs: tuple[StepInput, ...] = DECODER_INPUTS
     outputs: tuple[StepOutput, ...] = (StepOutput(name=LOGITS),)
     drafter: Drafter | None = None
+    pooling: PoolingSpec | None = None

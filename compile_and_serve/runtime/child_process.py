@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
 import shutil
 import signal
 import struct
@@ -16,8 +17,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn
+
+from compile_and_serve.runtime.logs import JsonHandler, LogFormat
 
 EXIT_FAILURE = 1
 EXIT_ORPHANED = 3
@@ -77,7 +82,74 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return content if len(content) == length else None
 
 
-def set_up_child(*, who: str, log_level: int, folder: str | None) -> None:
+class AnsweringProcess:
+    """A child that answers one framed request at a time, each within a deadline. environment: None is this process's."""
+
+    def __init__(self, boot_code: str, *, environment: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", boot_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin: IO[bytes] = self._process.stdin
+        self._stdout: IO[bytes] = self._process.stdout
+        self._boot = boot_input(None)
+        os.set_blocking(self._stdin.fileno(), False)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it was asked before. The first answer takes longer."""
+        return not self._boot
+
+    def ask(self, parts: list[bytes], seconds: float) -> bytearray:
+        """Send the parts of a request, which frees them, and wait for the answer.
+
+        Raises `TimeoutError`, or another `OSError` if the process ends. Then call `close`.
+        """
+        deadline = time.monotonic() + seconds
+        boot, self._boot = self._boot, b""
+        self._write(memoryview(boot), deadline)
+        while parts:
+            self._write(memoryview(parts.pop(0)), deadline)
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        return self._read(length, deadline)
+
+    def kill(self) -> None:
+        """Make an `ask` in another thread raise. `close` must still be called."""
+        self._process.kill()
+
+    def close(self) -> int:
+        """Kill the process. → its exit status"""
+        self._process.kill()
+        self._stdin.close()
+        self._stdout.close()
+        return self._process.wait()
+
+    def _write(self, data: memoryview, deadline: float) -> None:
+        while data:
+            self._wait(self._stdin, select.POLLOUT, deadline)
+            data = data[os.write(self._stdin.fileno(), data[: 1 << 20]) :]
+
+    def _read(self, size: int, deadline: float) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            self._wait(self._stdout, select.POLLIN, deadline)
+            count = os.readv(self._stdout.fileno(), [rest])
+            if not count:
+                raise ConnectionResetError
+            rest = rest[count:]
+        return data
+
+    @staticmethod
+    def _wait(stream: IO[bytes], event: int, deadline: float) -> None:
+        poll = select.poll()  # unlike `select.select`, takes file descriptors above 1023
+        poll.register(stream, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            raise TimeoutError
+
+
+def set_up_child(*, who: str, log_level: int, folder: str | None, log_format: LogFormat = "text") -> None:
     """Ignore Ctrl-C and SIGTERM, log to standard error, and exit when the parent is gone.
 
     who: prefix of every log line, e.g. "rank 1". folder: removed if the parent dies first.
@@ -88,7 +160,10 @@ def set_up_child(*, who: str, log_level: int, folder: str | None) -> None:
     signal.signal(signal.SIGTERM, _do_nothing)  # compilers would inherit SIG_IGN, and we end them by SIGTERM
     signal.siginterrupt(signal.SIGTERM, False)
     line = f"%(levelname)s {who} %(name)s: %(message)s" if who else "%(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.WARNING, format=line, stream=sys.stderr)
+    if log_format == "json":
+        logging.basicConfig(level=logging.WARNING, handlers=[JsonHandler(who or "engine")])
+    else:
+        logging.basicConfig(level=logging.WARNING, format=line, stream=sys.stderr)
     logging.getLogger("compile_and_serve").setLevel(log_level)
     threading.Thread(target=_exit_with_parent, args=(folder,), name="parent-watch", daemon=True).start()
 

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from compile_and_serve.compiler.config import CompileConfig
+from compile_and_serve.runtime.pooling_params import PoolingType
+from compile_and_serve.runtime.speculation.config import SpeculativeConfig
 
 CPU_TOKEN_BUDGET, CUDA_TOKEN_BUDGET = 2048, 8192
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+RunnerKind = Literal["auto", "generate", "pooling"]
 KVCacheDtype = Literal["auto", "fp8"]  # the same names as in vLLM
+MIN_DRAFTED_ROWS = 64  # that steps with drafts have room for, however few sequences may run
 MAX_TOKEN_BUDGET = 1 << 16  # the compiler's bound on a symbolic length
 
 
@@ -25,6 +30,10 @@ class ModelConfig:
     load_format: "dummy" makes random weights, for which the config is enough.
     skip_tokenizer_init: load no tokenizer; prompts are token ids.
     seed: of the engine's random generator and of dummy weights.
+    runner: "generate" computes tokens, "pooling" embeddings or class scores; "auto" is what the checkpoint is meant for.
+    max_logprobs: limit of the log-probabilities that a request may ask for per token; -1 is the whole vocabulary.
+    logprobs_mode: "raw" is before penalties, temperature and filters, "processed" after them; "logits" are not normalized.
+    pooling_type: which hidden states make an embedding; None is what the checkpoint says, else the last token's.
     """
 
     model: str
@@ -36,6 +45,10 @@ class ModelConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     skip_tokenizer_init: bool = False
     seed: int = 0
+    runner: RunnerKind = "auto"
+    pooling_type: PoolingType | None = None
+    max_logprobs: int = 20
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +147,7 @@ class EngineConfig:
     attention_backend: None is the first one that supports the model, the device and the dtype.
     num_threads: CPU threads of a rank; None divides the cores among all ranks and replicas.
     max_cpu_loras: LoRA adapters in host memory; None is as many as on the device (`CompileConfig.max_loras`).
+    speculative: how tokens are drafted; None: one token of a sequence per step.
     """
 
     model: ModelConfig
@@ -145,6 +159,12 @@ class EngineConfig:
     attention_backend: str | None = None
     num_threads: int | None = None
     max_cpu_loras: int | None = None
+    speculative: SpeculativeConfig | None = None
+
+    @property
+    def max_drafted_rows(self) -> int:
+        """The most rows of logits, one per sequence and draft token, of a step with drafts: they take memory."""
+        return min(self.scheduler.token_budget, max(self.scheduler.max_num_seqs, MIN_DRAFTED_ROWS))
 
     @property
     def rank_groups(self) -> dict[str, list[list[int]]]:

@@ -11,10 +11,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import msgspec
+import numpy as np
 
+from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
+from compile_and_serve.runtime.llm_beams import BeamSearchOutput, beam_search_output
+from compile_and_serve.runtime.llm_pooling import PooledPrompt, PoolingMethods
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs
 from compile_and_serve.runtime.options import make_engine_config
+from compile_and_serve.runtime.pooling import check_generates
+from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
@@ -83,11 +89,12 @@ class _Job:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    pooling: PoolingParams | None = None
     completions: list[Completion] = field(default_factory=list)
     unfinished: int = 0
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model in this process. `shutdown`, or leaving a `with` block, frees its memory.
 
     options: arguments of `make_engine_config`. on_stage: called with (stage, seconds, detail) at the end of each stage of
@@ -134,15 +141,17 @@ class LLM:
         lora_request: the adapter of all prompts, or of each; needs `LLM(…, enable_lora=True)`.
         Raises `ValueError` before anything runs if a prompt or a parameter is wrong, and `RuntimeError` if one fails.
         """
+        check_generates(self.info)
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         jobs = [
             self._job(prompt, params) for prompt, params in zip(many, _params(sampling_params, len(many)), strict=True)
         ]
         if lora_request is None or isinstance(lora_request, LoRARequest):
             lora_request = [lora_request] * len(jobs)
-        return self._run(
+        self._run(
             jobs, priority or [0] * len(jobs), step_data or [{}] * len(jobs), lora_request, show_progress=use_tqdm
         )
+        return [self._result(job) for job in jobs]
 
     def chat(
         self,
@@ -181,6 +190,62 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest continuations of every prompt, best first. Errors are those of `generate`."""
+        check_generates(self.info)
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        limits = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, detokenize=False)
+        starts = [self._job(prompt, limits) for prompt in many]
+        end_ids = [] if params.ignore_eos or self.tokenizer is None else self.tokenizer.eos_token_ids
+        searches = [
+            BeamSearch(
+                width=params.beam_width,
+                max_tokens=params.max_tokens,
+                end_ids=end_ids,
+                length_penalty=params.length_penalty,
+            )
+            for _ in starts
+        ]
+        while any(search.alive for search in searches):
+            jobs = [
+                self._new_job([*start.prompt_token_ids, *beam.token_ids], search.step_params)
+                for start, search in zip(starts, searches, strict=True)
+                for beam in search.alive
+            ]
+            count = len(jobs)
+            self._run(jobs, [0] * count, [{}] * count, [lora_request] * count, show_progress=use_tqdm)
+            left = iter(jobs)
+            for search in searches:
+                entries = [next(left).completions[0].logprobs for _ in search.alive]
+                search.advance([entry[0] for entry in entries if entry is not None])
+        return [
+            beam_search_output(start.prompt_token_ids, search, self.tokenizer, params)
+            for start, search in zip(starts, searches, strict=True)
+        ]
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache and the weights until `wake_up`. Cached prefixes are forgotten.
+
+        level: 1 keeps the weights in host memory, 2 drops them, and waking reads the checkpoint again.
+        """
+        self.engine.core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back what `sleep` freed, or only the parts in `tags`: "weights", "kv_cache"."""
+        self.engine.core.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is freed, so that nothing can be generated."""
+        return self.engine.core.is_sleeping
+
     def shutdown(self) -> None:
         """Stop the engine and free its memory. The LLM cannot be used afterwards."""
         if self._templates is not None:
@@ -206,7 +271,10 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         if isinstance(prompt, str):
             text: str | None = prompt
-            ids = self._inputs.encode(prompt, truncate=params.truncate_prompt_tokens, max_tokens=params.max_tokens)
+            ids = self._inputs.encode(
+                prompt, truncate=params.truncate_prompt_tokens, max_tokens=params.max_tokens,
+                truncation_side=params.truncation_side,
+            )  # fmt: skip
         elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             text, ids = prompt.get("prompt"), list(prompt["prompt_token_ids"])
         else:
@@ -217,6 +285,21 @@ class LLM:
         self._num_requests += 1
         return _Job(str(self._num_requests - 1), text, ids, params)
 
+    def _new_job(self, token_ids: list[int], params: SamplingParams, pooling: PoolingParams | None = None) -> _Job:
+        self._num_requests += 1
+        return _Job(str(self._num_requests - 1), None, token_ids, params, pooling)
+
+    def _pool(
+        self, prompts: list[PooledPrompt], lora_request: LoRARequest | None, *, show_progress: bool
+    ) -> list[tuple[str, np.ndarray]]:
+        jobs = [self._new_job(prompt.token_ids, prompt.sampling, prompt.pooling) for prompt in prompts]
+        count = len(jobs)
+        self._run(jobs, [0] * count, [{}] * count, [lora_request] * count, show_progress=show_progress)
+        return [
+            (job.request_id, self._rows(job.completions[0].pooled, p.pooling))
+            for job, p in zip(jobs, prompts, strict=True)
+        ]
+
     def _run(
         self,
         jobs: list[_Job],
@@ -225,14 +308,16 @@ class LLM:
         adapters: Sequence[LoRARequest | None],
         *,
         show_progress: bool,
-    ) -> list[RequestOutput]:
+    ) -> None:
+        """Run every job to its end."""
         engine_ids: list[str] = []
         with _Progress(len(jobs), show_progress) as progress:
             try:
                 for job, priority, data, lora in zip(jobs, priorities, step_data, adapters, strict=True):
                     sink = self._start(job, progress)
                     request = self._outputs.add(
-                        job.request_id, job.prompt_token_ids, job.params, sink, priority=priority, step_data=data, lora=lora
+                        job.request_id, job.prompt_token_ids, job.params, sink, priority=priority, step_data=data, lora=lora,
+                        pooling=job.pooling,
                     )  # fmt: skip
                     engine_ids += request.request_ids
                     self.engine.add_request(request)
@@ -246,7 +331,10 @@ class LLM:
                 left = self._outputs.forget(engine_ids)
                 if left:
                     self.engine.abort(left)
-        return [self._result(job) for job in jobs]
+        for job in jobs:
+            failed = next((c.error for c in job.completions if c.error is not None), None)
+            if failed is not None:
+                raise RuntimeError(f"Request {job.request_id} failed: {failed}")
 
     def _start(self, job: _Job, progress: _Progress) -> Callable[[CompletionDelta], None]:
         job.completions = [Completion(index) for index in range(job.params.n)]
@@ -268,9 +356,6 @@ class LLM:
         return sink
 
     def _result(self, job: _Job) -> RequestOutput:
-        failed = next((c.error for c in job.completions if c.error is not None), None)
-        if failed is not None:
-            raise RuntimeError(f"Request {job.request_id} failed: {failed}")
         first = job.completions[0]
         prompt_logprobs = None
         if first.prompt_logprobs is not None:
@@ -299,7 +384,7 @@ class LLM:
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         result: dict[int, Logprob] = {}
         for position, (token_id, logprob) in enumerate(zip(entry.ids, entry.logprobs, strict=True)):
-            rank = entry.rank if position == 0 else position
+            rank = entry.rank_at(position)
             text = None if self.tokenizer is None else self.tokenizer.token_text(token_id)
             result.setdefault(token_id, Logprob(logprob, rank, text))
         return result

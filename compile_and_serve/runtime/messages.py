@@ -9,12 +9,15 @@ import msgspec
 
 from compile_and_serve.custom_ops.step_data import StepDatum
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-ErrorKind = Literal["invalid", "overloaded", "internal"]  # HTTP 400, 503, 500
+ErrorKind = Literal["invalid", "overloaded", "internal", "deadline"]  # HTTP 400, 503, 500, 504
 
 StepData = dict[str, StepDatum]  # what a request gives to step inputs (`TokenBatch.step_data`)
+
+UtilityOptions = dict[str, int | str | list[str]]
 
 StageCallback = Callable[[str, float, str], None]  # (stage, seconds, detail): a stage of the start-up has ended
 
@@ -35,6 +38,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     the first sequence only in what `Sibling` says; the engine ignores `sampling_params.n`.
 
     stop_token_ids: the request's own stop ids and, unless `ignore_eos` is set, the model's end-of-sequence ids.
+    pooling: of a request that ends after its prompt, with a pooled result; None generates tokens.
     step_data: what step inputs are filled from (`TokenBatch.step_data`); requests share cached prefixes only where it is equal.
     """
 
@@ -50,6 +54,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     siblings: list[Sibling] = []
     step_data: StepData = {}
     lora: LoRARequest | None = None
+    pooling: PoolingParams | None = None
 
     @property
     def request_ids(self) -> list[str]:
@@ -81,12 +86,13 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 class UtilityCall(msgspec.Struct, tag="utility"):
     """Call a method of `EngineCore.utility`. A `UtilityResult` with the same `call_id` answers it. adapter: of the methods that
-    load and unload one.
+    load and unload one. options: of the methods that take some.
     """
 
     call_id: int
     method: str
     adapter: LoRARequest | None = None
+    options: UtilityOptions = {}
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
@@ -102,12 +108,21 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities at one position.
 
     ids: the chosen (or prompt) token, then the k likeliest, best first. logprobs: one for each id, natural log, of the
-    distribution before temperature and filters. rank: 1-based rank of ids[0].
+    distribution before temperature and filters (unless --logprobs-mode says otherwise). rank: 1-based rank of ids[0].
+    other_ranks: ranks of the last ids, those of `logprob_token_ids`.
     """
 
     ids: list[int]
     logprobs: list[float]
     rank: int
+    other_ranks: list[int] = []
+
+    def rank_at(self, position: int) -> int:
+        """1-based rank of ids[position]."""
+        from_end = position - len(self.ids) + len(self.other_ranks)
+        if position == 0:
+            return self.rank
+        return position if from_end < 0 else self.other_ranks[from_end]
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -117,11 +132,14 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     new_token_ids: list[int] = []
     new_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, after the prompt; [0] is None
+    pooled: Pooled | None = None  # with the finish reason of a pooling request
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the id of the stop token, if it is one of the request's own
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # one sentence; finish_reason is "error"
     error_kind: ErrorKind = "internal"  # meaningful only with `error`
+    num_draft_tokens: int = 0  # that the step checked
+    num_accepted_drafts: int = 0  # that are among new_token_ids
     queue_seconds: float | None = None  # with the first token: from arrival to first scheduled
     prefill_seconds: float | None = None  # with the first token: from first scheduled to first token
 
@@ -142,6 +160,10 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     steps_on_device: int = 0
     graph_replays: dict[str, int] = {}  # mode → count
     host_gap_seconds: float = 0.0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: list[int] = []
 
 
 class StepOutputs(msgspec.Struct, tag="step", kw_only=True, omit_defaults=True):
@@ -174,6 +196,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     prefix_caching: bool = True  # whether prefixes are cached
     max_in_flight: int | None = None  # limit of sequences that run or wait; more are refused. None: no limit
     compile_report: dict[str, int | float | str] = {}
+    max_logprobs: int = 20  # limit of `logprobs` and `prompt_logprobs`; -1 is no limit
+    pooling: PoolingInfo | None = None  # None: the engine generates tokens
 
 
 class EngineReady(msgspec.Struct, tag="ready", kw_only=True):

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from compile_and_serve.compiler.config import CompileConfig, CudaGraphMode, Quantization
+from compile_and_serve.compiler.config import CaptureTime, CompileConfig, CudaGraphMode, Quantization
 from compile_and_serve.runtime.config import (
     MAX_TOKEN_BUDGET,
     CacheConfig,
     EngineConfig,
     KVCacheDtype,
+    LogprobsMode,
     ModelConfig,
     ParallelConfig,
+    RunnerKind,
     SchedulerConfig,
 )
+from compile_and_serve.runtime.pooling_params import PoolingType
+from compile_and_serve.runtime.speculation.config import parse_speculative_config
 
 
 def make_engine_config(
     model: str,
     *,
+    revision: str | None = None,
     tokenizer: str | None = None,
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
     max_model_len: int | None = None,
@@ -28,6 +33,10 @@ def make_engine_config(
     load_format: Literal["auto", "dummy"] = "auto",
     skip_tokenizer_init: bool = False,
     seed: int = 0,
+    runner: RunnerKind = "auto",
+    max_logprobs: int = 20,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+    pooling_type: PoolingType | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: int = 16,
     num_kv_blocks: int | None = None,
@@ -51,6 +60,7 @@ def make_engine_config(
     verify_passes: bool = False,
     cudagraph_mode: CudaGraphMode = "full_and_piecewise",
     capture_sizes: Iterable[int] | None = None,
+    capture: CaptureTime = "lazy",
     cache_dir: str | Path | None = None,
     artifact_dir: str | Path | None = None,
     use_cache: bool = True,
@@ -64,8 +74,9 @@ def make_engine_config(
     max_loras: int = 4,
     max_lora_rank: int = 16,
     max_cpu_loras: int | None = None,
+    speculative_config: Mapping[str, Any] | str | None = None,
 ) -> EngineConfig:
-    """Check every option and resolve `model` (folder, .gguf file, known name or Hub id) to local files.
+    """Check every option and resolve `model` (folder, .gguf file, known name or Hub id) to local files. revision: of a model on the Hub.
 
     The dataclasses of `config.py` describe the options. Raises `ValueError` with one sentence for an option out of range,
     and `WeightError` if `resolve_model` does not find the model.
@@ -77,6 +88,11 @@ def make_engine_config(
     _choice("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDtype))
     _choice("model_impl", model_impl, ("auto", "transformers"))
     _choice("load_format", load_format, ("auto", "dummy"))
+    _choice("logprobs_mode", logprobs_mode, get_args(LogprobsMode))
+    _require(max_logprobs >= -1, "max_logprobs", "-1 (the whole vocabulary) or at least 0", max_logprobs)
+    _choice("runner", runner, get_args(RunnerKind))
+    if pooling_type is not None:
+        _choice("pooling_type", pooling_type, get_args(PoolingType))
     _choice("scheduling_policy", scheduling_policy, ("fcfs", "priority"))
     _choice("device", device, ("auto", "cpu", "cuda"))
     if distributed_executor_backend is not None:
@@ -88,6 +104,7 @@ def make_engine_config(
         "quantization_exclude", "given together with quantization", quantization_exclude,
     )  # fmt: skip
     _choice("cudagraph_mode", cudagraph_mode, ("none", "piecewise", "full", "full_and_piecewise"))
+    _choice("capture", capture, get_args(CaptureTime))
     for name, value in (
         ("max_model_len", max_model_len),
         ("block_size", block_size),
@@ -130,7 +147,7 @@ def make_engine_config(
     return EngineConfig(
         model=ModelConfig(
             model=model,
-            path=resolve_model(model),
+            path=resolve_model(model, revision),
             tokenizer=tokenizer,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -138,6 +155,10 @@ def make_engine_config(
             load_format=load_format,
             skip_tokenizer_init=skip_tokenizer_init,
             seed=seed,
+            runner=runner,
+            max_logprobs=max_logprobs,
+            logprobs_mode=logprobs_mode,
+            pooling_type=pooling_type,
         ),
         cache=CacheConfig(
             dtype=kv_cache_dtype,
@@ -164,6 +185,7 @@ def make_engine_config(
             verify_passes=verify_passes,
             cudagraph_mode=cudagraph_mode,
             capture_sizes=sizes,
+            capture=capture,
             cache_dir=None if cache_dir is None else Path(cache_dir),
             artifact_dir=None if artifact_dir is None else Path(artifact_dir),
             use_cache=use_cache,
@@ -182,6 +204,7 @@ def make_engine_config(
         attention_backend=attention_backend,
         num_threads=num_threads,
         max_cpu_loras=max_cpu_loras,
+        speculative=parse_speculative_config(speculative_config),
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 
-MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_FACTOR = 1_000_000  # of temperature and repetition_penalty: float32 must hold a logit divided or multiplied by it
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 256  # of one bad word
@@ -20,14 +23,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_tokens: None is the model's limit. min_tokens: the request cannot stop before that many tokens.
     stop: strings that end the text. stop_token_ids: ids that end it. include_stop_str_in_output: keep the stop string.
     ignore_eos: the model's end-of-sequence ids do not end the request.
-    logprobs, prompt_logprobs: None is off; k returns the chosen token and the k likeliest. -1 is not supported.
+    logprobs, prompt_logprobs: None is off; k returns the chosen token and the k likeliest; -1 the whole vocabulary. The engine's
+        max_logprobs limits them.
+    logprob_token_ids: also return the log-probabilities of these tokens, with each generated token; needs `logprobs`.
     logit_bias: token id → value added to its logit. allowed_token_ids: sample only these.
     bad_words: strings that must not occur: at most MAX_BAD_WORDS of at most MAX_BAD_WORD_TOKENS tokens each, and at most
         MAX_BAD_TOKENS tokens together. bad_words_token_ids: their token sequences, filled in by `InputProcessor`.
-    truncate_prompt_tokens: keep only the last k tokens of the prompt; -1 keeps as many as fit.
+    truncate_prompt_tokens: keep only k tokens of the prompt; -1 keeps as many as fit. truncation_side: where tokens are cut off.
     seed: of the request's own random stream, which is the same alone and in a batch; None draws a seed from the engine.
     detokenize: False returns token ids without text.
     structured_outputs: the form that the output must have, e.g. a JSON schema.
+    speculate: False keeps the request out of speculative decoding, which changes no token.
     """
 
     n: int = 1
@@ -47,6 +53,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] = []
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
@@ -54,8 +61,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    speculate: bool = True
 
     @property
     def is_greedy(self) -> bool:
@@ -65,13 +74,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def verify(self) -> None:
         """Raise `SamplingParamsError`, a `ValueError`, that names the first parameter out of range, its limits and its value."""
         _check(self.n >= 1, "n", "at least 1", self.n)
-        _check(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
+        _check(0.0 <= self.temperature <= MAX_FACTOR, "temperature", f"in [0, {MAX_FACTOR}]", self.temperature)
         _check(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
         _check(self.top_k >= -1, "top_k", "-1 (off), 0 (off) or positive", self.top_k)
         _check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
         _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]", self.presence_penalty)
         _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]", self.frequency_penalty)
-        _check(0.01 <= self.repetition_penalty <= 2.0, "repetition_penalty", "in [0.01, 2]", self.repetition_penalty)
+        _check(
+            0.01 <= self.repetition_penalty <= MAX_FACTOR,
+            "repetition_penalty",
+            f"in [0.01, {MAX_FACTOR}]",
+            self.repetition_penalty,
+        )
         _check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0", self.max_tokens)
         _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
         if self.max_tokens is not None:
@@ -85,7 +99,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check(all(self.stop), "stop", "without empty strings", self.stop)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]", value)
+            _check(value is None or value >= -1, name, "-1 (the whole vocabulary) or at least 0", value)
+        count = len(self.logprob_token_ids)
+        _check(
+            count <= MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} ids", f"{count} ids"
+        )
+        _check(
+            count == 0 or self.logprobs is not None, "logprob_token_ids", "given together with logprobs", "no logprobs"
+        )
         _check(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "not empty", "[]"
         )
@@ -95,6 +116,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1,
             "truncate_prompt_tokens", "-1 (as many as fit) or positive", self.truncate_prompt_tokens,
         )  # fmt: skip
+        _check(self.truncation_side in ("left", "right"), "truncation_side", "left or right", self.truncation_side)
 
 
 class SamplingParamsError(ValueError):

@@ -19,10 +19,18 @@ class ServedAdapters:
     models: names of the base model. folder: `load` takes adapters only from below it.
     """
 
-    def __init__(self, client: EngineClient, models: Sequence[str], folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        models: Sequence[str],
+        folder: Path | None = None,
+        *,
+        loaded: Sequence[LoRARequest] = (),
+    ) -> None:
+        """loaded: adapters that the engine has already."""
         self._client, self._models, self._folder = client, tuple(models), folder
-        self._adapters: dict[str, LoRARequest] = {}
-        self._num_loads = 0
+        self._adapters = {adapter.lora_name: adapter for adapter in loaded}
+        self._num_loads = max((adapter.lora_int_id for adapter in loaded), default=0)
         self._lock = asyncio.Lock()
 
     @property
@@ -34,7 +42,19 @@ class ServedAdapters:
         """The adapter that a request names; None for the base model."""
         return self._adapters.get(name or "")
 
-    async def add(self, name: str, path: Path) -> None:
+    @property
+    def all(self) -> list[LoRARequest]:
+        """In the order of loading."""
+        return list(self._adapters.values())
+
+    def changed(self, adapter: LoRARequest, is_loaded: bool) -> None:
+        """Another process has loaded or unloaded an adapter."""
+        if is_loaded:
+            self._adapters[adapter.lora_name] = adapter
+        else:
+            self._adapters.pop(adapter.lora_name, None)
+
+    async def add(self, name: str, path: Path, *, pinned: bool = False) -> None:
         """Load the adapter in a folder. Raises `ValueError` with one sentence if it cannot be used or the name is taken."""
         async with self._lock:
             if not name or name in self._models or name in self._adapters:
@@ -42,11 +62,11 @@ class ServedAdapters:
             if len(self._adapters) >= MAX_SERVED:
                 raise ValueError(f"The server has {MAX_SERVED} adapters already: unload some.")
             self._num_loads += 1
-            adapter = LoRARequest(name, self._num_loads, str(path))
+            adapter = LoRARequest(name, self._num_loads, str(path), pinned)
             await self._client.utility("load_adapter", adapter)
             self._adapters[name] = adapter
 
-    async def load(self, name: str, path: str) -> None:
+    async def load(self, name: str, path: str, *, pinned: bool = False) -> None:
         """`add` for a request: the folder, links resolved, must lie below the server's. Raises a 400."""
         assert self._folder is not None
         root = self._folder.resolve()
@@ -57,7 +77,7 @@ class ServedAdapters:
         if root not in resolved.parents:
             raise ApiError(400, "lora_path must be a folder below the server's --lora-dir.", "lora_path")
         try:
-            await self.add(name, resolved)
+            await self.add(name, resolved, pinned=pinned)
         except ValueError as error:
             raise ApiError(400, str(error), "lora_path") from error
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi_offline import FastAPIOffline
 
 from compile_and_serve import __version__
@@ -15,18 +14,48 @@ from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 from compile_and_serve.serve.adapters import ServedAdapters
+from compile_and_serve.serve.admin import ADMIN_PATHS, CorsExceptAdmin
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine import AsyncEngine, EngineClient
 from compile_and_serve.serve.errors import install_error_handlers
 from compile_and_serve.serve.inspect import router as graphs
 from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from compile_and_serve.serve.openapi import describe_errors
+from compile_and_serve.serve.orca import OrcaMiddleware
 from compile_and_serve.serve.parsers.selection import select_parsers
+from compile_and_serve.serve.playground import router as playground
+from compile_and_serve.serve.request_scope import REQUEST_ID_HEADER, RequestMiddleware
+from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.routers import adapters as adapter_routes
-from compile_and_serve.serve.routers import chat, completions, health, models, tokens
+from compile_and_serve.serve.routers import (
+    chat,
+    completions,
+    health,
+    information,
+    invocations,
+    messages_api,
+    models,
+    pooling,
+    responses_api,
+    sleep,
+    tokens,
+)
 from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.serve.throughput import ThroughputLog
+from compile_and_serve.serve.tracing import Tracing
 
-ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    responses_api.router,
+    messages_api.router,
+    pooling.router,
+    models.router,
+    tokens.router,
+    invocations.router,
+    health.router,
+)
 
 
 def create_app(
@@ -52,15 +81,25 @@ def create_app(
         metrics.describe_replicas(num_replicas)
     engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death)
     parsers = select_parsers(tokenizer, settings)
-    pool = templates or TemplatePool(seconds=settings.template_timeout)
+    pool = templates or TemplatePool()
+
+    tracing = None
+    if settings.otlp_traces_endpoint is not None:
+        tracing = Tracing(settings.otlp_traces_endpoint, settings.served_model_names[0])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        throughput = ThroughputLog(metrics.tokens, metrics.last_stats)
+        line = asyncio.create_task(throughput.run(settings.throughput_log)) if settings.throughput_log else None
         yield
-        await engine.shutdown(drain=False)  # `server._finish` has already let running requests finish
+        if line is not None:
+            line.cancel()
+        await engine.shutdown()  # `server._finish` has already let running requests finish
         if templates is None:
             pool.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPIOffline(
         title="compile-and-serve",
@@ -71,45 +110,46 @@ def create_app(
         swagger_ui_parameters={"tryItOutEnabled": True, "persistAuthorization": True},
     )
     app.router.strict_content_type = False  # `JsonRoute` checks the header
+    store = ResponseStore(settings.response_store_bytes, settings.response_store_seconds)
     app.state.context = ServerContext(
         settings=settings, engine=engine, inputs=inputs, metrics=metrics, templates=pool, parsers=parsers,
         adapters=adapters or ServedAdapters(client, settings.served_model_names, settings.lora_dir),
+        stored_responses=store if settings.response_store_bytes else None,
     )  # fmt: skip
+    app.include_router(playground.router)
     for router in ROUTERS:
         app.include_router(router)
+    if settings.tokenizer_info:
+        app.include_router(information.tokenizer_router)
+    if settings.admin_routes:
+        app.include_router(information.admin_router)
+        app.include_router(sleep.router)
     if settings.lora_dir is not None:
         app.include_router(adapter_routes.router)
     if settings.graphs_dir is not None:
         app.include_router(graphs.router)
     install_error_handlers(app)
-    _leave_out_422(app)
+    describe_errors(app, needs_key=bool(settings.api_keys))
     # The last middleware added is the outermost: a 401 needs CORS headers too.
+    app.add_middleware(OrcaMiddleware, metrics=metrics)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
-    if settings.api_keys:
-        public = ("/metrics",) if settings.is_local else ()
-        app.add_middleware(ApiKeyMiddleware, api_keys=settings.api_keys, public=public)
+    if settings.api_keys or settings.admin_keys:
+        app.add_middleware(
+            ApiKeyMiddleware,
+            api_keys=settings.api_keys,
+            admin_keys=settings.admin_keys,
+            admin_paths=ADMIN_PATHS,
+            public=("/metrics",) if settings.is_local else (),
+        )
     if settings.allowed_origins:
         app.add_middleware(
-            CORSMiddleware,
+            CorsExceptAdmin,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=list(settings.allowed_methods),
-            allow_headers=list(settings.allowed_headers),
-            allow_credentials=settings.allow_credentials,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
         )
+    app.add_middleware(
+        RequestMiddleware, access_log=settings.access_log, timeout=settings.request_timeout, tracing=tracing
+    )
     return app
-
-
-def _leave_out_422(app: FastAPI) -> None:
-    """Remove FastAPI's own validation error from the documentation: here validation errors are 400."""
-    original = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = original()
-        for operations in schema["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            schema.get("components", {}).get("schemas", {}).pop(name, None)
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

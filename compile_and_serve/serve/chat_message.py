@@ -19,9 +19,9 @@ from compile_and_serve.serve.parsers.events import (
 )
 
 
-def call_id(length: int | None) -> str:
-    """A new id of a tool call. length: in characters; None: OpenAI's form."""
-    return uuid.uuid4().hex[:length] if length is not None else f"call_{uuid.uuid4().hex[:24]}"
+def call_id(length: int | None, *, prefix: str = "call") -> str:
+    """A new id of a tool call. length: in characters; None: the API's form, which begins with `prefix`."""
+    return uuid.uuid4().hex[:length] if length is not None else f"{prefix}_{uuid.uuid4().hex[:24]}"
 
 
 def whole_message(

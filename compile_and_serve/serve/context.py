@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from fastapi import Depends, Request
 
 from compile_and_serve import __version__
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.pooling import check_generates, check_task
+from compile_and_serve.runtime.pooling_params import PoolingInfo, PoolingTask
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.structured.checker import MAX_PROCESSES, grammar_checker
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
@@ -28,6 +29,7 @@ from compile_and_serve.serve.middleware import tenant_of
 from compile_and_serve.serve.parsers.selection import Parsers
 from compile_and_serve.serve.protocol.chat import ChatFields
 from compile_and_serve.serve.protocol.chunks import Usage
+from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.settings import ServerSettings
 from compile_and_serve.serve.tool_prompt import describe_tools
 from compile_and_serve.serve.tool_use import ToolUse, tool_use
@@ -50,6 +52,7 @@ class ServerContext:
     templates: TemplatePool
     parsers: Parsers
     adapters: ServedAdapters
+    stored_responses: ResponseStore | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     grammar_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="grammar")
@@ -73,6 +76,14 @@ class ServerContext:
             raise ApiError(404, f"The model '{name:.200}' does not exist: this server has {', '.join(names)}.", "model")
         return name or names[0], adapter
 
+    def check_task(self, task: PoolingTask) -> PoolingInfo:
+        """What the engine pools. Raises `UnsupportedTaskError`, which becomes a 501."""
+        return check_task(task, self.engine.client.info)
+
+    def check_generates(self) -> None:
+        """Raise `UnsupportedTaskError`, which becomes a 501, if the model generates no text."""
+        check_generates(self.engine.client.info)
+
     def check_priority(self, priority: int | None) -> None:
         """Raise a 400 for a priority that would have no effect."""
         if priority and not self.settings.priorities:
@@ -95,9 +106,8 @@ class ServerContext:
         return Usage(prompt_tokens=prompt_tokens, with_details=self.settings.prompt_tokens_details)
 
     def request_id(self, prefix: str, wanted: str | None, request: Request) -> str:
-        """A request's public id: from the body, else from the X-Request-Id header, else new."""
-        given = wanted or request.headers.get("x-request-id", "")[:256]
-        return f"{prefix}-{given or uuid.uuid4().hex}"
+        """A request's public id: from the body, else the one of `RequestMiddleware`, which logs it."""
+        return f"{prefix}-{wanted or request.scope['state']['request_id']}"
 
     def tool_use(self, body: ChatFields, *, only_prompt: bool = False) -> ToolUse:
         """How the answer may use the request's tools. only_prompt: there is no answer. Raises a 400."""
@@ -129,17 +139,20 @@ class ServerContext:
                 text,
                 add_special_tokens=add_special_tokens,
                 truncate=params.truncate_prompt_tokens,
+                truncation_side=params.truncation_side,
                 max_tokens=params.max_tokens,
             )
 
-    async def prepare(self, request: Request, work: Callable[[], T], *, renders: bool = False) -> T:
+    async def prepare(
+        self, request: Request, work: Callable[[], T], *, renders: bool = False, is_large: bool = False
+    ) -> T:
         """The result of `work`, which turns the request's body into the engine's input. renders: it calls `templates`.
 
-        Work that renders, and work on a large body, runs in a thread, so that streams continue meanwhile. A large body is
-        refused at once if the server accepts no request now.
+        is_large: the work may be large although the body is small. Work that renders, and large work, runs in a thread, so that
+        streams continue meanwhile. Large work is refused at once if the server accepts no request now.
         """
         executor = self.templates.executor if renders else None
-        if len(await request.body()) > _INLINE_BYTES:
+        if is_large or len(await request.body()) > _INLINE_BYTES:
             self.engine.check_accepts(())
             async with self.large_bodies:
                 return await asyncio.get_running_loop().run_in_executor(executor, work)

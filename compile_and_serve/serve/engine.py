@@ -13,14 +13,22 @@ from typing import Any, Protocol
 
 from compile_and_serve.runtime.engine.client import EngineDeadError
 from compile_and_serve.runtime.lora.request import LoRARequest
-from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, FinishReason, StepOutputs
+from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepOutputs, UtilityOptions
+from compile_and_serve.runtime.pooling import check_generates
+from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, OutputProcessor
-from compile_and_serve.serve.errors import ApiError, QueueFullError
+from compile_and_serve.serve.errors import ApiError, QueueFullError, ShuttingDownError
 from compile_and_serve.serve.metrics import Metrics, SequenceClock
+from compile_and_serve.serve.queue_speed import QueueSpeed
+from compile_and_serve.serve.request_scope import current_deadline
+from compile_and_serve.serve.tracing import current_trace
 
 logger = logging.getLogger(__name__)
+
+
+SLEEP_RETRY_SECONDS = 10  # sleeping servers do not know when they will be woken
 
 
 class EngineClient(Protocol):
@@ -36,7 +44,7 @@ class EngineClient(Protocol):
     async def abort(self, request_ids: list[str]) -> None: ...
 
     async def utility(
-        self, method: str, adapter: LoRARequest | None = None
+        self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
     ) -> dict[str, int | float | str | bool | None]: ...
 
     def outputs(self) -> AsyncIterator[StepOutputs]:
@@ -61,10 +69,17 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self.engine_ids: list[str] = []
         self.clocks: dict[int, SequenceClock] = {}
+        self.trace = current_trace.get()
+        self._timer: asyncio.TimerHandle | None = None
+        if (deadline := current_deadline.get()) is not None:
+            self._timer = engine.call_at(deadline[0], self._expire, deadline[1])
 
     def put(self, delta: CompletionDelta) -> None:
         """Add a delta. The output processor calls this."""
-        self._engine.metrics.observe(self.clocks[delta.index], delta, self._engine.now)
+        engine, clock = self._engine, self.clocks[delta.index]
+        engine.metrics.observe(clock, delta, engine.now)
+        if self.trace is not None and delta.queue_seconds is not None:
+            self.trace.sequence_queued(delta.queue_seconds)
         unread = self._unread.get(delta.index)
         if unread is None or delta.error is not None:  # an error stays separate from the text before it
             self._deltas.append(delta)
@@ -74,6 +89,9 @@ class Generation:
         if delta.finish_reason is not None:
             self._unfinished -= 1
             self.clocks.pop(delta.index)
+            engine.speed.finished(1, engine.now, in_flight=engine.num_in_flight)
+            if self.trace is not None:
+                self.trace.sequence_finished(clock, delta.finish_reason)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -96,7 +114,21 @@ class Generation:
 
     def close(self) -> None:
         """Abort all unfinished sequences. May be called at any time and more than once."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._engine.release(self)
+
+    def _expire(self, limit: float) -> None:
+        """End the unfinished sequences with an error, because the request's deadline has passed."""
+        unfinished = list(self.clocks)
+        self._engine.end(self)
+        message = f"The request did not end within its limit of {limit:g} seconds."
+        for index in unfinished:
+            self.put(
+                CompletionDelta(
+                    index=index, text="", token_ids=[], finish_reason="error", error=message, error_kind="deadline"
+                )
+            )
 
 
 class AsyncEngine:
@@ -119,10 +151,14 @@ class AsyncEngine:
         self.now = time.monotonic()
         self.dead_reason: str | None = None
         self.draining = False
+        self.sleeping = False
+        self._sleep_lock = asyncio.Lock()
+        self._num_submitting = 0
         self._processor = OutputProcessor(inputs)
         self._on_death = on_death
         self._reader: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
+        self.speed = QueueSpeed()
 
     @property
     def num_in_flight(self) -> int:
@@ -130,9 +166,14 @@ class AsyncEngine:
         return len(self._processor)
 
     @property
+    def load(self) -> int:
+        """Number of sequences that wait or run, those of other API processes included."""
+        return max(self.num_in_flight, getattr(self.client, "total_in_flight", 0))
+
+    @property
     def ready(self) -> bool:
         """Whether new requests are accepted."""
-        return self.dead_reason is None and not self.draining
+        return self.dead_reason is None and not self.draining and not self.sleeping
 
     def start(self) -> None:
         """Begin to read the engine's outputs. Must be called on the running event loop."""
@@ -147,23 +188,31 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         lora: LoRARequest | None = None,
+        pooling: PoolingParams | None = None,
     ) -> Generation:
         """Send prepared prompts, each with its `SamplingParams`, as one request.
 
-        Completion i of prompt p gets the index p * n + i. Raises `EngineDeadError`, `QueueFullError`, and a 400 for more
-        sequences than the server ever accepts at once.
+        Completion i of prompt p gets the index p * n + i. Raises `EngineDeadError`, `QueueFullError`, `ShuttingDownError`, and a
+        400 for more sequences than the server ever accepts at once.
         """
+        if pooling is None:
+            check_generates(self.client.info)
         self.check_accepts(params)
         if self._background:  # aborts must reach the engine before the requests that take the freed places
             await asyncio.wait(set(self._background))
             self.check_accepts(params)
+        if (deadline := current_deadline.get()) is not None and time.monotonic() >= deadline[0]:
+            raise ApiError(504, f"The request did not begin within its limit of {deadline[1]:g} seconds.")
         generation = Generation(self, sum(p.n for p in params))
+        self.speed.started(time.monotonic())
         first_index = 0
         requests: list[EngineRequest] = []
         try:
             for prompt, prompt_params in zip(prompts, params, strict=True):
                 for index in range(first_index, first_index + prompt_params.n):
-                    generation.clocks[index] = self.metrics.start(len(prompt))
+                    generation.clocks[index] = self.metrics.start(len(prompt), None if lora is None else lora.lora_name)
+                if generation.trace is not None:
+                    generation.trace.sequence_started(len(prompt))
                 added = self._processor.add(
                     request_id,
                     prompt,
@@ -173,12 +222,17 @@ class AsyncEngine:
                     priority=priority,
                     cache_salt=cache_salt,
                     lora=lora,
+                    pooling=pooling,
                 )
                 first_index += prompt_params.n
                 generation.engine_ids += added.request_ids
                 requests.append(added)
-            for request in requests:
-                await self.client.add_request(request)
+            self._num_submitting += 1
+            try:
+                for request in requests:
+                    await self.client.add_request(request)
+            finally:
+                self._num_submitting -= 1
         except BaseException:
             generation.close()
             raise
@@ -186,26 +240,70 @@ class AsyncEngine:
 
     def release(self, generation: Generation) -> None:
         """Abort a generation's unfinished sequences. Never awaits, because it also runs inside cancelled tasks."""
+        if num_ended := self.end(generation):
+            self.metrics.observe_aborted(list(generation.clocks.values()))
+            self.speed.finished(num_ended, time.monotonic(), in_flight=self.num_in_flight)
+            if generation.trace is not None:
+                for clock in generation.clocks.values():
+                    generation.trace.sequence_finished(clock, "abort")
+
+    def end(self, generation: Generation) -> int:
+        """Abort a generation's unfinished sequences in the engine, without a note of it. Returns how many there were."""
         unfinished = self._processor.forget(generation.engine_ids)
         if unfinished:
-            self.metrics.observe_aborted(list(generation.clocks.values()))
             self._send(self.client.abort(unfinished))
+        return len(unfinished)
 
-    def cancel_all(self, finish_reason: FinishReason = "abort") -> None:
+    def retry_after(self, num_sequences: int = 1) -> int:
+        """Estimated seconds until `num_sequences` more have ended."""
+        return self.speed.seconds_until(num_sequences, time.monotonic())
+
+    def call_at(self, when: float, action: Callable[..., None], *arguments: Any) -> asyncio.TimerHandle:
+        """Call `action` when time.monotonic() is `when`."""
+        return asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), action, *arguments)
+
+    def cancel_all(self) -> None:
         """End every request now. Each is answered with the text generated so far."""
-        ended = self._processor.end_all(finish_reason)
+        ended = self._processor.end_all("abort")
         if ended:
             self._send(self.client.abort(ended))
+
+    async def sleep(self, level: int, *, abort: bool) -> None:
+        """Refuse new requests, let the accepted ones finish (abort: end them now), and free the engine's memory.
+
+        Raises `ValueError` if the engine cannot sleep.
+        """
+        async with self._sleep_lock:
+            was_sleeping, self.sleeping = self.sleeping, True
+            while self._num_submitting:
+                await asyncio.sleep(0.001)
+            try:
+                await self.client.utility("sleep", None, {"level": level, "mode": "abort" if abort else "wait"})
+            except ValueError:
+                self.sleeping = was_sleeping
+                raise
+
+    async def set_sleeping(self, is_sleeping: bool) -> None:
+        """Another process lets the engine sleep or wake: refuse or accept requests. Returns once none is being sent."""
+        self.sleeping = is_sleeping
+        while is_sleeping and self._num_submitting:
+            await asyncio.sleep(0.001)
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Bring back the engine's memory, or the parts in `tags`. Raises `ValueError` if that fails."""
+        async with self._sleep_lock:
+            answer = await self.client.utility("wake_up", None, {} if tags is None else {"tags": tags})
+            self.sleeping = bool(answer["is_sleeping"])
 
     def health_problem(self) -> str | None:
         """One sentence if the engine is dead, silent or stuck in a step, else None. Does not wait for the engine."""
         return self.dead_reason or self.client.health_problem()
 
-    async def shutdown(self, *, drain: bool = True) -> None:
-        """Stop the engine and stop reading its outputs."""
+    async def shutdown(self) -> None:
+        """End every request, stop the engine and stop reading its outputs."""
         self.draining = True
         try:
-            await self.client.shutdown(drain=drain)
+            await self.client.shutdown(drain=False)
         except Exception as error:  # the engine may die during the shutdown
             logger.warning("The engine did not shut down cleanly: %s", error)
         if self._reader is not None:
@@ -220,7 +318,9 @@ class AsyncEngine:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
         if self.draining:
-            raise QueueFullError("The server is shutting down.")
+            raise ShuttingDownError
+        if self.sleeping:
+            raise QueueFullError("The server sleeps: wake it with POST /wake_up.", SLEEP_RETRY_SECONDS)
         limit, count = self.client.info.max_in_flight, sum(p.n for p in params) or 1
         if limit is None or self.num_in_flight + count <= limit:
             return
@@ -230,10 +330,7 @@ class AsyncEngine:
                 f"This request has {count} sequences, but the server accepts {limit} at once: send fewer.",
                 "n" if params[0].n > 1 else "prompt",
             )
-        raise QueueFullError(
-            f"{self.num_in_flight} sequences wait or run and this request adds {count}, "
-            f"but the server accepts {limit}: try again later."
-        )
+        raise self.speed.refusal(count, limit, time.monotonic(), in_flight=self.num_in_flight)
 
     async def _read(self) -> None:
         try:
@@ -242,8 +339,10 @@ class AsyncEngine:
                 to_abort = self._processor.process(step.outputs)
                 if to_abort:
                     self._send(self.client.abort(to_abort))
-                if step.stats is not None:
+                if step.stats is not None and getattr(self.client, "counts_steps", True):
                     self.metrics.observe_step(step.stats, step.replica)
+                elif step.stats is not None:
+                    self.metrics.last_stats[step.replica] = step.stats
                 if self.client.dead_reason is not None:
                     self._refuse(self.client.dead_reason)  # requests on the other replicas continue
         except asyncio.CancelledError:

@@ -1,7 +1,8 @@
 """Decodes JSON request bodies with bounded time and memory.
 
 Decoding holds the GIL, also in a thread, so that a body of millions of elements would stop the event loop. A large body is
-therefore split into its fields first, without decoding them, and each field's elements are counted before it is decoded.
+therefore measured while it arrives. Then it is split into its fields, without decoding them, and each field's elements are
+counted before it is decoded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from compile_and_serve.serve.protocol.fields import RequestModel
 SMALL_BODY = 64 * 1024  # bytes; smaller bodies hold few elements and are decoded at once
 MAX_ELEMENTS = 1 << 16  # JSON values in a field of a large body, except in lists of integers
 MAX_INTEGERS = 1 << 20  # integers in a field
+MAX_BODY_ELEMENTS = 2 * MAX_INTEGERS  # JSON values in a large body
+MAX_BODY_STRINGS = 2 * MAX_ELEMENTS  # strings in a large body
+MAX_TEXT = 8 << 20  # bytes of all strings of a body; as text they take up to four times as much
+MAX_STRUCTURE = 16 << 20  # bytes of a body outside of its strings
 _MAX_NUMBER = 32  # characters of a number
 
 _WHITESPACE = b" \t\r\n"
@@ -44,7 +49,57 @@ class BodyError(ValueError):
         self.status = status
 
 
-def decode_body(body: bytes, fields: msgspec.json.Decoder[Any]) -> Any:
+class IncomingBody:
+    """A body that arrives in parts. It is refused as soon as it exceeds a limit, and is then no longer kept."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.problem: BodyError | None = None
+        self._num_measured = 0
+        self._num_quotes = self._num_elements = self._text_bytes = self._structure_bytes = 0
+        self._in_string = False
+        self._escape = b""  # a backslash at the end of what was measured, whose character has not arrived
+
+    def add(self, part: bytes) -> None:
+        """Append `part`. Sets `problem` if the body exceeds a limit."""
+        if self.problem is not None:
+            return
+        self.content += part
+        if len(self.content) <= SMALL_BODY:
+            return
+        with memoryview(self.content) as view:
+            unmeasured = bytes(view[self._num_measured :])
+        self._num_measured = len(self.content)
+        self._measure(unmeasured)
+        if self._num_quotes > 2 * MAX_BODY_STRINGS:
+            self._refuse(f"The body has more than {MAX_BODY_STRINGS} strings.")
+        elif self._num_elements > MAX_BODY_ELEMENTS:
+            self._refuse(f"The body has more than {MAX_BODY_ELEMENTS} elements.")
+        elif self._text_bytes > MAX_TEXT:
+            self._refuse(f"The body's strings have more than {MAX_TEXT} bytes.")
+        elif self._structure_bytes > MAX_STRUCTURE:
+            self._refuse(f"The body has more than {MAX_STRUCTURE} bytes outside of its strings.")
+
+    def _measure(self, part: bytes) -> None:
+        unescaped = _without_escapes(self._escape + part)
+        self._escape = b"\\" if unescaped.endswith(b"\\") else b""
+        num_quotes = unescaped.count(b'"')
+        self._num_quotes += num_quotes
+        if self._num_quotes > 2 * MAX_BODY_STRINGS:  # splitting would take long
+            return
+        # Every second part between quotes lies outside of the strings.
+        structure = b"".join(unescaped.split(b'"')[1 if self._in_string else 0 :: 2])
+        self._in_string ^= num_quotes % 2 == 1
+        self._structure_bytes += len(structure)
+        self._text_bytes += len(part) - len(structure)
+        self._num_elements += sum(map(structure.count, (b",", b"[", b"{")))
+
+    def _refuse(self, sentence: str) -> None:
+        self.problem = BodyError(sentence, 413)
+        self.content = bytearray()
+
+
+def decode_body(body: bytes | bytearray, fields: msgspec.json.Decoder[Any]) -> Any:
     """The value of a JSON body. fields: from `field_decoder`; other fields of a large body are left out.
 
     Raises `BodyError`.
@@ -87,7 +142,7 @@ def _decode_field(name: str, raw: bytes) -> Any:
             return _DECODER.decode(raw)
         return (_INTEGER_LISTS if raw[1:].lstrip(_WHITESPACE).startswith(b"[") else _INTEGERS).decode(raw)
     # Without escapes, every second part between quotes lies outside of the strings.
-    unescaped = raw.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in raw else raw
+    unescaped = _without_escapes(raw)
     if unescaped.count(b'"') > 2 * MAX_ELEMENTS:
         raise BodyError(f"{name} has more than {MAX_ELEMENTS} elements.", 413)
     structure = b"".join(unescaped.split(b'"')[::2]).translate(None, _WHITESPACE)
@@ -97,6 +152,11 @@ def _decode_field(name: str, raw: bytes) -> Any:
     return _DECODER.decode(raw)
 
 
+def _without_escapes(raw: bytes) -> bytes:
+    """`raw` without escaped quotes and backslashes. The length stays the same."""
+    return raw.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in raw else raw
+
+
 def _check_numbers(name: str, structure: bytes) -> None:
     # The time for converting an integer is quadratic in its digits.
     if _LONG_NUMBER.search(structure):
@@ -104,9 +164,24 @@ def _check_numbers(name: str, structure: bytes) -> None:
 
 
 class _JsonRequest(Request):
-    """A request whose `json()` is `decode_body`."""
+    """A request whose `json()` is `decode_body`.
+
+    The rest of a body that is refused is received without being kept: if the connection were closed, the client might not read
+    the answer.
+    """
 
     fields: msgspec.json.Decoder[Any]
+    _content: bytearray | None = None
+
+    async def body(self) -> bytes:
+        if self._content is None:
+            incoming = IncomingBody()
+            async for part in self.stream():
+                incoming.add(part)
+            if incoming.problem is not None:
+                raise HTTPException(incoming.problem.status, str(incoming.problem))
+            self._content = incoming.content
+        return self._content  # type: ignore[return-value]
 
     async def json(self) -> Any:
         body = await self.body()
@@ -130,7 +205,7 @@ class JsonRoute(APIRoute):
         fields = field_decoder(model)
 
         async def handle(request: Request) -> Response:
-            _check_content_type(request)
+            check_content_type(request)
             json_request = _JsonRequest(request.scope, request.receive)
             json_request.fields = fields
             return await handler(json_request)
@@ -138,7 +213,7 @@ class JsonRoute(APIRoute):
         return handle
 
 
-def _check_content_type(request: Request) -> None:
+def check_content_type(request: Request) -> None:
     """Raise HTTP 415 unless the content type is JSON. Without a content type, raise it for requests of web pages (header Origin).
 
     This keeps web pages of other origins out: for JSON a browser first asks the server (a CORS preflight), for other content types it

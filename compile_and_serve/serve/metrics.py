@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from compile_and_serve.runtime.messages import EngineInfo, EngineStats, FinishReason
 from compile_and_serve.runtime.text.output_processor import CompletionDelta
+from compile_and_serve.serve.coordinator_messages import MetricFamily
+from compile_and_serve.serve.throughput import TokenCounts, total_load
 
 PREFIX = "cas:"
 _LABEL = "model_name"
+_MAX_ADAPTERS = 100  # labels; further adapters are counted together
+_OTHER_ADAPTERS = "other"
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
@@ -25,6 +31,9 @@ _ENGINE_COUNTERS = {
     "num_preemptions": "Preempted requests, which are recomputed later.",
     "padded_tokens": "Padding tokens computed to reach a captured graph size.",
     "steps_on_device": "Steps whose inputs the device computed from the previous step.",
+    "spec_decode_num_drafts": "Drafts that speculative decoding checked, one per sequence and step.",
+    "spec_decode_num_draft_tokens": "Tokens proposed by speculative decoding.",
+    "spec_decode_num_accepted_tokens": "Proposed tokens that were accepted.",
 }
 _REPLICA_GAUGES = {
     "num_running": ("num_requests_running", "Requests in the replica's running batch."),
@@ -50,6 +59,7 @@ class SequenceClock:
     first_token: float = 0.0
     last_token: float = 0.0
     new_tokens: int = 0
+    adapter: str | None = None  # label of its LoRA adapter
 
 
 class Metrics:
@@ -59,7 +69,8 @@ class Metrics:
         disable_created_metrics()  # they double the number of series, and dashboards do not use them
         self.registry = CollectorRegistry()
         self._model = model_name
-        self._last: dict[int, EngineStats] = {}  # by replica
+        self.tokens = TokenCounts()
+        self.last_stats: dict[int, EngineStats] = {}  # by replica
         self._replica_gauges: dict[str, Gauge] = {}
         self._running = self._gauge("num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
@@ -68,10 +79,20 @@ class Metrics:
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._engine_counters = {name: self._counter(name, text) for name, text in _ENGINE_COUNTERS.items()}
         self._host_gap = self._counter("host_gap_seconds", "Seconds for which the device was idle between steps.")
-        self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.")
+        self._accepted_at = Counter(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position in the draft.",
+            [_LABEL, "position"], registry=self.registry,
+        )  # fmt: skip
         self._success = Counter(
             PREFIX + "request_success", "Finished requests.", [_LABEL, "finished_reason"], registry=self.registry
+        )
+        labels = [_LABEL, "adapter"]
+        self._adapters: set[str] = set()
+        self._adapter_requests = Counter(
+            PREFIX + "lora_request_success", "Finished requests of a LoRA adapter.", labels, registry=self.registry
+        )
+        self._adapter_tokens = Counter(
+            PREFIX + "lora_generation_tokens", "Tokens generated with a LoRA adapter.", labels, registry=self.registry
         )
         self._replays = Counter(
             PREFIX + "graph_replays", "Replays of captured graphs by mode.", [_LABEL, "mode"], registry=self.registry
@@ -96,6 +117,14 @@ class Metrics:
         }
         gauge = Gauge(PREFIX + "engine_info", "Properties of the engine.", [_LABEL, *facts], registry=self.registry)
         gauge.labels(self._model, *facts.values()).set(1)
+        cache = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_kv_blocks),
+            "cache_dtype": facts["kv_cache_dtype"],
+            "enable_prefix_caching": str(info.prefix_caching),
+        }
+        gauge = Gauge(PREFIX + "cache_config_info", "The KV cache.", [_LABEL, *cache], registry=self.registry)
+        gauge.labels(self._model, *cache.values()).set(1)
         report = info.compile_report
         stages = [v for name, v in report.items() if name.startswith(_STAGE) and isinstance(v, (int, float))]
         self._gauge("compile_seconds", "Seconds of compilation at start-up, all stages.").set(sum(stages))
@@ -132,20 +161,29 @@ class Metrics:
             elif group == "failed_passes":
                 failed.labels(self._model, ".".join(rest)).set(1)
 
-    def start(self, prompt_tokens: int) -> SequenceClock:
-        """The clock of a sequence that is being sent to the engine."""
-        return SequenceClock(arrival=time.monotonic(), prompt_tokens=prompt_tokens)
+    def start(self, prompt_tokens: int, adapter: str | None = None) -> SequenceClock:
+        """The clock of a sequence that is being sent to the engine. adapter: name of its LoRA adapter."""
+        if adapter is not None and adapter not in self._adapters:
+            if len(self._adapters) < _MAX_ADAPTERS:
+                self._adapters.add(adapter)
+            else:
+                adapter = _OTHER_ADAPTERS
+        return SequenceClock(arrival=time.monotonic(), prompt_tokens=prompt_tokens, adapter=adapter)
 
     def observe(self, clock: SequenceClock, delta: CompletionDelta, now: float) -> None:
         """Record one delta of a sequence. now: when its step arrived (time.monotonic)."""
         count = len(delta.token_ids)
         if delta.queue_seconds is not None:  # set once per sequence, after the prefill
             self._prompt_tokens.inc(clock.prompt_tokens)
+            self.tokens.prompt += clock.prompt_tokens
             self._queue.observe(delta.queue_seconds)
         if delta.prefill_seconds is not None:
             self._prefill.observe(delta.prefill_seconds)
         if count:
             self._generation_tokens.inc(count)
+            self.tokens.generation += count
+            if clock.adapter is not None:
+                self._adapter_tokens.labels(self._model, clock.adapter).inc(count)
             if clock.new_tokens == 0:
                 clock.first_token = now
                 self._ttft.observe(now - clock.arrival)
@@ -171,21 +209,25 @@ class Metrics:
             for name, (metric, text) in _REPLICA_GAUGES.items()
         }
         for replica in range(count):
-            self._last[replica] = EngineStats()
-            self._describe_replica(replica, self._last[replica])
+            self.last_stats[replica] = EngineStats()
+            self._describe_replica(replica, self.last_stats[replica])
 
     def observe_step(self, stats: EngineStats, replica: int = 0) -> None:
         """Record an engine's state after a step."""
-        before = self._last.get(replica, EngineStats())
-        self._last[replica] = stats
-        replicas = self._last.values()
-        self._running.set(sum(last.num_running for last in replicas))
-        self._waiting.set(sum(last.num_waiting for last in replicas))
-        self._kv_usage.set(sum(last.kv_cache_usage for last in replicas) / len(replicas))
+        before = self.last_stats.get(replica, EngineStats())
+        self.last_stats[replica] = stats
+        running, waiting, kv_usage = total_load(self.last_stats.values())
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._kv_usage.set(kv_usage)
         if stats.step_tokens:
             self._step_tokens.observe(stats.step_tokens)
         for name, counter in self._engine_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(before, name)))
+        places = stats.spec_decode_num_accepted_tokens_per_pos
+        before_at = before.spec_decode_num_accepted_tokens_per_pos or [0] * len(places)
+        for place, (total, known) in enumerate(zip(places, before_at, strict=True)):
+            self._accepted_at.labels(self._model, str(place)).inc(max(0, total - known))
         self._host_gap.inc(max(0.0, stats.host_gap_seconds - before.host_gap_seconds))
         for mode, total in stats.graph_replays.items():
             self._replays.labels(self._model, mode).inc(max(0, total - before.graph_replays.get(mode, 0)))
@@ -195,8 +237,17 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def families(self) -> list[MetricFamily]:
+        """All metrics as data, for another process to add up."""
+        return [
+            (one.name, one.documentation, one.type, [(s.name, dict(s.labels), s.value) for s in one.samples])
+            for one in self.registry.collect()
+        ]
+
     def _finished(self, clock: SequenceClock, reason: FinishReason, now: float) -> None:
         self._success.labels(self._model, reason).inc()
+        if clock.adapter is not None:
+            self._adapter_requests.labels(self._model, clock.adapter).inc()
         self._e2e.observe(now - clock.arrival)
         self._request_prompt.observe(clock.prompt_tokens)
         self._request_generated.observe(clock.new_tokens)
@@ -215,3 +266,46 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, [_LABEL], registry=self.registry, buckets=buckets).labels(self._model)
+
+
+def sum_families(processes: Sequence[Sequence[MetricFamily]]) -> list[MetricFamily]:
+    """The metrics of several API processes as those of one server: counters and histograms are summed.
+
+    Of gauges the largest counts: they describe the engine, and processes that do not know it have 0.
+    """
+    families: dict[str, tuple[str, str]] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for process in processes:
+        for name, text, kind, samples in process:
+            families[name] = text, kind
+            merged = values.setdefault(name, {})
+            for sample, labels, value in samples:
+                key = sample, tuple(labels.items())
+                before = merged.get(key)
+                if before is None:
+                    merged[key] = value
+                else:
+                    merged[key] = max(before, value) if kind == "gauge" else before + value
+    return [
+        (name, text, kind, [(sample, dict(labels), value) for (sample, labels), value in values[name].items()])
+        for name, (text, kind) in families.items()
+    ]
+
+
+def render_families(families: Sequence[MetricFamily]) -> bytes:
+    """Metrics in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Families(families))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, families: Sequence[MetricFamily]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        for name, text, kind, samples in self._families:
+            metric = Metric(name, text, kind)
+            for sample, labels, value in samples:
+                metric.add_sample(sample, labels, value)
+            yield metric

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fastapi import HTTPException, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from compile_and_serve.serve.errors import error_response
+from compile_and_serve.serve.errors import error_response, path_of
 
 # Probes and documentation need no key.
 _PUBLIC = frozenset({"/", "/health", "/ready", "/ping", "/version", "/docs", "/redoc", "/openapi.json"})
@@ -25,38 +25,65 @@ _TENANT = "tenant"  # key of the request's state
 
 
 class ApiKeyMiddleware:
-    """Answers 401 unless the request carries one of the keys as `Authorization: Bearer KEY`.
+    """Answers 401 unless the request carries one of the keys as `Authorization: Bearer KEY`, or as Anthropic's `x-api-key`.
 
     Pages also accept the key as the password of basic authentication. public: paths that need no key, besides the probes
-    and the documentation.
+    and the documentation. admin_paths: where there are admin keys, these paths need one of them, and other keys get 403.
+    Admin keys open everything else too. Without api_keys, all other paths are open.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], public: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        admin_paths: Collection[str] = (),
+        public: Sequence[str] = (),
+    ) -> None:
         self.app = app
+        self._admin_digests = [_digest(key.encode()) for key in admin_keys]
         self._digests = [_digest(key.encode()) for key in api_keys]
+        self._admin_paths = frozenset(admin_paths if admin_keys else ())
         self._public = _PUBLIC.union(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or self._is_public(scope):
+        if scope["type"] != "http" or self._is_open(scope):
             await self.app(scope, receive, send)
             return
-        if (digest := self._matching_digest(scope)) is not None:
+        is_admin_path = path_of(scope) in self._admin_paths
+        digest = self._matching_digest(scope)
+        if digest is not None and (not is_admin_path or digest in self._admin_digests):
             scope.setdefault("state", {})[_TENANT] = digest.hex()
             await self.app(scope, receive, send)
             return
-        headers = {"WWW-Authenticate": _BASIC_CHALLENGE} if _path(scope) in _PAGES else None
-        message = "This server requires an API key: send it as 'Authorization: Bearer KEY'."
-        await error_response(401, message, headers=headers)(scope, receive, send)
+        path = path_of(scope)
+        if digest is not None:
+            message = "This route needs the admin key (--admin-api-key)."
+            await error_response(403, message, path=path)(scope, receive, send)
+            return
+        headers = {"WWW-Authenticate": _BASIC_CHALLENGE} if path in _PAGES else None
+        kind = "the admin API key" if is_admin_path else "an API key"
+        message = f"This server requires {kind}: send it as 'Authorization: Bearer KEY'."
+        await error_response(401, message, headers=headers, path=path)(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        if path_of(scope) in self._admin_paths:
+            return False
+        return not self._digests or scope["method"] == "OPTIONS" or self._is_public(scope)
 
     def _is_public(self, scope: Scope) -> bool:
-        path = _path(scope)
+        path = path_of(scope)
         return path in self._public or path.startswith(_PUBLIC_PREFIXES)
 
     def _matching_digest(self, scope: Scope) -> bytes | None:
         """The digest of the request's key, or None if it has no valid key."""
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        if not kind and "x-api-key" in headers:
+            kind, key = "bearer", headers["x-api-key"]
         key = key.strip()
-        if kind.lower() == "basic" and _path(scope) in _PAGES:
+        if kind.lower() == "basic" and path_of(scope) in _PAGES:
             given = [_password(key).encode()]
         elif kind.lower() == "bearer":
             # `Headers` decodes as Latin-1. Clients send a key as UTF-8 or as Latin-1.
@@ -65,7 +92,8 @@ class ApiKeyMiddleware:
             return None
         # Digests have equal lengths and there is no early exit, so the time taken reveals nothing about the keys.
         digests = [_digest(one) for one in given]
-        matches = [known for known in self._digests for one in digests if hmac.compare_digest(known, one)]
+        known_digests = [*self._admin_digests, *self._digests]
+        matches = [known for known in known_digests for one in digests if hmac.compare_digest(known, one)]
         return matches[0] if matches else None
 
 
@@ -76,6 +104,12 @@ def tenant_of(request: Request) -> str | None:
 
 
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
+
+
+def body_too_large(max_bytes: int) -> HTTPException:
+    """The answer to a body of more than `max_bytes`."""
+    message = f"The body is larger than this server's limit of {max_bytes} bytes (--max-body-size)."
+    return HTTPException(413, message, headers=_CLOSE)
 
 
 class BodyLimitMiddleware:
@@ -89,10 +123,10 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        message = f"The body is larger than this server's limit of {self._max_bytes} bytes (--max-body-size)."
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > self._max_bytes:
-            await error_response(413, message, headers=_CLOSE)(scope, receive, send)
+            error = body_too_large(self._max_bytes)
+            await error_response(413, error.detail, headers=_CLOSE, path=path_of(scope))(scope, receive, send)
             return
         received = 0
 
@@ -101,15 +135,10 @@ class BodyLimitMiddleware:
             part = await receive()
             received += len(part.get("body", b""))
             if received > self._max_bytes:
-                raise HTTPException(413, message, headers=_CLOSE)
+                raise body_too_large(self._max_bytes)
             return part
 
         await self.app(scope, counted_receive, send)
-
-
-def _path(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 def _password(credentials: str) -> str:

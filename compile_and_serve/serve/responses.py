@@ -7,18 +7,15 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
 _CLIENT_CLOSED = 499  # only for the access log: the connection is already closed
-
-
-class ClientGoneError(Exception):
-    """The client disconnected before its answer was ready."""
 
 
 def json_response(value: Any) -> Response:
@@ -31,8 +28,16 @@ def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+def named_event(name: str, /, **fields: Any) -> bytes:
+    """One server-sent event with its name, which `type` in its JSON repeats."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode({"type": name, **fields}) + b"\n\n"
+
+
 class EventStream(StreamingResponse):
-    """Server-sent events. on_close runs when the response has ended, also when the client disconnected."""
+    """Server-sent events, with a comment in long silences (`--stream-keepalive`), so that proxies keep the connection.
+
+    on_close runs when the response has ended, also when the client disconnected.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], *, on_close: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -40,31 +45,80 @@ class EventStream(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        seconds = scope["app"].state.context.settings.stream_keepalive
+        keepalive = _KeepAlive(send, seconds) if seconds else None
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send if keepalive is None else keepalive.send)
         finally:
+            if keepalive is not None:
+                keepalive.stop()
             self._on_close()
 
 
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects first, `work` is cancelled and `ClientGoneError` is raised.
+class _KeepAlive:
+    """Passes a stream's messages on, and sends a comment after `seconds` without one."""
 
-    The request's body must already have been read.
+    def __init__(self, send: Send, seconds: float) -> None:
+        self._send, self._seconds = send, seconds
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send the stream's next message."""
+        if self._comment is not None:
+            await asyncio.wait([self._comment])
+        loop = asyncio.get_running_loop()
+        if not message.get("more_body", True):
+            self.stop()
+        await self._send(message)
+        self._last = loop.time()
+        if self._timer is None and message.get("more_body"):
+            self._timer = loop.call_later(self._seconds, self._check)
+
+    def stop(self) -> None:
+        """Send no more comments."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._seconds = 0.0
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        silence = loop.time() - self._last
+        if not self._seconds:
+            return
+        if silence >= self._seconds:
+            self._comment = loop.create_task(self._send_comment())
+            silence = 0.0
+        self._timer = loop.call_later(self._seconds - silence, self._check)
+
+    async def _send_comment(self) -> None:
+        try:
+            await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        except OSError:
+            pass  # the client has gone, which the stream notices too
+        finally:
+            self._last = asyncio.get_running_loop().time()
+            self._comment = None
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`. If the client disconnects first, `work` is cancelled and the result is None.
+
+    receive: of a request whose body has been read.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(request))
+    watcher = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError
+        return task.result() if task.done() else None
     finally:
         watcher.cancel()
         task.cancel()
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         continue
 
 

@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineStartError
+from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError
 from compile_and_serve.runtime.engine.replicas import DataParallelClient, make_client
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.http_protocol import limited_protocol
+from compile_and_serve.serve.listener import ServerStartError, bind_problem, inode_of, open_socket, open_unix_socket
 from compile_and_serve.serve.parsers.selection import select_parsers
 from compile_and_serve.serve.settings import ServerSettings
 
@@ -39,10 +40,6 @@ EXIT_OK, EXIT_FAILURE = 0, 1
 _FLUSH_SECONDS = 5.0  # time to send the answers of cancelled requests
 
 StageCallback = Callable[[str, float, str], None]
-
-
-class ServerStartError(ValueError):
-    """The server cannot start. The message is one sentence."""
 
 
 def run(
@@ -58,16 +55,19 @@ def run(
     are accepted. Raises a `ValueError` with one sentence if the server cannot start: the port is in use, there is no
     tokenizer, or the model does not load.
     """
-    listener = open_socket(settings.host, settings.port)
+    listener = open_socket(settings.host, settings.port) if settings.uds is None else open_unix_socket(settings.uds)
+    inode = None if settings.uds is None else inode_of(settings.uds)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(config, settings, listener, on_stage, on_ready))
     except OSError as error:
         # Another program may have begun to listen while the model was loading.
         if error.errno == errno.EADDRINUSE:
-            raise ServerStartError(_bind_problem(settings.host, settings.port, error)) from error
+            raise ServerStartError(bind_problem(settings.host, settings.port, error)) from error
         raise
     finally:
+        if settings.uds is not None and inode_of(settings.uds) == inode:  # else another server has replaced it
+            settings.uds.unlink(missing_ok=True)
         listener.close()
 
 
@@ -81,12 +81,13 @@ def complete_settings(config: EngineConfig, settings: ServerSettings, templates:
         template = changes["chat_template"] = read_chat_template(settings.chat_template)
         templates.check(template)
     if not settings.default_sampling:
-        changes["default_sampling"] = defaults = load_generation_defaults(config.model.path)
+        defaults = load_generation_defaults(config.model.path) | dict(settings.override_sampling)
+        changes["default_sampling"] = defaults
         try:
             SamplingParams(**defaults).verify()  # type: ignore[arg-type]
         except ValueError as error:
             raise ServerStartError(
-                f"The sampling defaults in generation_config.json cannot be used: {error}"
+                f"The sampling defaults of generation_config.json and --override-generation-config cannot be used: {error}"
             ) from error
     return replace(settings, **changes)
 
@@ -103,25 +104,6 @@ def read_chat_template(given: str) -> str:
         ) from error
 
 
-def open_socket(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises `ServerStartError` if the address cannot be bound."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ServerStartError(f"The host '{host}' does not resolve to an address ({error.strerror}).") from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ServerStartError(_bind_problem(host, port, error)) from error
-    listener.setblocking(False)
-    return listener
-
-
 async def _serve(
     config: EngineConfig,
     settings: ServerSettings,
@@ -130,7 +112,7 @@ async def _serve(
     on_ready: Callable[[str, EngineInfo], None] | None,
 ) -> int:
     client = make_client(config, on_stage)
-    templates = TemplatePool(seconds=settings.template_timeout)
+    templates = TemplatePool()
     with _Signals() as signals, closing(templates):
         starting = asyncio.create_task(_start(client, config, settings, templates))
         await _wait_any(starting, signals.stop)
@@ -139,6 +121,8 @@ async def _serve(
             await asyncio.gather(starting, return_exceptions=True)
             return EXIT_OK
         tokenizer, settings, adapters = starting.result()  # raises the start's error
+        if settings.api_server_count > 1:
+            return await _serve_with_processes(client, config, settings, listener, adapters, signals, on_ready)
         died: list[str] = []
 
         def on_death(reason: str) -> None:
@@ -154,15 +138,41 @@ async def _serve(
             templates=templates,
             adapters=adapters,
         )
-        server = _Server(_uvicorn_config(app, settings))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
+        server, serving = await _begin(_uvicorn_config(app, settings), listener)
         if on_ready is not None and not serving.done():
             on_ready(_url(listener, settings), client.info)
         await _wait_any(serving, signals.stop)
         await _finish(server, serving, app.state.context, signals.hurry)
     return EXIT_FAILURE if died else EXIT_OK
+
+
+async def _serve_with_processes(
+    client: AsyncEngineClient | DataParallelClient,
+    config: EngineConfig,
+    settings: ServerSettings,
+    listener: socket.socket,
+    adapters: ServedAdapters,
+    signals: _Signals,
+    on_ready: Callable[[str, EngineInfo], None] | None,
+) -> int:
+    from compile_and_serve.serve.many_processes import serve_with_processes
+
+    url = _url(listener, settings)
+
+    def ready() -> None:
+        if on_ready is not None:
+            on_ready(url, client.info)
+
+    try:
+        is_well = await serve_with_processes(
+            client, config, settings, listener, adapters.all, stop=signals.stop, hurry=signals.hurry, on_ready=ready
+        )
+    finally:
+        try:
+            await client.shutdown(drain=False)
+        except EngineDeadError as error:
+            logger.warning("The engine did not shut down cleanly: %s", error)
+    return EXIT_OK if is_well else EXIT_FAILURE
 
 
 async def _start(
@@ -172,6 +182,7 @@ async def _start(
     templates: TemplatePool,
 ) -> tuple[Tokenizer | None, ServerSettings, ServedAdapters]:
     """Start the engine and read the tokenizer at the same time, then load adapters. The first error stops all."""
+    inode = None if settings.uds is None else inode_of(settings.uds)
     engine = asyncio.create_task(client.start())
     files = asyncio.create_task(asyncio.to_thread(_read_files, config, settings, templates))
     try:
@@ -181,12 +192,25 @@ async def _start(
         adapters = ServedAdapters(client, settings.served_model_names, settings.lora_dir)
         for name, path in settings.lora_modules:
             await adapters.add(name, path)
+        if settings.uds is not None and inode_of(settings.uds) != inode:
+            raise ServerStartError(
+                f"--uds {settings.uds} was removed or replaced while the model was loading: choose another path."
+            )
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
         await client.shutdown(drain=False)
         raise
     return tokenizer, settings, adapters
+
+
+async def _begin(config: uvicorn.Config, listener: socket.socket) -> tuple[_Server, asyncio.Task[None]]:
+    """A server and its task, once it takes connections or has failed."""
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    return server, serving
 
 
 async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerContext, hurry: asyncio.Event) -> None:
@@ -206,7 +230,7 @@ async def _finish(server: _Server, serving: asyncio.Task[None], context: ServerC
         server.force_exit = True
         await _wait_any(serving, timeout=_FLUSH_SECONDS)
     # With force_exit uvicorn skips the lifespan's shutdown. Shutting down twice is harmless.
-    await engine.shutdown(drain=False)
+    await engine.shutdown()
     if serving.done():
         await serving  # raises the server's error
 
@@ -257,18 +281,23 @@ async def _set(event: asyncio.Event) -> None:
     await event.wait()
 
 
-def _uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
-    return uvicorn.Config(
+def _uvicorn_config(app: FastAPI, settings: ServerSettings, *, plain: bool = False) -> uvicorn.Config:
+    """plain: for a private socket, without TLS and without the application's lifespan."""
+    config = uvicorn.Config(
         app,
         log_level=settings.log_level,
-        access_log=settings.access_log,
+        access_log=False,  # `RequestMiddleware` writes it
         log_config=None,
-        lifespan="on",
+        lifespan="off" if plain else "on",
         http=limited_protocol(settings.connection_limits),
         ws="none",
         timeout_keep_alive=settings.connection_limits.idle_seconds,
         root_path=settings.root_path,
     )
+    if settings.tls is not None and not plain:
+        config.load()
+        config.ssl = settings.tls.context()
+    return config
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -298,18 +327,13 @@ def _read_files(
     return tokenizer, settings
 
 
-def _bind_problem(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"Port {port} on {host} is in use: choose another with --port, or stop the program that uses it."
-    if error.errno == errno.EACCES:
-        return f"Port {port} needs administrator rights: choose one above 1023 with --port."
-    return f"The server cannot listen on {host}:{port} ({error.strerror})."
-
-
 def _url(listener: socket.socket, settings: ServerSettings) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
     port = listener.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"http://{host}:{port}{settings.root_path}"
+    scheme = "http" if settings.tls is None else "https"
+    return f"{scheme}://{host}:{port}{settings.root_path}"
 
 
 __all__ = ["EngineStartError", "ServerStartError", "complete_settings", "open_socket", "run"]

@@ -16,16 +16,22 @@ from torch.fx import GraphModule, symbolic_trace
 
 from compile_and_serve.compiler.inductor import (
     PieceCompileError,
-    _kernel_compilers,
-    _without_broken_pool,
     end_kernel_compilers,
     start_inductor,
     start_piece,
 )
+from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
 from tests.support.hopper import run_script
 from tests.support.processes import is_running, wait_until
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _instruction_set(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Chosen as at a start, or Inductor would build a library for every instruction set."""
+    with start_inductor(CPU, tmp_path_factory.mktemp("probes")) as wait:
+        wait()
 
 
 class Scaled(nn.Module):
@@ -78,6 +84,7 @@ def test_compiling_adds_no_environment_variable(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(compiled.run([x])[0], torch.tanh(x * 0.75) + x)
 
 
+@pytest.mark.usefixtures("two_compile_threads")  # with one, kernels are built while the piece is generated
 def test_a_kernel_that_cannot_be_built_fails_only_its_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.async_compile import AsyncCompile
 
@@ -110,6 +117,18 @@ def no_ptxas_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def triton_kernels() -> Iterator[None]:
+    """The CPU counts as a device whose kernels are Triton's, so that processes compile them."""
+
+    class Gpu(CpuPlatform):
+        runs_triton_kernels = True
+
+    register_platform("cpu", Gpu)
+    yield
+    register_platform("cpu", CpuPlatform)
+
+
+@pytest.fixture
 def two_compile_threads() -> Iterator[None]:
     """With one core, no processes would be started."""
     from torch._inductor import config
@@ -118,33 +137,46 @@ def two_compile_threads() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads")
+@pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads", "triton_kernels")
 @pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "starting"])
 def test_compile_processes_end_with_the_block(is_ready: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile
 
     monkeypatch.setattr("compile_and_serve.compiler.inductor.POOL_START_SECONDS", 60.0)
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
-    with suppress(KeyError), _kernel_compilers() as wait:
+    with suppress(KeyError), start_inductor(CPU, tmp_path) as wait:
         pool = AsyncCompile.process_pool()
         if is_ready:
             wait()
             assert AsyncCompile.use_process_pool()
             assert pool.submit(os.getpid).result(timeout=60) != os.getpid()
-            assert pool.submit(os.getenv, "PYTHONPYCACHEPREFIX").result(timeout=60) == str(tmp_path)
         raise KeyError("the block fails")
-    assert "PYTHONPYCACHEPREFIX" not in os.environ
     wait_until(lambda: pool.process.poll() is not None, 120)  # it imports torch first
     assert not AsyncCompile.process_pool.cache_info().currsize  # the next compilation starts a new pool
 
 
-@pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads")
-def test_compile_processes_can_be_killed() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads", "triton_kernels")
+def test_compile_processes_use_the_bytecode_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from torch._inductor.async_compile import AsyncCompile
 
-    with _kernel_compilers():
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    with start_inductor(CPU, tmp_path):
+        assert "PYTHONPYCACHEPREFIX" not in os.environ
+        pool = AsyncCompile.process_pool().process
+        environment = Path(f"/proc/{pool.pid}/environ").read_text().split("\0")
+        end_kernel_compilers()
+        wait_until(lambda: not is_running(pool.pid))
+    assert f"PYTHONPYCACHEPREFIX={tmp_path}" in environment
+
+
+@pytest.mark.usefixtures("no_ptxas_named", "two_compile_threads", "triton_kernels")
+def test_compile_processes_can_be_killed(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from torch._inductor.async_compile import AsyncCompile
+
+    with start_inductor(CPU, tmp_path):
         AsyncCompile.wait_pool_ready()
         worker = AsyncCompile.process_pool().submit(os.getpid).result(timeout=60)
         assert is_running(worker)
@@ -154,17 +186,17 @@ def test_compile_processes_can_be_killed() -> None:
 
 
 def test_a_pool_that_did_not_start_is_logged_once_and_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
     failed: Future[str] = Future()
     failed.set_exception(RuntimeError("no more processes"))
     monkeypatch.setattr(AsyncCompile, "_ready_future", failed)
-    for _ in range(2):
-        with _without_broken_pool():
-            assert config.compile_threads == 1
+    x = torch.randn(32, 64)
+    for factor in (5.0, 6.0):
+        compiled = start_piece(piece(factor), CPU, tmp_path / str(factor)).result()
+        torch.testing.assert_close(compiled.run([x])[0], torch.tanh(x * factor) + x)
     assert [record.message for record in caplog.records if "no more processes" in record.message] == [
         "Inductor's compile processes could not be started; kernels are compiled one after another: RuntimeError: no more processes"
     ]
@@ -174,7 +206,8 @@ KERNEL = """
 import json, shutil, sys, os
 from pathlib import Path
 import triton, triton.language as tl
-from compile_and_serve.compiler.inductor import _relocate_triton_kernels
+import torch
+from compile_and_serve.compiler.inductor import load_pieces
 from tests.support.hopper import compiled
 
 here = Path(sys.argv[1])
@@ -191,7 +224,7 @@ compile_in(here / "made")
 compile_in(here / "made")
 shutil.copytree(here / "made", here / "copied")
 shutil.rmtree(here / "made")
-_relocate_triton_kernels(here / "copied")
+load_pieces({}, torch.device("cpu"), here / "copied")
 compile_in(here / "copied")
 print(json.dumps(hits))
 """

@@ -51,6 +51,7 @@ class CasLinear(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("num_threads", ctypes.c_int32),
+        ("lora", ctypes.c_void_p),
     )
 
 

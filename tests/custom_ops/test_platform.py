@@ -33,7 +33,9 @@ def device_questions(source: str) -> list[tuple[int, str]]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):
-            asks = any(map(_is_type, (node.left, *node.comparators)))
+            sides = (node.left, *node.comparators)
+            words = {side.value for side in sides if isinstance(side, ast.Constant)}
+            asks = any(map(_is_type, sides)) and (not words or bool(words & {"cpu", "cuda", "meta"}))
         elif isinstance(node, ast.Subscript):
             asks = _is_type(node.slice)
         elif isinstance(node, ast.Attribute):
@@ -68,6 +70,7 @@ def _is_type(node: ast.expr) -> bool:
         ("torch.cuda.synchronize()", 1),
         ("def f(event: torch.cuda.Event | None): ...", 1),
         ("import torch.cuda", 1),
+        ("body.thinking.type == 'enabled'", 0),
         ("from torch import cuda", 1),
         ("from torch.cuda import Event", 1),
         ("print(device.type, torch.version.cuda, type(x) == y, x.types == y)", 0),

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compile_and_serve import LLM, LoRARequest, SamplingParams
 from compile_and_serve.runtime.llm import RequestOutput
 from tests.support.adapters import ALL, merge, write_adapter
+from tests.support.group_checkpoints import write_grouped
 from tests.support.transformers_models import load_reference, write_random_model
 
 PROMPTS = [[5, 17, 200, 31], [7, 8, 9, 10, 11, 12, 13, 14, 15], [44], [5, 17, 200, 31], [5, 17, 200, 31]]
 NUM_TOKENS = 8
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
 
 
@@ -25,14 +30,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of ranks 8, 16 and 64; the last with rsLoRA and patterns, on some linears."""
+    """Of ranks 8, 16 and 64; the last with rsLoRA and patterns, on some linears and on the output head."""
     folder = tmp_path_factory.mktemp("adapters")
     return [
         write_adapter(folder / "r8", model, 8, seed=1),
         write_adapter(folder / "r16", model, 16, seed=2, targets=("q_proj", "v_proj")),
         write_adapter(
-            folder / "r64", model, 64, seed=3, use_rslora=True, rank_pattern={"down_proj": 3},
-            alpha_pattern={"down_proj": 2.0}, target_modules=r".*\.(self_attn|mlp)\..*",
+            folder / "r64", model, 64, seed=3, targets=(*ALL, "lm_head"), use_rslora=True, rank_pattern={"down_proj": 3},
+            alpha_pattern={"down_proj": 2.0}, target_modules=r".*\.(self_attn|mlp)\..*|lm_head",
         ),
     ]  # fmt: skip
 
@@ -64,7 +69,9 @@ def check(output: RequestOutput, model: Path, adapter: Path | None, tolerance: f
         assert float(expected_V.max() - expected_V[token]) < tolerance  # a token of the largest logit
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)], ids=["one rank", "two ranks"]
+)
 def test_one_batch_mixes_the_base_and_ranks(
     options: dict[str, Any], model: Path, adapters: list[Path], tmp_path: Path
 ) -> None:
@@ -72,8 +79,8 @@ def test_one_batch_mixes_the_base_and_ranks(
     paths = [None, *adapters, None]
     with make_llm(model, tmp_path, verify_passes=not options, **options) as llm:
         report = llm.info.compile_report
-        assert report["pass_sites.apply_lora.matched"] == 3 * len(ALL)
-        assert report["pass_sites.apply_lora.expected"] == 3 * len(ALL)
+        assert report["pass_sites.apply_lora.matched"] == 3 * len(ALL) + 1  # and the head
+        assert report["pass_sites.apply_lora.expected"] == 3 * len(ALL) + 1
         outputs = generate(llm, PROMPTS, requests)
         assert outputs[0].outputs[0].token_ids != outputs[3].outputs[0].token_ids  # equal prompts, other adapters
         assert outputs[0].outputs[0].token_ids == outputs[4].outputs[0].token_ids
@@ -81,12 +88,38 @@ def test_one_batch_mixes_the_base_and_ranks(
             check(output, model, path, 1e-3)
 
 
-def test_int8_bases(model: Path, adapters: list[Path], tmp_path: Path) -> None:
-    """Within what rounding the base's weights to int8 changes: adapters themselves are not rounded."""
-    with make_llm(model, tmp_path, quantization="int8-weight-only") as llm:
+def write_rounded(model: Path, folder: Path, quantization: str) -> Path:
+    """The checkpoint with the weights of its linears rounded row by row, as weight-only quantization does."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight_OI in tensors.items():
+        if name.endswith("_proj.weight"):
+            largest = weight_OI.abs().amax(1, keepdim=True)
+            if quantization.startswith("fp8"):
+                tensors[name] = (weight_OI * 448 / largest).to(torch.float8_e4m3fn).float() * largest / 448
+            else:
+                tensors[name] = (weight_OI * 127 / largest).round() * largest / 127
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("quantization", ["int8-weight-only", pytest.param("fp8-weight-only", marks=pytest.mark.slow)])
+def test_bases_that_are_quantized_here(quantization: str, model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    """Adapters themselves are not rounded."""
+    rounded = write_rounded(model, tmp_path / "rounded", quantization)
+    with make_llm(model, tmp_path, quantization=quantization) as llm:
         requests = [None, LoRARequest("a", 1, str(adapters[0])), LoRARequest("b", 2, str(adapters[2]))]
         for output, path in zip(generate(llm, PROMPTS[:3], requests), [None, adapters[0], adapters[2]], strict=True):
-            check(output, model, path, 0.5)
+            check(output, rounded, path, 0.05)  # kernels round activations
+
+
+@pytest.mark.slow
+def test_awq_bases(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    quantized, dequantized = write_grouped(model, tmp_path / "awq", AWQ)
+    with make_llm(quantized, tmp_path / "cache") as llm:
+        requests = [None, LoRARequest("a", 1, str(adapters[0])), LoRARequest("b", 2, str(adapters[1]))]
+        for output, path in zip(generate(llm, PROMPTS[:3], requests), [None, *adapters[:2]], strict=True):
+            check(output, dequantized, path, 0.05)
 
 
 def test_many_adapters_share_few_slots_and_nothing_is_compiled(
@@ -111,6 +144,44 @@ def test_many_adapters_share_few_slots_and_nothing_is_compiled(
     check(together[0], model, paths[0], 1e-3)
 
 
+def noted(calls: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
+    model: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_llm(model, tmp_path, enable_lora=False) as llm:
+        assert "pass_sites.apply_lora.matched" not in llm.info.compile_report
+        with pytest.raises(ValueError, match="use --enable-lora"):
+            generate(llm, PROMPTS[:1], [LoRARequest("a", 1, str(adapters[0]))])
+        model_of_base = llm.engine.core._executor.worker._model
+    for _ in range(2):  # compiled, then from its artifact
+        with make_llm(model, tmp_path, num_kv_blocks=66) as llm:
+            runner = llm.engine.core._executor.worker.runner
+            compiled = runner.steps.model
+            assert compiled.plain.plan.steps == model_of_base.plan.steps
+            assert compiled.plan.steps != model_of_base.plan.steps
+            assert {t.target for t in compiled.plan.transforms} > {t.target for t in compiled.plain.plan.transforms}
+            calls: list[str] = []
+            for steps, name in ((runner.steps, "adapters"), (runner.plain_steps, "plain")):
+                monkeypatch.setattr(steps, "run", noted(calls, name, steps.run))
+            plain = generate(llm, PROMPTS[:2], [None, None])
+            assert set(calls) == {"plain"}
+            mixed = generate(llm, PROMPTS[:2], [None, LoRARequest("a", 1, str(adapters[0]))])
+            assert "adapters" in calls
+            assert mixed[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+            assert mixed[1].outputs[0].token_ids != plain[1].outputs[0].token_ids
+            calls.clear()
+            generate(llm, PROMPTS[:2], [None, None])
+            assert set(calls) == {"plain"}
+    assert llm.info.compile_report["artifact"] == "hit"
+
+
 def test_wrong_adapters_are_refused_and_the_engine_goes_on(model: Path, adapters: list[Path], tmp_path: Path) -> None:
     with make_llm(model, tmp_path, max_lora_rank=16) as llm:
         before = generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids
@@ -130,13 +201,6 @@ def test_wrong_adapters_are_refused_and_the_engine_goes_on(model: Path, adapters
         assert generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids == before
 
 
-def test_without_enable_lora_adapters_are_refused(model: Path, adapters: list[Path], tmp_path: Path) -> None:
-    with make_llm(model, tmp_path, enable_lora=False) as llm:
-        assert "pass_sites.apply_lora.matched" not in llm.info.compile_report
-        with pytest.raises(ValueError, match="use --enable-lora"):
-            generate(llm, PROMPTS[:1], [LoRARequest("a", 1, str(adapters[0]))])
-
-
 def test_a_class_of_transformers(tmp_path: Path) -> None:
     """With biases beside the adapters, and modules found by the names of transformers' class."""
     model = write_random_model(tmp_path / "model", "Qwen2ForCausalLM", without=("head_dim",))
@@ -145,3 +209,19 @@ def test_a_class_of_transformers(tmp_path: Path) -> None:
         outputs = generate(llm, PROMPTS[:2], [None, LoRARequest("a", 1, str(adapter))])
     for output, path in zip(outputs, [None, adapter], strict=True):
         check(output, model, path, 1e-3)
+
+
+def test_both_plans_read_one_cache_with_partial_rotary_embeddings(tmp_path: Path) -> None:
+    """A prefix that a step without adapters cached is continued by steps with them, and the other way round."""
+    model = write_random_model(
+        tmp_path / "model", "StableLmForCausalLM", without=("head_dim",), partial_rotary_factor=0.5
+    )
+    adapter = write_adapter(tmp_path / "adapter", model, 8)
+    with make_llm(model, tmp_path / "cache", max_loras=1, max_lora_rank=8) as llm:
+        # The second request comes with an adapter while the first, without one, decodes.
+        request = LoRARequest("a", 1, str(adapter))
+        outputs = generate(llm, [PROMPTS[1], PROMPTS[0]], [None, request])
+        alone = generate(llm, [PROMPTS[1]], [None])
+    check(outputs[0], model, None, 1e-3)
+    check(outputs[1], model, adapter, 1e-3)
+    check(alone[0], model, None, 1e-3)

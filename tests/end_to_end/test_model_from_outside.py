@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from compile_and_serve.compiler.config import CompileConfig
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.pipeline import compile_model
 from compile_and_serve.custom_ops.library import OpKind, define
@@ -253,20 +254,20 @@ def test_decode_steps_of_three_rows_are_captured(folders: dict[bool, Path], monk
     pytest.importorskip("triton")
     made: list[CudaGraphRunner] = []
 
-    def graph_runner(worker: Any) -> CudaGraphRunner:
+    def graph_runners(worker: Any) -> GraphRunners:
         made.append(
             CudaGraphRunner(
                 worker._model, mode="full", max_num_seqs=8, backends=[], device=FakeDevice(), sizes=(1, 2, 4, 8),
                 query_len=Q, decode_head=begin_step, decode_tail=end_step,
             )
         )  # fmt: skip
-        return made[0]
+        return GraphRunners(made)
 
     requests = [request(f"r{i}", prompt_of(i, 5 + 3 * i), max_tokens=24) for i in range(3)]
     plain = EngineCore(tiny_config(folders[True]))
     expected = tokens_of(run_requests(plain, requests))
     plain.shutdown()
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.Worker._graph_runner", graph_runner)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.Worker._graph_runners", graph_runners)
     core = EngineCore(tiny_config(folders[True], max_num_seqs=8))
     made[0].capture()
     assert tokens_of(run_requests(core, requests)) == expected

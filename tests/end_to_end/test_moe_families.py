@@ -11,9 +11,10 @@ from tests.support.moe_models import FAMILIES, write_moe
 from tests.support.transformers_models import greedy_tokens
 
 PROMPTS = [[7, 21, 300, 9, 44], [5], list(range(30, 53)), list(range(100, 139))]
-NUM_TOKENS = 64
-# A native family with a shared expert, and a class of transformers with a dense layer. Quick tests of the others do not compile.
-QUICK = ("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM")
+NUM_TOKENS = 32
+# A native family with a shared expert, one with latent attention, and a class of transformers with a dense layer.
+# Quick tests of the others do not compile.
+QUICK = ("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
 
 
 @pytest.mark.parametrize(
@@ -24,12 +25,13 @@ def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None
     expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)
     with LLM(
         str(folder), dtype="float32", max_num_seqs=4, num_kv_blocks=64, device="cpu", skip_tokenizer_init=True,
+        attention_backend="torch" if architecture.startswith("Deepseek") else None,  # not in the interpreter
         max_num_batched_tokens=16,  # so that prompts come in chunks, beside decodes of other sequences
         cache_dir=tmp_path / "cache",
     ) as llm:  # fmt: skip
         report = llm.info.compile_report
-        # Routing neither splits a layer nor makes layers differ; two families have one layer without experts.
-        dense = architecture.startswith(("Glm4", "Ernie"))
+        # Routing neither splits a layer nor makes layers differ; some families have one layer without experts.
+        dense = architecture.startswith(("Glm4", "Ernie", "Deepseek"))
         assert report["distinct_pieces"] == 3 + dense
         assert report["pass_sites.fuse_experts.matched"] == 3 - dense
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)

@@ -16,6 +16,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights import WeightError, load_weights
 from tests.models.test_registry import config_of
 from tests.support.moe_models import FAMILIES, write_moe
+from tests.support.quantized_checkpoints import write_quantized
 from tests.support.tiny_models import plain_logits
 
 
@@ -43,6 +44,51 @@ def test_logits_equal_transformers(architecture: str, num_tokens: int, tmp_path:
     torch.testing.assert_close(plain_logits(loaded(folder), tokens, torch.float32), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        (
+            "DeepseekV2ForCausalLM",
+            {
+                "topk_method": "group_limited_greedy",
+                "n_group": 4,
+                "topk_group": 2,
+                "q_lora_rank": 32,
+                "attention_bias": True,
+            },
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            {
+                "rope_interleave": False,
+                "q_lora_rank": None,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ],
+)
+def test_variants_of_latent_attention(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = write_moe(tmp_path, architecture, **changes)
+    tokens = torch.randint(3, 320, (40,)).tolist()
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(plain_logits(loaded(folder), tokens, torch.float32), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_float8_blocks_have_the_values_of_the_dequantized_weights(tmp_path: Path) -> None:
+    plain = write_moe(tmp_path / "plain", "Qwen3MoeForCausalLM", moe_intermediate_size=128)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    quantized, dequantized = (loaded(folder) for folder in write_quantized(plain, tmp_path / "fp8", config))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert quantized.quantized_weights[name].scale_shape == (6, 2, 1)  # type: ignore[union-attr]
+    values = dict(quantized.module.named_parameters())
+    for name, parameter in dequantized.module.named_parameters():
+        assert torch.equal(values[name], parameter), name
+
+
 def test_stacked_weights_are_read_as_they_are(tmp_path: Path) -> None:
     """A checkpoint may have one tensor for all experts."""
     folder = write_moe(tmp_path, "Qwen3MoeForCausalLM")
@@ -63,6 +109,34 @@ def test_missing_expert_is_named(tmp_path: Path) -> None:
     save_file(tensors | {wrong: torch.zeros(3, 4)}, folder / "model.safetensors")
     with pytest.raises(WeightError, match=rf"{wrong} .* has shape \[3, 4\]"):
         loaded(folder)
+
+
+def test_float8_experts_that_the_config_does_not_declare_are_refused(tmp_path: Path) -> None:
+    """Their scales would be lost."""
+    folder = write_moe(tmp_path, "DeepseekV3ForCausalLM")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.4.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+    with pytest.raises(WeightError, match=rf"{name} .* is stored as torch.float8_e4m3fn, but"):
+        loaded(folder)
+
+
+def test_router_keeps_its_dtype_in_float8_checkpoints() -> None:
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = config_of("DeepseekV3ForCausalLM", quantization_config=quantization, moe_intermediate_size=128)
+    spec = build_model(config, dtype=torch.bfloat16)
+    assert "model.layers.1.self_attn.kv_b_proj.weight" in spec.quantized_weights
+    assert not [name for name in spec.quantized_weights if ".mlp.gate." in name]
+
+
+def test_routing_that_is_not_known() -> None:
+    for changes, message in (
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid' with topk_method 'greedy'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob is not supported with scoring_func 'softmax'"),
+        ({"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "from 1 of 3 groups"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            build_model(config_of("DeepseekV2ForCausalLM", **changes), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

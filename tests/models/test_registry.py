@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from compile_and_serve.custom_ops.quantization import ArrangedWeight
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import ARCHITECTURES, build_model
 from compile_and_serve.models.transformers_model import TransformersModel
@@ -23,6 +24,10 @@ SIZES = {
 }
 
 
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2MoeForCausalLM": {
@@ -30,6 +35,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "OlmoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "DeepseekV2ForCausalLM": {**LATENT, "q_lora_rank": None},
+    "DeepseekV3ForCausalLM": {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
 }  # fmt: skip
 
 
@@ -40,9 +48,10 @@ def config_of(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_module_is_on_meta_in_the_given_dtype(architecture: str) -> None:
     spec = build_model(config_of(architecture), dtype=torch.bfloat16)
-    assert {(p.device.type, p.dtype) for p in spec.module.parameters()} == {("meta", torch.bfloat16)}
+    parameters = {n: p for n, p in spec.module.named_parameters() if not n.endswith("e_score_correction_bias")}
+    assert {(p.device.type, p.dtype) for p in parameters.values()} == {("meta", torch.bfloat16)}
     layers = [layer for group in spec.state for layer in group.layers]
-    assert [layer.num_kv_heads for layer in layers] == [2, 2, 2]
+    assert [layer.num_kv_heads for layer in layers] == [1 if architecture.startswith("Deepseek") else 2] * 3
     module_buffers = {name: (b.shape, b.dtype) for name, b in spec.module.named_buffers()}
     assert module_buffers == {name: (b.shape, b.dtype) for name, b in spec.buffers.items()}
     assert all(b.device.type == "cpu" for b in spec.buffers.values())
@@ -56,8 +65,13 @@ def test_parameter_names_equal_those_of_transformers(architecture: str) -> None:
     model_class = getattr(transformers, architecture)
     with torch.device("meta"):
         theirs = model_class(model_class.config_class(**config))
-    ours = build_model(config, dtype=torch.float32).module
-    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+    spec = build_model(config, dtype=torch.float32)
+    biases = {n: b for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias")}
+    expected = dict(theirs.named_parameters()) | biases
+    ours = {n: tuple(p.shape) for n, p in spec.module.named_parameters()}
+    arranged = (stored for stored in spec.quantized_weights.values() if isinstance(stored, ArrangedWeight))
+    ours |= {name: shape for stored in arranged for name, shape, _ in stored.tensors}  # as checkpoints hold them
+    assert ours == {n: tuple(p.shape) for n, p in expected.items()}
 
 
 def test_tied_embeddings_are_one_parameter() -> None:
@@ -72,10 +86,15 @@ def test_tied_embeddings_are_one_parameter() -> None:
 def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
     spec = build_model(config_of(architecture), dtype=torch.float32)
     linears = [n for n, m in spec.module.named_modules() if isinstance(m, nn.Linear) and ".layers." in n]
-    assert len(linears) == 3 * {"Qwen2MoeForCausalLM": 9}.get(architecture, 5 if architecture in EXPERTS else 7)
+    counts = {"Qwen2MoeForCausalLM": 27, "DeepseekV2ForCausalLM": 3 * 7, "DeepseekV3ForCausalLM": 3 * 8}
+    assert len(linears) == counts.get(architecture, 15 if architecture in EXPERTS else 21)
     for name in linears:
         styles = [style for pattern, style in spec.tp_plan.items() if fnmatch(name, pattern)]
-        whole = "replicated" if name.endswith(("gate", "expert_gate")) else "colwise"
+        whole = (
+            "replicated"
+            if name.endswith(("gate", "expert_gate", "router", "q_a_proj", "kv_a_proj_with_mqa"))
+            else "colwise"
+        )
         assert styles == ["rowwise" if name.endswith(("o_proj", "down_proj")) else whole]
 
 
@@ -131,8 +150,8 @@ def test_bad_config_is_one_sentence(config: dict[str, Any], message: str) -> Non
         (config_of(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
         (config_of("Qwen3ForCausalLM", use_sliding_window=True), "use_sliding_window is not supported"),
         (
-            config_of(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-            "'yarn' is not supported: expected one of default",
+            config_of(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+            "'dynamic' is not supported: expected one of default",
         ),
         (config_of(partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,3 +197,26 @@ def test_smollm2_answers_from_its_gguf_file(smollm2_gguf: Path) -> None:
         assert "Paris" in output.outputs[0].text
         assert output.outputs[0].finish_reason == "stop"
         assert "<|im_end|>" not in output.outputs[0].text
+
+
+def test_logprobs_of_the_whole_vocabulary_and_of_named_tokens(tiny_llama_dir: Path) -> None:
+    options = {"max_num_seqs": 4, "max_model_len": 64, "num_kv_blocks": 64, "num_threads": 1, "max_logprobs": -1}
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
+    named = SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, logprob_token_ids=[7, 9], ignore_eos=True)
+    with LLM(str(tiny_llama_dir), dtype="float32", device="cpu", enforce_eager=True, **options) as llm:
+        first, second = llm.generate(["abc", "abc"], [params, named], use_tqdm=False)
+        vocab = llm.info.vocab_size
+    whole, few = first.outputs[0], second.outputs[0]
+    assert whole.token_ids == few.token_ids
+    assert whole.logprobs is not None
+    assert few.logprobs is not None
+    assert first.prompt_logprobs is not None
+    for entry in (*whole.logprobs, *first.prompt_logprobs[1:]):
+        assert entry is not None
+        assert len(entry) == vocab
+        assert sum(math.exp(one.logprob) for one in entry.values()) == pytest.approx(1.0, abs=1e-4)
+    for all_tokens, entry in zip(whole.logprobs, few.logprobs, strict=True):
+        assert {7, 9} <= entry.keys()
+        for token, one in entry.items():
+            assert one.rank == all_tokens[token].rank
+            assert one.logprob == pytest.approx(all_tokens[token].logprob, abs=1e-5)

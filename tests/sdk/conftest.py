@@ -16,6 +16,6 @@ def base_url() -> Iterator[str]:
     """The address of OpenAI's API."""
     arguments = ("--port", "0", "--device", "cpu", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
     parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    server = ServerProcess(MODEL, *arguments, *parser)
+    server = ServerProcess(MODEL, *arguments, *parser, "--response-store", "64MiB")
     yield server.url + "/v1"
     assert server.stop() == 0, server.output

@@ -88,3 +88,26 @@ async def test_refusals_are_sentences(start_server: StartServer, tmp_path: Path)
 async def test_without_a_folder_there_are_no_such_routes(start_server: StartServer, path: str) -> None:
     server = await start_server()
     assert (await server.http.post(path, json={"lora_name": "x", "lora_path": "y"})).status_code == 404
+
+
+async def test_pinned_adapters_are_said_to_the_engine(start_server: StartServer, tmp_path: Path) -> None:
+    server = await start_server(lora_dir=tmp_path)
+    body = {"lora_name": "style", "lora_path": "own", "pinned": True}
+    assert (await server.http.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    assert server.engine.calls == [("load_adapter", LoRARequest("style", 1, str(tmp_path / "own"), pinned=True))]
+
+
+async def test_metrics_count_by_adapter_up_to_a_number_of_names(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compile_and_serve.serve.metrics._MAX_ADAPTERS", 2)
+    server = await start_server(lora_dir=tmp_path)
+    for name in ("a", "b", "c", "d"):
+        assert (await load(server, name, name)).status_code == 200
+    for name in ("a", "a", "b", "c", "d", "test-model"):
+        assert (await server.chat(model=name)).status_code == 200
+    lines = (await server.http.get("/metrics")).text.splitlines()
+    counted = [line for line in lines if line.startswith("cas:lora_request_success_total{")]
+    counts = {line.split('adapter="')[1].split('"')[0]: float(line.split()[-1]) for line in counted}
+    assert counts == {"a": 2, "b": 1, "other": 2}
+    assert any(line.startswith('cas:lora_generation_tokens_total{adapter="a"') for line in lines)

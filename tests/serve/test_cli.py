@@ -33,15 +33,17 @@ from compile_and_serve.serve.cli.output import (
 )
 
 ENGINE_FLAGS = {
+    "--revision",
     "--tokenizer", "--dtype", "--max-model-len", "--model-impl", "--load-format", "--seed", "--block-size", "--num-gpu-blocks-override",
     "--kv-cache-dtype", "--kv-cache-memory", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--enable-prefix-caching",
     "--no-enable-prefix-caching", "--max-num-seqs", "--max-num-batched-tokens", "--scheduling-policy",
     "--async-scheduling", "--no-async-scheduling", "--max-waiting", "--enforce-eager", "--eager", "--disable-pass", "--force-pass",
     "--pass", "--quantization", "-q", "--quantization-exclude",
-    "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes",
+    "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--capture",
     "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp",
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
-    "--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras",
+    "--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs", "--logprobs-mode",
+    "--speculative-config",
 }  # fmt: skip
 
 # Removing or renaming a flag breaks users' scripts: change this list only on purpose.
@@ -49,9 +51,12 @@ FLAGS = {
     "serve": ENGINE_FLAGS | {
         "model", "--host", "--port", "--served-model-name", "--api-key", "--api-key-file", "--allowed-origins", "--root-path",
         "--chat-template", "--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser",
-        "--response-role", "--return-tokens-as-token-ids", "--shutdown-timeout", "--access-log",
+        "--response-role", "--response-store", "--response-store-seconds", "--return-tokens-as-token-ids", "--shutdown-timeout",
+        "--access-log", "--override-generation-config", "--enable-tokenizer-info-endpoint",
         "--no-access-log", "--enable-graphs", "--max-body-size", "--enable-prompt-tokens-details",
-        "--lora-modules", "--lora-dir",
+        "--lora-modules", "--lora-dir", "--config", "--admin-api-key", "--admin-api-key-file", "--enable-admin-routes", "--uds",
+        "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs", "--ssl-require-client-cert", "--ssl-ciphers", "--request-timeout",
+        "--stream-keepalive", "--api-server-count", "--log-format", "--throughput-log", "--otlp-traces-endpoint",
     },
     "compile": ENGINE_FLAGS | {"model", "--output"},
     "generate": ENGINE_FLAGS | {
@@ -197,7 +202,7 @@ def test_counts() -> None:
         (["serve", "smollm2-135m", "--response-role", ""], "response_role must not be empty"),
         (["serve", "smollm2-135m", "--shutdown-timeout", "-5"], "shutdown_timeout must be at least 0 seconds"),
         (["serve", "smollm2-135m", "--shutdown-timeout", "nan"], "shutdown_timeout must be at least 0 seconds"),
-        (["generate", "smollm2-135m", "Hi", "--temperature", "3"], "temperature must be in [0, 2], got 3.0"),
+        (["generate", "smollm2-135m", "Hi", "--temperature", "-3"], "temperature must be in [0, 1000000], got -3.0"),
         (["generate", "smollm2-135m", "Hi", "--prompts-file", "x"], "both as arguments and with --prompts-file"),
         (["generate", "smollm2-135m", "--prompts-file", "/nowhere.txt"], "--prompts-file /nowhere.txt cannot be read"),
         (["generate", "smollm2-135m", "Hi", "--kv-cache-memory", "2x"], "A size must be like 2G"),
@@ -296,7 +301,9 @@ def test_a_damaged_model_is_one_sentence_and_status_2(
     assert err.splitlines()[-1] == errors[0]
 
 
-def test_api_keys_come_from_flags_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_keys_come_from_flags_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n  zwölf \none\n")
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
@@ -306,6 +313,12 @@ def test_api_keys_come_from_flags_a_file_or_the_environment(tmp_path: Path, monk
     assert read_api_keys(None, None) == ("from the environment",)
     assert read_api_keys(["flag"], None) == ("flag",)
     assert read_api_keys(None, file) == ("one", "zwölf")
+    assert not caplog.records
+    monkeypatch.setenv(API_KEY_VARIABLE, " , ")
+    assert read_api_keys(None, None) == ()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"The environment variable {API_KEY_VARIABLE} contains no key, so it is ignored."
+    ]
     file.write_text("\n")
     for path, message in ((file, "contains no key"), (tmp_path / "missing", "cannot be read")):
         with pytest.raises(ValueError, match=message):

@@ -113,7 +113,7 @@ async def test_openai_sdk(start_server: StartServer, over_tcp: OverTcp) -> None:
         assert completion.choices[0].text == ANSWER
         assert [model.id async for model in client.models.list()] == ["test-model", "alias"]
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model="test-model", messages=messages, temperature=3)
+            await client.chat.completions.create(model="test-model", messages=messages, temperature=-3)
         assert caught.value.param == "temperature"
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="nope", messages=messages)

@@ -8,7 +8,16 @@ from typing import Any
 import httpx
 import pytest
 
-from compile_and_serve.serve.json_body import MAX_ELEMENTS, MAX_INTEGERS, BodyError, decode_body, field_decoder
+from compile_and_serve.serve.json_body import (
+    MAX_ELEMENTS,
+    MAX_INTEGERS,
+    MAX_TEXT,
+    SMALL_BODY,
+    BodyError,
+    IncomingBody,
+    decode_body,
+    field_decoder,
+)
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from tests.support.fake_server import FakeServer
 
@@ -20,6 +29,7 @@ MAX_LAG = 0.25
 MAX_MEMORY = 100.0  # MB
 
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+RESPONSES = "/v1/responses"
 MESSAGES = b'{"messages": [{"role": "user", "content": "Hi"}], '
 
 
@@ -40,6 +50,14 @@ def entries(value: bytes, size: int = LIMIT - 200) -> bytes:
 
 # name → (path, function that makes the body); functions, so that the bodies are not all in memory at once
 BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "arguments of lists": (
+        RESPONSES,
+        lambda: (
+            b'{"input":[{"type":"function_call","call_id":"1","name":"f","arguments":"['
+            + b"[]," * (MiB - 100)
+            + b'[]]"},{"role":"user","content":"x"}]}'
+        ),
+    ),
     "messages of integers": (CHAT, lambda: b'{"messages":' + repeated(b"0") + b"}"),
     "messages of large integers": (CHAT, lambda: b'{"messages":' + repeated(b"1234567") + b"}"),
     "messages of a million integers": (CHAT, lambda: b'{"messages":' + repeated(b"299", LIMIT - 64) + b"}"),
@@ -101,21 +119,60 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "spaces": (CHAT, lambda: b" " * (LIMIT - 1)),
     "32 MiB": (CHAT, lambda: b'{"messages":' + repeated(b"0", 32 * MiB) + b"}"),
 }  # fmt: skip
+# For a server that accepts 32 MiB.
+LARGE = 32 * MiB - 200
+LARGE_BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "integers": (CHAT, lambda: b'{"messages":' + repeated(b"0", LARGE) + b"}"),
+    "floats": (CHAT, lambda: b'{"messages":' + repeated(b"1.25e-300", LARGE) + b"}"),
+    "16 MiB of floats": (CHAT, lambda: b'{"messages":' + repeated(b"1.25e-300", 16 * MiB - 100) + b"}"),
+    "long floats": (CHAT, lambda: b'{"messages":' + repeated(b"1." + b"3" * 4000, LARGE) + b"}"),
+    "strings": (CHAT, lambda: b'{"messages":' + repeated(b'""', LARGE) + b"}"),
+    "spaces": (CHAT, lambda: MESSAGES + b" " * LARGE),
+    "text": (COMPLETIONS, lambda: b'{"prompt":' + text("word ", LARGE) + b"}"),
+    "text of emoji": (COMPLETIONS, lambda: b'{"prompt":' + text("🙂", LARGE) + b"}"),
+    "8 MiB of emoji": (COMPLETIONS, lambda: b'{"prompt":' + text("🙂", 8 * MiB - 200) + b"}"),
+    "8 MiB with an emoji": (COMPLETIONS, lambda: b'{"prompt":"\xf0\x9f\x99\x82' + text("a", 8 * MiB - 200)[1:] + b"}"),
+    "text of quotes": (COMPLETIONS, lambda: b'{"prompt":' + text('\\"', LARGE) + b"}"),
+    "ids": (COMPLETIONS, lambda: b'{"prompt":' + repeated(b"5", LARGE) + b"}"),
+    "a million ids": (COMPLETIONS, lambda: b'{"prompt":' + repeated(b"           299", 15 * MiB) + b"}"),
+    "brackets": (COMPLETIONS, lambda: b'{"prompt":' + b"[" * LARGE + b"}"),
+    "unknown field": (CHAT, lambda: MESSAGES + b'"x":' + repeated(b"0", LARGE) + b"}"),
+}  # fmt: skip
+
+
+def warm_up(server: FakeServer) -> None:
+    """Let the server allocate what it needs once."""
+    for padding in (0, 70_000):
+        body = MESSAGES[:-2] + b"}" + b" " * padding
+        response = httpx.post(server.url + CHAT, content=body, timeout=60)
+        assert response.status_code == 200, response.text
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
     with FakeServer() as server:
-        for padding in (0, 70_000):  # allocates what every server needs once
-            body = MESSAGES[:-2] + b"}" + b" " * padding
-            response = httpx.post(server.url + CHAT, content=body, timeout=60)
-            assert response.status_code == 200, response.text
+        warm_up(server)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def large_server() -> Iterator[FakeServer]:
+    with FakeServer(max_body_bytes=32 * MiB) as server:
+        warm_up(server)
         yield server
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_no_body_blocks_the_event_loop_or_takes_much_memory(server: FakeServer, name: str) -> None:
-    path, make_body = BODIES[name]
+    check_cost(server, name, *BODIES[name])
+
+
+@pytest.mark.parametrize("name", LARGE_BODIES)
+def test_no_body_of_32_mib_blocks_the_event_loop_or_takes_much_memory(large_server: FakeServer, name: str) -> None:
+    check_cost(large_server, name, *LARGE_BODIES[name])
+
+
+def check_cost(server: FakeServer, name: str, path: str, make_body: Callable[[], bytes]) -> None:
     body = make_body()
     server.start_measuring()
     response = httpx.post(server.url + path, content=body, timeout=120)
@@ -171,3 +228,50 @@ def test_limits_of_a_large_body(field: bytes, status: int | None, message: str) 
     with pytest.raises(BodyError, match=message) as error:
         decode(body)
     assert error.value.status == status
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_strings_are_told_from_structure_wherever_a_body_is_cut(size: int) -> None:
+    """The commas, brackets and escaped quotes of a string are text."""
+    unit = b'"[1,{\\\\\\"", '  # one string
+    filler = b" " * (SMALL_BODY + 1)
+    body = IncomingBody()
+    body.add(filler + b"[")
+    units = unit * 3000
+    for start in range(0, len(units), size):
+        body.add(units[start : start + size])
+    assert body.problem is None
+    assert bytes(body.content) == filler + b"[" + units
+    # The body still is outside of a string, so these brackets are counted.
+    body.add(b"[" * (2 * MAX_INTEGERS))
+    assert body.problem is not None
+    assert body.problem.status == 413
+    assert "elements" in str(body.problem)
+    assert not body.content
+
+
+@pytest.mark.parametrize(
+    "part,message",
+    [
+        (b'"' + b"," * (MAX_TEXT + 1), "strings have more than 8388608 bytes"),
+        (b" " * ((16 << 20) + 1), "more than 16777216 bytes outside"),
+        (b'""' * (2 * MAX_ELEMENTS + 1), "more than 131072 strings"),
+        (b"," * (2 * MAX_INTEGERS + 1), "more than 2097152 elements"),
+    ],
+)
+def test_limits_of_an_incoming_body(part: bytes, message: str) -> None:
+    body = IncomingBody()
+    for start in range(0, len(part), 1 << 16):
+        assert body.problem is None
+        body.add(part[start : start + (1 << 16)])
+    assert message in str(body.problem)
+
+
+async def test_a_refused_body_is_read_to_its_end(large_server: FakeServer) -> None:
+    """A client that sends the whole body before it reads gets the answer, and may send more on the connection."""
+    path, make_body = LARGE_BODIES["integers"]
+    with httpx.Client(base_url=large_server.url, timeout=60) as client:
+        response = client.post(path, content=make_body())
+        assert response.status_code == 413
+        assert "connection" not in response.headers
+        assert client.get("/ping").status_code == 200

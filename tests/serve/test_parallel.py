@@ -29,7 +29,7 @@ def temporary(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     before = abandoned_shared_memory()
     yield short_dir
     ours = ("cas-", "compile-and-serve-")
-    assert [path.name for path in short_dir.iterdir() if path.name.startswith(ours)] == []
+    wait_until(lambda: not any(path.name.startswith(ours) for path in short_dir.iterdir()))
     wait_until(lambda: abandoned_shared_memory() <= before)
 
 
@@ -133,13 +133,9 @@ def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llam
             assert client.get("/health").status_code == 200
             streams = Streams(server, 8, max_tokens=400)
             wait_until(lambda: all(streams.texts))
-            label = f'model_name="{tiny_llama_dir}"'
-            # A replica's figures arrive with its next step.
-            wait_until(lambda: metrics(client)[f"cas:num_requests_running{{{label}}}"] == 8)
-            found = metrics(client)
-            for replica in "01":
-                assert found[f'cas:replica_num_requests_running{{{label},replica="{replica}"}}'] == 4
-            os.kill(engines[1], signal.SIGSTOP)
+            os.kill(engines[1], signal.SIGSTOP)  # at once: the tiny model needs half a second for all tokens
+            gauge = f'cas:replica_num_requests_running{{model_name="{tiny_llama_dir}",replica="1"}}'
+            wait_until(lambda: metrics(client)[gauge] == 4)  # a replica's figures arrive with its steps
             assert client.get("/health", timeout=5).status_code == 200  # does not wait for the engine
             os.kill(engines[1], signal.SIGKILL)
         streams.wait()

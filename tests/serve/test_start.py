@@ -11,6 +11,7 @@ import pytest
 from compile_and_serve.runtime.messages import EngineInfo
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.template_pool import TemplatePool
+from compile_and_serve.serve.listener import open_unix_socket
 from compile_and_serve.serve.parsers.registry import ParserError
 from compile_and_serve.serve.server import ServerStartError, _start, complete_settings
 from compile_and_serve.serve.settings import ServerSettings
@@ -55,10 +56,8 @@ def test_priorities_need_the_priority_policy(model_dir: Path, templates: Templat
 
 
 def test_sampling_defaults_out_of_range(model_dir: Path, templates: TemplatePool) -> None:
-    (model_dir / "generation_config.json").write_text('{"temperature": 3.0}')
-    with pytest.raises(
-        ServerStartError, match=r"generation_config.json cannot be used: temperature must be in \[0, 2\]"
-    ):
+    (model_dir / "generation_config.json").write_text('{"temperature": -3.0}')
+    with pytest.raises(ServerStartError, match="--override-generation-config cannot be used: temperature must be in"):
         complete_settings(tiny_config(model_dir), SETTINGS, templates)
 
 
@@ -78,6 +77,25 @@ async def test_a_missing_tool_parser_is_reported_before_the_engine_has_started(
     client.start = asyncio.Event().wait  # type: ignore[assignment]  # never starts
     with pytest.raises(ParserError, match="name it with --tool-call-parser"):
         await _start(client, tiny_config(model_dir), settings, templates)  # type: ignore[arg-type]
+    assert client.is_stopped
+
+
+async def test_a_unix_socket_that_was_replaced_meanwhile(
+    model_dir: Path, templates: TemplatePool, short_dir: Path
+) -> None:
+    path = short_dir / "api.sock"
+    settings = ServerSettings(served_model_names=("m",), uds=path)
+    client = Client(vocab_size=320)
+    with open_unix_socket(path):
+        await _start(client, tiny_config(model_dir), settings, templates)  # type: ignore[arg-type]
+
+        async def start() -> EngineInfo:
+            open_unix_socket(path).close()
+            return client.info
+
+        client.start = start  # type: ignore[method-assign]
+        with pytest.raises(ServerStartError, match="was removed or replaced"):
+            await _start(client, tiny_config(model_dir), settings, templates)  # type: ignore[arg-type]
     assert client.is_stopped
 
 

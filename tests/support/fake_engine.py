@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import numpy as np
+
 from compile_and_serve.runtime.engine.client import EngineDeadError
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
@@ -15,7 +17,9 @@ from compile_and_serve.runtime.messages import (
     RequestOutput,
     StepOutputs,
     TokenLogprobs,
+    UtilityOptions,
 )
+from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 Script = Callable[[EngineRequest], Sequence[int]]
@@ -35,6 +39,8 @@ class FakeEngineClient:
         max_model_len: int = 256,
         max_in_flight: int | None = None,
         pause: float = 0.0,
+        pooling: PoolingInfo | None = None,
+        max_logprobs: int = 20,
     ) -> None:
         self.info = EngineInfo(
             max_model_len=max_model_len,
@@ -51,6 +57,8 @@ class FakeEngineClient:
                 "pieces": 31,
                 "artifact": "hit",
             },
+            pooling=pooling,
+            max_logprobs=max_logprobs,
         )
         self.tokenizer = tokenizer
         self.script = script
@@ -60,6 +68,7 @@ class FakeEngineClient:
         self.calls: list[tuple[str, LoRARequest | None]] = []
         self.refuse_adapters: str | None = None
         self.steps = 0
+        self.is_asleep = False
         self.hold = asyncio.Event()
         self.hold.set()
         self.dead_reason: str | None = None
@@ -98,13 +107,19 @@ class FakeEngineClient:
             self._running.pop(request_id, None)
 
     async def utility(
-        self, method: str, adapter: LoRARequest | None = None
+        self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
     ) -> dict[str, int | float | str | bool | None]:
         self._check()
         self.calls.append((method, adapter))
         if self.refuse_adapters is not None:
             raise ValueError(self.refuse_adapters)
-        return {"ok": True}
+        if method == "sleep":  # after the requests that were accepted
+            while self._running:
+                await asyncio.sleep(0.005)
+            self.is_asleep = True
+        elif method == "wake_up":
+            self.is_asleep = False
+        return {"ok": True, "is_sleeping": self.is_asleep}
 
     def health_problem(self) -> str | None:
         return self.dead_reason or self.problem
@@ -151,7 +166,11 @@ class FakeEngineClient:
             if params.prompt_logprobs is not None:
                 rest = [self._logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]
                 output.prompt_logprobs = [None, *rest]
-        if params.max_tokens == 0:
+        if request.pooling is not None and self.info.pooling is not None:
+            rows = fake_rows(request.prompt_token_ids, self.info.pooling.width)
+            rows = rows if request.pooling.pooling == "all" else rows[-1:]
+            output.pooled, output.finish_reason = Pooled(len(rows), rows.tobytes()), "stop"
+        elif params.max_tokens == 0:
             output.finish_reason = "length"
         else:
             token = tokens[position % len(tokens)]
@@ -175,6 +194,12 @@ class FakeEngineClient:
     def _check(self) -> None:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
+
+
+def fake_rows(token_ids: Sequence[int], width: int) -> np.ndarray:
+    """float32 [T, width]: what the engine pools of a prompt. A row depends on the tokens up to its own."""
+    sums = np.cumsum(np.array(token_ids))
+    return np.sin(np.outer(sums, np.arange(1, width + 1))).astype(np.float32)
 
 
 def says(tokenizer: Tokenizer, text: str, *, end: bool = True) -> Script:

@@ -27,11 +27,11 @@ TEXT = "Hello there, 🙂 wörld!"
 class FakeServer:
     """The process, for tests. settings: of `ServerSettings`.
 
-    before: Bash commands to run first, such as `ulimit -n 256`. pause: seconds between two tokens.
+    before: Bash commands to run first, such as `ulimit -n 256`. pause: seconds between two tokens. text: the answer to everything.
     """
 
-    def __init__(self, *, before: str = "true", pause: float = 0.0, **settings: Any) -> None:
-        arguments = [sys.executable, "-m", "tests.support.fake_server", json.dumps(settings), str(pause)]
+    def __init__(self, *, before: str = "true", pause: float = 0.0, text: str = TEXT, **settings: Any) -> None:
+        arguments = [sys.executable, "-m", "tests.support.fake_server", json.dumps(settings), str(pause), text]
         command = ["bash", "-c", f'{before} && exec "$@"', "bash", *arguments]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -70,7 +70,7 @@ def _memory_peak() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-async def _serve(settings: dict[str, Any], pause: float) -> None:
+async def _serve(settings: dict[str, Any], pause: float, text: str) -> None:
     from compile_and_serve.serve.app import create_app
     from compile_and_serve.serve.http_protocol import ConnectionLimits
     from compile_and_serve.serve.server import _Server, _uvicorn_config, open_socket
@@ -78,11 +78,11 @@ async def _serve(settings: dict[str, Any], pause: float) -> None:
     from tests.support.fake_engine import FakeEngineClient, says
     from tests.support.tokenizers import byte_level_tokenizer
 
-    tokenizer = byte_level_tokenizer([TEXT])
+    tokenizer = byte_level_tokenizer([text])
     if "connection_limits" in settings:
         settings["connection_limits"] = ConnectionLimits(**settings["connection_limits"])
     server_settings = ServerSettings(**{"served_model_names": ("test-model",), "access_log": False, **settings})
-    app = create_app(FakeEngineClient(tokenizer, says(tokenizer, TEXT), pause=pause), tokenizer, server_settings)
+    app = create_app(FakeEngineClient(tokenizer, says(tokenizer, text), pause=pause), tokenizer, server_settings)
     longest = [0.0]
 
     idle_memory = [0.0]
@@ -115,4 +115,4 @@ if __name__ == "__main__":
     import uvloop
 
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in json.loads(sys.argv[1]).items()}
-    uvloop.run(_serve(given, float(sys.argv[2])))
+    uvloop.run(_serve(given, float(sys.argv[2]), sys.argv[3]))

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_SHARED = 227 << 10  # bytes that a program may have
-NOT_BY_16 = {"num_rows", "num_seqs", "num_tokens", "prefetch_blocks"}  # integers that kernels are not specialized for
+NOT_BY_16 = {
+    "num_rows",
+    "num_seqs",
+    "num_tokens",
+    "num_queries",
+    "prefetch_blocks",
+    "first_seq",
+    "part_begin",
+    "part_end",
+}  # integers that kernels are not specialized for
 
 
 def run_script(script: str, folder: Path) -> Any:

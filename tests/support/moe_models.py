@@ -8,6 +8,28 @@ from typing import Any
 from tests.support.transformers_models import SIZES, write_random_model
 
 _QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16,
+    "beta_slow": 1,
+}
+_LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
 # Changes to `SIZES`, where None removes one, and other settings.
 FAMILIES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {
@@ -20,6 +42,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {**_QWEN, "norm_topk_prob": True},
     "OlmoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": None},
     # from here on, the transformers package's own classes
+    "DeepseekV2ForCausalLM": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+    "DeepseekV3ForCausalLM": {
+        **_LATENT,
+        "q_lora_rank": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "rope_parameters": YARN | {"mscale": 1.0},
+    },
     "Glm4MoeForCausalLM": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,

@@ -18,6 +18,7 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     PagedGroup,
     SchedulerOutput,
 )
+from compile_and_serve.runtime.speculation.speculator import Speculator
 
 BLOCK = 4
 VOCAB = 40
@@ -277,7 +278,9 @@ class Driver:
         assert 0 <= manager.num_promised <= pool.num_free
         assert all(request.status is RequestStatus.RUNNING for request in running)
         assert [request.key for request in running] == sorted(request.key for request in running)
-        assert all(not request.block_ids and not request.num_promised_blocks for _, request in scheduler._waiting)
+        assert all(
+            not request.block_ids and not request.num_promised_blocks for _, request in scheduler._admission.waiting
+        )
         if step is not None:
             counts = step.num_scheduled_tokens
             assert step.total_num_scheduled_tokens == sum(counts.values()) <= scheduler.config.max_num_batched_tokens
@@ -288,7 +291,7 @@ class Driver:
 def make_scheduler(
     *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_model_len: int = 128, caching: bool = True,
     policy: str = "fcfs", max_waiting: int | None = None, admit_in_groups: bool = False,
-    groups: Sequence[PagedGroup] | None = None, num_draft_tokens: int = 0,
+    groups: Sequence[PagedGroup] | None = None, num_draft_tokens: int = 0, speculator: Speculator | None = None,
 ) -> Scheduler:  # fmt: skip
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy, max_waiting=max_waiting,  # type: ignore[arg-type]
@@ -297,7 +300,7 @@ def make_scheduler(
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
     return Scheduler(
         config, cache, num_blocks=num_blocks, max_model_len=max_model_len, groups=groups,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=num_draft_tokens, speculator=speculator,
     )  # fmt: skip
 
 

@@ -14,7 +14,16 @@ from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.made_up_step import make_step, zero_state
-from compile_and_serve.custom_ops.step import DECODER_INPUTS, KV_CACHES, LOGITS, KVCacheSpec, StateGroup, Step, running
+from compile_and_serve.custom_ops.step import (
+    DECODER_INPUTS,
+    KV_CACHES,
+    LOGITS,
+    KVCacheSpec,
+    LatentCacheSpec,
+    StateGroup,
+    Step,
+    running,
+)
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 
@@ -93,7 +102,9 @@ def step(
         return (model.run(made).outputs if isinstance(model, CudaGraphRunner) else model(made))[LOGITS]
 
 
-def _layer(cache: torch.Tensor) -> KVCacheSpec:
+def _layer(cache: torch.Tensor) -> KVCacheSpec | LatentCacheSpec:
+    if cache.dim() == 3:
+        return LatentCacheSpec(latent_size=cache.shape[2], rope_size=0)
     return KVCacheSpec(num_kv_heads=cache.shape[2], head_dim=cache.shape[4])
 
 

@@ -43,6 +43,9 @@ def write_random_model(folder: Path, architecture: str, without: tuple[str, ...]
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data += torch.randn_like(parameter) * (0.3 if name.endswith("bias") else 0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += torch.randn_like(buffer) * 0.1
     model.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["architectures"] == [architecture]
     return folder

@@ -39,11 +39,20 @@ OpVersions = Mapping[str, dict[str, int]]  # piece → our ops in it → version
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPlan:
-    """What is stored of a whole model. passes: the rows of the pass report."""
+    """What is stored of a whole model. passes: the rows of the pass report.
+
+    plain: the plan of steps that use no optional input; None: there is one plan for all. op_versions: of the pieces of both.
+    """
 
     plan: ExecutionPlan
     op_versions: OpVersions
     passes: list[dict[str, Any]]
+    plain: ExecutionPlan | None = None
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """Fingerprints of the distinct pieces of both plans."""
+        return tuple(dict.fromkeys((*self.plan.pieces, *(self.plain.pieces if self.plain else ()))))
 
 
 class ModelArtifacts:
@@ -77,7 +86,8 @@ class ModelArtifacts:
             log.info("The artifact %s is gone: %s.", entry.path, error)
             return None
         plan = ExecutionPlan.from_json(stored["plan"])
-        return entry, StoredPlan(plan=plan, op_versions=stored["ops"], passes=stored["passes"])
+        plain = None if stored["plain"] is None else ExecutionPlan.from_json(stored["plain"])
+        return entry, StoredPlan(plan=plan, plain=plain, op_versions=stored["ops"], passes=stored["passes"])
 
     def find_piece(self, piece: str, op_versions: OpVersions) -> Entry | None:
         """The artifact of a piece, by its fingerprint; None if there is none."""
@@ -108,7 +118,10 @@ class ModelArtifacts:
 
     def write_plan(self, fields: Mapping[str, Any], stored: StoredPlan, folder: Path) -> None:
         """Store a plan; `folder` is used for its files. It replaces a plan with the same fields."""
-        data = {"plan": stored.plan.to_json(), "ops": stored.op_versions, "passes": stored.passes}
+        data = {
+            "plan": stored.plan.to_json(), "plain": stored.plain and stored.plain.to_json(), "ops": stored.op_versions,
+            "passes": stored.passes,
+        }  # fmt: skip
         _write(folder, {PLAN: json.dumps(data), FORWARD: plan_source(stored.plan)})
         if self.stores:
             # A plan contains measured choices, so it only fits the pieces that were compiled with it.

@@ -61,7 +61,10 @@ class _Captured:
 
 
 class PiecewiseGraphs:
-    """Captures graphs of a size once enough steps have come with it, and replays them."""
+    """Captures graphs of a size once enough steps have come with it, and replays them.
+
+    Sizes an octave apart come first: each serves the steps between it and its half until their own sizes have become due.
+    """
 
     def __init__(self, model: Any, device: GraphDevice, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
@@ -79,15 +82,24 @@ class PiecewiseGraphs:
         self._run_tail: Any = None
 
     def padded_size(self, num_tokens: int) -> int | None:
-        """The number of tokens to pad a step to: the next size, or a captured one of up to twice as many until that is captured.
-        None: the step is too long.
+        """The number of tokens to pad a step to: the next size; until that is captured, a captured one of up to twice as many, or the
+        octave that is due. None: the step is too long.
         """
         if num_tokens > self.sizes[-1]:
             return None
         size = self.sizes[bisect.bisect_left(self.sizes, num_tokens)]
         if size in self._captured or self._is_due(size):
             return size
-        return min((other for other in self._captured if size < other <= 2 * size), default=size)
+        octave = self._octave(size)
+        default = octave if self._is_due(octave) else size
+        return min((other for other in self._captured if size < other <= 2 * size), default=default)
+
+    def _octave(self, size: int) -> int:
+        """The size to capture first for steps of `size`: the largest size, halved as long as it is at least `size`."""
+        octave = self.sizes[-1] if self.max_tokens is None else max(size, min(self.sizes[-1], self.max_tokens))
+        while octave // 2 >= size:
+            octave //= 2
+        return octave if octave in self.sizes else size
 
     def _is_due(self, size: int) -> bool:
         return self._lost.get(size, 0.0) >= CAPTURE_STEPS and (self.max_tokens is None or size <= self.max_tokens)
@@ -102,8 +114,10 @@ class PiecewiseGraphs:
             captured = None
         own_size = self.sizes[bisect.bisect_left(self.sizes, step.num_tokens)]
         if captured is None or own_size not in self._captured:
-            lost = PLAIN_STEP_LOSS if captured is None else size / own_size - 1
-            self._lost[own_size] = self._lost.get(own_size, 0.0) + lost
+            wanted, lost = (
+                (self._octave(own_size), PLAIN_STEP_LOSS) if captured is None else (own_size, size / own_size - 1)
+            )
+            self._lost[wanted] = self._lost.get(wanted, 0.0) + lost
         if captured is None:
             if not self._is_due(size):
                 return None

@@ -137,13 +137,14 @@ class CudaGraphRunner:
         query_len: int = 1,
         decode_head: DecodeHead | None = None,
         decode_tail: DecodeTail | None = None,
+        stats: GraphStats | None = None,
     ) -> None:
         """backends: of the attention groups. sizes: numbers of sequences to capture. query_len: tokens of a sequence in a decode step.
-        decode_head, decode_tail: what a full graph does before the model runs, and with its outputs.
+        decode_head, decode_tail: what a full graph does before the model runs, and with its outputs. stats: to count in.
         """
         self.model = model
         self.query_len = query_len
-        self.stats = GraphStats()
+        self.stats = stats or GraphStats()
         self._device = device
         self._decode_head = decode_head
         self._decode_tail = decode_tail
@@ -255,7 +256,12 @@ class CudaGraphRunner:
         return None if self._piecewise is None else self._piecewise.want_next()
 
     def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
-        """Device memory that the graphs of steps of up to max_tokens tokens will take; largest_step: bytes that one of so many takes.
+        """Device memory that the graphs of steps of up to max_tokens tokens will take. largest_step: bytes of a step of max_tokens."""
+        self.stats.estimated_bytes = sum(self.estimate_parts(max_tokens, largest_step))
+        return self.stats.estimated_bytes
+
+    def estimate_parts(self, max_tokens: int, largest_step: int) -> tuple[int, int]:
+        """`estimate_bytes` in two parts: what a step frees, which the graphs of all sizes share, and what they keep for themselves.
 
         From a plain run of the largest decode step, and, for piecewise graphs, from one of a few tokens: everything is proportional.
         """
@@ -272,8 +278,7 @@ class CudaGraphRunner:
                 few = min(sizes, key=lambda size: abs(size - ESTIMATED_TOKENS))
                 kept = piecewise.kept_bytes(self._prompt_step(few))
                 kept_by_graphs += sum(kept * size // few + self._device.bytes_per_graph for size in sizes)
-        self.stats.estimated_bytes = max(peaks) + kept_by_graphs  # the graphs of all sizes share what a step frees
-        return self.stats.estimated_bytes
+        return max(peaks), kept_by_graphs
 
     def _run_plain(self, step: Step) -> None:
         self.model(step)
@@ -314,6 +319,16 @@ class CudaGraphRunner:
         self._lost[key] = before + (min(step.padded_seqs / size - 1, PLAIN_STEP_LOSS) if is_replay else PLAIN_STEP_LOSS)
         return self._lost[key] >= CAPTURE_STEPS
 
+    @property
+    def largest_loss(self) -> float:
+        """Steps lost so far by going without the graph that `capture_next` would capture."""
+        return max((self._lost.get((size, True), 0.0) for size in self._waiting), default=0.0)
+
+    @property
+    def num_waiting(self) -> int:
+        """Full graphs still to be captured."""
+        return len(self._waiting)
+
     def captured_graph(self, num_seqs: int) -> Graph | None:
         """The full graph that a step of num_seqs decodes replays (to time it by itself); None where there is none."""
         size = self.padded_size(num_seqs * self.query_len, num_seqs, self.query_len)
@@ -326,7 +341,7 @@ class CudaGraphRunner:
         return {
             "full_graphs": stats.captured["full"],
             "piecewise_graphs": stats.captured["piecewise"],
-            "waiting": len(self._waiting),
+            "waiting": self.num_waiting,
             "capture_seconds": round(stats.capture_seconds, 3),
             "estimated_bytes": stats.estimated_bytes,
             "used_bytes": stats.used_bytes,

@@ -6,17 +6,19 @@
 4. eliminate_noops               remove views, casts and dropouts that change nothing
 5. lift_norms                    an RMSNorm written in simple ops becomes one op
 6. tensor_parallel               shard weights over ranks; insert collectives
-7. apply_lora                    linears add the contribution of each token's LoRA adapter
-8. merge_linears                 linears over the same input become one (QKV, gate/up)
+7. merge_linears                 linears over the same input become one (QKV, gate/up)
+8. apply_lora                    linears add the contribution of each token's LoRA adapter
 9. select_rows_early             the last layer computes only the rows whose logits are needed
 10. fuse_rope_attention          QK-norm + RoPE + KV write + attention become one op between the pieces
 11. fuse_allreduce_add_rms_norm  the ranks' sum, the residual and the next norm become one op
 12. quantize_linears             linears over 8-bit weights, if asked for
-13. fuse_allreduce_quantize      the fused all-reduce also quantizes the norm to float8, for linears that would quantize it
-14. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
-15. fuse_experts                 experts add the residual; their weights are packed for the CPU's kernels
-16. fuse_silu_mul                SiLU-mul outside of fused linears becomes one op, where that is measured to be faster
-17. fuse_add_rms_norm            the same for residual add + RMSNorm
+13. quantize_experts             the same for experts
+14. fuse_allreduce_quantize      the fused all-reduce also quantizes the norm to float8, for linears that would quantize it
+15. fuse_linears                 RMSNorm → linear → SiLU-mul | + residual become one op over a packed weight
+16. fuse_experts                 experts add the residual; their weights are packed for the CPU's kernels
+17. fuse_silu_mul                SiLU-mul outside of fused linears becomes one op, where that is measured to be faster
+18. fuse_add_rms_norm            the same for residual add + RMSNorm
+19. sort_adapters                tokens are sorted by their LoRA adapter once per step
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ from compile_and_serve.compiler.passes.fuse_rope_attention import FuseRopeAttent
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.passes.lift_norms import LiftNorms
 from compile_and_serve.compiler.passes.merge_linears import MergeLinears
+from compile_and_serve.compiler.passes.quantize_experts import QuantizeExperts
 from compile_and_serve.compiler.passes.quantize_linears import QuantizeLinears
 from compile_and_serve.compiler.passes.select_rows_early import SelectRowsEarly
+from compile_and_serve.compiler.passes.sort_adapters import SortAdapters
 from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 
@@ -45,12 +49,14 @@ from compile_and_serve.compiler.rewrite.graph_pass import GraphPass
 def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]:
     """The passes of a compilation, in order. Those for several ranks and for adapters only if there are any. None: default config."""
     config = config or CompileConfig()
-    has_ranks = config.tensor_parallel_size > 1
+    has_ranks, has_adapters = config.tensor_parallel_size > 1, config.max_loras > 0
     return (
         Functionalize(), Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(),
         *((TensorParallel(),) if has_ranks else ()),
-        *((ApplyLora(config.max_loras, config.max_lora_rank),) if config.max_loras else ()),
-        MergeLinears(), SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
-        QuantizeLinears(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
+        MergeLinears(), *((ApplyLora(config.max_loras, config.max_lora_rank),) if has_adapters else ()),
+        SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
+        QuantizeLinears(config.quantization, config.quantization_exclude),
+        QuantizeExperts(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),
         FuseLinears(), FuseExperts(), FuseSiluMul(), FuseAddRmsNorm(),
+        *((SortAdapters(),) if has_adapters else ()),
     )  # fmt: skip

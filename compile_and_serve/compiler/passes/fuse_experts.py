@@ -29,8 +29,8 @@ from compile_and_serve.custom_ops.moe.experts import pack_expert_weights
 weight_function("pack_expert_weights")(pack_expert_weights)
 
 EXPERTS = torch.ops.cas.experts.default
-GATE_UP, DOWN, RESIDUAL, NORM, EPS = 3, 4, 9, 10, 11  # arguments of `cas::experts`
-DEFAULTS = (None, None, "silu", 0.0, None, None, 1e-6)  # of its arguments from the biases on
+GATE_UP, DOWN, RESIDUAL, NORM, EPS, GATE_UP_SCALE, DOWN_SCALE = 3, 4, 9, 10, 11, 12, 13  # arguments of `cas::experts`
+DEFAULTS = (None, None, "silu", 0.0, None, None, 1e-6, None, None)  # of its arguments from the biases on
 
 
 class FuseExperts(BasePass):
@@ -42,7 +42,7 @@ class FuseExperts(BasePass):
         for node in gm.graph.find_nodes(op="call_function", target=EXPERTS):
             args = [*node.args, *DEFAULTS[len(node.args) - 5 :]]
             changed = False
-            if packs and tensor_of(args[GATE_UP]).dim() == 3:
+            if packs and args[GATE_UP_SCALE] is None and tensor_of(args[GATE_UP]).dim() == 3:
                 reason = _pack(gm, args, ctx)
                 if reason is None:
                     changed = True

@@ -3,6 +3,7 @@
     F.linear(rms_norm(x, g), W) [silu(gate) · up | + residual]  →  fused_linear(x, pack(W), …)
     quantized_linear(rms_norm(x, g), …) [the same]              →  quantized_linear(x, …)
     group_linear(rms_norm(x, g), …) [the same]                  →  group_linear(x, …)
+    lora_add(F.linear(rms_norm(x, g), W), …) [the same]         →  lora_linear(x, pack(W), …)
 
 The normalized activations, the gate/up product and the sum are not written to memory, and a layer has four op calls instead of a dozen. The
 weight is packed once, while it is loaded, into the layout of the device's kernel.
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+import compile_and_serve.custom_ops.lora.lora_linear  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.passes.quantize_linears import GROUP_LINEAR, QUANTIZED_LINEAR
 from compile_and_serve.compiler.rewrite.graph_pass import (
     GELU_LINEAR,
@@ -36,6 +39,7 @@ from compile_and_serve.compiler.weights.transforms import weight_function
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 
 weight_function("pack_linear_weight")(pack_linear_weight)
+LORA_ADD, LORA_LINEAR = torch.ops.cas.lora_add.default, torch.ops.cas.lora_linear.default
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class _Site:
     eps: float = 1e-6
     silu_mul: bool = False
     gelu: bool = False
+    adapters: tuple[Any, ...] = ()  # the last arguments of its `lora_add`
     residual: Node | None = None
     out: Node | None = None  # the last node that it replaces
 
@@ -72,6 +77,7 @@ class FuseLinears(BasePass):
             else:
                 site = _Site(node, node.args[0], out=node)
                 near_misses += _take_norm(site, ctx)
+                _take_adapters(site)
                 _take_silu_mul(site, ctx)
                 _take_residual(site)
                 if is_call(node, F.linear):
@@ -113,9 +119,16 @@ def _take_norm(site: _Site, ctx: PassContext) -> list[NearMiss]:
     return []
 
 
+def _take_adapters(site: _Site) -> None:
+    add = only_user(site.linear)
+    if is_call(site.linear, F.linear) and is_call(add, LORA_ADD) and add.args[:2] == (site.linear, site.linear.args[0]):
+        site.adapters, site.out = add.args[2:], add
+
+
 def _take_silu_mul(site: _Site, ctx: PassContext) -> None:
     """linear → split in halves → silu(first) · second, or GELU's tanh form in place of SiLU."""
-    split = only_user(site.linear)
+    assert site.out is not None
+    split = only_user(site.out)
     if split is None or not is_call(split, torch.split, torch.chunk):
         return
     parts = {user.args[1]: user for user in split.users if is_call(user, operator.getitem)}
@@ -154,7 +167,8 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     out_features = tensor_of(weight).shape[0]
     args = (site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual, site.gelu)
     with gm.graph.inserting_before(out):
-        fused = ctx.call(gm, torch.ops.cas.fused_linear.default, *args, origin=site.linear)
+        target = LORA_LINEAR if site.adapters else torch.ops.cas.fused_linear.default
+        fused = ctx.call(gm, target, *args, *site.adapters, origin=site.linear)
     out.replace_all_uses_with(fused)
     gm.graph.erase_node(out)
 

@@ -102,6 +102,8 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
     )
     cos, sin, norms = q.cos.node, q.sin.node, (q.norm_weight, k.norm_weight)
     if not q.rotation.is_plain(head_dim):
+        if ctx.has_plain_plan:
+            raise _Mismatch("keys of a model with adapters are cached in their own order")
         if qkv is None:
             raise _Mismatch("queries, keys and values do not come from one linear, whose rows could be permuted")
         _permute(gm, ctx, qkv, (num_heads + num_kv_heads) * head_dim, head_dim, q)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+import compile_and_serve.custom_ops.moe.experts  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
@@ -46,6 +47,7 @@ from compile_and_serve.compiler.weights.transforms import Expression
 from compile_and_serve.custom_ops.quantization import (
     Activations,
     GroupedWeight,
+    QuantizedWeight,
     StoredWeight,
     block_scales,
     dequantize_weight,
@@ -59,6 +61,7 @@ from compile_and_serve.custom_ops.quantized.group_linear import (
 from compile_and_serve.custom_ops.quantized.quantized_linear import quantized_linear_unsupported_reason
 
 QUANTIZED_LINEAR = torch.ops.cas.quantized_linear.default
+EXPERTS = torch.ops.cas.experts.default  # `quantize_experts` quantizes them
 GROUP_LINEAR = torch.ops.cas.group_linear.default
 
 
@@ -92,7 +95,7 @@ def slow_reason(
 
     stored: the checkpoint's quantized weights. dtype: of the activations.
     """
-    kinds = {(one.dtype, one.per_block) for one in stored.values() if not isinstance(one, GroupedWeight)}
+    kinds = {(one.dtype, one.per_block) for one in stored.values() if isinstance(one, QuantizedWeight)}
     group_sizes = {one.group_size for one in stored.values() if isinstance(one, GroupedWeight)}
     if quantization is not None:
         scheme = SCHEMES[quantization]
@@ -123,7 +126,7 @@ class QuantizeLinears(BasePass):
 
     def round_weight(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """The weight after quantizing and dequantizing it."""
-        if self.scheme is None:
+        if self.scheme is None or weight_OI.dim() != 2:
             return weight_OI
         scale = (row_scales if self.scheme.scales == "row" else block_scales)(weight_OI, self.scheme.dtype)
         return dequantize_weight(quantize_weight(weight_OI, scale, self.scheme.dtype), scale, weight_OI.dtype)
@@ -156,6 +159,8 @@ class QuantizeLinears(BasePass):
                 matched += 1
             except CannotQuantizeError as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
+        experts = gm.graph.find_nodes(op="call_function", target=EXPERTS)
+        seen |= {weight.rpartition(".")[0] for node in experts if (weight := weight_of(node.args[3])) is not None}
         self._check_exclusions(seen)
         return PassResult(matched=matched, near_misses=tuple(near_misses))
 

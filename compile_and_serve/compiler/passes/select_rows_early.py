@@ -47,7 +47,7 @@ class SelectRowsEarly(BasePass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses = 0, []
         for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
-            if not _selects_rows(node):
+            if not selects_rows(node):
                 continue
             cone = _cone(node)
             if not cone:
@@ -60,7 +60,8 @@ class SelectRowsEarly(BasePass):
         return PassResult(matched=matched, near_misses=tuple(near_misses))
 
 
-def _selects_rows(node: Node) -> bool:
+def selects_rows(node: Node) -> bool:
+    """Whether this is `x[rows]` with a tensor of row numbers."""
     rows = arguments(node)[1]
     return isinstance(rows, Node) and tensor_of(rows).dim() == 1 and tensor_of(rows).dtype == torch.int64
 

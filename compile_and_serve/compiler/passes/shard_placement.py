@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-import compile_and_serve.custom_ops.attention.attention  # noqa: F401 (defines the op)
+import compile_and_serve.custom_ops.attention.attention
+import compile_and_serve.custom_ops.attention.mla  # noqa: F401 (these define the ops)
 from compile_and_serve.compiler.compat import node_source_line
 from compile_and_serve.compiler.rewrite.graph_pass import PassError, arguments, is_call, tensor_of
 
 ATTENTION = torch.ops.cas.attention.default
+MLA_ATTENTION = torch.ops.cas.mla_attention.default
 HEAD_VIEWS = (torch.Tensor.view, torch.reshape, torch.unflatten)
 
 _ELEMENTWISE = (
@@ -42,6 +44,10 @@ def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
     if is_call(node, _SIZE):
         return None
     if is_call(node, ATTENTION) and all(dimensions.get(value) == 1 for value in node.all_input_nodes[:3]):
+        return 1
+    if (
+        is_call(node, MLA_ATTENTION) and cut == [node.args[0]] and dimension == 1
+    ):  # the ranks' heads read the same latents
         return 1
     if is_call(node, *_ELEMENTWISE) and _agree(node, dimensions):
         return dimension

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 import compile_and_serve.custom_ops.moe.experts  # noqa: F401 (defines the op)
 from compile_and_serve.compiler.compat import node_source_line
-from compile_and_serve.compiler.passes.shard_placement import ATTENTION, HEAD_VIEWS, sharded_dimension
+from compile_and_serve.compiler.passes.shard_placement import ATTENTION, HEAD_VIEWS, MLA_ATTENTION, sharded_dimension
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -291,6 +291,10 @@ def _rewrite(gm: GraphModule, sites: Mapping[Node, _Site], ctx: PassContext) -> 
                 raise PassError(_whole_attention(node_source_line(node)))
             _shard_cache(node, ctx)
             _shard_head_vectors(node, ctx)
+        if is_call(node, MLA_ATTENTION):
+            if dimension is None:
+                raise PassError(_whole_attention(node_source_line(node)))
+            _shard_latent_heads(node, ctx)
         if any(value in dimensions for value in node.all_input_nodes):
             before = node.meta["example_value"]
         _recompute(node, ctx)
@@ -386,6 +390,15 @@ def _shard_cache(attention: Node, ctx: PassContext) -> None:
     shape[2] = tensor_of(keys).shape[1]
     with ctx.fake_mode:
         cache.meta["example_value"] = torch.empty(shape, dtype=tensor_of(cache).dtype, device="meta")
+
+
+def _shard_latent_heads(attention: Node, ctx: PassContext) -> None:
+    """Give each rank the rows of its heads of the weight that makes keys and values from latents."""
+    weight = arguments(attention)[5]
+    name = weight_of(weight)
+    assert name is not None, "the weight of keys and values is a parameter"
+    if not depends_on_rank(ctx.weights[name].expression):
+        ctx.replace_weight(weight, "shard_rows", ctx.tensor_parallel_size, ctx.tensor_parallel_size)
 
 
 def _shard_head_vectors(attention: Node, ctx: PassContext) -> None:

@@ -152,6 +152,15 @@ def make_plan(
     return plan, graphs
 
 
+def with_weights_of(plan: ExecutionPlan, other: ExecutionPlan) -> ExecutionPlan:
+    """The plan with the weights of another plan of the same model added, so that both can run on one set of weights."""
+    own = {transform.target: transform for transform in plan.transforms}
+    for transform in other.transforms:
+        known = own.setdefault(transform.target, transform)
+        assert known == transform, f"weight {transform.target} differs between two plans of one model"
+    return replace(plan, transforms=tuple(own.values()))
+
+
 def symbolic_lengths(gm: GraphModule) -> list[str]:
     """Names of the symbolic lengths that a piece's inputs have."""
     values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]

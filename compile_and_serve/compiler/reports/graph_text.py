@@ -34,9 +34,8 @@ import operator
 import torch
 import torch.nn.functional as F
 
-# these define the `cas` ops
-import compile_and_serve.custom_ops.attention.rope_attention
-import compile_and_serve.custom_ops.linear.fused_linear
+# defines the `cas` ops
+import compile_and_serve.compiler.passes
 from compile_and_serve.compiler.reports.run_dump import main
 
 # name, dtype, shape, name in the model and kind of each input of `forward`

@@ -23,14 +23,18 @@ from torch.fx import GraphModule, Node
 
 from compile_and_serve.compiler.pieces.plan import REF, ExecutionPlan, OpStep, PieceStep, PlanStep
 from compile_and_serve.compiler.pieces.plan_function import make_plan_function, step_calls
+from compile_and_serve.compiler.weights.transforms import TensorSpec
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.moe.expert_load import counting_experts
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, PARTS
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, running
 
 CONTEXT, PAGE_TOKENS = 512, 16
 CACHE_BYTES = 1 << 30  # of all layers' caches together; beyond it layers share
+MAX_RANDOM = 1 << 28  # elements of a weight
 RUNS = 12  # steps that are measured
 BUDGET_SECONDS = 3.0  # after which no further step, nor another run of anything else that is measured, begins
 CPU_STREAM_BYTES, STREAM_BYTES = 1 << 28, 1 << 31  # of the array whose bandwidth is measured
@@ -58,12 +62,9 @@ def profile_model(
 
     inputs, groups: of a step. backends: by attention group. → {"bandwidth": bytes/s, "gemm_rate": FLOP/s, "rows": one for each
     distinct piece or op and T (seconds, bytes and FLOPs of one use), "steps": one for each T (seconds of the step, and of what lies
-    between pieces and ops)}
+    between pieces and ops), "experts": one for each T of a model with experts (`_DecodeStep.expert_load`)}
     """
-    weights = {
-        t.target: torch.full(t.spec.shape, 0.01, device=device).to(t.spec.dtype)
-        for t in plan.transforms
-    }  # fmt: skip
+    weights = {t.target: _made_up_weight(t.spec, device) for t in plan.transforms}
     result: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "context": CONTEXT,
@@ -71,11 +72,14 @@ def profile_model(
         "gemm_rate": measure_gemm_rate(device, dtype),
         "rows": [],
         "steps": [],
+        "experts": [],
     }
     for count in tokens:
         step = _DecodeStep(plan, pieces, weights, inputs, groups, device, kv_cache_dtype, backends, count)
         seconds, whole = step.measure()
         used = sum(sum(times) for times in seconds.values())
+        if (load := step.expert_load()) is not None:
+            result["experts"].append({"tokens": count, **load})
         result["steps"].append({"tokens": count, "seconds": whole, "between": max(0.0, whole - used)})
         for key, times in seconds.items():
             result["rows"].append(
@@ -88,6 +92,20 @@ def profile_model(
                 }
             )
     return result
+
+
+def _made_up_weight(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Random values for floating matrices up to `MAX_RANDOM`, so that tokens go to different experts; the same value otherwise."""
+    is_matrix = len(spec.shape) > 1 and torch.Size(spec.shape).numel() <= MAX_RANDOM
+    if spec.dtype in (torch.float32, torch.float16, torch.bfloat16) and is_matrix:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device).normal_(0.0, 0.02)
+    return torch.full(spec.shape, 0.01, device=device).to(spec.dtype)
+
+
+def _vocabulary(weights: Mapping[str, torch.Tensor]) -> int:
+    """A number of token ids that every embedding has."""
+    rows = [weight.shape[0] for name, weight in weights.items() if "embed_tokens" in name and weight.dim() == 2]
+    return min(rows, default=2)
 
 
 def measure_bandwidth(device: torch.device) -> float:
@@ -137,7 +155,7 @@ class _DecodeStep:
         }  # fmt: skip
         self._step = make_step(
             inputs, groups, [(CONTEXT - 1, 1)] * tokens, state=state, tokens_per_page=sizes, backends=backends,
-            device=device, token_ids=np.arange(tokens) % 2,
+            device=device, token_ids=np.arange(tokens) % _vocabulary(weights),
         )  # fmt: skip
         calls = step_calls(plan, pieces)
         self._clock = _Clock(device)
@@ -163,6 +181,25 @@ class _DecodeStep:
         for step, times in zip(self._plan.steps, zip(*runs, strict=True), strict=True):
             seconds[_key(step)].append(min(times))
         return seconds, min(wholes)
+
+    def expert_load(self) -> dict[str, Any] | None:
+        """How one step with random weights loads the experts; None for a model without experts.
+
+        "layers", "experts": their numbers. "distinct": experts of a layer that have a token. "largest": tokens of a layer's busiest expert
+        over those of its average expert. Both are means over the layers.
+        """
+        with running(self._step.metadata), torch.no_grad(), counting_experts() as loads:
+            self._whole(self._step.values)
+        layers = list(loads.values())
+        if not layers:
+            return None
+        counts = torch.stack([layer.tokens for layer in layers]).double().cpu()
+        return {
+            "layers": len(layers),
+            "experts": counts.shape[1],
+            "distinct": (counts > 0).sum(1).double().mean().item(),
+            "largest": (counts.amax(1) / counts.mean(1)).mean().item(),
+        }
 
     def _timed(self, call: Callable[..., Any], step: PlanStep) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -279,9 +316,17 @@ def _bytes(value: Any, tokens: int) -> int:
 
 
 def _input_bytes(node: Node, tokens: int) -> int:
-    """Bytes that a piece reads of an input: all of it, or the looked-up rows of an embedding that is used for nothing else."""
+    """Bytes that a piece reads of an input: all of it; the looked-up rows of an embedding that is used for nothing else; of experts, the
+    expected share that tokens go to if all choices are equally likely.
+    """
     uses = Counter(user.target is F.embedding for user in node.users)
     value = node.meta["example_value"]
+    if node.users and all(_is_experts(user) and node in user.args[3:] for user in node.users) and value.dim() >= 2:
+        ids = next(iter(node.users)).args[1]
+        assert isinstance(ids, Node)
+        num_experts, top_k = value.shape[0], ids.meta["example_value"].shape[1]
+        if isinstance(num_experts, int):  # not the residual
+            return int(_bytes(value, tokens) * (1 - (1 - top_k / num_experts) ** tokens))
     if uses[True] and not uses[False] and value.dim() == 2:
         return tokens * value.shape[1] * value.itemsize
     return _bytes(value, tokens)
@@ -301,4 +346,25 @@ def _flops(node: Node, tokens: int) -> int:
         assert isinstance(x, Node)
         rows_columns = _sizes(x.meta["example_value"], tokens).numel()
         return 2 * rows_columns * int(node.args[2])  # type: ignore[arg-type]
+    if _is_experts(node):
+        x, ids, gate_up, down = (node.args[at] for at in (0, 1, 3, 4))
+        assert isinstance(x, Node)
+        assert isinstance(ids, Node)
+        assert isinstance(gate_up, Node)
+        assert isinstance(down, Node)
+        pairs = _sizes(ids.meta["example_value"], tokens).numel()
+        return 2 * pairs * x.meta["example_value"].shape[1] * 3 * _expert_features(down.meta["example_value"])
     return 0 if node.target in _FREE else out
+
+
+def _is_experts(node: Node) -> bool:
+    return str(node.target) == "cas.experts.default"
+
+
+def _expert_features(down: torch.Tensor) -> int:
+    """Intermediate features of an expert, from its down projection in any layout."""
+    if down.dtype == torch.uint8:  # MXFP4 of a checkpoint
+        return down.shape[2] * MX_BLOCK
+    if down.dtype == torch.int16:
+        return down.shape[2] * PARTS
+    return down.shape[2] if down.dim() == 3 else down.shape[2] * (down.shape[3] // 16)

@@ -30,7 +30,7 @@ def available_kernels(
     if linear_reason is None:
         kernels.add("fused_linear")
         if has_triton:
-            kernels |= {"allreduce_add_rms_norm", FLOAT32_NORM_WEIGHT, GELU_LINEAR}
+            kernels |= {"allreduce_add_rms_norm", "quantized_experts", FLOAT32_NORM_WEIGHT, GELU_LINEAR}
             if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
                 kernels.add("allreduce_add_rms_norm_quantize")
     has_elementwise = elementwise_unsupported_reason(device=device, dtype=dtype) is None

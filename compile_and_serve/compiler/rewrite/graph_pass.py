@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
@@ -84,6 +84,7 @@ class PassContext:
     tuner: measures whether a fusion is faster; None: every fusion is made.
     tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
     quantized_weights: the checkpoint's quantized parameters.
+    has_plain_plan: the model gets a second plan over the same state, so passes must not change the state's layout.
     declared: the declaration of each tensor of a step that `argument` can read: of the model, and what passes add.
     """
 
@@ -97,6 +98,7 @@ class PassContext:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     quantized_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     declared: Mapping[str, StepInput | StateGroup] = field(default_factory=dict)
+    has_plain_plan: bool = False
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat
 
@@ -207,13 +209,22 @@ class PassContext:
         specs = tuple(a if isinstance(a, int) else self.weights[a].spec for a in arguments)
         return evaluate_spec(function, specs, self.device)
 
-    def checkpoint(self, gm: GraphModule) -> Callable[[], None]:
-        """A function that restores the graph and the weights to their current state."""
+    def fork(self, gm: GraphModule) -> tuple[GraphModule, PassContext]:
+        """A copy of the graph, and a context for it: passes over one do not change the other."""
+        copy, weight_nodes = self._copied(gm)
+        forked = replace(self, weights=self.weights.copy(), _weight_nodes=weight_nodes)
+        return GraphModule(gm, copy), forked
+
+    def _copied(self, gm: GraphModule) -> tuple[Graph, dict[str, Node]]:
         copy, copies = Graph(), dict[Node, Node]()
         copy.output(copy.graph_copy(gm.graph, copies))
         output, copied_output = (next(iter(reversed(graph.nodes))) for graph in (gm.graph, copy))
         copied_output.meta.update(output.meta)
-        weight_nodes = {target: copies[node] for target, node in self._weight_nodes.items()}
+        return copy, {target: copies[node] for target, node in self._weight_nodes.items()}
+
+    def checkpoint(self, gm: GraphModule) -> Callable[[], None]:
+        """A function that restores the graph and the weights to their current state."""
+        copy, weight_nodes = self._copied(gm)
         undo_weights = self.weights.checkpoint()
 
         def undo() -> None:
@@ -230,6 +241,7 @@ class GraphPass(Protocol):
     name: str
     version: int
     required: bool  # if its guard lets it run, it cannot be disabled
+    for_optional: bool  # only for steps that use an optional input: other steps run a plan that is made without it
 
     def adds(self, model: ModelSource) -> Sequence[StepInput | StateGroup]:
         """Inputs and state of a step that the pass may read with `ctx.argument`, besides the model's own."""
@@ -258,6 +270,7 @@ class BasePass:
     version: int = 1
     after: str | None = None
     required: bool = False
+    for_optional: bool = False
 
     def adds(self, model: ModelSource) -> Sequence[StepInput | StateGroup]:
         return ()

@@ -30,6 +30,7 @@ from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAM
 from compile_and_serve.compiler.compat import OpOverload, node_source_line
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError, PassResult, SkipReason
 from compile_and_serve.compiler.weights.transforms import WeightTable
+from compile_and_serve.compiler.weights.transforms import evaluate as evaluate_expression
 from compile_and_serve.custom_ops.collectives.collectives import REFERENCES
 from compile_and_serve.custom_ops.library import OPS, OpKind
 from compile_and_serve.custom_ops.made_up_step import make_step
@@ -146,7 +147,7 @@ class _Outcome:
 class RandomWeights:
     """The values of a graph's weights: random checkpoint tensors, put through the transforms that passes recorded.
 
-    rounding: what is done to each matrix first.
+    rounding: is first applied to each matrix of the model.
     """
 
     def __init__(
@@ -161,7 +162,8 @@ class RandomWeights:
     def value(self, name: str, rank: int) -> torch.Tensor:
         """The value of weight `name` on a rank, float64 where it is floating."""
         transform = self._weights[name]
-        return transform.fn(*(self.source(source) for source in transform.sources), rank=rank)
+        value = transform.fn(*(self.source(source) for source in transform.sources), rank=rank)
+        return value if value.dtype in LARGEST else _widen(value)
 
     def source(self, name: str) -> torch.Tensor:
         """The invented checkpoint tensor `name`; the same in every run. Vectors (norms) lie around 1, scales of quantized weights
@@ -175,6 +177,8 @@ class RandomWeights:
                 # The same order for all weights of this size, because merged weights must agree.
                 inputs = torch.randperm(spec.shape[0], generator=generator.manual_seed(spec.shape[0]))
                 return (inputs * self._num_groups(name) // spec.shape[0]).to(spec.dtype)
+            if name.endswith("_proj_scales"):  # exponents of MXFP4
+                return torch.randint(117, 123, spec.shape, generator=generator, dtype=spec.dtype)
             limits = torch.iinfo(spec.dtype)
             largest = (
                 0x30 if spec.dtype == torch.uint8 else limits.max
@@ -187,7 +191,18 @@ class RandomWeights:
             return 0.01 * (1 + 4 * value.abs())
         if len(spec.shape) == 1:
             return 1 + 4 * value
-        return value if self._rounding is None or len(spec.shape) != 2 else self._rounding(value)
+        return value if self._rounding is None or len(spec.shape) not in (2, 3) else self._rounded(name, value)
+
+    def _rounded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A checkpoint tensor whose parameter is rounded. The parameter may have the tensor's elements in another order."""
+        assert self._rounding is not None
+        expression = self._weights.expressions.get(name, name)
+        if expression == name:
+            return self._rounding(value)
+        order = evaluate_expression(expression, {name: torch.arange(value.numel()).view(value.shape)}, 0)
+        rounded = torch.empty(value.numel(), dtype=value.dtype)
+        rounded[order.flatten()] = self._rounding(evaluate_expression(expression, {name: value}, 0)).flatten()
+        return rounded.view(value.shape)
 
     def _num_groups(self, name: str) -> int:
         """Number of groups of the weight whose inputs' groups are tensor `name`: scales are [G, O] (GPTQ) or [O, G]."""

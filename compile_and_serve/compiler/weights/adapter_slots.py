@@ -1,10 +1,10 @@
 """The weights that hold LoRA adapters: for each targeted linear one tensor of A and one of B, with a slot for each adapter.
 
-They are weights of the plan that no checkpoint has: their expressions have constants alone. A compiled model fills them with
-zeros, and loading an adapter copies into one slot. A sharded linear's slots say how they are sharded, so that a stored plan is
-enough to load adapters.
+No checkpoint has these weights of the plan: their expressions consist of constants. A compiled model fills them with
+zeros, and loading an adapter copies into one slot. Linears that were merged into one share its two tensors. Names and constants say
+which linears they are and how they are sharded, so that a stored plan is enough to load adapters.
 
-Shape legend: S slots, R the largest rank, I and O input and output features (a rank's share where they are sharded).
+Shape legend: S slots, R the largest rank, P merged linears, I and O input and output features (a rank's share where they are sharded).
 """
 
 from __future__ import annotations
@@ -12,69 +12,102 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 
 from compile_and_serve.compiler.weights.transforms import Expression, WeightTransform, evaluate, weight_function
+from compile_and_serve.custom_ops.lora.limits import COLUMNS
+from compile_and_serve.custom_ops.quantization import dtype_name
 
 A, B = ".lora_a", ".lora_b"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OF_PART = 3  # constants of B for each merged linear
 
 
 def _zeros(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
-    """sizes: the three dimensions, then how they are sharded, which does not matter here."""
+    """Slots of A. sizes: its three dimensions, then what `AdapterSite` says, which does not matter here."""
     return torch.zeros(sizes[:3], dtype=dtype)
 
 
+def _zero_blocks(num_slots: int, rank: int, out_features: int, *_: int, dtype: torch.dtype) -> torch.Tensor:
+    """Slots of B."""
+    return torch.zeros(num_slots, -(-out_features // COLUMNS), rank, COLUMNS, dtype=dtype)
+
+
 for _dtype in _DTYPES:
-    weight_function(f"adapter_slots_{str(_dtype).removeprefix('torch.')}")(partial(_zeros, dtype=_dtype))
+    weight_function(f"adapter_slots_{dtype_name(_dtype)}")(partial(_zeros, dtype=_dtype))
+    weight_function(f"adapter_blocks_{dtype_name(_dtype)}")(partial(_zero_blocks, dtype=_dtype))
 
 
-def slot_expressions(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, base: Expression
-) -> tuple[Expression, Expression]:
-    """Expressions of a linear's A [S, R, I] and B [S, O, R]. sizes: S, R, I, O. base: the expression of the linear's weight."""
-    num_slots, rank, in_features, out_features = sizes
-    function = f"adapter_slots_{str(dtype).removeprefix('torch.')}"
-    split = base[0] if isinstance(base, tuple) else None
-    shards_a = base[-1] if split == "shard_columns" and isinstance(base, tuple) else 0
-    shards_b = base[-2:] if split == "shard_rows" and isinstance(base, tuple) else (0, 0)
-    return (
-        (function, num_slots, rank, in_features, shards_a),
-        (function, num_slots, out_features, rank, *shards_b),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotWeights:
+    """A linear's two weights of slots: names, and expressions of A [S, P * R, I] and B [S, ceil(O / 16), R, 16]."""
+
+    a: str
+    b: str
+    of_a: Expression
+    of_b: Expression
+
+
+def slot_weights(
+    num_slots: int, rank: int, in_features: int, parts: Sequence[tuple[str, int, Expression]], dtype: torch.dtype
+) -> SlotWeights:
+    """parts: of each merged linear its module, its output features, and its weight's expression."""
+    columns = {base[-1] if _is_sharded(base, "shard_columns") else 0 for _, _, base in parts}
+    assert len(columns) == 1, "linears that were merged are sharded alike"
+    constants: list[int] = []
+    for _, out_features, base in parts:
+        constants += [out_features, *(base[-2:] if _is_sharded(base, "shard_rows") else (0, 0))]
+    name = "+".join(module for module, _, _ in parts)
+    return SlotWeights(
+        a=name + A,
+        b=name + B,
+        of_a=(f"adapter_slots_{dtype_name(dtype)}", num_slots, len(parts) * rank, in_features, columns.pop()),
+        of_b=(
+            f"adapter_blocks_{dtype_name(dtype)}",
+            num_slots,
+            rank,
+            sum(out_features for _, out_features, _ in parts),
+            *constants,
+        ),
     )
+
+
+def _is_sharded(base: Expression, how: str) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(base, tuple) and base[0] == how
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSite:
     """A linear that adapters can change.
 
-    module: its name. in_features, out_features: of the whole linear. a, b: names of the model's weights. shards: ranks that share
-    the input features, the number of different parts of the output features, and ranks that share these; 0: not sharded.
+    module: its name. in_features, out_features: of the whole linear. a, b: names of the model's weights. first_row: of its A in a slot.
+    columns: of its B in a slot. shards: ranks that share the input features, the number of different parts of the output features, and
+    ranks that share these; 0: not sharded.
     """
 
     module: str
     in_features: int
     out_features: int
+    a: str
+    b: str
+    first_row: int
+    columns: slice
     shards: tuple[int, int, int]
 
-    @property
-    def a(self) -> str:
-        return self.module + A
-
-    @property
-    def b(self) -> str:
-        return self.module + B
-
-    def a_of_rank(self, a_RI: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's columns of A."""
-        size = self.shards[0]
-        return evaluate(("shard_columns", "a", size), {"a": a_RI}, rank) if size else a_RI
-
-    def b_of_rank(self, b_OR: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's rows of B."""
-        _, parts, size = self.shards
-        return evaluate(("shard_rows", "b", parts, size), {"b": b_OR}, rank) if size else b_OR
+    def fill(
+        self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, rank: int
+    ) -> None:
+        """Copy a rank's share of an adapter's A [R, I] and B [O, R] into a slot of the two weights."""
+        by_columns, parts, by_rows = self.shards
+        if by_columns:
+            a_RI = evaluate(("shard_columns", "a", by_columns), {"a": a_RI}, rank)
+        if by_rows:
+            b_OR = evaluate(("shard_rows", "b", parts, by_rows), {"b": b_OR}, rank)
+        slot_a[self.first_row : self.first_row + len(a_RI)].copy_(a_RI)
+        columns = torch.arange(self.columns.start, self.columns.stop)
+        slot_b[columns // COLUMNS, : b_OR.shape[1], columns % COLUMNS] = b_OR.to(slot_b.dtype)
 
 
 def adapter_sites(transforms: Sequence[WeightTransform]) -> tuple[AdapterSite, ...]:
@@ -84,14 +117,19 @@ def adapter_sites(transforms: Sequence[WeightTransform]) -> tuple[AdapterSite, .
     for target, of_a in slots.items():
         if not target.endswith(A):
             continue
-        module = target.removesuffix(A)
-        of_b = slots[module + B]
+        name = target.removesuffix(A)
+        of_b = slots[name + B]
         assert isinstance(of_a, tuple)
         assert isinstance(of_b, tuple)
-        shards = (of_a[4], of_b[4], of_b[5])
-        sites.append(
-            AdapterSite(
-                module=module, in_features=of_a[3] * (shards[0] or 1), out_features=of_b[2] * (shards[1] or 1), shards=shards
-            )
-        )  # fmt: skip
+        rank, constants, begin = of_b[2], of_b[4:], 0
+        for part, module in enumerate(name.split("+")):
+            columns, parts, by_rows = constants[_OF_PART * part : _OF_PART * (part + 1)]
+            sites.append(
+                AdapterSite(
+                    module=module, in_features=of_a[3] * (of_a[4] or 1), out_features=columns * (parts or 1), a=target,
+                    b=name + B, first_row=part * rank, columns=slice(begin, begin + columns),
+                    shards=(of_a[4], parts, by_rows),
+                )
+            )  # fmt: skip
+            begin += columns
     return tuple(sites)

@@ -39,6 +39,11 @@ class WeightArena:
         if platform_of(device).shares_host_memory:
             advise_huge_pages(self._bytes)
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """The whole allocation, uint8."""
+        return self._bytes
+
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor with this name: a view of the arena, always of the same memory."""
         spec, start = self._specs[name], self._base + self._offsets[name]

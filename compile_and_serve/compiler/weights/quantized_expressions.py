@@ -38,11 +38,15 @@ from compile_and_serve.custom_ops.quantization import (
     BLOCK,
     LARGEST,
     Activations,
+    ArrangedWeight,
     GroupedWeight,
+    Mxfp4Weight,
     QuantizedWeight,
     StoredWeight,
     block_scales,
+    dequantize_experts,
     dequantize_weight,
+    dtype_name,
     quantize_weight,
     row_scales,
 )
@@ -50,6 +54,11 @@ from compile_and_serve.custom_ops.quantized import group_formats
 from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS, GgufFormat
 from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
 from compile_and_serve.custom_ops.quantized.group_linear import pack_group_codes, pack_group_scales
+from compile_and_serve.custom_ops.quantized.mxfp4 import (
+    deinterleave_rows,
+    dequantize_mxfp4,
+    swap_inputs_and_outputs,
+)
 from compile_and_serve.custom_ops.quantized.quantized_linear import pack_quantized_weight
 
 Scales = Literal["row", "block"]
@@ -89,17 +98,17 @@ class GroupedExpression:
     input_order: Expression | None = None
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 for _dtype in LARGEST:
-    weight_function(f"row_scales.{_name(_dtype)}")(partial(row_scales, dtype=_dtype))
-    weight_function(f"block_scales.{_name(_dtype)}")(partial(block_scales, dtype=_dtype))
-    weight_function(f"quantize.{_name(_dtype)}")(partial(quantize_weight, dtype=_dtype))
+    weight_function(f"row_scales.{dtype_name(_dtype)}")(partial(row_scales, dtype=_dtype))
+    weight_function(f"block_scales.{dtype_name(_dtype)}")(partial(block_scales, dtype=_dtype))
+    weight_function(f"quantize.{dtype_name(_dtype)}")(partial(quantize_weight, dtype=_dtype))
 for _dtype in (torch.bfloat16, torch.float16, torch.float32):
-    weight_function(f"dequantize.{_name(_dtype)}")(partial(dequantize_weight, dtype=_dtype))
+    weight_function(f"dequantize.{dtype_name(_dtype)}")(partial(dequantize_weight, dtype=_dtype))
+    weight_function(f"dequantize_experts.{dtype_name(_dtype)}")(partial(dequantize_experts, dtype=_dtype))
+    weight_function(f"dequantize_mxfp4.{dtype_name(_dtype)}")(partial(dequantize_mxfp4, dtype=_dtype))
 weight_function("pack_quantized_weight")(pack_quantized_weight)
+weight_function("deinterleave_rows")(deinterleave_rows)
+weight_function("swap_inputs_and_outputs")(swap_inputs_and_outputs)
 weight_function("pack_group_codes")(pack_group_codes)
 weight_function("pack_group_scales")(pack_group_scales)
 for _function in ("awq_codes", "gptq_codes", "gptq_zeros", "packed_rows", "packed_columns", "transposed"):
@@ -132,7 +141,7 @@ def _dequantize_groups(
 for _dtype in (torch.bfloat16, torch.float16, torch.float32):
     for _has_offset in (False, True):
         for _has_groups in (False, True):
-            weight_function(f"dequantize_groups.{_name(_dtype)}.{int(_has_offset)}{int(_has_groups)}")(
+            weight_function(f"dequantize_groups.{dtype_name(_dtype)}.{int(_has_offset)}{int(_has_groups)}")(
                 partial(_dequantize_groups, dtype=_dtype, has_offset=_has_offset, has_groups=_has_groups)
             )
 
@@ -176,7 +185,7 @@ def checkpoint_specs(specs: Mapping[str, TensorSpec], quantized: Mapping[str, St
     """The tensors that a checkpoint must hold: the parameters, and for quantized ones their own dtype and their scales."""
     sources = dict(specs)
     for name, stored in quantized.items():
-        if isinstance(stored, GroupedWeight):
+        if not isinstance(stored, QuantizedWeight):
             if all(name != tensor for tensor, _, _ in stored.tensors):
                 del sources[name]
             sources |= {tensor: TensorSpec(shape=shape, dtype=dtype) for tensor, shape, dtype in stored.tensors}
@@ -192,16 +201,25 @@ def plain_expressions(specs: Mapping[str, TensorSpec], quantized: Mapping[str, S
     """The expression of each parameter of the plain model: its name, or the dequantized value of a quantized tensor."""
     expressions: dict[str, Expression] = {name: name for name in specs}
     for name, stored in quantized.items():
+        if isinstance(stored, ArrangedWeight):
+            expressions[name] = stored.value
+            continue
+        if isinstance(stored, Mxfp4Weight):
+            expressions[name] = (f"dequantize_mxfp4.{dtype_name(specs[name].dtype)}", stored.codes, stored.scales)
+            continue
         if isinstance(stored, GroupedWeight):
             others = [part for part in (stored.offset, stored.input_groups) if part is not None]
             kinds = f"{int(stored.offset is not None)}{int(stored.input_groups is not None)}"
             expressions[name] = (
-                f"dequantize_groups.{_name(specs[name].dtype)}.{kinds}", stored.codes, stored.scale, stored.bits, stored.group_size,
+                f"dequantize_groups.{dtype_name(specs[name].dtype)}.{kinds}", stored.codes, stored.scale, stored.bits, stored.group_size,
                 *others,
             )  # fmt: skip
             continue
+        if len(specs[name].shape) == 3:
+            expressions[name] = (f"dequantize_experts.{dtype_name(specs[name].dtype)}", name, stored.scale)
+            continue
         scale: Expression = stored.scale if stored.per_block else ("scale_to_rows", stored.scale, name)
-        expressions[name] = (f"dequantize.{_name(specs[name].dtype)}", name, scale)
+        expressions[name] = (f"dequantize.{dtype_name(specs[name].dtype)}", name, scale)
     return expressions
 
 
@@ -340,8 +358,8 @@ def _quantize(
     expression: Expression, sources: Mapping[str, TensorSpec], dtype: torch.dtype, scales: Scales
 ) -> tuple[Expression, Expression]:
     if isinstance(expression, str) or (scales == "row" and _selects_rows(expression)):
-        scale = (f"{scales}_scales.{_name(dtype)}", expression)
-        return (f"quantize.{_name(dtype)}", expression, scale), scale
+        scale = (f"{scales}_scales.{dtype_name(dtype)}", expression)
+        return (f"quantize.{dtype_name(dtype)}", expression, scale), scale
     if _is_dequantized(expression):
         return expression[1], expression[2]
     assert isinstance(expression, tuple), "a constant has no quantized form"

@@ -10,6 +10,7 @@ Quantized weights: `compiler/weights/quantized_expressions.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeGuard
@@ -180,9 +181,9 @@ class WeightTable:
         self.sources = dict(specs if sources is None else sources)
         self.scales = self.sources.keys() - specs.keys()  # the checkpoint's tensors that are not parameters
         self.aliases = dict(aliases or {})
-        expressions = expressions or {}
+        self.expressions = dict(expressions or {})
         self._transforms = {
-            name: WeightTransform(expression=expressions.get(name, name), target=name, spec=spec)
+            name: WeightTransform(expression=self.expressions.get(name, name), target=name, spec=spec)
             for name, spec in specs.items()
         }
 
@@ -216,6 +217,12 @@ class WeightTable:
             self._transforms = dict(transforms)
 
         return undo
+
+    def copy(self) -> WeightTable:
+        """The same weights; defining more in one table does not change the other."""
+        copied = copy(self)
+        copied._transforms = dict(self._transforms)
+        return copied
 
     def keep(self, names: Sequence[str]) -> tuple[WeightTransform, ...]:
         """The transforms of these weights."""

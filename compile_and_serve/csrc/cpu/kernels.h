@@ -9,7 +9,19 @@ extern "C" {
 
 enum CasDtype : int32_t { CAS_FLOAT32 = 0, CAS_BFLOAT16 = 1 };
 
-// out [T, O] = f(rms_norm(x [T, I]) Wᵀ + bias) + residual. All pointers except x, packed and out may be null.
+// Slots with LoRA adapters of a linear that was merged of `num_parts` linears: y[t] += B (A x[t]) with the adapter index[t] - 1; none
+// where index[t] is 0. a: [slots, num_parts * rank, I]; b: [slots, ceil(O / 16), rank, 16], zero-padded; part p has the outputs up to
+// ends[p]. Contiguous.
+constexpr int kCasLoraParts = 4;
+struct CasLora {
+    const void* a;
+    const void* b;
+    const int32_t* index;
+    int64_t rank, num_parts;
+    int64_t ends[kCasLoraParts];
+};
+
+// out [T, O] = f(rms_norm(x [T, I]) Wᵀ + bias + adapters) + residual. All pointers except x, packed and out may be null.
 // packed: W as [ceil(O / 16), ceil(I / lanes), 16, lanes], zero-padded; lanes = 1 (float32) or 2 (bfloat16).
 // silu_mul: f(y) = silu(y[:, :O/2]) * y[:, O/2:]; out and residual have O / 2 columns.
 // All tensors have the given dtype. Rows of x, residual and out have strides; columns are contiguous.
@@ -28,8 +40,23 @@ struct CasLinear {
     int64_t out_stride;
     float eps;
     int32_t num_threads;
+    const CasLora* lora;  // for cas_linear alone
 };
 void cas_linear(const CasLinear* args);
+
+// out [T, O] = y [T, O] + adapters of x [T, I]; for linears of other weights. Rows of y and x have strides.
+struct CasLoraAdd {
+    CasLora lora;
+    int32_t dtype;
+    int32_t num_threads;
+    int64_t num_tokens, in_features, out_features;
+    const void* x;
+    int64_t x_stride;
+    const void* y;
+    int64_t y_stride;
+    void* out;
+};
+void cas_lora_add(const CasLoraAdd* args);
 
 // cas_linear with 8-bit weights: the product is x (weight_scale * weight)ᵀ. weight_scale: float32 [O], one scale per output.
 // linear.packed: bytes [ceil(O / 16), ceil(I / 4), 16, 4]. linear.dtype: the activations' dtype. Activations are used

@@ -70,6 +70,17 @@ CasLinear linear_arguments(
     return args;
 }
 
+// A weight for x in the layout of `pack_linear_weight`.
+const void* packed_pointer(const at::Tensor& packed, const at::Tensor& x_TI, int64_t out_features) {
+    const int64_t inputs = x_TI.scalar_type() == at::kBFloat16 ? 2 : 1, in_features = x_TI.size(1);
+    TORCH_CHECK_VALUE(
+        packed.dim() == 3 && packed.size(0) == (out_features + 15) / 16 && packed.size(1) == (in_features + inputs - 1) / inputs &&
+            packed.size(2) == 16 * inputs && packed.is_contiguous() && packed.scalar_type() == x_TI.scalar_type(),
+        "packed must be pack_linear_weight of a [", out_features, ", ", in_features, "] weight in ", x_TI.scalar_type(),
+        ", not a tensor ", packed.sizes(), " in ", packed.scalar_type());
+    return packed.const_data_ptr();
+}
+
 at::Tensor fused_linear(
     const at::Tensor& x_TI, const at::Tensor& packed, int64_t out_features, const OptionalTensor& norm_weight_I, double eps,
     const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, bool gelu
@@ -81,14 +92,85 @@ at::Tensor fused_linear(
     }
     at::Tensor out;
     CasLinear args = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
-    const int64_t inputs = args.dtype == CAS_BFLOAT16 ? 2 : 1;
-    TORCH_CHECK_VALUE(
-        packed.dim() == 3 && packed.size(0) == (out_features + 15) / 16 && packed.size(1) == (args.in_features + inputs - 1) / inputs &&
-            packed.size(2) == 16 * inputs && packed.is_contiguous() && packed.scalar_type() == x_TI.scalar_type(),
-        "packed must be pack_linear_weight of a [", out_features, ", ", args.in_features, "] weight in ", x_TI.scalar_type(),
-        ", not a tensor ", packed.sizes(), " in ", packed.scalar_type());
-    args.packed = packed.const_data_ptr();
+    args.packed = packed_pointer(packed, x_TI, out_features);
     cas_linear(&args);
+    return out;
+}
+
+// Checks the slots of a linear's adapters.
+CasLora lora_arguments(
+    const at::Tensor& x_TI, int64_t out_features, const at::Tensor& a_SQI, const at::Tensor& b_SCRN, const at::Tensor& index_T,
+    at::IntArrayRef ends
+) {
+    CasLora lora{};
+    const int64_t parts = int64_t(ends.size());
+    TORCH_CHECK_VALUE(parts > 0 && parts <= kCasLoraParts && ends.back() == out_features, "ends must be 1 to 4 that end in ", out_features);
+    TORCH_CHECK_VALUE(
+        a_SQI.dim() == 3 && b_SCRN.dim() == 4 && a_SQI.size(0) == b_SCRN.size(0) && a_SQI.size(1) == parts * b_SCRN.size(2) &&
+            a_SQI.size(2) == x_TI.size(1) && b_SCRN.size(1) == (out_features + 15) / 16 && b_SCRN.size(3) == 16 && a_SQI.is_contiguous() && b_SCRN.is_contiguous() &&
+            a_SQI.scalar_type() == x_TI.scalar_type() && b_SCRN.scalar_type() == x_TI.scalar_type(),
+        "adapters ", a_SQI.sizes(), " and ", b_SCRN.sizes(), " of ", parts, " parts do not fit ", x_TI.sizes(), " and ", out_features,
+        " outputs in ", x_TI.scalar_type());
+    TORCH_CHECK_VALUE(
+        index_T.dim() == 1 && index_T.size(0) == x_TI.size(0) && index_T.scalar_type() == at::kInt && index_T.is_contiguous(),
+        "adapter_index must be a contiguous vector of ", x_TI.size(0), " int32");
+    lora.a = a_SQI.const_data_ptr();
+    lora.b = b_SCRN.const_data_ptr();
+    lora.index = index_T.const_data_ptr<int32_t>();
+    lora.rank = b_SCRN.size(2);
+    lora.num_parts = parts;
+    for (int64_t p = 0; p < parts; ++p) lora.ends[p] = ends[p];
+    return lora;
+}
+
+at::Tensor lora_linear(
+    const at::Tensor& x_TI, const at::Tensor& packed, int64_t out_features, const OptionalTensor& norm_weight_I, double eps,
+    const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, bool gelu, const at::Tensor& a_SQI,
+    const at::Tensor& b_SCRN, const at::Tensor& index_T, at::IntArrayRef ends, const OptionalTensor& groups_T3
+) {
+    if (packed.dim() == 2 || gelu) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::lora_linear_reference", "").typed<decltype(lora_linear)>();
+        return reference.call(
+            x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, a_SQI, b_SCRN, index_T, ends, groups_T3);
+    }
+    at::Tensor out;
+    CasLinear args = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
+    args.packed = packed_pointer(packed, x_TI, out_features);
+    const CasLora lora = lora_arguments(x_TI, out_features, a_SQI, b_SCRN, index_T, ends);
+    args.lora = &lora;
+    cas_linear(&args);
+    return out;
+}
+
+at::Tensor lora_add(
+    const at::Tensor& y_TO, const at::Tensor& x_TI, const at::Tensor& a_SQI, const at::Tensor& b_SCRN, const at::Tensor& index_T,
+    at::IntArrayRef ends, const OptionalTensor& groups_T3
+) {
+    if (!has_kernels(x_TI) || y_TO.scalar_type() != x_TI.scalar_type()) {
+        static const auto reference =
+            c10::Dispatcher::singleton().findSchemaOrThrow("cas::lora_add_reference", "").typed<decltype(lora_add)>();
+        return reference.call(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3);
+    }
+    const auto with_rows = [](const at::Tensor& tensor) {
+        TORCH_CHECK_VALUE(tensor.dim() == 2, "lora_add takes [T, features]");
+        return tensor.stride(1) == 1 || tensor.size(1) == 1 ? tensor : tensor.contiguous();
+    };
+    const at::Tensor x = with_rows(x_TI), y = with_rows(y_TO);
+    CasLoraAdd args{};
+    args.lora = lora_arguments(x, y.size(1), a_SQI, b_SCRN, index_T, ends);
+    args.dtype = dtype_code(x);
+    args.num_threads = at::get_num_threads();
+    args.num_tokens = x.size(0);
+    args.in_features = x.size(1);
+    args.out_features = y.size(1);
+    args.x = x.const_data_ptr();
+    args.x_stride = x.stride(0);
+    args.y = y.const_data_ptr();
+    args.y_stride = y.stride(0);
+    at::Tensor out = at::empty(y.sizes(), y.options());
+    args.out = out.mutable_data_ptr();
+    cas_lora_add(&args);
     return out;
 }
 
@@ -444,6 +526,8 @@ TORCH_LIBRARY_IMPL(cas, CPU, m) {
     m.impl("quantized_linear", &quantized_linear);
     m.impl("group_linear", &group_linear);
     m.impl("group_embedding", &group_embedding);
+    m.impl("lora_linear", &lora_linear);
+    m.impl("lora_add", &lora_add);
     m.impl("add_rms_norm", &add_rms_norm);
     m.impl("silu_mul", &silu_mul);
 }

@@ -39,6 +39,8 @@ class CpuAttention:
         """As `AttentionBackend.unsupported_reason`. Builds the kernels at the first call."""
         if not platform_of(device).runs_cpp_kernels:
             return f"the cpu attention backend runs on the CPU only, not on {device.type}"
+        if "latent" in features:
+            return "the cpu attention backend has no kernel for latent caches"
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the cpu attention backend takes float32 and bfloat16, not {dtype}"
         if kv_cache_dtype not in (dtype, torch.float8_e4m3fn):

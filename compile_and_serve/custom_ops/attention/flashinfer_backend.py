@@ -3,8 +3,9 @@
 Shape legend: T tokens of the step, S sequences, H query heads, K key/value heads, E head size, N cache blocks, P tokens per block,
 M block-table columns.
 
-Prompts without a cached prefix attend to the step's own keys and values, which FA3 reads faster than pages. With a float8 cache,
-FlashInfer runs only those prompts: FA3 does not multiply bfloat16 queries by float8 pages.
+Prompts without a cached prefix attend to the step's own keys and values, which FA3 reads faster than pages. FA3 does not multiply
+bfloat16 queries by float8 pages: with a float8 cache, the keys and values of other prompts are first expanded to the model's dtype. If
+that would take more than EXPANDED_BYTES in a step, Triton's kernel runs the step.
 Windows and soft caps have modules of their own; sinks, ALiBi and chunks are left to the backend `triton`.
 On Hopper, FA3 runs long prompts and large steps of prompts, and Triton's kernel the others (it was faster than FA2, but FA2's time
 included its launches). On other GPUs FA2 runs all prompts.
@@ -39,6 +40,7 @@ from compile_and_serve.custom_ops.step import AttentionFeature
 logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 256 << 20
+EXPANDED_BYTES = 512 << 20  # e.g. 131072 tokens of 8 heads of 128 values
 # FA3 runs steps with a prompt of at least FA3_MIN_QUERY_LEN tokens, or with FA3_MIN_TOKENS tokens of prompts without a cached prefix.
 # For smaller steps Triton's kernel takes up to a quarter longer, but needs no plan and less host time. Microseconds on an H200 with
 # Llama-3.1-8B's heads, FA3 and Triton: 4 prompts of 544 tokens 59 and 70, 30 of 544 365 and 498, 80 of 200 287 and 415, 32 of 64 47 and 44.
@@ -50,7 +52,9 @@ _workspaces: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictiona
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class AttentionShape:
+    """What a plan depends on beside the step."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -63,7 +67,7 @@ class _Shape:
 
 
 @dataclass(slots=True)
-class _StepPlan:
+class StepPlan:
     """What the layers of a step share. Leading sequences with one query token are decodes; the others are prompts."""
 
     metadata: AttentionMetadata
@@ -71,8 +75,10 @@ class _StepPlan:
     max_query_len: int
     query_start_loc: np.ndarray  # of the prompts, from 0
     seq_lens: np.ndarray  # of the prompts
+    num_keys: int  # the sum of seq_lens
     is_fresh: bool  # no prompt has a cached prefix
-    wrappers: dict[_Shape, Any]
+    wrappers: dict[AttentionShape, Any]
+    pages_3J: torch.Tensor | None = None  # of the prompts, where they are expanded: see `expand_pages`
 
 
 class FlashInferAttention(TritonAttention):
@@ -90,9 +96,10 @@ class FlashInferAttention(TritonAttention):
         self._copied: dict[tuple[Variant, bool], Event | None] = {}
         self._uses_modules = True
         self._workspace: torch.Tensor | None = None
-        self._step: _StepPlan | None = None
+        self.planned_step: StepPlan | None = None
         self._announced: set[tuple[Variant, bool]] = set()
-        self._announced_float8 = False
+        self._announced_large = False
+        self._expands = False  # a step had a float8 cache
 
     def unsupported_reason(
         self,
@@ -128,8 +135,8 @@ class FlashInferAttention(TritonAttention):
 
     @property
     def workspace_to_come(self) -> int:
-        """Bytes of device memory that the first long prompt will allocate and keep, for all instances."""
-        return WORKSPACE_BYTES if self._workspace is None else 0
+        """Bytes of device memory that long prompts will take beside a step's other tensors, for all instances."""
+        return (WORKSPACE_BYTES if self._workspace is None else 0) + (EXPANDED_BYTES if self._expands else 0)
 
     @contextmanager
     def without_modules(self) -> Iterator[None]:
@@ -170,21 +177,19 @@ class FlashInferAttention(TritonAttention):
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Split the step into decodes and prompts. The prompts are planned at the first layer."""
-        self._step = None
+        self.planned_step = None
         if metadata.max_query_len == 1:
             return
-        starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
-        if starts is None or seq_lens is None:
-            starts, seq_lens = metadata.query_start_loc.cpu().numpy(), metadata.seq_lens.cpu().numpy()
-        starts, seq_lens = starts[: metadata.num_seqs + 1], seq_lens[: metadata.num_seqs]
+        starts, seq_lens = metadata.host_lengths()
         lengths = np.diff(starts)
         num_single = int(np.argmax(lengths != 1))
-        self._step = _StepPlan(
+        self.planned_step = StepPlan(
             metadata=metadata,
             num_single=num_single,
             max_query_len=metadata.max_query_len,
             query_start_loc=(starts[num_single:] - num_single).astype(np.int32),
             seq_lens=seq_lens[num_single:],
+            num_keys=int(seq_lens[num_single:].sum()),
             is_fresh=bool((seq_lens == lengths)[num_single:].all()),
             wrappers={},
         )
@@ -205,10 +210,11 @@ class FlashInferAttention(TritonAttention):
         scores: Scores = PLAIN_SCORES,
     ) -> torch.Tensor:
         from compile_and_serve.custom_ops.attention.triton_decode import decode_attention
+        from compile_and_serve.custom_ops.attention.triton_expand import expand_pages
         from compile_and_serve.custom_ops.attention.triton_rope import rope_kv_write
 
         num_tokens, num_heads, head_dim = q_THE.shape
-        shape = _Shape(
+        shape = AttentionShape(
             num_heads,
             k_TKE.shape[1],
             head_dim,
@@ -219,7 +225,7 @@ class FlashInferAttention(TritonAttention):
             metadata.window,
             scores.soft_cap,
         )
-        wrapper = self._planned_wrapper(shape, q_THE.device, metadata)
+        wrapper = self.planned_wrapper(shape, q_THE.device, metadata)
         if wrapper is None:
             return super()._run(
                 q_THE,
@@ -235,16 +241,18 @@ class FlashInferAttention(TritonAttention):
                 metadata,
                 scores,
             )
-        assert self._step is not None
-        num_single = self._step.num_single
+        step = self.planned_step
+        assert step is not None
+        num_single = step.num_single
         out_THE = q_THE.new_empty(num_tokens, num_heads, head_dim)
         if metadata.num_tokens < num_tokens:
             out_THE[metadata.num_tokens :].zero_()
         changes_q = cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()
         changes_k = cos_TE is not None or k_norm_weight_E is not None
         is_ragged = wrapper is self._wrappers.get(("fa3", True))
+        reads_step = is_ragged and step.is_fresh
         rotated_TKE = (
-            torch.empty_like(k_TKE, memory_format=torch.contiguous_format) if is_ragged and changes_k else None
+            torch.empty_like(k_TKE, memory_format=torch.contiguous_format) if reads_step and changes_k else None
         )
         rotated_THE = rope_kv_write(
             q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
@@ -257,27 +265,33 @@ class FlashInferAttention(TritonAttention):
                 metadata.window, metadata.chunked, scores,
             )  # fmt: skip
         ours = slice(num_single, metadata.num_tokens)
-        if is_ragged:
+        if reads_step:
             keys_TKE = k_TKE if rotated_TKE is None else rotated_TKE
             wrapper.run(rotated_THE[ours], keys_TKE[ours], v_TKE[ours], out=out_THE[ours])
+        elif is_ragged:
+            assert step.pages_3J is not None
+            keys_CKE, values_CKE = expand_pages(kv_cache, step.pages_3J, step.num_keys, q_THE.dtype)
+            wrapper.run(rotated_THE[ours], keys_CKE, values_CKE, out=out_THE[ours])
         else:
             wrapper.run(rotated_THE[ours], (kv_cache[:, 0], kv_cache[:, 1]), out=out_THE[ours])
         return out_THE
 
-    def _planned_wrapper(self, shape: _Shape, device: torch.device, metadata: AttentionMetadata) -> Any:
+    def planned_wrapper(self, shape: AttentionShape, device: torch.device, metadata: AttentionMetadata) -> Any:
         """FlashInfer's wrapper, planned for this step and shape; None where Triton's kernels run the step."""
-        if metadata.max_query_len == 1:
+        if metadata.max_query_len == 1 or metadata.row_seq_lens is not None:
             return None
-        if self._step is None or self._step.metadata is not metadata:
+        if self.planned_step is None or self.planned_step.metadata is not metadata:
             self.plan(metadata)
-        step = self._step
+        step = self.planned_step
         assert step is not None
         if shape not in step.wrappers:
             variant = self._choose(shape, device, step)
             step.wrappers[shape] = self._plan_wrapper(variant, shape, device, step) if variant else None
         return step.wrappers[shape]
 
-    def _choose(self, shape: _Shape, device: torch.device, step: _StepPlan) -> Variant | None:
+    def _choose(self, shape: AttentionShape, device: torch.device, step: StepPlan) -> Variant | None:
+        is_float8 = shape.kv_cache_dtype != shape.dtype
+        self._expands |= is_float8
         if not self._uses_modules:
             return None
         features: set[AttentionFeature] = set()
@@ -290,11 +304,18 @@ class FlashInferAttention(TritonAttention):
         is_large = step.is_fresh and step.query_start_loc[-1] >= FA3_MIN_TOKENS
         if wanted == "fa3" and step.max_query_len < FA3_MIN_QUERY_LEN and not is_large:
             return None
-        if shape.kv_cache_dtype != shape.dtype and not (wanted == "fa3" and step.is_fresh):
-            if not self._announced_float8:
-                self._announced_float8 = True
-                which = "long prompts with a cached prefix" if wanted == "fa3" else "prompts"
-                logger.info("%s use Triton: FlashInfer %s does not read float8 pages here", which, wanted)
+        if is_float8 and wanted != "fa3":
+            if not self._announced_large:
+                self._announced_large = True
+                logger.info("prompts use Triton: FlashInfer %s does not read float8 pages here", wanted)
+            return None
+        if is_float8 and not step.is_fresh and _expanded_bytes(shape, step) > EXPANDED_BYTES:
+            if not self._announced_large:
+                self._announced_large = True
+                logger.info(
+                    "a step's prompts use Triton where their float8 context, expanded for FlashInfer, would take more than %d MiB",
+                    EXPANDED_BYTES >> 20,
+                )
             return None
         if modules.is_loading:  # Triton's kernels run the prompt sooner
             return None
@@ -308,13 +329,13 @@ class FlashInferAttention(TritonAttention):
             )
         return wanted if is_built else None
 
-    def _plan_wrapper(self, variant: Variant, shape: _Shape, device: torch.device, step: _StepPlan) -> Any:
+    def _plan_wrapper(self, variant: Variant, shape: AttentionShape, device: torch.device, step: StepPlan) -> Any:
         if self._workspace is None:
             self._workspace = _workspaces.get(device)
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             _workspaces[device] = self._workspace
-        is_ragged = variant == "fa3" and step.is_fresh
+        is_ragged = variant == "fa3" and (step.is_fresh or shape.kv_cache_dtype != shape.dtype)
         wrapper = self._wrapper(variant, is_ragged)
         assert not any(w is wrapper for w in step.wrappers.values()), (
             "layers with different heads share one FlashInfer plan"
@@ -326,14 +347,14 @@ class FlashInferAttention(TritonAttention):
         self._copied[variant, is_ragged] = platform_of(device).record_event()
         return wrapper
 
-    def _plan(self, wrapper: Any, is_ragged: bool, shape: _Shape, device: torch.device, step: _StepPlan) -> None:
+    def _plan(self, wrapper: Any, is_ragged: bool, shape: AttentionShape, device: torch.device, step: StepPlan) -> None:
         query_start_loc = torch.from_numpy(step.query_start_loc)
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         options = {
             "causal": True, "sm_scale": shape.scale, "q_data_type": shape.dtype, "kv_data_type": shape.dtype,
             "window_left": -1 if shape.window is None else shape.window - 1, "logits_soft_cap": shape.soft_cap,
         }  # fmt: skip
-        if is_ragged:
+        if is_ragged and step.is_fresh:
             wrapper.plan(query_start_loc, query_start_loc, *heads, **options)
             return
         blocks = -(-step.seq_lens // shape.block_size)
@@ -342,8 +363,18 @@ class FlashInferAttention(TritonAttention):
         # The used entries of the block table, row by row. They are gathered on the device, at positions computed here.
         columns = step.metadata.block_table.stride(0)
         rows = np.repeat(np.arange(len(blocks), dtype=np.int64) + step.num_single, blocks)
-        places = rows * columns + np.arange(indptr[-1], dtype=np.int64) - np.repeat(indptr[:-1], blocks)
+        page_of_sequence = np.arange(indptr[-1], dtype=np.int64) - np.repeat(indptr[:-1], blocks)
+        places = rows * columns + page_of_sequence
         flat_table = step.metadata.block_table.as_strided((step.metadata.block_table.shape[0] * columns,), (1,))
+        if is_ragged:
+            starts = np.concatenate([[0], np.cumsum(step.seq_lens)])
+            first_tokens = page_of_sequence * shape.block_size
+            counts = np.minimum(np.repeat(step.seq_lens, blocks) - first_tokens, shape.block_size)
+            pages = torch.from_numpy(np.stack([places, np.repeat(starts[:-1], blocks) + first_tokens, counts]))
+            step.pages_3J = pages.to(device, non_blocking=True)
+            step.pages_3J[0] = flat_table[step.pages_3J[0]]
+            wrapper.plan(query_start_loc, torch.from_numpy(starts.astype(np.int32)), *heads, **options)
+            return
         indices = flat_table[torch.from_numpy(places).to(device, non_blocking=True)]
         last_page = (step.seq_lens - (blocks - 1) * shape.block_size).astype(np.int32)
         wrapper.plan(
@@ -362,3 +393,8 @@ class FlashInferAttention(TritonAttention):
             )
             self._wrappers[variant, is_ragged] = kind(self._workspace, kv_layout=layout, backend=variant)
         return self._wrappers[variant, is_ragged]
+
+
+def _expanded_bytes(shape: AttentionShape, step: StepPlan) -> int:
+    """What the keys and values of the prompts' whole context take in the model's dtype."""
+    return step.num_keys * 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
-from compile_and_serve.custom_ops.quantization import LARGEST
+from compile_and_serve.custom_ops.attention.mla import LatentOperands
+from compile_and_serve.custom_ops.quantization import round_to_cache
 from compile_and_serve.custom_ops.step import AttentionFeature
 
 
@@ -26,13 +27,6 @@ def write_kv_cache(
     blocks, offsets = slots // block_size, slots % block_size
     kv_cache[blocks, 0, :, offsets] = round_to_cache(k_TKE[tokens], kv_cache.dtype)
     kv_cache[blocks, 1, :, offsets] = round_to_cache(v_TKE[tokens], kv_cache.dtype)
-
-
-def round_to_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in the dtype of a cache: float8 saturates, and NaN stays NaN."""
-    if dtype in LARGEST:  # in some versions of torch, a cast gives NaN beyond the largest value
-        x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
-    return x.to(dtype)
 
 
 class TorchAttention:
@@ -100,6 +94,12 @@ class TorchAttention:
             out_KGLE = torch.einsum("kglc,kce->kgle", probs_KGLC, v_KCE)
             out_THE[begin:end] = out_KGLE.permute(2, 0, 1, 3).flatten(1, 2).to(q_THE.dtype)
         return out_THE
+
+    def mla_forward(self, operands: LatentOperands, metadata: AttentionMetadata) -> torch.Tensor:
+        """As `LatentAttention.mla_forward`."""
+        from compile_and_serve.custom_ops.attention.mla_torch import torch_mla
+
+        return torch_mla(operands, metadata)
 
 
 def _hidden(query_position_L: torch.Tensor, seq_len: int, window: int | None, chunked: bool) -> torch.Tensor:

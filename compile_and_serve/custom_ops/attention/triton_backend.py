@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
+from compile_and_serve.custom_ops.attention.mla import LatentOperands
+from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, Prompts, triton_mla
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import AttentionFeature
 
@@ -35,6 +37,8 @@ class TritonAttention:
 
     name = "triton"
     decode_capturable = True  # a decode step reads all lengths from the device
+    drafts_capturable = True  # and so does one with draft tokens, through `AttentionMetadata.row_seq_lens`
+    _prompts: Prompts | None = None  # of the last step with latent caches
 
     def unsupported_reason(
         self,
@@ -60,6 +64,8 @@ class TritonAttention:
             return (
                 f"Triton quantizes to float8_e4m3fn on compute capability 8.9 or newer only, {platform.name} is older"
             )
+        if "latent" in features:
+            return None
         if head_dim % 2 or head_dim > MAX_HEAD_DIM:
             return f"the Triton kernels need an even head size of at most {MAX_HEAD_DIM}, not {head_dim}"
         if num_heads % num_kv_heads:
@@ -67,7 +73,8 @@ class TritonAttention:
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Does nothing: the kernels read lengths and block tables from the device."""
+        """Forgets the step before. The kernels read lengths and block tables from the device."""
+        self._prompts = None
 
     def forward(
         self,
@@ -116,6 +123,15 @@ class TritonAttention:
             scores,
         ).flatten(1)
 
+    def mla_forward(self, operands: LatentOperands, metadata: AttentionMetadata) -> torch.Tensor:
+        """As `LatentAttention.mla_forward`."""
+        prompts = None
+        if metadata.max_query_len > MAX_ABSORBED:
+            if self._prompts is None or self._prompts.metadata is not metadata:
+                self._prompts = Prompts.of_step(metadata)
+            prompts = self._prompts
+        return triton_mla(operands, metadata, prompts)
+
     def _run(
         self,
         q_THE: torch.Tensor,
@@ -147,8 +163,18 @@ class TritonAttention:
             # This also writes the keys and values of single-token sequences; the decode kernel writes the same values again.
             rotated_THE = rope_kv_write(
                 q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, metadata.slot_mapping, q_norm_weight_E, k_norm_weight_E, eps,
-                write_q=cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous(),
+                write_q=metadata.row_seq_lens is None
+                and (cos_TE is not None or q_norm_weight_E is not None or not q_THE.is_contiguous()),
             )  # fmt: skip
+            if metadata.row_seq_lens is not None:
+                assert metadata.row_starts is not None
+                assert metadata.row_block_table is not None
+                rows = (metadata.row_starts, metadata.row_seq_lens, metadata.row_block_table)
+                decode_attention(
+                    q_THE, k_TKE, v_TKE, cos_TE, sin_TE, kv_cache, scale, *rows, metadata.slot_mapping, out_THE, num_tokens,
+                    q_norm_weight_E, k_norm_weight_E, eps, metadata.window, metadata.chunked, scores,
+                )  # fmt: skip
+                return out_THE
             lengths_differ = metadata.num_tokens < metadata.num_seqs * metadata.max_query_len
             prefill_attention(
                 rotated_THE, kv_cache, scale, *where, out_THE, metadata.num_seqs, lengths_differ, metadata.window, metadata.chunked,

@@ -45,11 +45,38 @@ def _row_sums(w_OI, x_1I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: t
     return tl.sum(tl.reshape(products, (BLOCK_O, BLOCK_I // LANES, LANES)), 2)
 
 
+@triton.jit
+def b_offsets(row, column, rank):
+    """Where B[row, column] lies in a slot: in blocks of 16 columns."""
+    return ((column // 16).to(tl.int64) * rank + row) * 16 + column % 16
+
+
+@triton.jit
+def part_of(column, end_0, end_1, end_2):
+    """Which of the merged linears an output belongs to."""
+    return (column >= end_0).to(tl.int32) + (column >= end_1).to(tl.int32) + (column >= end_2).to(tl.int32)
+
+
+@triton.jit
+def _expanded(h_ptr, b_ptr, index_ptr, rows_O, ok_O, b_width, rank, end_0, end_1, end_2, BLOCK_R: tl.constexpr):
+    """B h of the token's LoRA adapter (`custom_ops/lora`), for some rows of the linear."""
+    slot = tl.load(index_ptr).to(tl.int64) - 1
+    ranks_R = tl.arange(0, BLOCK_R)
+    part_O = part_of(rows_O, end_0, end_1, end_2)
+    ok_RO = (ranks_R[:, None] < tl.where(slot >= 0, rank, 0)) & ok_O[None, :]
+    h_RO = tl.load(h_ptr + part_O[None, :] * rank + ranks_R[:, None], mask=ok_RO, other=0.0)
+    b_slot_ptr = b_ptr + slot * rank * tl.cdiv(b_width, 16) * 16
+    b_RO = tl.load(b_slot_ptr + b_offsets(ranks_R[:, None], rows_O[None, :], rank), mask=ok_RO, other=0.0)
+    return tl.sum(b_RO.to(tl.float32) * h_RO, 0)
+
+
 @triton.jit(do_not_specialize=["prefetch_blocks"])
 def _gemv_kernel(
     x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, num_rows, in_features, eps, prefetch_blocks,
+    h_ptr, b_ptr, index_ptr, rank, end_0, end_1, end_2,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, LANES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    HAS_ADAPTERS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     # A program runs over blocks of rows (pid, pid + programs, …) and over the chunks of columns in each, in one loop, so that the next
     # tile of weights loads while the current one is multiplied.
@@ -111,8 +138,16 @@ def _gemv_kernel(
             y_O *= inverse_rms
             if HAS_BIAS:
                 y_O += tl.load(bias_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
+            if HAS_ADAPTERS:
+                b_width = 2 * num_rows if SILU_MUL else num_rows
+                y_O += _expanded(h_ptr, b_ptr, index_ptr, rows_O, ok_O, b_width, rank, end_0, end_1, end_2, BLOCK_R)
             if SILU_MUL:
                 up_O *= inverse_rms
+                if HAS_ADAPTERS:
+                    up_rows_O = num_rows + rows_O
+                    up_O += _expanded(
+                        h_ptr, b_ptr, index_ptr, up_rows_O, ok_O, b_width, rank, end_0, end_1, end_2, BLOCK_R
+                    )
                 if HAS_BIAS:
                     up_O += tl.load(bias_ptr + num_rows + rows_O, mask=ok_O, other=0.0).to(tl.float32)
                 y_O = gate(y_O, GELU) * up_O
@@ -214,9 +249,12 @@ def gemv_config(num_rows: int, in_features: int, silu_mul: bool) -> tuple[int, i
     """(rows per block, warps, programs per multiprocessor, MiB to prefetch into L2) of the 1-token kernel.
 
     The programs just fill a multiprocessor's registers. So when they start while the previous kernel still runs, no multiprocessor gets
-    more than its share of the rows.
+    more than its share of the rows. A tile has 256 columns for each warp: fewer warps where whole tiles would go far beyond the row.
     """
-    return (4, 4, 4, 16) if silu_mul or in_features < 2048 else (8, 8, 2, 16)
+    rows, warps, per_sm = (4, 4, 4) if silu_mul or in_features < 2048 else (8, 8, 2)
+    while warps > 2 and cdiv(in_features, 256 * warps) * 256 * warps > 1.1 * in_features:
+        warps, per_sm = warps // 2, per_sm * 2
+    return rows, warps, per_sm, 16
 
 
 def small_batch_config(
@@ -245,15 +283,15 @@ def fused_linear(
     gelu: bool = False,
 ) -> torch.Tensor:
     """As `cas::fused_linear`, over the plain weight [O, I]. The host does not wait for the device; the kernel depends on T alone."""
-    num_tokens, in_features = x_TI.shape
+    num_tokens = x_TI.shape[0]
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()
     if residual_TO is not None and residual_TO.stride(1) != 1:
         residual_TO = residual_TO.contiguous()
-    small = weight_OI.stride() == (in_features, 1) and x_TI.dtype == weight_OI.dtype
-    if num_tokens == 1 and small:
-        return _gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
-    runs_small = 1 < num_tokens <= MAX_SMALL_TOKENS and small and x_TI.dtype != torch.float32
+    if takes_gemv(x_TI, weight_OI):
+        return gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
+    small = 1 < num_tokens <= MAX_SMALL_TOKENS and _is_plain(x_TI, weight_OI)
+    runs_small = small and x_TI.dtype != torch.float32
     if norm_weight_I is not None and not (runs_small and num_tokens <= MAX_NORM_TOKENS):
         x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
     if runs_small:
@@ -270,7 +308,16 @@ def fused_linear(
     return y_TO if residual_TO is None else y_TO + residual_TO
 
 
-def _gemv(
+def takes_gemv(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether `gemv` computes this linear."""
+    return x_TI.shape[0] == 1 and _is_plain(x_TI, weight_OI)
+
+
+def _is_plain(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    return weight_OI.stride() == (x_TI.shape[1], 1) and x_TI.dtype == weight_OI.dtype
+
+
+def gemv(
     x_1I: torch.Tensor,
     weight_OI: torch.Tensor,
     out_features: int,
@@ -281,9 +328,15 @@ def _gemv(
     residual_1O: torch.Tensor | None,
     gelu: bool = False,
     config: tuple[int, int, int, int] | None = None,
+    adapters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]] | None = None,
 ) -> torch.Tensor:
+    """`fused_linear` of one token. adapters: h = A x float32 [Q], B [S, ceil(O / 16), R, 16], the token's index, and where the first
+    three parts end.
+    """
     in_features, device = x_1I.shape[1], x_1I.device
     num_rows = out_features // 2 if silu_mul else out_features
+    h, b, index, ends = adapters or (None, None, None, (0, 0, 0))
+    rank = 1 if b is None else b.shape[2]
     rows, warps, per_sm, prefetch_mib = config or gemv_config(num_rows, in_features, silu_mul)
     # 16 bytes per thread, so that x has the layout of a row of W and broadcasting it moves no data.
     lanes = 16 // x_1I.element_size()
@@ -297,8 +350,10 @@ def _gemv(
     launch(
         _gemv_kernel, (num_programs,),
         x_1I, weight_OI, out, norm_weight_I, bias_O, residual_1O, num_rows, in_features, eps, prefetch_blocks,
+        h, b, index, rank, *ends,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_1O is not None, SILU_MUL=silu_mul,
-        GELU=gelu, BLOCK_O=rows, BLOCK_I=32 * warps * lanes, LANES=lanes, THREADS=32 * warps, PDL=pdl, num_warps=warps,
+        GELU=gelu, BLOCK_O=rows, BLOCK_I=32 * warps * lanes, LANES=lanes, THREADS=32 * warps, PDL=pdl,
+        HAS_ADAPTERS=adapters is not None, BLOCK_R=next_power_of_2(rank), num_warps=warps,
         **launch_options(pdl),
     )  # fmt: skip
     return out

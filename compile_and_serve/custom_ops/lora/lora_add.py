@@ -2,29 +2,42 @@
 
 Adapters lie in slots of fixed shapes, so that loading one copies tensors and changes no address: CUDA graphs and compiled
 pieces stay valid. The scale alpha / rank is folded into B when an adapter is loaded, and smaller ranks are padded with zeros.
+A linear that was merged from P linears has the P matrices A one after another, and one B for each part of its outputs. B lies in blocks
+of N = 16 outputs: kernels read it from one end to the other.
 
-Shape legend: T tokens, I and O input and output features, S adapter slots, R the largest rank.
+Shape legend: T tokens, I and O input and output features, S adapter slots, R the largest rank, P merged linears, Q = P · R,
+C = O / N blocks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.library import OpKind, define
+from compile_and_serve.custom_ops.lora.limits import COLUMNS, MAX_PARTS, TILE
 
 
 def _lora_add(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SRI: torch.Tensor, b_SOR: torch.Tensor, index_T: torch.Tensor
-) -> torch.Tensor:
+    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
+    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     out_TO = y_TO.clone(memory_format=torch.contiguous_format)
+    rank = b_SCRN.shape[2]
     for index, tokens in _groups(index_T.tolist()).items():
-        a_RI, b_OR = a_SRI[index - 1].to(x_TI.dtype), b_SOR[index - 1].to(x_TI.dtype)
-        if isinstance(tokens, slice):
-            out_TO[tokens].addmm_(F.linear(x_TI[tokens], a_RI), b_OR.T)
-        else:
-            out_TO[tokens] += F.linear(F.linear(x_TI[tokens], a_RI), b_OR)
+        h_TQ = F.linear(x_TI[tokens], a_SQI[index - 1].to(x_TI.dtype))
+        b_RO = unblocked(b_SCRN[index - 1]).to(x_TI.dtype)
+        for part, (begin, end) in enumerate(pairwise((0, *ends))):
+            out_TO[tokens, begin:end] += h_TQ[:, part * rank : (part + 1) * rank] @ b_RO[:, begin:end]
     return out_TO
+
+
+def unblocked(b_CRN: torch.Tensor) -> torch.Tensor:
+    """One slot's B as [R, C * N]."""
+    return b_CRN.transpose(0, 1).flatten(1)
 
 
 def _groups(indices: list[int]) -> dict[int, slice | list[int]]:
@@ -42,39 +55,93 @@ def _groups(indices: list[int]) -> dict[int, slice | list[int]]:
 
 
 def _lora_add_cuda(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SRI: torch.Tensor, b_SOR: torch.Tensor, index_T: torch.Tensor
-) -> torch.Tensor:
+    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
+    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     from compile_and_serve.custom_ops.lora.triton_lora import lora_add as triton_lora_add  # Triton may be missing
 
-    y_TO, x_TI = (value if value.stride(1) == 1 else value.contiguous() for value in (y_TO, x_TI))
-    return triton_lora_add(y_TO, x_TI, a_SRI, b_SOR, index_T)
+    return triton_lora_add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3)
+
+
+def check_adapters(
+    out_features: int, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, ends: Sequence[int]
+) -> None:
+    """Raise `ValueError` for adapters that do not fit a linear of x with `out_features` outputs."""
+    if x_TI.dim() != 2:
+        raise ValueError("Adapters take [tokens, features].")
+    rank = b_SCRN.shape[2]
+    if not 0 < len(ends) <= MAX_PARTS:
+        raise ValueError(f"Adapters take linears of 1 to {MAX_PARTS} parts, not {len(ends)}.")
+    fits = b_SCRN.shape[1::2] == (-(-out_features // COLUMNS), COLUMNS) and ends[-1] == out_features
+    if a_SQI.shape[1:] != (len(ends) * rank, x_TI.shape[1]) or not fits:
+        raise ValueError(
+            f"Adapters {tuple(a_SQI.shape)} and {tuple(b_SCRN.shape)} of {len(ends)} parts do not fit {tuple(x_TI.shape)} → "
+            f"{out_features} features."
+        )
 
 
 def _fake(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SRI: torch.Tensor, b_SOR: torch.Tensor, index_T: torch.Tensor
-) -> torch.Tensor:
-    if y_TO.dim() != 2 or x_TI.dim() != 2:
-        raise ValueError("cas::lora_add takes [tokens, features].")
-    if a_SRI.shape[2] != x_TI.shape[1] or b_SOR.shape[1] != y_TO.shape[1] or a_SRI.shape[1] != b_SOR.shape[2]:
-        raise ValueError(
-            f"cas::lora_add: adapters {tuple(a_SRI.shape)} and {tuple(b_SOR.shape)} do not fit {tuple(x_TI.shape)} → "
-            f"{tuple(y_TO.shape)}."
-        )
+    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
+    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    check_adapters(y_TO.shape[1], x_TI, a_SQI, b_SCRN, ends)
     return y_TO.new_empty(y_TO.shape)
 
 
+_ARGUMENTS = "(Tensor y, Tensor x, Tensor a, Tensor b, Tensor adapter_index, int[] ends, Tensor? groups=None) -> Tensor"
+# The reference is an op, too: the C++ kernels call it for other dtypes.
+define(
+    f"lora_add_reference{_ARGUMENTS}",
+    kind=OpKind.CAPTURABLE, version=2, fake=_fake, CompositeExplicitAutograd=_lora_add,
+)  # fmt: skip
 _op = define(
-    "lora_add(Tensor y, Tensor x, Tensor a, Tensor b, Tensor adapter_index) -> Tensor",
-    kind=OpKind.CAPTURABLE, version=1, fake=_fake, CompositeExplicitAutograd=_lora_add, CUDA=_lora_add_cuda,
+    f"lora_add{_ARGUMENTS}",
+    kind=OpKind.CAPTURABLE, version=2, fake=_fake, CompositeExplicitAutograd=_lora_add, CUDA=_lora_add_cuda,
 )  # fmt: skip
 
 
 def lora_add(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SRI: torch.Tensor, b_SOR: torch.Tensor, index_T: torch.Tensor
-) -> torch.Tensor:
-    """out[t] = y[t] + B[s] (A[s] x[t]) with s = index[t] - 1; out[t] = y[t] where index[t] is 0.
+    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
+    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """out[t] = y[t] + B[s] (A[s] x[t]) with s = index[t] - 1, for each part of the outputs; out[t] = y[t] where index[t] is 0.
 
-    y_TO: [T, O]. x_TI: [T, I]. Rows of both may be strided. a_SRI: [S, R, I]; b_SOR: [S, O, R], scaled. index_T: int32 [T], 0 to S;
-    0 means no adapter. → [T, O], contiguous, y's dtype.
+    y_TO: [T, O]. x_TI: [T, I]. Rows of both may be strided. a_SQI: [S, P * R, I]; b_SCRN: [S, ceil(O / 16), R, 16], scaled, padded
+    with zeros. index_T: int32 [T], 0 to S; 0 means no adapter. ends: where the P parts of the outputs end. groups_T3:
+    `lora_groups(index_T)`; None: computed where a kernel needs it. → [T, O], contiguous, y's dtype.
     """
-    return _op(y_TO, x_TI, a_SRI, b_SOR, index_T)
+    return _op(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3)
+
+
+def _lora_groups(index_T: torch.Tensor) -> torch.Tensor:
+    """The reference of the kernel's result; only GPUs use it."""
+    keys_T = torch.where(index_T > 0, index_T, torch.iinfo(torch.int32).max)
+    order_T = keys_T.argsort(stable=True)
+    sorted_T = keys_T[order_T]
+    earlier_TT = torch.ones(len(order_T), len(order_T), dtype=torch.bool, device=index_T.device).tril(-1)
+    is_equal_TT = sorted_T[:, None] == sorted_T
+    place_T, size_T = (is_equal_TT & earlier_TT).sum(1), is_equal_TT.sum(1)
+    count_T = torch.where(place_T % TILE == 0, (size_T - place_T).clamp(max=TILE), 0)
+    return torch.stack([order_T, index_T[order_T], count_T], dim=1).to(torch.int32)
+
+
+def _lora_groups_cuda(index_T: torch.Tensor) -> torch.Tensor:
+    from compile_and_serve.custom_ops.lora.triton_lora import lora_groups as triton_lora_groups  # Triton may be missing
+
+    return triton_lora_groups(index_T)
+
+
+_groups_op = define(
+    "lora_groups(Tensor adapter_index) -> Tensor",
+    kind=OpKind.CAPTURABLE, version=1, fake=lambda index_T: index_T.new_empty(index_T.shape[0], 3),
+    CompositeExplicitAutograd=_lora_groups, CUDA=_lora_groups_cuda,
+)  # fmt: skip
+
+
+def lora_groups(index_T: torch.Tensor) -> torch.Tensor:
+    """A step's tokens in the order of their adapters, those without one last; computed once for all layers.
+
+    index_T: int32 [T]. → int32 [T, 3]: the token, its index, and how many tokens a tile has that begins here (1 to `TILE` tokens
+    of one adapter), else 0. Not filled where T is so large that kernels take tokens in their own order.
+    """
+    return _groups_op(index_T)

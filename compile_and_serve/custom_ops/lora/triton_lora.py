@@ -1,175 +1,310 @@
-"""`cas::lora_add` on a GPU: shrink (x Aᵀ) and expand (+ h Bᵀ), two kernels per linear, without a host sync.
+"""LoRA adapters on a GPU: shrink (h = A x) and expand (+ B h), two kernels per linear, without a host sync.
+
+- 1 token: `lora_linear` runs shrink, then the linear's own kernel adds B h to its sums (`_gemv_kernel`).
+- Up to MAX_SORTED tokens: each program takes a tile of up to TILE tokens of one adapter, from the step's sorted order (`lora_groups`).
+  So an adapter is read once for TILE tokens, and the tokens of a decode step may have any mix of adapters.
+- More: each program takes a block of consecutive tokens, and multiplies it by each adapter that the block uses. Tokens of a prompt are
+  consecutive, so a block mostly uses one or two adapters.
 
 The results of shrink are float32 partial sums over parts of the input features, which expand adds up in a fixed order: a few
 tokens alone would not fill the device, and atomics would not be deterministic.
 
-Up to `MAX_ROWS` tokens, each program takes one token and reads only its adapter. For more tokens, a program takes a block of
-consecutive tokens and multiplies it by each adapter that the block uses. Tokens of a prompt are consecutive, so a block of a
-prefill mostly uses one or two adapters; tokens need not be sorted.
-
-Shape legend: T tokens, I and O input and output features, S adapter slots, R the largest rank, P parts of the features.
+Shape legend: T tokens, I and O input and output features, S adapter slots, R the largest rank, P merged linears, Q = P · R,
+C blocks of N = 16 outputs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
+from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
+from compile_and_serve.custom_ops.linear.triton_linear import b_offsets, fused_linear, gemv, part_of, takes_gemv
+from compile_and_serve.custom_ops.lora.limits import MAX_PARTS, TILE
+from compile_and_serve.custom_ops.triton_common import (
+    cdiv,
+    gate,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    supports_pdl,
+    wait_for_previous,
+)
 
-MAX_ROWS = 64
+MAX_SORTED = 512
 BLOCK_T = 32
-MAX_PARTS = 8
+MAX_SPLITS = 8
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _groups_kernel(index_ptr, groups_ptr, num_tokens, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    tokens_T = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok_T = tokens_T < num_tokens
+    index_T = tl.load(index_ptr + tokens_T, mask=ok_T, other=0)
+    key_T = tl.where(index_T > 0, index_T, 1 << 30)  # tokens without an adapter come last
+    smaller_T = tl.zeros((BLOCK,), dtype=tl.int32)
+    equal_T = tl.zeros((BLOCK,), dtype=tl.int32)
+    place_T = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        others_U = start + tl.arange(0, BLOCK)
+        other_U = tl.load(index_ptr + others_U, mask=others_U < num_tokens, other=0)
+        key_U = tl.where(others_U < num_tokens, tl.where(other_U > 0, other_U, 1 << 30), (1 << 30) + 1)
+        is_equal_TU = key_U[None, :] == key_T[:, None]
+        smaller_T += tl.sum((key_U[None, :] < key_T[:, None]).to(tl.int32), 1)
+        equal_T += tl.sum(is_equal_TU.to(tl.int32), 1)
+        place_T += tl.sum((is_equal_TU & (others_U[None, :] < tokens_T[:, None])).to(tl.int32), 1)
+    count_T = tl.where(place_T % TILE == 0, tl.minimum(equal_T - place_T, TILE), 0)
+    row_ptrs = groups_ptr + (smaller_T + place_T) * 3
+    tl.store(row_ptrs, tokens_T, mask=ok_T)
+    tl.store(row_ptrs + 1, index_T, mask=ok_T)
+    tl.store(row_ptrs + 2, count_T, mask=ok_T)
 
 
 @triton.jit
-def _shrink_rows_kernel(
-    x_ptr, a_ptr, index_ptr, h_ptr, num_tokens, num_features, rank, x_stride, part_size,
-    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+def _shrink_one_kernel(
+    x_ptr, a_ptr, index_ptr, norm_ptr, h_ptr, num_features, num_rows, eps,
+    HAS_NORM: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(2)
-    index = tl.load(index_ptr + token).to(tl.int64)
-    if index > 0:
-        rows_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-        a_row_ptrs = a_ptr + ((index - 1) * rank + rows_R[:, None]) * num_features
-        sums_RI = tl.zeros((BLOCK_R, BLOCK_I), dtype=tl.float32)
-        end = tl.minimum((part + 1) * part_size, num_features)
-        for start in range(part * part_size, end, BLOCK_I):
-            cols_I = start + tl.arange(0, BLOCK_I)
-            ok_I = cols_I < end
-            x_I = tl.load(x_ptr + token * x_stride + cols_I, mask=ok_I, other=0.0).to(tl.float32)
-            ok_RI = (rows_R[:, None] < rank) & ok_I[None, :]
-            a_RI = tl.load(a_row_ptrs + cols_I[None, :], mask=ok_RI, other=0.0).to(tl.float32)
-            sums_RI += a_RI * x_I[None, :]
-        h_R = tl.sum(sums_RI, axis=1)
-        tl.store(h_ptr + (part * num_tokens + token) * rank + rows_R, h_R, mask=rows_R < rank)
+    row = tl.program_id(0)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    slot = tl.load(index_ptr).to(tl.int64) - 1
+    num_read = tl.where(slot >= 0, num_features, 0)
+    a_row_ptr = a_ptr + (slot * num_rows + row) * num_features
+    sums_I = tl.zeros((BLOCK_I,), dtype=tl.float32)
+    squares_I = tl.zeros((BLOCK_I,), dtype=tl.float32)
+    for start in range(0, num_features, BLOCK_I):
+        cols_I = start + tl.arange(0, BLOCK_I)
+        ok_I = cols_I < num_features
+        a_I = tl.load(a_row_ptr + cols_I, mask=cols_I < num_read, other=0.0).to(tl.float32)
+        x_I = tl.load(x_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares_I += x_I * x_I
+            x_I *= tl.load(norm_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+        sums_I += a_I * x_I
+    h = tl.sum(sums_I)
+    if HAS_NORM:
+        h *= 1.0 / tl.sqrt_rn(tl.sum(squares_I) / num_features + eps)
+    tl.store(h_ptr + row, h)
 
 
 @triton.jit
-def _expand_rows_kernel(
-    y_ptr, h_ptr, b_ptr, index_ptr, out_ptr, num_tokens, num_features, rank, y_stride,
-    PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    cols_O = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    ok_O = cols_O < num_features
-    index = tl.load(index_ptr + token).to(tl.int64)
-    sums_O = tl.load(y_ptr + token * y_stride + cols_O, mask=ok_O, other=0.0).to(tl.float32)
-    if index > 0:
-        rows_R = tl.arange(0, BLOCK_R)
-        h_R = tl.zeros((BLOCK_R,), dtype=tl.float32)
-        for part in tl.static_range(PARTS):
-            h_R += tl.load(h_ptr + (part * num_tokens + token) * rank + rows_R, mask=rows_R < rank, other=0.0)
-        ok_OR = ok_O[:, None] & (rows_R[None, :] < rank)
-        at_OR = ((index - 1) * num_features + cols_O[:, None]) * rank + rows_R[None, :]
-        b_OR = tl.load(b_ptr + at_OR, mask=ok_OR, other=0.0).to(tl.float32)
-        sums_O += tl.sum(b_OR * h_R[None, :], axis=1)
-    tl.store(out_ptr + token * num_features + cols_O, sums_O.to(out_ptr.dtype.element_ty), mask=ok_O)
+def _tokens(index_ptr, groups_ptr, num_tokens, SORTED: tl.constexpr, BLOCK_T: tl.constexpr):
+    """A program's tokens: their rows in h, their numbers, which of them exist, their adapters."""
+    if SORTED:
+        first = tl.program_id(0)
+        count = tl.load(groups_ptr + first * 3 + 2)
+        rows_T = first + tl.arange(0, BLOCK_T)
+        ok_T = tl.arange(0, BLOCK_T) < count
+        tokens_T = tl.load(groups_ptr + rows_T * 3, mask=ok_T, other=0)
+        index_T = tl.load(groups_ptr + rows_T * 3 + 1, mask=ok_T, other=0)
+    else:
+        rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+        ok_T = rows_T < num_tokens
+        tokens_T = rows_T
+        index_T = tl.load(index_ptr + tokens_T, mask=ok_T, other=0)
+    return rows_T.to(tl.int64), tokens_T.to(tl.int64), ok_T, index_T
 
 
-@triton.jit
-def _shrink_blocks_kernel(
-    x_ptr, a_ptr, index_ptr, h_ptr, num_tokens, num_features, rank, x_stride, part_size,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens"])
+def _shrink_kernel(
+    x_ptr, a_ptr, index_ptr, groups_ptr, h_ptr, num_tokens, num_features, num_rows, x_stride, split_size,
+    SORTED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tokens_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    part = tl.program_id(2)
-    index_T = tl.load(index_ptr + tokens_T, mask=tokens_T < num_tokens, other=0)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    h_rows_T, tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
+    split = tl.program_id(2)
     rows_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    end = tl.minimum((part + 1) * part_size, num_features)
-    x_ptrs = x_ptr + tokens_T.to(tl.int64)[:, None] * x_stride
+    end = tl.minimum((split + 1) * split_size, num_features)
+    x_ptrs = x_ptr + tokens_T[:, None] * x_stride
     sums_TR = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
     index = tl.min(tl.where(index_T > 0, index_T, 1 << 30))
     last = tl.max(index_T)
     while index <= last:
         own_T = index_T == index
-        a_ptrs = a_ptr + ((index - 1).to(tl.int64) * rank + rows_R[:, None]) * num_features
-        for start in range(part * part_size, end, BLOCK_I):
+        a_ptrs = a_ptr + ((index - 1).to(tl.int64) * num_rows + rows_R[:, None]) * num_features
+        for start in range(split * split_size, end, BLOCK_I):
             cols_I = start + tl.arange(0, BLOCK_I)
             ok_I = cols_I < end
             x_TI = tl.load(x_ptrs + cols_I[None, :], mask=own_T[:, None] & ok_I[None, :], other=0.0)
-            ok_RI = (rows_R[:, None] < rank) & ok_I[None, :]
-            a_RI = tl.load(a_ptrs + cols_I[None, :], mask=ok_RI, other=0.0)
-            sums_TR = tl.dot(x_TI, tl.trans(a_RI), sums_TR, input_precision="ieee")
+            a_RI = tl.load(a_ptrs + cols_I[None, :], mask=(rows_R[:, None] < num_rows) & ok_I[None, :], other=0.0)
+            sums_TR = tl.dot(x_TI, tl.trans(a_RI.to(x_TI.dtype)), sums_TR, input_precision="ieee")
         index = tl.min(tl.where(index_T > index, index_T, 1 << 30))
-    at_TR = (part * num_tokens + tokens_T.to(tl.int64)[:, None]) * rank + rows_R[None, :]
-    tl.store(h_ptr + at_TR, sums_TR, mask=(tokens_T[:, None] < num_tokens) & (rows_R[None, :] < rank))
+    at_TR = (split * num_tokens + h_rows_T[:, None]) * num_rows + rows_R[None, :]
+    tl.store(h_ptr + at_TR, sums_TR, mask=(ok_T & (index_T > 0))[:, None] & (rows_R[None, :] < num_rows))
 
 
 @triton.jit
-def _expand_blocks_kernel(
-    y_ptr, h_ptr, b_ptr, index_ptr, out_ptr, num_tokens, num_features, rank, y_stride,
-    PARTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+def _add_expanded(
+    sums_TO, h_ptr, b_ptr, h_rows_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
+    SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    tokens_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    cols_O = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    index_T = tl.load(index_ptr + tokens_T, mask=tokens_T < num_tokens, other=0)
-    ok_TO = (tokens_T[:, None] < num_tokens) & (cols_O[None, :] < num_features)
-    rows_T = tokens_T.to(tl.int64)
-    sums_TO = tl.load(y_ptr + rows_T[:, None] * y_stride + cols_O[None, :], mask=ok_TO, other=0.0).to(tl.float32)
+    """sums + B h, for all adapters of the tokens and all parts of the columns."""
+    part_O = part_of(cols_O, end_0, end_1, end_2)
+    first_part, last_part = tl.min(part_O), tl.max(tl.where(cols_O < num_features, part_O, 0))
     index = tl.min(tl.where(index_T > 0, index_T, 1 << 30))
     last = tl.max(index_T)
     while index <= last:
         own_T = index_T == index
-        b_ptrs = b_ptr + ((index - 1).to(tl.int64) * num_features + cols_O[:, None]) * rank
-        for start in range(0, rank, BLOCK_R):
-            rows_R = start + tl.arange(0, BLOCK_R)
-            ok_TR = own_T[:, None] & (rows_R[None, :] < rank)
-            h_TR = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
-            for part in tl.static_range(PARTS):
-                at_TR = (part * num_tokens + rows_T[:, None]) * rank + rows_R[None, :]
-                h_TR += tl.load(h_ptr + at_TR, mask=ok_TR, other=0.0)
-            ok_OR = (cols_O[:, None] < num_features) & (rows_R[None, :] < rank)
-            b_OR = tl.load(b_ptrs + rows_R[None, :], mask=ok_OR, other=0.0)
-            sums_TO = tl.dot(h_TR.to(b_OR.dtype), tl.trans(b_OR), sums_TO, input_precision="ieee")
+        b_slot_ptr = b_ptr + (index - 1).to(tl.int64) * rank * tl.cdiv(num_features, 16) * 16
+        for part in range(first_part, last_part + 1):
+            for start in range(0, rank, BLOCK_R):
+                rows_R = start + tl.arange(0, BLOCK_R)
+                ok_TR = own_T[:, None] & (rows_R[None, :] < rank)
+                h_TR = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
+                for split in tl.static_range(SPLITS):
+                    at_TR = (split * num_tokens + h_rows_T[:, None]) * num_rows + part * rank + rows_R[None, :]
+                    h_TR += tl.load(h_ptr + at_TR, mask=ok_TR, other=0.0)
+                if tl.max(tl.abs(h_TR)) > 0:  # B of a linear that the adapter does not change is not read
+                    ok_RO = (rows_R[:, None] < rank) & ((part_O == part) & (cols_O < num_features))[None, :]
+                    b_RO = tl.load(
+                        b_slot_ptr + b_offsets(rows_R[:, None], cols_O[None, :], rank), mask=ok_RO, other=0.0
+                    )
+                    sums_TO = tl.dot(h_TR.to(b_RO.dtype), b_RO, sums_TO, input_precision="ieee")
         index = tl.min(tl.where(index_T > index, index_T, 1 << 30))
-    at_TO = rows_T[:, None] * num_features + cols_O[None, :]
-    tl.store(out_ptr + at_TO, sums_TO.to(out_ptr.dtype.element_ty), mask=ok_TO)
+    return sums_TO
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _expand_kernel(
+    y_ptr, h_ptr, b_ptr, index_ptr, groups_ptr, residual_ptr, out_ptr, num_tokens, num_features, num_rows, rank, y_stride,
+    residual_stride, end_0, end_1, end_2,
+    SORTED: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    h_rows_T, tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
+    if SILU_MUL:
+        num_out = num_features // 2
+    else:
+        num_out = num_features
+    cols_O = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    ok_TO = ok_T[:, None] & (cols_O < num_out)[None, :]
+    y_ptrs = y_ptr + tokens_T[:, None] * y_stride + cols_O[None, :]
+    sums_TO = tl.load(y_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
+    sums_TO = _add_expanded(
+        sums_TO, h_ptr, b_ptr, h_rows_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
+        SPLITS, BLOCK_T, BLOCK_R,
+    )  # fmt: skip
+    if SILU_MUL:
+        up_TO = tl.load(y_ptrs + num_out, mask=ok_TO, other=0.0).to(tl.float32)
+        up_TO = _add_expanded(
+            up_TO, h_ptr, b_ptr, h_rows_T, index_T, num_out + cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1,
+            end_2, SPLITS, BLOCK_T, BLOCK_R,
+        )  # fmt: skip
+        sums_TO = gate(sums_TO, GELU) * up_TO
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + tokens_T[:, None] * residual_stride + cols_O[None, :]
+        sums_TO += tl.load(residual_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + tokens_T[:, None] * num_out + cols_O[None, :]
+    tl.store(out_ptrs, sums_TO.to(out_ptr.dtype.element_ty), mask=ok_TO)
+
+
+def lora_groups(index_T: torch.Tensor) -> torch.Tensor:
+    """`custom_ops.lora.lora_add.lora_groups`."""
+    num_tokens = index_T.shape[0]
+    groups_T3 = index_T.new_empty(num_tokens, 3)
+    if 0 < num_tokens <= MAX_SORTED:
+        launch(
+            _groups_kernel, (cdiv(num_tokens, 64),), index_T, groups_T3, num_tokens, BLOCK=64, TILE=TILE, num_warps=4
+        )
+    return groups_T3
 
 
 def lora_add(
-    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SRI: torch.Tensor, b_SOR: torch.Tensor, index_T: torch.Tensor
+    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
+    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`custom_ops.lora.lora_add.lora_add`."""
+    return _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3)
+
+
+def lora_linear(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
+    bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
+    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`custom_ops.lora.lora_linear.lora_linear`, over the plain weight [O, I]."""
+    x_TI = _with_rows(x_TI)
+    residual_TO = None if residual_TO is None else _with_rows(residual_TO)
+    if takes_gemv(x_TI, weight_OI):
+        h_Q = _shrink_one(x_TI, a_SQI, index_T, norm_weight_I, eps)
+        adapters = h_Q, b_SCRN, index_T, padded_ends(ends)
+        return gemv(
+            x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, adapters=adapters
+        )
+    if norm_weight_I is not None:
+        x_TI = rms_norm(x_TI, norm_weight_I, eps)
+    y_TO = fused_linear(x_TI, weight_OI, out_features, bias_O=bias_O)
+    return _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3, silu_mul, gelu, residual_TO)
+
+
+def padded_ends(ends: Sequence[int]) -> tuple[int, ...]:
+    """The ends of the first parts; where there are fewer, no column is behind them."""
+    return (*ends[:-1], *[1 << 30] * (MAX_PARTS - len(ends)))
+
+
+def _with_rows(value: torch.Tensor) -> torch.Tensor:
+    return value if value.stride(1) == 1 else value.contiguous()
+
+
+def _shrink_one(
+    x_1I: torch.Tensor, a_SQI: torch.Tensor, index_1: torch.Tensor, norm_weight_I: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """`custom_ops.lora.lora_add.lora_add` for inputs whose rows are contiguous."""
-    (num_tokens, num_out), num_in = y_TO.shape, x_TI.shape[1]
-    rank = a_SRI.shape[1]
+    _, num_rows, num_in = a_SQI.shape
+    h_Q = torch.empty(num_rows, dtype=torch.float32, device=x_1I.device)
+    pdl = supports_pdl(x_1I.device)
+    launch(
+        _shrink_one_kernel, (num_rows,), x_1I, a_SQI, index_1, norm_weight_I, h_Q, num_in, num_rows, eps,
+        HAS_NORM=norm_weight_I is not None, BLOCK_I=min(4096, next_power_of_2(num_in)), PDL=pdl, num_warps=8,
+        **launch_options(pdl),
+    )  # fmt: skip
+    return h_Q
+
+
+def _add(
+    y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
+    ends: Sequence[int], groups_T3: torch.Tensor | None, silu_mul: bool = False, gelu: bool = False,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """f(y + B A x) + residual."""
+    y_TO, x_TI = _with_rows(y_TO), _with_rows(x_TI)
+    (num_tokens, num_features), num_in = y_TO.shape, x_TI.shape[1]
+    num_rows, rank = a_SQI.shape[1], b_SCRN.shape[2]
+    num_out = num_features // 2 if silu_mul else num_features
     out_TO = y_TO.new_empty(num_tokens, num_out)
     if num_tokens == 0:
         return out_TO
-    by_rows = num_tokens <= MAX_ROWS
-    block_i = min(512 if by_rows else 128, max(16, next_power_of_2(num_in)))
-    block_r = min(4 if by_rows else 64, max(1 if by_rows else 16, next_power_of_2(rank)))
-    parts = max(1, min(_parts(num_tokens, by_rows=by_rows), num_in // (2 * block_i)))
-    part_size = cdiv(cdiv(num_in, parts), block_i) * block_i
-    parts = cdiv(num_in, part_size)
-    h_PTR = torch.empty(parts, num_tokens, rank, dtype=torch.float32, device=y_TO.device)
-    shrink = (x_TI, a_SRI, index_T, h_PTR, num_tokens, num_in, rank, x_TI.stride(0), part_size)
-    expand = (y_TO, h_PTR, b_SOR, index_T, out_TO, num_tokens, num_out, rank, y_TO.stride(0))
-    if by_rows:
-        grid = (num_tokens, cdiv(rank, block_r), parts)
-        launch(_shrink_rows_kernel, grid, *shrink, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=4)
-        whole_rank = next_power_of_2(rank)
-        block_o = max(16, min(256, 4096 // whole_rank, next_power_of_2(num_out)))
-        launch(
-            _expand_rows_kernel, (num_tokens, cdiv(num_out, block_o)), *expand,
-            PARTS=parts, BLOCK_R=whole_rank, BLOCK_O=block_o, num_warps=4,
-        )  # fmt: skip
-        return out_TO
-    blocks_T = cdiv(num_tokens, BLOCK_T)
-    grid = (blocks_T, cdiv(rank, block_r), parts)
-    launch(_shrink_blocks_kernel, grid, *shrink, BLOCK_T=BLOCK_T, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=4)
+    is_sorted = num_tokens <= MAX_SORTED
+    if is_sorted and groups_T3 is None:
+        groups_T3 = lora_groups(index_T)
+    block_t = TILE if is_sorted else BLOCK_T
+    blocks = num_tokens if is_sorted else cdiv(num_tokens, block_t)
+    block_i = min(256 if is_sorted else 128, max(16, next_power_of_2(num_in)))
+    block_r = min(16 if is_sorted else 64, max(16, next_power_of_2(num_rows)))
+    splits = max(1, min(MAX_SPLITS if is_sorted else 1, num_in // (2 * block_i)))
+    split_size = cdiv(cdiv(num_in, splits), block_i) * block_i
+    splits = cdiv(num_in, split_size)
+    h_KTQ = torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=y_TO.device)
+    pdl = supports_pdl(y_TO.device)
+    launch(
+        _shrink_kernel, (blocks, cdiv(num_rows, block_r), splits),
+        x_TI, a_SQI, index_T, groups_T3, h_KTQ, num_tokens, num_in, num_rows, x_TI.stride(0), split_size,
+        SORTED=is_sorted, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_I=block_i, PDL=pdl, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
     block_o = min(128, max(16, next_power_of_2(num_out)))
     launch(
-        _expand_blocks_kernel, (blocks_T, cdiv(num_out, block_o)), *expand,
-        PARTS=parts, BLOCK_T=BLOCK_T, BLOCK_R=min(block_r, 32), BLOCK_O=block_o, num_warps=4,
+        _expand_kernel, (blocks, cdiv(num_out, block_o)),
+        y_TO, h_KTQ, b_SCRN, index_T, groups_T3, residual_TO, out_TO, num_tokens, num_features, num_rows, rank,
+        y_TO.stride(0), 0 if residual_TO is None else residual_TO.stride(0), *padded_ends(ends),
+        SORTED=is_sorted, SILU_MUL=silu_mul, GELU=gelu, HAS_RESIDUAL=residual_TO is not None, SPLITS=splits,
+        BLOCK_T=block_t, BLOCK_R=min(32, max(16, next_power_of_2(rank))), BLOCK_O=block_o, PDL=pdl, num_warps=4,
+        **launch_options(pdl),
     )  # fmt: skip
     return out_TO
-
-
-def _parts(num_tokens: int, *, by_rows: bool) -> int:
-    """More parts for fewer tokens. Equal for all counts up to a power of 2, because kernels are compiled for the number of parts."""
-    min_tokens = 8 if by_rows else 2 * MAX_ROWS
-    return max(1, MAX_PARTS * min_tokens // max(min_tokens, next_power_of_2(num_tokens)))

@@ -19,8 +19,8 @@ import torch
 class LayerLoad:
     """One layer's counts, on its device.
 
-    tokens: int64 [X], tokens of each expert since counting began. distinct: by the number of tokens per call, the number of experts that
-    had a token, summed over calls (int64 []), and the number of calls (int64 []).
+    tokens: int64 [X], tokens of each expert since counting began. distinct: tokens per call → the number of experts that had a token,
+    summed over these calls, and the number of calls (int64 [] each).
     """
 
     tokens: torch.Tensor

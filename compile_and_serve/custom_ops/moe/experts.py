@@ -5,6 +5,7 @@ Shape legend: T tokens, K experts of a token, P = T · K pairs, X experts, D hid
 Weights of experts are stacked, gate rows before up rows. There are two layouts:
 - plain [X, 2F, D] and [X, D, F];
 - packed, one dimension more: `pack_linear_weight` of each expert's matrix, for the C++ kernels of the CPU.
+Quantized weights come with scales: MXFP4 as checkpoints hold it (uint8) or in the Triton layout (int16) of `quantized/mxfp4.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.moe.expert_load import count_call
+from compile_and_serve.custom_ops.quantization import LARGEST, dequantize_weight
+from compile_and_serve.custom_ops.quantized.mxfp4 import dequantize_mxfp4
 
 ACTIVATIONS = ("silu", "clamped_swiglu")
 CLAMPED_SWIGLU_ALPHA = 1.702
@@ -38,22 +41,32 @@ def pack_expert_weights(weight_XOI: torch.Tensor) -> torch.Tensor:
     return torch.stack([pack_linear_weight(weight_OI) for weight_OI in weight_XOI])
 
 
+def _matrix(weight: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """The plain matrix of an expert, dequantized to `dtype` if the weight has scales. → [O, I]"""
+    if scale is None:
+        return weight[expert]
+    assert weight.dtype != torch.int16, "only kernels take this layout"
+    if weight.dtype in LARGEST:
+        return dequantize_weight(weight[expert], scale[expert], dtype)
+    return dequantize_mxfp4(weight[expert], scale[expert], dtype)
+
+
 def _expert_mlp(
     gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
-    activation: str, limit: float,
+    activation: str, limit: float, gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None,
 ) -> Callable[[torch.Tensor, int], torch.Tensor]:  # fmt: skip
     """The function of one expert's rows [R, D] and its number. → [R, D] in the rows' dtype, before the router's weight"""
-    is_packed = gate_up.dim() == 4
+    is_packed = gate_up.dim() == 4 and gate_up.is_floating_point()
 
     def bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
         return None if bias is None else bias[expert]
 
     def of_plain(x_RD: torch.Tensor, expert: int) -> torch.Tensor:
-        gate_up_RO = F.linear(x_RD, gate_up[expert], bias_of(gate_up_bias, expert))
+        gate_up_RO = F.linear(x_RD, _matrix(gate_up, gate_up_scale, expert, x_RD.dtype), bias_of(gate_up_bias, expert))
         math_dtype = torch.promote_types(x_RD.dtype, torch.float32)
         gate, up = gate_up_RO.to(math_dtype).chunk(2, dim=-1)
         h_RF = activate(gate, up, activation, limit).to(x_RD.dtype)
-        return F.linear(h_RF, down[expert], bias_of(down_bias, expert))
+        return F.linear(h_RF, _matrix(down, down_scale, expert, x_RD.dtype), bias_of(down_bias, expert))
 
     def of_packed(x_RD: torch.Tensor, expert: int) -> torch.Tensor:
         hidden = x_RD.shape[1]
@@ -83,11 +96,13 @@ def _experts(
     residual_TD: torch.Tensor | None = None,
     norm_weight_D: torch.Tensor | None = None,
     eps: float = 1e-6,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     count_call(ids_TK, down)
     num_tokens, top_k = ids_TK.shape
     math_dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    run = _expert_mlp(gate_up, down, gate_up_bias, down_bias, activation, limit)
+    run = _expert_mlp(gate_up, down, gate_up_bias, down_bias, activation, limit, gate_up_scale, down_scale)
     flat_ids = ids_TK.reshape(-1)
     order = flat_ids.argsort(stable=True)
     counts = flat_ids.bincount(minlength=gate_up.shape[0]).tolist()
@@ -106,40 +121,26 @@ def _experts(
     return (out_TD if residual_TD is None else out_TD + residual_TD).to(x_TD.dtype)
 
 
-def _experts_fake(
-    x_TD: torch.Tensor,
-    ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    activation: str = "silu",
-    limit: float = 0.0,
-    residual_TD: torch.Tensor | None = None,
-    norm_weight_D: torch.Tensor | None = None,
-    eps: float = 1e-6,
-) -> torch.Tensor:
+def _experts_fake(x_TD: torch.Tensor, *_: Any) -> torch.Tensor:
     return x_TD.new_empty(x_TD.shape)
 
 
-def _experts_cuda(
-    x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *args: Any,
-    **kwargs: Any,
-) -> torch.Tensor:  # fmt: skip
+def _experts_cuda(*args: Any) -> torch.Tensor:
     # imported here, because Triton may be missing
-    from compile_and_serve.custom_ops.moe.triton_experts import experts as triton_experts
+    from compile_and_serve.custom_ops.moe.cuda_experts import experts as cuda_experts
+    from compile_and_serve.custom_ops.moe.triton_experts import Operands
 
-    count_call(ids_TK, down)
-    return triton_experts(x_TD, ids_TK, weights_TK, gate_up, down, *args, **kwargs)
+    operands = Operands(*args)
+    count_call(operands.ids_TK, operands.down)
+    return cuda_experts(operands)
 
 
 _experts_op = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
-    "Tensor? norm_weight=None, float eps=1e-6) -> Tensor",
+    "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor",
     kind=OpKind.CAPTURABLE,
-    version=1,
+    version=2,
     fake=_experts_fake,
     CompositeExplicitAutograd=_experts,
     CUDA=_experts_cuda,
@@ -160,11 +161,14 @@ def experts(
     residual_TD: torch.Tensor | None = None,
     norm_weight_D: torch.Tensor | None = None,
     eps: float = 1e-6,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
 
     x_TD: [T, D]. ids_TK: integers [T, K], a token's ids differ. weights_TK: floating [T, K]. gate_up: [X, 2F, D], gate rows before up rows;
-    down: [X, D, F]; both plain or both packed. gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].
+    down: [X, D, F]; both plain, both packed or both quantized; gate_up_scale, down_scale: of quantized ones.
+    gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].
     norm_weight_D: x is rms_norm(x) · norm_weight before the products.
     → [T, D] in x's dtype
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
@@ -183,4 +187,6 @@ def experts(
         residual_TD,
         norm_weight_D,
         eps,
+        gate_up_scale,
+        down_scale,
     )

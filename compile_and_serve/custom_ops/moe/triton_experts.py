@@ -1,4 +1,4 @@
-"""`cas::experts` on CUDA, by two methods that the tuner chooses between:
+"""`cas::experts` on CUDA over unquantized weights, by two methods that the tuner chooses between:
 
 - "gemv", for few pairs: each program multiplies a few rows of one expert by one token, in float32, without tensor cores;
 - "grouped …", else: the pairs are sorted by expert into blocks, and each program multiplies a block of tokens by a tile of its expert's
@@ -13,7 +13,6 @@ of an expert, B blocks of pairs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,7 @@ import triton.language as tl
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
 from compile_and_serve.custom_ops.moe.triton_order import ExpertOrder, order_by_expert
+from compile_and_serve.custom_ops.quantization import BLOCK as SCALE_BLOCK
 from compile_and_serve.custom_ops.triton_common import (
     cdiv,
     launch_options,
@@ -33,14 +33,22 @@ from compile_and_serve.custom_ops.triton_common import (
     supports_pdl,
     wait_for_previous,
 )
-from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
-from compile_and_serve.custom_ops.tuning.tuner import Problem
 
-MAX_GEMV_PAIRS = 64
+GEMV_ROWS = 4  # of a program
+# What a scale of 8-bit weights covers: a row [X, O], or a block of 128 × 128 [X, ceil(O / 128), ceil(I / 128)].
+NO_SCALES, ROW_SCALES, BLOCK_SCALES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BLOCK = tl.constexpr(SCALE_BLOCK)
 
 
 @triton.jit
-def _activate(gate, up, limit, CLAMPED: tl.constexpr):
+def _block_scale_at(scale_ptr, expert, row, outputs, inputs):
+    """The address of the scale of a row's first block."""
+    row_blocks, column_blocks = (outputs + BLOCK - 1) // BLOCK, (inputs + BLOCK - 1) // BLOCK
+    return scale_ptr + (expert * row_blocks + row // BLOCK) * column_blocks
+
+
+@triton.jit
+def activated(gate, up, limit, CLAMPED: tl.constexpr):
     if CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -51,9 +59,9 @@ def _activate(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _gemv_gate_up_kernel(
-    x_ptr, ids_ptr, w_ptr, bias_ptr, norm_ptr, h_ptr, x_stride, features, inputs, top_k, limit, eps,
+    x_ptr, ids_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, h_ptr, x_stride, features, inputs, top_k, limit, eps,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-    LANES: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -77,9 +85,22 @@ def _gemv_gate_up_kernel(
         if HAS_NORM:
             square_1D += x * x
             x *= tl.load(norm_ptr + start + cols_1D, mask=ok_1D, other=0.0).to(tl.float32)
+        x_up = x
+        if SCALES == BLOCK_SCALES:  # the program's rows are in one block
+            first_row = tl.program_id(0) * BLOCK_F
+            at_1D = _block_scale_at(scale_ptr, expert, first_row, 2 * features, inputs) + (start + cols_1D) // BLOCK
+            up_at_1D = (
+                _block_scale_at(scale_ptr, expert, features + first_row, 2 * features, inputs)
+                + (start + cols_1D) // BLOCK
+            )
+            x_up = x * tl.load(up_at_1D, mask=ok_1D, other=0.0)
+            x *= tl.load(at_1D, mask=ok_1D, other=0.0)
         acc += tl.sum(tl.reshape(gate * x, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
-        acc_up += tl.sum(tl.reshape(up * x, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
+        acc_up += tl.sum(tl.reshape(up * x_up, (BLOCK_F, BLOCK_D // LANES, LANES)), 2)
     gate_F, up_F = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    if SCALES == ROW_SCALES:
+        gate_F *= tl.load(scale_ptr + expert * 2 * features + safe_rows_F)
+        up_F *= tl.load(scale_ptr + expert * 2 * features + features + safe_rows_F)
     if HAS_NORM:
         inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(square_1D) / inputs + eps)
         gate_F *= inverse_rms
@@ -88,15 +109,15 @@ def _gemv_gate_up_kernel(
         bias_F = bias_ptr + expert * 2 * features + rows_F
         gate_F += tl.load(bias_F, mask=ok_F, other=0.0).to(tl.float32)
         up_F += tl.load(bias_F + features, mask=ok_F, other=0.0).to(tl.float32)
-    out_F = _activate(gate_F, up_F, limit, CLAMPED)
+    out_F = activated(gate_F, up_F, limit, CLAMPED)
     tl.store(h_ptr + pair * features + rows_F, out_F.to(h_ptr.dtype.element_ty), mask=ok_F)
 
 
 @triton.jit
 def _gemv_down_kernel(
-    h_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, outputs, features, top_k, residual_stride,
+    h_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, outputs, features, top_k, residual_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -119,8 +140,13 @@ def _gemv_down_kernel(
         ok_KF = ok_K[:, None] & ok_F[None, :]
         w = tl.load(w_KOF + start, mask=ok_KF[:, None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
         h = tl.load(h_KF + start, mask=ok_KF, other=0.0).to(tl.float32)
+        if SCALES == BLOCK_SCALES:
+            at_K = _block_scale_at(scale_ptr, experts_K, tl.program_id(0) * BLOCK_O, outputs, features)
+            h *= tl.load(at_K[:, None] + ((start + cols_F) // BLOCK)[None, :], mask=ok_KF, other=0.0)
         acc_KOF += w * h[:, None, :]
     y_KO = tl.sum(acc_KOF, 2)
+    if SCALES == ROW_SCALES:
+        y_KO *= tl.load(scale_ptr + experts_K[:, None] * outputs + safe_rows_O[None, :])
     if HAS_BIAS:
         bias_KO = bias_ptr + experts_K[:, None] * outputs + rows_O[None, :]
         y_KO += tl.load(bias_KO, mask=ok_K[:, None] & ok_O[None, :], other=0.0).to(tl.float32)
@@ -135,9 +161,9 @@ def _gemv_down_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_gate_up_kernel(
-    x_ptr, order_ptr, block_experts_ptr, w_ptr, bias_ptr, h_ptr, x_stride, num_pairs, features, inputs, top_k, limit,
+    x_ptr, order_ptr, block_experts_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, x_stride, num_pairs, features, inputs, top_k, limit,
     HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE_D: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE_D: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     rows_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -168,22 +194,35 @@ def _grouped_gate_up_kernel(
                 x = tl.load(x_PD + start, mask=ok_1D, other=0.0)
                 gate = tl.load(gate_FD + start, mask=ok_1D, other=0.0)
                 up = tl.load(up_FD + start, mask=ok_1D, other=0.0)
-            acc_PF = tl.dot(x, tl.trans(gate), acc_PF, input_precision="ieee")
-            acc_up_PF = tl.dot(x, tl.trans(up), acc_up_PF, input_precision="ieee")
+            if SCALES == BLOCK_SCALES:
+                at_F = _block_scale_at(scale_ptr, expert, safe_rows_F, 2 * features, inputs) + start // BLOCK
+                up_at_F = (
+                    _block_scale_at(scale_ptr, expert, features + safe_rows_F, 2 * features, inputs) + start // BLOCK
+                )
+                sums_PF = tl.dot(x, tl.trans(gate.to(x.dtype)), input_precision="ieee")
+                acc_PF += sums_PF * tl.load(at_F)[None, :]
+                sums_PF = tl.dot(x, tl.trans(up.to(x.dtype)), input_precision="ieee")
+                acc_up_PF += sums_PF * tl.load(up_at_F)[None, :]
+            else:
+                acc_PF = tl.dot(x, tl.trans(gate.to(x.dtype)), acc_PF, input_precision="ieee")
+                acc_up_PF = tl.dot(x, tl.trans(up.to(x.dtype)), acc_up_PF, input_precision="ieee")
+        if SCALES == ROW_SCALES:
+            acc_PF *= tl.load(scale_ptr + expert * 2 * features + safe_rows_F)[None, :]
+            acc_up_PF *= tl.load(scale_ptr + expert * 2 * features + features + safe_rows_F)[None, :]
         if HAS_BIAS:
             bias_F = bias_ptr + expert * 2 * features + rows_F
             acc_PF += tl.load(bias_F, mask=ok_F, other=0.0).to(tl.float32)[None, :]
             acc_up_PF += tl.load(bias_F + features, mask=ok_F, other=0.0).to(tl.float32)[None, :]
-        out_PF = _activate(acc_PF, acc_up_PF, limit, CLAMPED)
+        out_PF = activated(acc_PF, acc_up_PF, limit, CLAMPED)
         h_PF = h_ptr + pairs_P[:, None].to(tl.int64) * features + rows_F[None, :]
         tl.store(h_PF, out_PF.to(h_ptr.dtype.element_ty), mask=ok_P[:, None] & ok_F[None, :])
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_down_kernel(
-    h_ptr, order_ptr, block_experts_ptr, weights_ptr, w_ptr, bias_ptr, y_ptr, num_pairs, outputs, features,
+    h_ptr, order_ptr, block_experts_ptr, weights_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, num_pairs, outputs, features,
     HAS_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE_F: tl.constexpr, PDL: tl.constexpr,
+    WHOLE_F: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     rows_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -208,7 +247,14 @@ def _grouped_down_kernel(
                 ok_1F = start + cols_F[None, :] < features
                 h = tl.load(h_PF + start, mask=ok_1F, other=0.0)
                 w = tl.load(w_OF + start, mask=ok_1F, other=0.0)
-            acc_PO = tl.dot(h, tl.trans(w), acc_PO, input_precision="ieee")
+            if SCALES == BLOCK_SCALES:
+                at_O = _block_scale_at(scale_ptr, expert, safe_rows_O, outputs, features) + start // BLOCK
+                sums_PO = tl.dot(h, tl.trans(w.to(h.dtype)), input_precision="ieee")
+                acc_PO += sums_PO * tl.load(at_O)[None, :]
+            else:
+                acc_PO = tl.dot(h, tl.trans(w.to(h.dtype)), acc_PO, input_precision="ieee")
+        if SCALES == ROW_SCALES:
+            acc_PO *= tl.load(scale_ptr + expert * outputs + safe_rows_O)[None, :]
         if HAS_BIAS:
             acc_PO += tl.load(bias_ptr + expert * outputs + rows_O, mask=ok_O, other=0.0).to(tl.float32)[None, :]
         acc_PO *= tl.load(weights_ptr + safe_pairs_P).to(tl.float32)[:, None]
@@ -274,21 +320,43 @@ def grouped_tiles(num_pairs: int, num_experts: int) -> tuple[Tiles, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Operands:
-    """The arguments of `experts`, with x's and ids' rows contiguous and ids in int32."""
+class Operands:
+    """The arguments of `cas::experts`, in its order. Kernels take them `normalized`."""
 
     x_TD: torch.Tensor
     ids_TK: torch.Tensor
     weights_TK: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    clamped: bool = False
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    activation: str = "silu"
     limit: float = 0.0
     residual_TD: torch.Tensor | None = None
     norm_weight_D: torch.Tensor | None = None
     eps: float = 1e-6
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+
+    def normalized(self) -> Operands:
+        """With contiguous rows of x and the residual, contiguous weights, and contiguous int32 ids."""
+        x_TD, residual_TD = self.x_TD, self.residual_TD
+        return replace(
+            self,
+            x_TD=x_TD if x_TD.stride(1) == 1 else x_TD.contiguous(),
+            ids_TK=self.ids_TK.to(torch.int32).contiguous(),
+            weights_TK=self.weights_TK.contiguous(),
+            residual_TD=residual_TD if residual_TD is None or residual_TD.stride(1) == 1 else residual_TD.contiguous(),
+        )
+
+    @property
+    def clamped(self) -> bool:
+        return self.activation == "clamped_swiglu"
+
+    @property
+    def scales(self) -> int:
+        """What a scale of the weights covers, for the kernels."""
+        return 0 if self.gate_up_scale is None else self.gate_up_scale.dim() - 1
 
     @property
     def num_pairs(self) -> int:
@@ -303,7 +371,11 @@ class _Operands:
         return 0 if self.residual_TD is None else self.residual_TD.stride(0)
 
 
-def run_gemv(operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
+# Weights [X, O, …], their scales, input features I, dtype → [X, O, I].
+Dequantize = Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
+
+
+def run_gemv(operands: Operands, gate_up: torch.Tensor) -> torch.Tensor:
     """The "gemv" method. gate_up: replaces the operands' weight, for the tuner."""
     x_TD, top_k = operands.x_TD, operands.top_k
     (num_tokens, hidden), features = x_TD.shape, operands.down.shape[2]
@@ -311,63 +383,99 @@ def run_gemv(operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
     out_TD = x_TD.new_empty(num_tokens, hidden)
     pdl = supports_pdl(x_TD.device)
     lanes = 16 // gate_up.element_size()
-    warps, block_f, block_o, block_k = 4, 4, 4, next_power_of_2(top_k)
+    warps, block_f, block_o, block_k = 4, GEMV_ROWS, GEMV_ROWS, next_power_of_2(top_k)
     launch(
         _gemv_gate_up_kernel, (cdiv(features, block_f), operands.num_pairs),
-        x_TD, operands.ids_TK, gate_up, operands.gate_up_bias, operands.norm_weight_D, h_PF, x_TD.stride(0), features, hidden, top_k,
+        x_TD, operands.ids_TK, gate_up, operands.gate_up_scale, operands.gate_up_bias, operands.norm_weight_D,
+        h_PF, x_TD.stride(0), features, hidden, top_k,
         operands.limit, operands.eps,
         HAS_BIAS=operands.gate_up_bias is not None, HAS_NORM=operands.norm_weight_D is not None, CLAMPED=operands.clamped,
-        BLOCK_F=block_f, BLOCK_D=32 * warps * lanes, LANES=lanes, PDL=pdl, num_warps=warps, **launch_options(pdl),
+        BLOCK_F=block_f, BLOCK_D=32 * warps * lanes, LANES=lanes, SCALES=operands.scales, PDL=pdl, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
     launch(
         _gemv_down_kernel, (cdiv(hidden, block_o), num_tokens),
-        h_PF, operands.ids_TK, operands.weights_TK, operands.down, operands.down_bias, operands.residual_TD, out_TD, hidden, features,
+        h_PF, operands.ids_TK, operands.weights_TK, operands.down, operands.down_scale, operands.down_bias,
+        operands.residual_TD, out_TD, hidden, features,
         top_k, operands.residual_stride,
         HAS_BIAS=operands.down_bias is not None, HAS_RESIDUAL=operands.residual_TD is not None, BLOCK_K=block_k,
-        BLOCK_O=block_o, BLOCK_F=256, PDL=pdl, num_warps=warps,
+        BLOCK_O=block_o, BLOCK_F=256, SCALES=operands.scales, PDL=pdl, num_warps=warps,
         **launch_options(pdl),
     )  # fmt: skip
     return out_TD
 
 
-def run_grouped(tiles: Tiles, operands: _Operands, gate_up: torch.Tensor) -> torch.Tensor:
+def run_grouped(tiles: Tiles, operands: Operands, gate_up: torch.Tensor) -> torch.Tensor:
     """A "grouped" method. gate_up: replaces the operands' weight, for the tuner."""
-    if operands.norm_weight_D is not None:
-        x_TD = rms_norm(operands.x_TD, operands.norm_weight_D, operands.eps)
-        operands = replace(operands, x_TD=x_TD, norm_weight_D=None)
+    operands = normed(operands)
     order = order_by_expert(operands.ids_TK, gate_up.shape[0], tiles.block_p)
     h_PF = _grouped_gate_up(tiles, operands, gate_up, order)
     return _grouped_down(tiles, operands, h_PF, order)
 
 
-def _grouped_gate_up(tiles: Tiles, operands: _Operands, gate_up: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
+def run_expanded(dequantize: Dequantize, tiles: Tiles, operands: Operands, gate_up: torch.Tensor) -> torch.Tensor:
+    """An "expanded" method: `run_grouped` over dequantized weights. gate_up: replaces the operands' weight, for the tuner."""
+    operands = expanded(dequantize, operands, gate_up)
+    return run_grouped(tiles, operands, operands.gate_up)
+
+
+def expanded(dequantize: Dequantize, operands: Operands, gate_up: torch.Tensor) -> Operands:
+    """The operands with weights in x's dtype."""
+    assert operands.gate_up_scale is not None
+    assert operands.down_scale is not None
+    hidden, features, dtype = operands.x_TD.shape[1], gate_up.shape[1] // 2, operands.x_TD.dtype
+    return replace(
+        operands,
+        gate_up=dequantize(gate_up, operands.gate_up_scale, hidden, dtype), gate_up_scale=None,
+        down=dequantize(operands.down, operands.down_scale, features, dtype), down_scale=None,
+    )  # fmt: skip
+
+
+def normed(operands: Operands) -> Operands:
+    """The operands with the norm already applied to x."""
+    if operands.norm_weight_D is None:
+        return operands
+    x_TD = rms_norm(operands.x_TD, operands.norm_weight_D, operands.eps)
+    return replace(operands, x_TD=x_TD, norm_weight_D=None)
+
+
+def _grouped_gate_up(tiles: Tiles, operands: Operands, gate_up: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
     x_TD = operands.x_TD
     hidden, features = x_TD.shape[1], operands.down.shape[2]
     h_PF = x_TD.new_empty(operands.num_pairs, features)
     pdl = supports_pdl(x_TD.device)
     launch(
         _grouped_gate_up_kernel, (cdiv(features, tiles.block_f), order.max_blocks),
-        x_TD, order.pairs, order.experts, gate_up, operands.gate_up_bias, h_PF, x_TD.stride(0), operands.num_pairs, features,
+        x_TD, order.pairs, order.experts, gate_up, operands.gate_up_scale, operands.gate_up_bias,
+        h_PF, x_TD.stride(0), operands.num_pairs, features,
         hidden, operands.top_k, operands.limit,
         HAS_BIAS=operands.gate_up_bias is not None, CLAMPED=operands.clamped, BLOCK_P=tiles.block_p, BLOCK_F=tiles.block_f,
-        BLOCK_D=tiles.depth, STAGES=tiles.stages, WHOLE_D=hidden % tiles.depth == 0, PDL=pdl, num_warps=tiles.warps,
+        BLOCK_D=tiles.depth, STAGES=tiles.stages, WHOLE_D=hidden % tiles.depth == 0, SCALES=operands.scales, PDL=pdl, num_warps=tiles.warps,
         **launch_options(pdl),
     )  # fmt: skip
     return h_PF
 
 
-def _grouped_down(tiles: Tiles, operands: _Operands, h_PF: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
-    (num_tokens, hidden), features = operands.x_TD.shape, h_PF.shape[1]
+def _grouped_down(tiles: Tiles, operands: Operands, h_PF: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
+    hidden, features = operands.x_TD.shape[1], h_PF.shape[1]
     y_PD = h_PF.new_empty(operands.num_pairs, hidden)
-    out_TD = h_PF.new_empty(num_tokens, hidden)
     pdl = supports_pdl(h_PF.device)
     launch(
         _grouped_down_kernel, (cdiv(hidden, tiles.block_o), order.max_blocks),
-        h_PF, order.pairs, order.experts, operands.weights_TK, operands.down, operands.down_bias, y_PD, operands.num_pairs,
+        h_PF, order.pairs, order.experts, operands.weights_TK, operands.down,
+        operands.down_scale, operands.down_bias, y_PD, operands.num_pairs,
         hidden, features,
         HAS_BIAS=operands.down_bias is not None, BLOCK_P=tiles.block_p, BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth,
-        STAGES=tiles.stages, WHOLE_F=features % tiles.depth == 0, PDL=pdl, num_warps=tiles.warps, **launch_options(pdl),
+        STAGES=tiles.stages, WHOLE_F=features % tiles.depth == 0, SCALES=operands.scales, PDL=pdl,
+        num_warps=tiles.warps, **launch_options(pdl),
     )  # fmt: skip
+    return add_results_of_pairs(operands, y_PD)
+
+
+def add_results_of_pairs(operands: Operands, y_PD: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's weighted results and of its residual. → [T, D]"""
+    num_tokens, hidden = operands.x_TD.shape
+    out_TD = y_PD.new_empty(num_tokens, hidden)
+    pdl = supports_pdl(y_PD.device)
     block = min(1024, next_power_of_2(hidden))
     launch(
         _add_pairs_kernel, (num_tokens, cdiv(hidden, block)), y_PD, operands.residual_TD, out_TD, hidden,
@@ -375,74 +483,3 @@ def _grouped_down(tiles: Tiles, operands: _Operands, h_PF: torch.Tensor, order: 
         TOP_K=operands.top_k, HAS_RESIDUAL=operands.residual_TD is not None, BLOCK_O=block, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return out_TD
-
-
-@functools.lru_cache(maxsize=64)
-def _even_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """Ids that spread the pairs evenly, as the tuner assumes: int32 [T, K]. Synthetic steps route unlike real ones."""
-    pairs = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
-    return (pairs % num_experts).view(num_tokens, top_k)
-
-
-def methods(operands: _Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """The methods for these operands by name, as functions of the gate/up weight. The first is the default."""
-    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-    if operands.num_pairs <= MAX_GEMV_PAIRS:
-        runs["gemv"] = functools.partial(run_gemv, operands)
-    for tiles in grouped_tiles(operands.num_pairs, operands.gate_up.shape[0]):
-        runs[tiles.name] = functools.partial(run_grouped, tiles, operands)
-    return runs
-
-
-def experts(
-    x_TD: torch.Tensor,
-    ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    activation: str = "silu",
-    limit: float = 0.0,
-    residual_TD: torch.Tensor | None = None,
-    norm_weight_D: torch.Tensor | None = None,
-    eps: float = 1e-6,
-) -> torch.Tensor:
-    """As `cas::experts`, over plain weights. The host does not wait for the device; the launches depend on T alone.
-
-    The fastest method is measured once for each shape and range of T, with the pairs spread evenly over the experts.
-    """
-    num_tokens, top_k = ids_TK.shape
-    if num_tokens == 0:
-        return x_TD.new_empty(x_TD.shape)
-    if x_TD.stride(1) != 1:
-        x_TD = x_TD.contiguous()
-    if residual_TD is not None and residual_TD.stride(1) != 1:
-        residual_TD = residual_TD.contiguous()
-    operands = _Operands(
-        x_TD, ids_TK.to(torch.int32).contiguous(), weights_TK.contiguous(), gate_up, down, gate_up_bias, down_bias,
-        activation == "clamped_swiglu", limit, residual_TD, norm_weight_D, eps,
-    )  # fmt: skip
-    num_experts, rows, hidden = gate_up.shape
-    problem = Problem(
-        kind="experts",
-        name=f"X={num_experts} K={top_k} F={rows // 2} D={hidden} {gate_up.dtype} {activation}",
-        num_tokens=num_tokens,
-    )
-    runs = methods(operands)
-    name = fastest_kernel(problem, _with_even_ids(runs, operands), gate_up, max_tokens=num_tokens)
-    return runs[name](gate_up)
-
-
-def _with_even_ids(
-    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]], operands: _Operands
-) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """`runs` over evenly spread pairs, for measurements. The ids are made at the first measurement."""
-
-    def even(name: str, gate_up: torch.Tensor) -> torch.Tensor:
-        num_tokens, top_k = operands.ids_TK.shape
-        ids_TK = _even_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
-        same = replace(operands, ids_TK=ids_TK)
-        return methods(same)[name](gate_up)
-
-    return {name: functools.partial(even, name) for name in runs}

@@ -17,6 +17,7 @@ import torch
 
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.linear.triton_linear import fused_linear
+from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.quantized.group_layout import TILE_OUTPUTS
 from compile_and_serve.custom_ops.quantized.triton_group_matmul import dequantize, group_matmul
 from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
@@ -57,8 +58,8 @@ class GroupLinear:
         parts = (
             f"{self.bits} bits {self.out_features}x{self.x_TI.shape[1]}",
             f"groups of {self.group_size}",
-            f"{_name(self.scale.dtype)} {_name(self.offset.dtype) if self.offset is not None else 'symmetric'}",
-            _name(self.x_TI.dtype),
+            f"{dtype_name(self.scale.dtype)} {dtype_name(self.offset.dtype) if self.offset is not None else 'symmetric'}",
+            dtype_name(self.x_TI.dtype),
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
         )
@@ -93,10 +94,6 @@ class GroupLinear:
             y_TO = silu_mul_rows(group_matmul(x_TI, *weight, self.bias_O, False, None))
             return y_TO if self.residual_TO is None else y_TO + self.residual_TO
         return group_matmul(x_TI, *weight, self.bias_O, self.silu_mul, self.residual_TO)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def group_linear(

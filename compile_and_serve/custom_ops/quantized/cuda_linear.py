@@ -21,7 +21,7 @@ import torch
 from compile_and_serve.custom_ops.linear.token_chunks import MAX_CHUNK_TOKENS, token_chunks
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.quantization import Activations, Quantized
+from compile_and_serve.custom_ops.quantization import Activations, Quantized, dtype_name
 from compile_and_serve.custom_ops.quantized.arguments import check_arguments, pair_of
 from compile_and_serve.custom_ops.quantized.cutlass_gemm import load_gemms
 from compile_and_serve.custom_ops.quantized.scaled_gemm import EXPANDED, gemm_names, scaled_gemm
@@ -70,9 +70,9 @@ class QuantizedLinear:
         """What the fastest kernel depends on."""
         kept = ("norm_weight_I", "bias_O", "residual_TO")
         parts = (
-            f"{_name(self.weight_OI.dtype)} {'x'.join(map(str, self.weight_OI.shape))}",
+            f"{dtype_name(self.weight_OI.dtype)} {'x'.join(map(str, self.weight_OI.shape))}",
             "by_row" if self.scale.dim() == 1 else "by_block",
-            f"{_name(self.x_TI.dtype)} {self.activations}",
+            f"{dtype_name(self.x_TI.dtype)} {self.activations}",
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
             *(("quantized_input",) if self.quantized is not None else ()),
@@ -129,10 +129,6 @@ class QuantizedLinear:
         if self.norm_weight_I is not None:
             return rms_norm(self.x_TI, self.norm_weight_I, self.eps), None
         return self.x_TI, None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def quantized_linear(

@@ -27,6 +27,7 @@ from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import (
     Activations,
     Quantized,
+    dtype_name,
     expand_scale,
     quantize_activations,
 )
@@ -47,7 +48,7 @@ def quantized_linear_unsupported_reason(
     if platform.runs_cuda_kernels:
         return cuda_unsupported_reason(device, weight_dtype)
     if not platform.runs_cpp_kernels:
-        return f"there is no kernel for {_name(weight_dtype)} weights on {device.type}"
+        return f"there is no kernel for {dtype_name(weight_dtype)} weights on {device.type}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"the CPU kernel takes bfloat16 and float32, not {dtype}"
     return cpu_unsupported_reason(weight_dtype=weight_dtype, per_block=per_block)
@@ -156,7 +157,7 @@ def _quantized_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: An
     platform = platform_of(x_TI.device)
     if not platform.runs_cpp_kernels:  # on the CPU, packing the weight has warned
         reason = cuda_unsupported_reason(packed.device, packed.dtype) if platform.runs_cuda_kernels else None
-        _warn_slow(reason or f"there is no kernel for {_name(packed.dtype)} weights on {x_TI.device.type}")
+        _warn_slow(reason or f"there is no kernel for {dtype_name(packed.dtype)} weights on {x_TI.device.type}")
     return _quantized_linear(x_TI, packed, *args, **kwargs)
 
 
@@ -172,10 +173,6 @@ def _quantized_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
 @cache
 def _warn_slow(reason: str) -> None:
     log.warning("The slow torch reference of quantized linears runs: %s", reason)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _ARGUMENTS = (

@@ -1,6 +1,6 @@
 """Samples tokens on the device without host synchronization and without sorting, so that a CUDA graph of a step can contain it.
 
-Shape legend: S sequences, V vocabulary, J chunks of a row, B blocks of a chunk, C candidates.
+Shape legend: S sequences, V vocabulary, J chunks of a row, B blocks of a chunk, C candidates, D digits of a key.
 
 A row with temperature 0 takes its largest logit, the lowest id among equal ones. Any other row takes argmax(logit / temperature + Gumbel
 noise) over the tokens that its filters keep, which is a draw from their softmax. The noise depends on the row's seed, its position and
@@ -51,7 +51,7 @@ def _from_ordered_key(key):
 
 
 @triton.jit
-def _noisy(x, ids, temperature, seed, position):
+def gumbel_noisy(x, ids, temperature, seed, position):
     """x / temperature + Gumbel noise, one random stream per (seed, position). 2⁻³³ keeps the logarithm finite."""
     uniform = tl.rand(seed * 0x9E3779B1 + position, ids) + 1.1641532e-10
     return x / temperature - tl.log(-tl.log(uniform))
@@ -128,7 +128,7 @@ def _draw_kernel(
             ):  # a loop, because the noise is much code per element
                 ids = start + cols
                 x = tl.load(base + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-                noisy = tl.where(ids < vocab, _noisy(x, ids, temperature, seed, position), float("-inf"))
+                noisy = tl.where(ids < vocab, gumbel_noisy(x, ids, temperature, seed, position), float("-inf"))
                 best, best_start = _take_in(noisy, start, best, best_start)
     else:
         for step in tl.static_range(CHUNK // STEP):  # unrolled, so that all loads are in flight at once
@@ -166,7 +166,7 @@ def _choose_among(x_C, id_C, top_k, top_p, min_p, temperature, seed, position, K
     kept_C = (x_C >= floor) & (x_C > float("-inf"))
     mass_C = tl.where(kept_C, _mass(x_C, largest, temperature), 0)
     limit = tl.sum(mass_C, 0).to(tl.float32) * top_p
-    noisy_C = tl.where(kept_C, _noisy(x_C, id_C, temperature, seed, position), float("-inf"))
+    noisy_C = tl.where(kept_C, gumbel_noisy(x_C, id_C, temperature, seed, position), float("-inf"))
     _, token = _first_of_largest(noisy_C, id_C)
     searching = top_p < 1.0
     while searching:
@@ -193,15 +193,20 @@ def _choose_checked(
     largest = tl.max(lanes, 0)
     floor = largest + temperature * tl.log(min_p)
     if (top_k > 0) & (top_k < vocab):
-        key = tl.full((1,), 0, dtype=tl.uint32)
-        for bit in range(KEY_BITS):
-            candidate = key | (tl.full((1,), 1, dtype=tl.uint32) << (31 - bit))
-            counts = tl.zeros((BLOCK,), dtype=tl.int32)
+        # The k-th largest key, digit by digit from the top. rank: among the keys that begin with the digits found so far.
+        digits_D = tl.arange(0, 256)
+        key, rank = tl.full((1,), 0, dtype=tl.uint32), top_k
+        for shift in range(24, 24 - KEY_BITS, -8):
+            counts_D = tl.zeros((256,), dtype=tl.int32)
             for start in range(0, vocab, BLOCK):
                 ok = start + cols < vocab
-                x = tl.load(base + start + cols, mask=ok, other=float("-inf")).to(tl.float32)
-                counts += ((_ordered_key(x) >= candidate) & ok).to(tl.int32)
-            key = tl.where(tl.sum(counts, 0) >= top_k, candidate, key)
+                keys = _ordered_key(tl.load(base + start + cols, mask=ok, other=float("-inf")).to(tl.float32)) >> shift
+                has_digits = ok & (keys >> 8 == (key >> shift) >> 8)
+                counts_D += tl.histogram((keys & 255).to(tl.int32), 256, mask=has_digits)
+            at_least_D = tl.sum(counts_D, 0) - tl.cumsum(counts_D, 0) + counts_D
+            digit = tl.max(tl.where(at_least_D >= rank, digits_D, 0), 0)
+            rank -= tl.sum(tl.where(digits_D > digit, counts_D, 0), 0)
+            key |= digit.to(tl.uint32) << shift
         floor = tl.maximum(floor, tl.max(_from_ordered_key(key), 0))
     limit = 0.0
     if top_p < 1.0:
@@ -223,7 +228,7 @@ def _choose_checked(
             above = (x > pivot) & (x >= floor)
             if tl.max(above.to(tl.int32), 0) > 0:
                 masses += tl.where(above, _mass(x, largest, temperature), 0)
-                noisy = tl.where(above, _noisy(x, ids, temperature, seed, position), float("-inf"))
+                noisy = tl.where(above, gumbel_noisy(x, ids, temperature, seed, position), float("-inf"))
                 block_score, block_token = _first_of_largest(noisy, ids)
                 next_token = tl.where(block_score > next_score, block_token, next_token)
                 next_score = tl.maximum(block_score, next_score)
@@ -237,7 +242,7 @@ def _choose_checked(
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _filter_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, block_max_ptr, gathered_ptr,
     gathered_id_ptr, counter_ptr, out_ptr, out_best_ptr, vocab, row_stride, num_seqs,

@@ -86,6 +86,14 @@ class Executor(Protocol):
         """
         ...
 
+    def sleep(self, level: int) -> None:
+        """Let every rank free its memory. No step may be in flight. See `Worker.sleep`."""
+        ...
+
+    def wake_up(self, *, weights: bool, kv_cache: bool) -> None:
+        """Let every rank bring parts of its memory back. See `Worker.wake_up`."""
+        ...
+
     def stats(self) -> WorkerStats:
         """Counters of the rank that answers, as of the last result taken."""
         ...

@@ -62,6 +62,14 @@ class InProcessExecutor:
         """Capture one more CUDA graph; False if there is none to capture."""
         return self.worker.idle()
 
+    def sleep(self, level: int) -> None:
+        """Free the rank's memory."""
+        self.worker.sleep(level)
+
+    def wake_up(self, *, weights: bool, kv_cache: bool) -> None:
+        """Bring parts of the rank's memory back."""
+        self.worker.wake_up(weights=weights, kv_cache=kv_cache)
+
     def stats(self) -> WorkerStats:
         """Counters after the last launched step."""
         return self.worker.stats()

@@ -51,12 +51,17 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     RankStage,
     RunIdleTask,
     RunStep,
+    SleepChanged,
+    SleepRank,
     StartRank,
     StepDone,
     StopRank,
     ToRank,
+    WakeRank,
 )
 from compile_and_serve.runtime.distributed.rank_process import BOOT_CODE, RankBootstrap, rank_environment
+from compile_and_serve.runtime.distributed.socket_keys import EngineKeys
+from compile_and_serve.runtime.logs import current_format
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import StageCallback
 from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput, SchedulerOutput, WorkerStats
@@ -71,16 +76,18 @@ _REPORTS = 6  # progress reports of a rank within that time
 # How long to wait for the true cause of a failure: one dead rank makes the others fail in their collectives.
 _CAUSE_SECONDS = 0.5
 
-Message = TypeVar("Message", RankLoaded, RankReady, StepDone, IdleTaskDone)
+Message = TypeVar("Message", RankLoaded, RankReady, StepDone, IdleTaskDone, SleepChanged)
 
 
 class RankHost(Protocol):
     """Starts the rank processes and knows which of them have ended.
 
-    rendezvous: where the ranks find each other, as torch.distributed's init_method.
+    rendezvous: where the ranks find each other, as torch.distributed's init_method. keys: of the sockets; None if only this user
+    can reach them.
     """
 
     rendezvous: str
+    keys: EngineKeys | None
 
     def address(self, name: str) -> str:
         """ZMQ address to which the engine binds the socket `name`."""
@@ -210,6 +217,22 @@ class DistributedExecutor:
             self._has_idle_tasks = done.did_work
         return self._has_idle_tasks
 
+    def sleep(self, level: int) -> None:
+        """Let every rank free its memory, and wait for that."""
+        self._change_sleep(SleepRank(level))
+
+    def wake_up(self, *, weights: bool, kv_cache: bool) -> None:
+        """Let every rank bring parts of its memory back, and wait for that."""
+        self._change_sleep(WakeRank(weights, kv_cache))
+        self._has_idle_tasks = self.info.has_idle_tasks
+
+    def _change_sleep(self, command: SleepRank | WakeRank) -> None:
+        self._broadcast(command)
+        for _ in range(self.num_ranks):
+            changed = self._receive(SleepChanged)
+            if changed.rank == 0:
+                self._stats = changed.stats
+
     def stats(self) -> WorkerStats:
         """Rank 0's counters, as of its last answer."""
         return self._stats
@@ -224,11 +247,15 @@ class DistributedExecutor:
                 with contextlib.suppress(ValueError, RankFailedError):
                     self._send(endpoint, self._encoder.encode(StopRank()))
         self._host.stop(0.0 if self._has_failed else _STOP_SECONDS)
+        if self._host.keys is not None:
+            self._host.keys.close()
         self._context.destroy(linger=0)
 
     def _bootstraps(self, config: EngineConfig) -> list[RankBootstrap]:
         """Bind one socket for each rank's commands and one for all answers."""
         host = self._host
+        if host.keys is not None:
+            host.keys.admit_ranks_only(self._context)
         self._answers, answers = self._bind(zmq.PULL, "answers")
         self._answers.setsockopt(zmq.RCVTIMEO, _POLL_MS)
         level = logging.getLogger("compile_and_serve").getEffectiveLevel()
@@ -253,6 +280,8 @@ class DistributedExecutor:
                     answers=answers,
                     log_level=level,
                     report_seconds=self._stuck_seconds / _REPORTS,
+                    keys=None if host.keys is None else host.keys.ranks,
+                    log_format=current_format(),
                 )
             )
         return bootstraps
@@ -261,6 +290,8 @@ class DistributedExecutor:
         endpoint = self._context.socket(kind)
         endpoint.setsockopt(zmq.LINGER, LINGER_MS)
         endpoint.set_hwm(0)
+        if self._host.keys is not None:
+            self._host.keys.protect(endpoint)
         endpoint.bind(self._host.address(name))
         return endpoint, endpoint.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -377,6 +408,7 @@ class LocalRanks:
         self._first_device = first_device
         self._folder = private_folder(parent)
         self.rendezvous = f"file://{self._folder}/meeting"
+        self.keys: EngineKeys | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def address(self, name: str) -> str:

@@ -47,11 +47,26 @@ class RunIdleTask(msgspec.Struct, tag="idle"):
     """Run one deferrable task, such as capturing a CUDA graph."""
 
 
+class SleepRank(msgspec.Struct, tag="sleep"):
+    """Free memory: see `Worker.sleep`."""
+
+    level: int
+
+
+class WakeRank(msgspec.Struct, tag="wake"):
+    """Bring memory back: see `Worker.wake_up`."""
+
+    weights: bool
+    kv_cache: bool
+
+
 class StopRank(msgspec.Struct, tag="stop"):
     """End the process."""
 
 
-ToRank = StartRank | RunStep | CompileGrammar | LoadAdapter | DropAdapter | RunIdleTask | StopRank
+ToRank = (
+    StartRank | RunStep | CompileGrammar | LoadAdapter | DropAdapter | RunIdleTask | SleepRank | WakeRank | StopRank
+)
 
 
 class RankStage(msgspec.Struct, tag="stage"):
@@ -90,6 +105,13 @@ class IdleTaskDone(msgspec.Struct, tag="idle"):
     stats: WorkerStats
 
 
+class SleepChanged(msgspec.Struct, tag="sleep changed"):
+    """The end of `SleepRank` or `WakeRank`. Every rank sends it."""
+
+    rank: int
+    stats: WorkerStats
+
+
 class ProgressReport(msgspec.Struct, tag="progress"):
     """How far a rank is, sent at intervals while steps run: steps begun, steps finished, and collectives entered (CPU only)."""
 
@@ -107,4 +129,4 @@ class RankFailed(msgspec.Struct, tag="failed"):
     is_user_error: bool
 
 
-FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleTaskDone | ProgressReport | RankFailed
+FromRank = RankStage | RankLoaded | RankReady | StepDone | IdleTaskDone | SleepChanged | ProgressReport | RankFailed

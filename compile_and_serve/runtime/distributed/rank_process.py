@@ -38,11 +38,16 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     RankReady,
     RankStage,
     RunStep,
+    SleepChanged,
+    SleepRank,
     StartRank,
     StepDone,
     StopRank,
     ToRank,
+    WakeRank,
 )
+from compile_and_serve.runtime.distributed.socket_keys import RankKeys
+from compile_and_serve.runtime.logs import LogFormat
 
 if TYPE_CHECKING:
     from compile_and_serve.custom_ops.platform import Platform
@@ -66,8 +71,9 @@ def rank_environment() -> dict[str, str]:
 class RankBootstrap:
     """What a rank needs to start.
 
-    commands, answers: ZMQ addresses. log_level: of the logger `compile_and_serve`. folder: where the sockets lie; None if
-    the engine is on another host. report_seconds: interval between progress reports while steps run.
+    commands, answers: ZMQ addresses. log_level: of the logger `compile_and_serve`. log_format: of the engine's
+    process. folder: where the sockets lie; None if the engine is on another host.
+    report_seconds: interval between progress reports while steps run. keys: of the sockets, if they are encrypted.
     """
 
     config: EngineConfig
@@ -77,6 +83,8 @@ class RankBootstrap:
     log_level: int
     folder: str | None = None
     report_seconds: float = 10.0
+    keys: RankKeys | None = None
+    log_format: LogFormat = "text"
 
 
 class RankProcess:
@@ -91,6 +99,8 @@ class RankProcess:
         for socket, address in ((self._commands, bootstrap.commands), (self._answers, bootstrap.answers)):
             socket.setsockopt(zmq.LINGER, LINGER_MS)
             socket.set_hwm(0)
+            if bootstrap.keys is not None:
+                bootstrap.keys.protect(socket)
             socket.connect(address)
         self._commands.setsockopt(zmq.RCVTIMEO, _POLL_MS)
         self._decoder = msgspec.msgpack.Decoder(ToRank)
@@ -153,6 +163,13 @@ class RankProcess:
                 worker.adapters.load(command.adapter)
             elif isinstance(command, DropAdapter):
                 worker.adapters.drop(command.adapter_id)
+            elif isinstance(command, (SleepRank, WakeRank)):
+                results.wait_for_all()
+                if isinstance(command, SleepRank):
+                    worker.sleep(command.level)
+                else:
+                    worker.wake_up(weights=command.weights, kv_cache=command.kv_cache)
+                self._send(SleepChanged(self._rank, worker.stats()))
             else:
                 results.wait_for_all()  # no other thread may wait for the device while a graph is captured
                 did_work = worker.idle()
@@ -277,7 +294,12 @@ def main() -> NoReturn:
     bootstrap: RankBootstrap = read_bootstrap()
     parallel = bootstrap.config.parallel
     replica = f"replica {parallel.data_parallel_rank} " if parallel.data_parallel_size > 1 else ""
-    set_up_child(who=f"{replica}rank {bootstrap.rank.index}", log_level=bootstrap.log_level, folder=bootstrap.folder)
+    set_up_child(
+        who=f"{replica}rank {bootstrap.rank.index}",
+        log_level=bootstrap.log_level,
+        folder=bootstrap.folder,
+        log_format=bootstrap.log_format,
+    )
     process = RankProcess(bootstrap)
     status = process.run()
     process.close()

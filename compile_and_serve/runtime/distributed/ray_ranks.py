@@ -2,8 +2,8 @@
 
 The placement group uses one host if the ranks fit there, otherwise several. The engine connects to the cluster that
 RAY_ADDRESS or this host's Ray names, or starts one on this host alone. Ray starts the ranks and reports when one is gone.
-Commands and answers go over ZMQ, as with other hosts, but over TCP without encryption or authentication. Use it, like
-Ray itself, only on a network that nobody else can reach.
+Commands and answers go over ZMQ and TCP, encrypted and authenticated with keys that Ray hands to the ranks. Ray's own
+messages and the collectives are not: use it only on a network that nobody else can reach.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from compile_and_serve.runtime.child_process import describe_exit, private_folder, remove_after_exit
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.rank_process import RankBootstrap, RankProcess, rank_environment
+from compile_and_serve.runtime.distributed.socket_keys import EngineKeys
 
 _PLACEMENT_SECONDS = 60.0
 
@@ -41,6 +42,7 @@ class RayRanks:
                 "The executor backend 'ray' needs Ray, which is not installed: pip install 'compile-and-serve[ray]'."
             ) from error
         self._ray = ray
+        self.keys: EngineKeys | None = EngineKeys()
         self._runs: list[Any] = []
         self._actors: list[Any] = []
         self._started_ray = not ray.is_initialized()

@@ -29,6 +29,7 @@ from compile_and_serve.runtime.child_process import (
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.engine.heartbeat import HeartbeatMonitor
 from compile_and_serve.runtime.engine.process import BOOT_CODE, Bootstrap
+from compile_and_serve.runtime.logs import current_format
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     AbortRequests,
@@ -46,6 +47,7 @@ from compile_and_serve.runtime.messages import (
     StepOutputs,
     ToEngine,
     UtilityCall,
+    UtilityOptions,
     UtilityResult,
     ignore_stage,
 )
@@ -191,6 +193,7 @@ class AsyncEngineClient:
             output_address=addresses[1],
             folder=self._folder,
             log_level=logging.getLogger("compile_and_serve").getEffectiveLevel(),
+            log_format=current_format(),
         )
         stdin = self._process.stdin
         assert stdin is not None
@@ -225,7 +228,7 @@ class AsyncEngineClient:
             raise EngineDeadError(self.dead_reason)
 
     async def utility(
-        self, method: str, adapter: LoRARequest | None = None
+        self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
     ) -> dict[str, int | float | str | bool | None]:
         """Call a method of `EngineCore.utility` and wait for the answer. Raises `ValueError` with the engine's sentence."""
         self._num_calls += 1
@@ -233,7 +236,7 @@ class AsyncEngineClient:
         future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            await self._send(UtilityCall(call_id=call_id, method=method, adapter=adapter))
+            await self._send(UtilityCall(call_id=call_id, method=method, adapter=adapter, options=options or {}))
             result = await future
         finally:
             self._calls.pop(call_id, None)

@@ -32,14 +32,18 @@ from compile_and_serve.runtime.messages import (
     Sibling,
     StageCallback,
     StepOutputs,
+    UtilityOptions,
     ignore_stage,
 )
 from compile_and_serve.runtime.sampling.checks import verify_token_ids
-from compile_and_serve.runtime.scheduler.scheduler import Scheduler
+from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.scheduler.scheduler import QueueFullError, Scheduler
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
+from compile_and_serve.runtime.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
+SLEEP_TAGS = ("weights", "kv_cache")
 UtilityValue = dict[str, int | float | str | bool | None]
 
 
@@ -63,6 +67,13 @@ class EngineCore:
         if cache.enable_prefix_caching and found.prefix_caching_unsupported is not None:
             logger.warning("Prefix caching is off: %s", found.prefix_caching_unsupported)
             cache = replace(cache, enable_prefix_caching=False)
+        speculative, speculator = self.config.speculative, None
+        if speculative is not None:
+            speculator = Speculator(speculative, self.config.max_drafted_rows)
+            if speculative.synthetic_acceptance_rate is not None:
+                logger.warning(
+                    "synthetic_acceptance_rate is set: drafts are accepted by chance, and the output is meaningless."
+                )
         self._scheduler = Scheduler(
             options,
             cache,
@@ -71,6 +82,7 @@ class EngineCore:
             groups=found.groups,
             num_draft_tokens=found.num_draft_tokens,
             num_adapter_slots=config.compile.max_loras,
+            speculator=speculator,
         )
         self.adapters = Adapters(
             self._executor, found.adapter_targets, max_rank=config.compile.max_lora_rank,
@@ -85,7 +97,11 @@ class EngineCore:
         self._captures_due = 0  # as of the last idle task
         self._host_gap = 0.0
         self._idle_since: float | None = None
+        # When the oldest step in flight began: at the end of the step before it, so that host time between two steps counts.
+        self._step_began: float | None = None
         self._preparing: list[tuple[list[str], Future[Any]]] = []  # grammars and adapters that are not ready
+        self._asleep: set[str] = set()  # tags
+        self._refusal: str | None = None  # why new requests are refused
         self._broken_by: BaseException | None = None  # the error with which a step failed
         self.info = EngineInfo(
             max_model_len=found.max_model_len,
@@ -99,6 +115,8 @@ class EngineCore:
             prefix_caching=cache.enable_prefix_caching,
             max_in_flight=options.max_in_flight,
             compile_report=found.compile_report,
+            pooling=found.pooling,
+            max_logprobs=config.model.max_logprobs,
         )
 
     def add_request(self, request: EngineRequest) -> None:
@@ -106,8 +124,19 @@ class EngineCore:
 
         Raises `ValueError` with one sentence for a request that can never run, and `QueueFullError` if too many wait.
         """
+        if self._refusal is not None:
+            raise QueueFullError(self._refusal)
         params, vocab_size = request.sampling_params, self.info.vocab_size
+        if (request.pooling is None) != (self.info.pooling is None):
+            does, asked = ("pools", "generate") if self.info.pooling else ("generates tokens", "pool")
+            raise ValueError(f"This engine {does}, so it cannot {asked}: see --runner.")
+        if request.pooling is not None and request.pooling.pooling is None:
+            assert self.info.pooling is not None
+            chosen = msgspec.structs.replace(request.pooling, pooling=self.info.pooling.pooling)
+            request = msgspec.structs.replace(request, pooling=chosen)
         params.verify()
+        params = _with_vocabulary(params, vocab_size)
+        request = msgspec.structs.replace(request, sampling_params=params)
         verify_token_ids(params, request.stop_token_ids, vocab_size)
         prompt = request.prompt_token_ids
         if prompt and (min(prompt) < 0 or max(prompt) >= vocab_size):
@@ -127,13 +156,26 @@ class EngineCore:
                 raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
             grammar = self._executor.compile_grammar(structured.compiled)
         if request.lora is not None:
-            adapter = self.adapters.load(request.lora)
+            adapter = self._load_adapter(request.lora)
         awaited = [future for future in (grammar, adapter) if future is not None]
         for future in awaited:
             if future.done():
                 future.result()
         self._scheduler.add_request(request, grammar, adapter)
         self._preparing += [(request.request_ids, future) for future in awaited if not future.done()]
+
+    def _load_adapter(self, adapter: LoRARequest) -> Future[Any]:
+        if not adapter.pinned:
+            return self.adapters.load(adapter)
+        slots = self._scheduler.adapter_slots
+        was_pinned = slots.is_pinned(adapter.lora_int_id)
+        slots.pin(adapter.lora_int_id)
+        try:
+            return self.adapters.load(adapter)
+        except Exception:
+            if not was_pinned:
+                slots.unpin(adapter.lora_int_id)
+            raise
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without an output; unknown ids are ignored."""
@@ -167,6 +209,8 @@ class EngineCore:
                     break
                 if not in_flight and self._idle_since is not None:
                     self._host_gap += time.perf_counter() - self._idle_since
+                if self._step_began is None:
+                    self._step_began = time.perf_counter()
                 try:
                     in_flight.append((scheduled, executor.launch(scheduled)))
                 except BaseException as error:
@@ -180,10 +224,13 @@ class EngineCore:
         scheduled, handle = in_flight[0]
         result = executor.result(handle)  # if Ctrl-C interrupts this wait, the step stays in flight
         in_flight.popleft()
-        self._idle_since = None if in_flight else time.perf_counter()
-        outputs = failed + scheduler.update(scheduled, result)
+        now = time.perf_counter()
+        self._idle_since = None if in_flight else now
+        seconds = 0.0 if self._step_began is None else now - self._step_began
+        self._step_began = now
+        outputs = failed + scheduler.update(scheduled, result, seconds)
         if not scheduler.has_work():
-            self._idle_since = None
+            self._idle_since = self._step_began = None
         stats = self.stats()
         stats.step_tokens = scheduled.total_num_scheduled_tokens
         return StepOutputs(outputs=outputs, stats=stats)
@@ -208,7 +255,7 @@ class EngineCore:
 
         Raises `RankFailedError` for a rank that is gone.
         """
-        if self._in_flight:
+        if self._in_flight or self._asleep:
             return False
         self._captures_due = self._executor.stats().captures_due
         return self._executor.idle()
@@ -222,14 +269,68 @@ class EngineCore:
         stats.host_gap_seconds = self._host_gap
         return stats
 
-    def utility(self, method: str, adapter: LoRARequest | None = None) -> UtilityValue:
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is freed, so that no request can run."""
+        return bool(self._asleep)
+
+    def refuse_requests(self, reason: str) -> None:
+        """Refuse new requests until the engine has slept and is awake again."""
+        self._refusal = reason
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, whose content is forgotten, and the weights. Does nothing if the engine sleeps.
+
+        level: 1 keeps the weights in host memory, 2 drops them; waking then reads the checkpoint again. Raises `ValueError` for
+        another level, or while requests are unfinished.
+        """
+        if not self._asleep:
+            self._refusal = None  # if sleeping fails, requests are accepted again
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {level!r:.200}.")
+        if self.has_work():
+            raise ValueError("Requests are unfinished, so the engine cannot sleep: wait for them or abort them.")
+        if self._asleep:
+            return
+        self._refusal = "The engine sleeps: wake it up first."
+        self._scheduler.forget_device_memory()
+        self._asleep = set(SLEEP_TAGS)
+        self._executor.sleep(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back what `sleep` freed, or only the parts in `tags`: "weights", "kv_cache". Requests run once both are back.
+
+        Raises `ValueError` for another tag, or with one sentence if there is not enough memory.
+        """
+        wanted = set(SLEEP_TAGS if tags is None else tags)
+        if unknown := wanted.difference(SLEEP_TAGS):
+            raise ValueError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {min(unknown)!r:.200}.")
+        parts = wanted & self._asleep
+        if parts:
+            self._executor.wake_up(weights="weights" in parts, kv_cache="kv_cache" in parts)
+            self._asleep -= parts
+        if not self._asleep:
+            self._refusal = None
+            self._captures_due = self._executor.stats().captures_due
+
+    def utility(
+        self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
+    ) -> UtilityValue:
         """Answer a `UtilityCall`. Raises `ValueError` for an unknown method and names the known ones, and `AdapterError`."""
         if method == "load_adapter" and adapter is not None:
-            self.adapters.load(adapter)
+            self._load_adapter(adapter)
             return {"ok": True}
         if method == "unload_adapter" and adapter is not None:
+            self._scheduler.adapter_slots.unpin(adapter.lora_int_id)
             self.adapters.unload(adapter.lora_int_id)
             return {"ok": True}
+        given: dict[str, Any] = dict(options or {})
+        if method == "sleep":
+            self.sleep(given.get("level", 1))
+        elif method == "wake_up":
+            self.wake_up(given.get("tags"))
+        if method in ("sleep", "wake_up", "is_sleeping"):
+            return {"ok": True, "is_sleeping": self.is_sleeping}
         if method == "ping":
             return {"ok": True}
         if method == "reset_prefix_cache":
@@ -237,10 +338,13 @@ class EngineCore:
         if method == "stats":
             stats = self.stats()
             return {
-                name: value for name in stats.__struct_fields__ if not isinstance(value := getattr(stats, name), dict)
+                name: value
+                for name in stats.__struct_fields__
+                if not isinstance(value := getattr(stats, name), dict | list)
             }
         raise ValueError(
-            f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats, load_adapter, unload_adapter."
+            f"The engine has no method {method!r}: known are ping, reset_prefix_cache, stats, load_adapter, unload_adapter, "
+            "sleep, wake_up, is_sleeping."
         )
 
     def abort_all(self) -> list[RequestOutput]:
@@ -256,3 +360,13 @@ class EngineCore:
         """Stop the executor. The core cannot be used afterwards. May be called more than once."""
         self._in_flight.clear()
         self._executor.shutdown()
+
+
+def _with_vocabulary(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """`params` with the number of tokens in place of -1 log-probabilities."""
+    changes = {
+        name: vocab_size
+        for name in ("logprobs", "prompt_logprobs")
+        if (value := getattr(params, name)) is not None and not 0 <= value <= vocab_size
+    }
+    return msgspec.structs.replace(params, **changes) if changes else params

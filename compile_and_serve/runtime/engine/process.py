@@ -28,6 +28,7 @@ from compile_and_serve.runtime.child_process import (
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import RankFailedError
 from compile_and_serve.runtime.engine.heartbeat import HeartbeatSender
+from compile_and_serve.runtime.logs import LogFormat
 from compile_and_serve.runtime.messages import (
     AbortRequests,
     AddRequest,
@@ -54,7 +55,8 @@ RECEIVED_TOKENS = 1 << 16  # prompt tokens to receive between two steps: they ta
 class Bootstrap:
     """What the child needs to start.
 
-    input_address, output_address: ZMQ addresses. folder: where the sockets lie. log_level: of `compile_and_serve`.
+    input_address, output_address: ZMQ addresses. folder: where the sockets lie. log_level: of `compile_and_serve`. log_format:
+    of this process.
     """
 
     config: EngineConfig
@@ -62,6 +64,7 @@ class Bootstrap:
     output_address: str
     folder: str
     log_level: int
+    log_format: LogFormat = "text"
 
 
 class EngineProcess:
@@ -83,6 +86,7 @@ class EngineProcess:
         self._refused: list[RequestOutput] = []
         self._has_unreported_abort = False  # since the last stats were sent
         self._shutdown: Shutdown | None = None
+        self._sleep_calls: list[UtilityCall] = []  # to sleep, once no request is left, and what came behind it
 
     def run(self) -> int:
         """Build the engine and serve until told to stop. Returns the process's exit status."""
@@ -108,6 +112,10 @@ class EngineProcess:
             has_work = core.has_work()
             if self._shutdown is not None and not has_work:
                 return
+            if self._sleep_calls and not has_work:
+                calls, self._sleep_calls = self._sleep_calls, []
+                for call in calls:
+                    self._answer(call)
             self._receive(wait=not has_work and not self._refused and not self._idle())
             if self._shutdown is not None and not self._shutdown.drain:
                 self._abort_all()
@@ -174,9 +182,20 @@ class EngineProcess:
         self._refused += [msgspec.structs.replace(output, request_id=request_id) for request_id in request.request_ids]
 
     def _call(self, call: UtilityCall) -> None:
+        if call.method == "sleep" and self._core.has_work():
+            self._core.refuse_requests("The engine is going to sleep.")
+            if call.options.get("mode") == "abort":
+                self._abort_all()
+            self._sleep_calls.append(call)  # `_serve` answers once the requests that came before have ended
+        elif call.method == "wake_up" and self._sleep_calls:
+            self._sleep_calls.append(call)  # in order, or the engine would sleep after it
+        else:
+            self._answer(call)
+
+    def _answer(self, call: UtilityCall) -> None:
         result = UtilityResult(call_id=call.call_id)
         try:
-            result.value = self._core.utility(call.method, call.adapter)
+            result.value = self._core.utility(call.method, call.adapter, call.options)
         except ValueError as error:
             result.error = str(error)
         self._send(result)
@@ -215,7 +234,7 @@ def main() -> NoReturn:
     bootstrap: Bootstrap = read_bootstrap()
     parallel = bootstrap.config.parallel
     who = f"replica {parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-    set_up_child(who=who, log_level=bootstrap.log_level, folder=bootstrap.folder)
+    set_up_child(who=who, log_level=bootstrap.log_level, folder=bootstrap.folder, log_format=bootstrap.log_format)
     process = EngineProcess(bootstrap)
     status = process.run()
     process.close()

@@ -27,6 +27,7 @@ from compile_and_serve.runtime.messages import (
     RequestOutput,
     StageCallback,
     StepOutputs,
+    UtilityOptions,
     ignore_stage,
 )
 
@@ -151,7 +152,7 @@ class DataParallelClient:
             raise EngineDeadError(self.dead_reason)
 
     async def utility(
-        self, method: str, adapter: LoRARequest | None = None
+        self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
     ) -> dict[str, int | float | str | bool | None]:
         """Call a method on all replicas and merge the answers: booleans by `all`, numbers by sum, `…_usage` by mean.
 
@@ -159,8 +160,10 @@ class DataParallelClient:
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
-        answers = await asyncio.gather(*(self._ask(index, method, adapter) for index in range(len(self.replicas))))
-        if method == "reset_prefix_cache":
+        answers = await asyncio.gather(
+            *(self._ask(index, method, adapter, options) for index in range(len(self.replicas)))
+        )
+        if method in ("reset_prefix_cache", "sleep"):
             self._router.forget_prefixes()
         return {name: _merge(name, [answer[name] for answer in answers]) for name in answers[0]}
 
@@ -178,10 +181,10 @@ class DataParallelClient:
             raise EngineStartError(f"Replica {index} of {len(self.replicas)}: {error}") from error
 
     async def _ask(
-        self, index: int, method: str, adapter: LoRARequest | None
+        self, index: int, method: str, adapter: LoRARequest | None, options: UtilityOptions | None
     ) -> dict[str, int | float | str | bool | None]:
         try:
-            return await self.replicas[index].utility(method, adapter)
+            return await self.replicas[index].utility(method, adapter, options)
         except EngineDeadError as error:
             self._handle_death(index, str(error))
             raise EngineDeadError(self.dead_reason) from error

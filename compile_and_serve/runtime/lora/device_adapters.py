@@ -44,6 +44,7 @@ class DeviceAdapters:
         self.targets = targets
         self._sites = {site.module: site for site in sites}
         self._weights = weights
+        self._slot_weights = tuple(dict.fromkeys(name for site in sites for name in (site.a, site.b)))
         self._max_rank = max_rank
         self._platform, self._dtype, self._rank = platform_of(device), dtype, rank
         self._host: dict[int, Future[HostAdapter]] = {}
@@ -64,18 +65,17 @@ class DeviceAdapters:
     def place(self, slot: int, adapter_id: int) -> None:
         """Copy a loaded adapter into a slot, after the steps that were launched before."""
         adapter = self._host[adapter_id].result()
-        for site in self._sites.values():
-            for name in (site.a, site.b):
-                values = adapter.get(name)
-                if values is None:
-                    self._weights[name][slot].zero_()
-                else:
-                    self._weights[name][slot].copy_(values, non_blocking=True)
+        for name in self._slot_weights:
+            values = adapter.get(name)
+            if values is None:
+                self._weights[name][slot].zero_()
+            else:
+                self._weights[name][slot].copy_(values, non_blocking=True)
 
     def _read(self, path: Path) -> HostAdapter:
         file = open_adapter(path, self.targets, self._max_rank)
         sites = [self._sites[part.target.module] for part in file.parts]
-        names = [name for site in sites for name in (site.a, site.b)]
+        names = list(dict.fromkeys(name for site in sites for name in (site.a, site.b)))
         sizes = [math.prod(self._weights[name].shape[1:]) for name in names]
         memory = self._platform.host_zeros(sum(sizes), self._dtype)  # pinned where the device is asynchronous
         adapter = {
@@ -84,6 +84,5 @@ class DeviceAdapters:
         }
         for part, a_RI, b_OR in file.tensors():
             site = self._sites[part.target.module]
-            adapter[site.a][: part.rank].copy_(site.a_of_rank(a_RI, self._rank))
-            adapter[site.b][:, : part.rank].copy_(site.b_of_rank(b_OR, self._rank))
+            site.fill(adapter[site.a], adapter[site.b], a_RI, b_OR, self._rank)
         return adapter

@@ -10,11 +10,13 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
     lora_int_id: from 1, one for each load: requests share cached prefixes only with requests of the same number, so a number is never
     used for another adapter. lora_path: a folder that PEFT has saved, with adapter_config.json and adapter_model.safetensors.
+    pinned: once used, it keeps its slot on the device and its host memory until it is unloaded.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str
+    pinned: bool = False
 
 
 class AdapterTarget(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from compile_and_serve.compiler.artifacts.cache_key import toolchain_fields
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, KVCacheSpec, StateGroup
+from compile_and_serve.custom_ops.step import KV_CACHES, AttentionFeature, KVCacheSpec, LatentCacheSpec, StateGroup
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
@@ -170,9 +170,9 @@ def load_modules_in_background(
             backend.modules(dtype, _layer(group).head_dim, device, group.features).load_in_background()
 
 
-def _layer(group: StateGroup) -> KVCacheSpec:
+def _layer(group: StateGroup) -> KVCacheSpec | LatentCacheSpec:
     """What every layer of an attention group keeps: a backend serves layers that are alike."""
-    assert isinstance(group.layers[0], KVCacheSpec)
+    assert isinstance(group.layers[0], KVCacheSpec | LatentCacheSpec)
     assert len(set(group.layers)) == 1, f"layers of the state group {group.name} differ: declare a group for each kind"
     return group.layers[0]
 

@@ -46,6 +46,9 @@ def begin_step(step: Step) -> None:
 
     assert isinstance(step, DecodeStep)
     if step.max_query_len > 1:
+        for name in step.block_sizes:
+            if step.metadata[name].row_seq_lens is not None:
+                step.metadata[name].fill_rows(step.max_query_len)
         return  # the host fills the inputs of steps with guessed tokens
     positions, input_ids = step.scratch_positions, None
     for one in step.declared:

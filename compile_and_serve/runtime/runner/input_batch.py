@@ -18,6 +18,7 @@ import torch
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, TokenBatch
 from compile_and_serve.custom_ops.step_data import StepDatum
+from compile_and_serve.runtime.pooling_params import PoolingParams, RowPooling
 from compile_and_serve.runtime.runner.block_tables import BlockTables
 from compile_and_serve.runtime.runner.step_buffers import StepBuffers
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -35,6 +36,7 @@ class HeldRequest:
     params: SamplingParams
     num_blocks: list[int]  # of each paged group
     step_data: Mapping[str, StepDatum]
+    pooling: PoolingParams | None = None
     needs_history: bool = False  # what it asks for makes its logits depend on the tokens sampled before
 
 
@@ -50,6 +52,18 @@ class PromptRows:
     count: int  # alternatives a row
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PooledRows:
+    """The next `count` rows of a step's output are this pooling request's. is_last: its prompt ends in the step."""
+
+    request_id: str
+    slot: int
+    pooling: RowPooling
+    count: int
+    num_prompt_tokens: int
+    is_last: bool
+
+
 @dataclass(kw_only=True, slots=True)
 class BatchLayout:
     """What a step's composition says. Rows are sequences: decodes first, the longest of them first, so that the tail is short
@@ -57,9 +71,11 @@ class BatchLayout:
 
     version: unique to the composition. scheduled_ids: the requests in the order in which they were scheduled; request_ids, step_data: in
     the order of rows. num_decodes: leading rows whose first token is the device's last token of the batch slot.
+    query_len: tokens of each sequence, where is_decode_only.
     sampled_ids, sampled_slots: of the sequences that sample. sampled_counts, sampled_drafts: rows of each of them, and the
-    guessed tokens that all rows but the last are compared with (empty lists: one row each). is_on_device: the device makes this
-    step's inputs from the step before; the host's arrays are not filled.
+    guessed tokens that all rows but the last are compared with (empty lists: one row each). has_drafts: the host knows the tokens of
+    decodes, and guesses behind them. is_on_device: the device makes this step's inputs from the step before; the host's arrays are not
+    filled. uses_optional: as in `Step`; None: not known yet.
     """
 
     version: int = 0
@@ -68,17 +84,21 @@ class BatchLayout:
     step_data: list[Mapping[str, StepDatum]] = field(default_factory=list)
     slots_S: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     num_decodes: int = 0
+    query_len: int = 1
     is_decode_only: bool = False
     num_tokens: int = 0
     max_query_len: int = 1
     sampled_ids: list[str] = field(default_factory=list)
     sampled_slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     prompt_rows: list[PromptRows] = field(default_factory=list)
+    pooled_rows: list[PooledRows] = field(default_factory=list)
     sampled_counts: list[int] = field(default_factory=list)
     sampled_drafts: list[np.ndarray] = field(default_factory=list)
     num_logits: int = 0
     max_seq_len: int = 0
+    has_drafts: bool = False
     is_on_device: bool = False
+    uses_optional: bool | None = None
 
 
 class InputBatch:
@@ -90,11 +110,17 @@ class InputBatch:
     def __init__(
         self, inputs: Sequence[StepInput], groups: Sequence[StateGroup], tokens_per_page: Mapping[str, int], *,
         num_slots: int, max_num_tokens: int, max_padded_size: int, max_model_len: int, device: torch.device,
-        num_draft_tokens: int = 0,
+        num_draft_tokens: int = 0, max_host_drafts: int = 0, max_drafted_rows: int = 0, max_padded_drafts: int = 0,
     ) -> None:  # fmt: skip
-        """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to."""
+        """tokens_per_page: of the paged groups. max_num_tokens: of one step. max_padded_size: that a step is padded to.
+        num_draft_tokens: of each decode, from the model's drafter. max_host_drafts: of a decode, from the scheduler; max_drafted_rows:
+        of a step with these. max_padded_drafts: steps of up to so many decodes are padded to `max_host_drafts` each.
+        """
         self.num_slots = num_slots
         self.query_len = 1 + num_draft_tokens  # tokens of a sequence in a step of decodes
+        self._max_len = max_model_len
+        self._max_padded_drafts = max_padded_drafts
+        self.max_sampled = max(num_slots * self.query_len, max_drafted_rows)
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         # The host's view of them; where it has none, zeros stand for tokens that only the device knows.
         shares_memory = platform_of(device).shares_host_memory
@@ -113,8 +139,8 @@ class InputBatch:
                 groups,
                 max_tokens=max_tokens,
                 max_seqs=num_slots,
-                max_sampled=num_slots * self.query_len,
-                max_rows=max_tokens + num_slots * self.query_len,
+                max_sampled=self.max_sampled,
+                max_rows=max_tokens + self.max_sampled,
                 device=device,
             )
 
@@ -127,7 +153,7 @@ class InputBatch:
         self._known = np.zeros(num_slots, dtype=np.int64)  # length of token_ids
         # Of sequences with guessed tokens, which the host knows: the token sampled last, and the guesses behind it.
         self._last_tokens = np.zeros(num_slots, dtype=np.int64)
-        self._drafts = np.zeros((num_slots, num_draft_tokens), dtype=np.int64)
+        self._drafts = np.zeros((num_slots, max(num_draft_tokens, max_host_drafts)), dtype=np.int64)
         self._num_versions = 0
         self._advanced_version = 0  # of the layout whose next step lies in the device's arrays
 
@@ -146,6 +172,7 @@ class InputBatch:
             params=data.sampling_params,
             num_blocks=[0] * len(self.tables),
             step_data=data.step_data,
+            pooling=data.pooling,
         )
         self._requests[data.request_id] = request
         self._computed[slot] = data.num_computed_tokens
@@ -162,9 +189,19 @@ class InputBatch:
             self._forget_layout()
         return request
 
+    def slot_of(self, request_id: str) -> int:
+        """The batch slot of a request that is held."""
+        return self._requests[request_id].slot
+
+    def num_prompt_tokens(self, request_id: str) -> int:
+        """Tokens of the prompt of a request that is held."""
+        return self._requests[request_id].num_prompt_tokens
+
     def append_blocks(self, request_id: str, block_ids: list[list[int]]) -> None:
         """The request's sequence goes on in `block_ids`, a list for each paged group."""
         request = self._requests[request_id]
+        if not self.tables:  # the scheduler's blocks only count tokens
+            return
         for index, (table, ids) in enumerate(zip(self.tables.values(), block_ids, strict=True)):
             if ids:
                 table.write(request.slot, request.num_blocks[index], ids)
@@ -174,11 +211,13 @@ class InputBatch:
         """Lay out a step and move the requests on; the buffers that it goes to and its tokens. The tokens are None where the
         device makes the step's inputs.
         """
-        num_scheduled = scheduled.num_scheduled_tokens
+        num_scheduled, drafts = scheduled.num_scheduled_tokens, scheduled.drafts
         layout = self.layout
         advanced_version, self._advanced_version = self._advanced_version, 0
         if (
             self.query_len == 1
+            and not drafts
+            and not layout.has_drafts
             and layout.is_decode_only
             and scheduled.total_num_scheduled_tokens == len(num_scheduled)
             and layout.scheduled_ids == list(num_scheduled)
@@ -201,6 +240,11 @@ class InputBatch:
         order = np.argsort(np.where(is_decode_S, -computed_S, 1), kind="stable")
         rows = [rows[i] for i in order]
         slots_S, counts_S = slots_S[order], counts_S[order]
+        has_drafts, query_len = self.query_len > 1 or bool(drafts), self.query_len
+        if drafts and num_decodes == len(rows) <= self._max_padded_drafts:
+            longest = 1 + self._drafts.shape[1]
+            if int(computed_S.max()) + longest <= self._max_len:
+                query_len, counts_S = longest, np.full_like(counts_S, longest)
         self._num_versions += 1
         layout = self.layout = BatchLayout(
             version=self._num_versions,
@@ -209,13 +253,15 @@ class InputBatch:
             step_data=[request.step_data for request in rows],
             slots_S=slots_S,
             num_decodes=num_decodes,
-            is_decode_only=num_decodes == len(rows) and bool((counts_S == self.query_len).all()),
+            query_len=query_len,
+            is_decode_only=num_decodes == len(rows) and bool((counts_S == query_len).all()),
             num_tokens=int(counts_S.sum()),
             max_query_len=int(counts_S.max()),
+            has_drafts=has_drafts,
         )
         for table in self.tables.values():
             table.set_batch(slots_S)
-        if layout.is_decode_only and self.query_len == 1:
+        if layout.is_decode_only and not layout.has_drafts:
             layout.sampled_ids, layout.sampled_slots, layout.num_logits = layout.request_ids, slots_S, len(rows)
             buffers = self.decode_buffers
             buffers.rotate()
@@ -223,6 +269,13 @@ class InputBatch:
         buffers = self.decode_buffers if layout.is_decode_only else self._mixed_buffers
         buffers.rotate()
         return layout, buffers, self._lay_mixed(layout, rows, counts_S, buffers)
+
+    def correct(self, slot: int, num_tokens: int, last_token: int, draft: Sequence[int]) -> None:
+        """A slot's sequence has `num_tokens` tokens, of which only the last is not computed. draft: guesses behind it."""
+        self._computed[slot] = num_tokens - 1
+        self._last_tokens[slot] = last_token
+        self._drafts[slot] = -1
+        self._drafts[slot, : len(draft)] = draft
 
     def will_advance_on_device(self) -> None:
         """A next step of the same sequences will make its inputs of those that the step prepared last has left on the device."""
@@ -270,20 +323,26 @@ class InputBatch:
         host["seq_lens"][:num_seqs] = ends_S
         host["slots"][:num_seqs] = slots_S
         token_ids_T = np.zeros(num_tokens, dtype=np.int64)
-        if self.query_len == 1:
+        if not layout.has_drafts:
             token_ids_T[: layout.num_decodes] = self.host_last_tokens[slots_S[: layout.num_decodes]]
         else:
             for row in range(layout.num_decodes):
                 known = (self._last_tokens[slots_S[row], None], self._drafts[slots_S[row]])
                 token_ids_T[starts[row] : starts[row + 1]] = np.concatenate(known)[: counts_S[row]]
+            if layout.query_len > self.query_len:
+                self._unmap(buffers, np.flatnonzero(token_ids_T < 0))
+                np.maximum(token_ids_T, 0, out=token_ids_T)
         for row in range(layout.num_decodes, num_seqs):
             token_ids_T[starts[row] : starts[row + 1]] = rows[row].token_ids[computed_S[row] : ends_S[row]]
 
+        if rows[0].pooling is not None:  # then all requests pool
+            indices = self._lay_pooled(layout, rows, computed_S, ends_S, starts)
+            return self._mixed_batch(layout, token_ids_T, positions_T, starts, indices, ends_S)
         sampled_rows = np.flatnonzero(ends_S >= self._known[slots_S])
         layout.sampled_ids = [rows[row].request_id for row in sampled_rows]
         layout.sampled_slots = slots_S[sampled_rows]
         host["sampled_slots"][: len(sampled_rows)] = layout.sampled_slots
-        if self.query_len == 1:
+        if not layout.has_drafts:
             indices = [starts[1:][sampled_rows].astype(np.int64) - 1]
         else:
             indices = [self._lay_rows(layout, int(row), rows[row], int(counts_S[row]), starts) for row in sampled_rows]
@@ -304,11 +363,17 @@ class InputBatch:
                     )
                 )  # fmt: skip
                 num_logits += len(targets)
+        return self._mixed_batch(layout, token_ids_T, positions_T, starts, indices, ends_S)
+
+    def _mixed_batch(
+        self, layout: BatchLayout, token_ids_T: np.ndarray, positions_T: np.ndarray, starts: np.ndarray,
+        indices: list[np.ndarray], ends_S: np.ndarray,
+    ) -> TokenBatch:  # fmt: skip
+        num_logits = sum(map(len, indices))
         if num_logits == 0:  # a model needs a row to compute; nobody reads it
-            indices.append(np.zeros(1, dtype=np.int64))
-            num_logits = 1
-        layout.num_logits = num_logits
-        self._computed[slots_S] = ends_S
+            indices = [np.zeros(1, dtype=np.int64)]
+        layout.num_logits = max(1, num_logits)
+        self._computed[layout.slots_S] = ends_S
         layout.max_seq_len = int(ends_S.max())
         return TokenBatch(
             token_ids=token_ids_T,
@@ -318,6 +383,36 @@ class InputBatch:
             request_ids=layout.request_ids,
             step_data=layout.step_data,
         )
+
+    def _lay_pooled(
+        self,
+        layout: BatchLayout,
+        rows: list[HeldRequest],
+        computed_S: np.ndarray,
+        ends_S: np.ndarray,
+        starts: np.ndarray,
+    ) -> list[np.ndarray]:
+        """The tokens of each sequence whose rows its pooling needs."""
+        indices = []
+        for row, request in enumerate(rows):
+            first, last = int(starts[row]), int(starts[row + 1]) - 1
+            pooling = None if request.pooling is None else request.pooling.pooling
+            assert pooling is not None, "the engine core fills it in"
+            is_last = bool(ends_S[row] >= len(request.token_ids))
+            if pooling == "last":
+                wanted = range(last, last + 1) if is_last else range(0)
+            elif pooling == "cls":
+                wanted = range(first, first + 1) if computed_S[row] == 0 else range(0)
+            else:
+                wanted = range(first, last + 1)
+            indices.append(np.arange(wanted.start, wanted.stop, dtype=np.int64))
+            layout.pooled_rows.append(
+                PooledRows(
+                    request_id=request.request_id, slot=request.slot, pooling=pooling, count=len(wanted),
+                    num_prompt_tokens=request.num_prompt_tokens, is_last=is_last,
+                )
+            )  # fmt: skip
+        return indices
 
     def _lay_rows(
         self, layout: BatchLayout, row: int, request: HeldRequest, num_tokens: int, starts: np.ndarray
@@ -351,6 +446,11 @@ class InputBatch:
             columns_T *= -size
             out += columns_T
             out += positions_T
+
+    def _unmap(self, buffers: StepBuffers, tokens: np.ndarray) -> None:
+        """Nothing is written for these tokens: they are padding."""
+        for name in self.tables:
+            buffers.host_slot_mapping(name)[tokens] = -1
 
     def _forget_layout(self) -> None:
         self.layout = BatchLayout()

@@ -18,13 +18,11 @@ import numpy as np
 import torch
 
 from compile_and_serve.compiler.cudagraphs.runner import StepResult
-from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.platform import platform_of
-from compile_and_serve.custom_ops.sampling.token_masks import mask_tokens
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
-from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device, begin_step, end_step
+from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device
 from compile_and_serve.runtime.runner.device import num_cores
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, HeldRequest, InputBatch
 from compile_and_serve.runtime.runner.pending_step import OnAccepted, PendingStep, PromptResult
@@ -73,13 +71,21 @@ class ModelRunner:
         num_pages: int,
         *,
         max_model_len: int | None = None,
+        plain_steps: StepRunner | None = None,
+        drafted_steps: StepRunner | None = None,
     ) -> None:
-        """spec: the rank's part. backends: by attention group. dtype: of the KV cache. max_model_len: None is the config's, or the
-        model's.
+        """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the
+        config's, or the model's. plain_steps: runs the steps that use no optional input; None: `steps` does. drafted_steps: runs those
+        whose sequences all have the same number of drafts, of the scheduler's; None: they are not padded to it.
         """
         scheduler = config.scheduler
         self.spec = spec
         self.steps = steps
+        self.plain_steps = plain_steps or steps
+        self._drafted_steps = drafted_steps
+        self._steps_of_layout = steps  # what runs the batch's present layout
+        self._drafted_graph_steps: list[DecodeStep] = []  # graphs read and write tensors that only these steps hold
+        self._drafted_len = 1 + (0 if config.speculative is None else config.speculative.num_tokens)
         self.backends = dict(backends)
         self.device = device
         self.max_model_len = max_model_len or config.model.max_model_len or spec.max_model_len
@@ -92,15 +98,25 @@ class ModelRunner:
         self.steps_on_device = 0  # whose inputs the device made of the step before's, since the start
         self.batch = InputBatch(
             spec.inputs, spec.state, self.layout.tokens_per_page, num_slots=num_slots, max_num_tokens=self.max_num_tokens,
-            max_padded_size=steps.max_padded_size, max_model_len=self.max_model_len, device=device,
+            max_padded_size=max(
+                one.max_padded_size for one in (steps, self.plain_steps, drafted_steps) if one is not None
+            ), max_model_len=self.max_model_len, device=device,
             num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
+            max_host_drafts=0 if config.speculative is None else config.speculative.num_tokens,
+            max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
+            max_padded_drafts=0 if drafted_steps is None else drafted_steps.max_padded_size // self._drafted_len,
         )  # fmt: skip
-        self.sampler = Sampler(vocab_size=spec.vocab_size, num_slots=num_slots, device=device)
+        self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
+
+        self.sampler = Sampler(
+            vocab_size=spec.vocab_size, num_slots=num_slots, device=device, logprobs_mode=config.model.logprobs_mode
+        )
         self._advances_on_device = (
             spec.drafter is None and advances_on_device(spec.inputs) and bool(self.layout.tokens_per_page)
         )
         self.grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), spec.vocab_size)
         self._sequences: dict[int, GrammarSequence] = {}  # of structured output, by slot
+        self._drafted: dict[int, list[int]] = {}  # slot → its last drafts, while it is not known which were accepted
         self._masks: TokenMasks | None = None
         self._structured_step: PendingStep | None = None  # the last one with structured output
         self._plan: SamplingPlan | None = None
@@ -110,14 +126,14 @@ class ModelRunner:
         self._sampled_inputs = [one.name for one in spec.inputs if one.advance == "sampled"]
         self._errors: dict[str, str] = {}  # of the requests that this step could not take in
         self._is_alone = config.num_ranks == 1
-        platform = self._platform = platform_of(device)
+        platform = self.platform = platform_of(device)
         self._shares_memory = platform.shares_host_memory
         if not self._shares_memory:
             # Two steps may be in flight, and the result of a third may still be read.
             self._pinned = [
                 (
-                    platform.host_zeros(num_slots * self.batch.query_len, torch.int64),
-                    platform.host_zeros(num_slots * self.batch.query_len, torch.float32),
+                    platform.host_zeros(self.batch.max_sampled, torch.int64),
+                    platform.host_zeros(self.batch.max_sampled, torch.float32),
                 )
                 for _ in range(3)
             ]
@@ -149,15 +165,15 @@ class ModelRunner:
         drawn = None
         if result.sampled is not None:
             drawn = result.sampled[0][:num_sampled], result.sampled[1][:num_sampled]
-            if self._advances_on_device:
+            if self._advances_on_device and not layout.has_drafts:
                 batch.will_advance_on_device()
         self.captures_due += result.is_capture_due
         exclude = self._fill_masks(layout, structured) if structured else None
         sampled = sampler.sample(logits_SV, plan, buffers.device, drawn, exclude)
         if drawn is not None and sampled.tokens_S is drawn[0]:
             pass  # they are the last tokens already
-        elif batch.query_len > 1:
-            pass  # the host keeps them once the step is over
+        elif layout.has_drafts:
+            pass  # the host says which once the step is over
         elif self._shares_memory:
             batch.host_last_tokens[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
@@ -173,13 +189,23 @@ class ModelRunner:
             self._structured_step = pending
         return pending
 
-    def decode_step(self, size: int) -> DecodeStep:
-        """A step of `size` decodes in the persistent buffers, which are filled with padding sequences: what a graph is captured on."""
+    def drafted_step(self, size: int) -> DecodeStep:
+        """As `decode_step`, where each sequence has the most draft tokens that the scheduler gives."""
+        step = self.decode_step(size, self._drafted_len)
+        for name in self.backends:
+            step.metadata[name].add_rows(self._drafted_len)
+        self._drafted_graph_steps.append(step)
+        return step
+
+    def decode_step(self, size: int, query_len: int | None = None) -> DecodeStep:
+        """A step of `size` decodes in the persistent buffers, which are filled with padding sequences: what a graph is captured on.
+        query_len: tokens of each; None: as many as without drafts of the scheduler's.
+        """
         batch, buffers = self.batch, self.batch.decode_buffers
         batch.forget_advanced()
         buffers.rotate()
         buffers.needs(-1)
-        q = batch.query_len
+        q = query_len or batch.query_len
         buffers.pad_sequences(0, size, q, batch.num_slots)
         empty = np.empty(0, dtype=np.int64)
         none = TokenBatch(
@@ -189,7 +215,7 @@ class ModelRunner:
         buffers.upload()
         step = self._step_in(
             buffers, size * q, size, size * q, num_tokens=size * q, num_seqs=size, max_query_len=q,
-            max_seq_len=self.max_model_len,
+            max_seq_len=self.max_model_len, uses_optional=True,
         )  # fmt: skip
         device = buffers.device
         return DecodeStep(
@@ -200,49 +226,6 @@ class ModelRunner:
             scratch_positions=device["positions"][:size], block_sizes=batch.tokens_per_page,
         )  # fmt: skip
 
-    def warm_up(self, num_tokens: int, num_seqs: int) -> None:
-        """Run the model on `made_up_step(num_tokens, num_seqs)` and sample nothing."""
-        self.steps.run(self.made_up_step(num_tokens, num_seqs))
-        self._platform.synchronize()
-
-    def made_up_step(self, num_tokens: int, num_seqs: int) -> Step:
-        """A step of `num_tokens` over `num_seqs` sequences, or over as many more as keep each within the model's limit. It writes no
-        state, and is planned already.
-        """
-        assert num_seqs <= num_tokens <= self.max_num_tokens
-        num_seqs = max(num_seqs, -(-num_tokens // self.max_model_len))  # a row of the block table has no more columns
-        counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int64)
-        counts[num_seqs - num_tokens % num_seqs :] += 1
-        return make_step(
-            self.spec.inputs, self.spec.state, [(0, int(count)) for count in counts], state=self.state,
-            tokens_per_page=self.layout.tokens_per_page, backends=self.backends, device=self.device, writes_state=False,
-            num_columns={name: table.num_columns for name, table in self.batch.tables.items()},
-        )  # fmt: skip
-
-    def warm_up_sampler(self, dtype: torch.dtype) -> None:
-        """Build Triton's kernels around the model, sampling first of all, before a request waits for them.
-        dtype: of the logits.
-        """
-        if not self._platform.runs_triton_kernels:
-            return
-        padding = self.decode_step(1)
-        begin_step(padding)
-        end_step(
-            {LOGITS: torch.zeros(self.batch.query_len, self.sampler.vocab_size, dtype=dtype, device=self.device)},
-            padding,
-        )
-        for logits_dtype in {dtype, torch.float32}:
-            logits_SV = torch.zeros(1, self.sampler.vocab_size, dtype=logits_dtype, device=self.device)
-            for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
-                token = np.zeros(1, dtype=np.int64)
-                self.sampler.add(0, params, [], token, token)
-                plan = self.sampler.plan([0])
-                inputs = {n: torch.from_numpy(v).to(self.device) for n, v in self.sampler.inputs(plan).items()}
-                self.sampler.sample(logits_SV, plan, inputs)
-                self.sampler.remove(0)
-            words = torch.zeros(1, -(-self.sampler.vocab_size // 32), dtype=torch.int32, device=self.device)
-            mask_tokens(logits_SV, words, torch.zeros(1, dtype=torch.int32, device=self.device))
-
     def _take_in(self, scheduled: SchedulerOutput) -> None:
         batch, sampler = self.batch, self.sampler
         for request_id in scheduled.finished_request_ids:
@@ -250,6 +233,7 @@ class ModelRunner:
             if gone is not None:
                 sampler.remove(gone.slot)
                 self._sequences.pop(gone.slot, None)
+                self._drafted.pop(gone.slot, None)
         for data in scheduled.new_requests:
             request = batch.add(data)
             tokens, num_prompt = request.token_ids, data.num_prompt_tokens
@@ -272,6 +256,27 @@ class ModelRunner:
                 sampler.add(request.slot, SamplingParams(temperature=0.0), [], tokens[:0], tokens[:0])
         for cached in scheduled.cached_requests:
             batch.append_blocks(cached.request_id, cached.new_block_ids)
+        if scheduled.last_tokens:
+            self._correct(scheduled.last_tokens, scheduled.drafts)
+
+    def _correct(self, last_tokens: Mapping[str, tuple[int, int]], new_drafts: Mapping[str, list[int]]) -> None:
+        """Go on from the tokens that were accepted. last_tokens, new_drafts: of `SchedulerOutput`."""
+        slots = [self.batch.slot_of(request_id) for request_id in last_tokens]
+        gained: dict[int, list[int]] = {}
+        for (request_id, (num_tokens, token)), slot in zip(last_tokens.items(), slots, strict=True):
+            self.batch.correct(slot, num_tokens, token, new_drafts.get(request_id, ()))
+            drafts = self._drafted.pop(slot, None)
+            if drafts is not None:
+                num_gained = num_tokens - self.batch.num_prompt_tokens(request_id) - int(self.sampler.num_outputs[slot])
+                gained[slot] = [*drafts[: num_gained - 1], token]
+        if gained:
+            self.sampler.take(gained)
+        tokens = np.array([token for _, token in last_tokens.values()], dtype=np.int64)
+        if self._shares_memory:
+            self.batch.host_last_tokens[slots] = tokens
+        else:
+            upload = self.platform.upload
+            self.batch.last_tokens.index_copy_(0, upload(np.array(slots, dtype=np.int64)), upload(tokens))
 
     def _add_sequence(self, request: HeldRequest, stop_ids: Sequence[int], output: np.ndarray) -> None:
         structured = request.params.structured_outputs
@@ -297,7 +302,8 @@ class ModelRunner:
             sequence = self._sequences.get(slot)
             drafts = layout.sampled_drafts[index].tolist() if layout.sampled_counts else []
             if sequence is not None:
-                found.append((index, MaskedRows(first_row=first, sequence=sequence, drafts=drafts)))
+                known = [token for token in drafts if token >= 0]  # the others are padding
+                found.append((index, MaskedRows(first_row=first, sequence=sequence, drafts=known)))
             first += 1 + len(drafts)
         return found
 
@@ -310,7 +316,7 @@ class ModelRunner:
             self._structured_step = None
         masks = self._masks
         if masks is None:
-            num_rows = self.batch.num_slots * self.batch.query_len
+            num_rows = self.batch.max_sampled
             masks = self._masks = TokenMasks(num_rows, self.grammars.num_words, self.device, num_cores())
         count = masks.fill([rows for _, rows in structured])
         for index, rows in structured:
@@ -323,9 +329,13 @@ class ModelRunner:
     ) -> StepResult:
         batch, device = self.batch, buffers.device
         num_tokens, num_seqs = layout.num_tokens, len(layout.slots_S)
-        size = self.steps.padded_size(num_tokens, num_seqs, layout.max_query_len) or num_tokens
+        if layout.uses_optional is None:  # the same for all steps of these sequences
+            layout.uses_optional = buffers.uses_optional(tokens)
+            self._steps_of_layout = self._steps_for(layout)
+        steps = self._steps_of_layout
+        q = layout.query_len
+        size = steps.padded_size(num_tokens, num_seqs, layout.max_query_len) or num_tokens
         seqs, rows = num_seqs, layout.num_logits
-        q = batch.query_len
         if layout.is_decode_only and rows == num_tokens and size <= batch.num_slots * q and size % q == 0:
             seqs, rows = size // q, size
             if seqs > num_seqs:
@@ -344,20 +354,26 @@ class ModelRunner:
         else:
             step = self._step_in(
                 buffers, size, seqs, rows, num_tokens=num_tokens, num_seqs=num_seqs,
-                max_query_len=layout.max_query_len, max_seq_len=layout.max_seq_len,
+                max_query_len=layout.max_query_len, max_seq_len=layout.max_seq_len, uses_optional=layout.uses_optional,
             )  # fmt: skip
             self._last_step, self._last_key = step, key
-        if not self._shares_memory and layout.num_decodes and q == 1:
+        if not self._shares_memory and layout.num_decodes and not layout.has_drafts:
             slots = device["slots"][: layout.num_decodes]
             for name in self._sampled_inputs:
                 torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[name][: layout.num_decodes])
         for name, backend in self.backends.items():
             backend.plan(step.metadata[name])
-        return self.steps.run(step, with_sampling=with_sampling)
+        return steps.run(step, with_sampling=with_sampling)
 
-    def _step_in(self, buffers: StepBuffers, size: int, seqs: int, rows: int, **lengths: int) -> Step:
+    def _steps_for(self, layout: BatchLayout) -> StepRunner:
+        if layout.uses_optional:
+            return self.steps
+        drafted_steps = self._drafted_steps if layout.is_decode_only and layout.has_drafts else None
+        return drafted_steps or self.plain_steps
+
+    def _step_in(self, buffers: StepBuffers, size: int, seqs: int, rows: int, **facts: Any) -> Step:
         return buffers.step(
-            size, seqs, rows, state=self.state, tables=self.batch.tables, backends=self.backends, **lengths
+            size, seqs, rows, state=self.state, tables=self.batch.tables, backends=self.backends, **facts
         )
 
     def _run_again(self, layout: BatchLayout) -> StepResult:
@@ -371,7 +387,7 @@ class ModelRunner:
         self.steps_on_device += 1
         for table in self.batch.tables.values():
             table.commit()
-        result = self.steps.run(step)
+        result = self._steps_of_layout.run(step)
         assert result.sampled is not None, "a step that had a graph ran without it"
         return result
 
@@ -379,8 +395,19 @@ class ModelRunner:
         slots = layout.sampled_slots.tolist()
         if not layout.sampled_counts:
             return self.sampler.plan(slots)
-        rows = [(slot, i) for slot, count in zip(slots, layout.sampled_counts, strict=True) for i in range(count)]
-        return self.sampler.plan([slot for slot, _ in rows], [offset for _, offset in rows])
+        counts = layout.sampled_counts
+        rows = [(slot, i) for slot, count in zip(slots, counts, strict=True) for i in range(count)]
+        before = None
+        if self.batch.query_len == 1:
+            drafts = layout.sampled_drafts
+            self._drafted |= {slot: draft.tolist() for slot, draft in zip(slots, drafts, strict=True)}
+            before = np.full((len(rows), max(map(len, drafts))), -1, dtype=np.int64)
+            first = 0
+            for draft, count in zip(drafts, counts, strict=True):
+                for i in range(1, count):
+                    before[first + i, :i] = draft[:i]
+                first += count
+        return self.sampler.plan([slot for slot, _ in rows], [offset for _, offset in rows], before)
 
     def _on_accepted(
         self, layout: BatchLayout, outputs: dict[str, torch.Tensor], scheduled: dict[str, int]
@@ -435,6 +462,8 @@ class ModelRunner:
             tokens, best = pinned_tokens.numpy()[: len(tokens_S)], pinned_best.numpy()[: len(tokens_S)]
         if not self._shares_memory:
             self._num_launched += 1
-        event = self._platform.record_event()
+        event = self.platform.record_event()
         errors, self._errors = self._errors, {}
-        return PendingStep(step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, on_accepted)
+        return PendingStep(
+            step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, on_accepted, self._acceptance_rate
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from compile_and_serve.runtime.runner.input_batch import BatchLayout, PromptRows
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs
 from compile_and_serve.runtime.sampling.sampler import SamplingPlan
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, ModelRunnerOutput
+from compile_and_serve.runtime.speculation.acceptance import accepted_tokens
 from compile_and_serve.runtime.structured.masks import GrammarSequence
 
 NOT_FINITE = "The model computed logits that are not finite (NaN or infinity) for this request."
@@ -32,11 +34,6 @@ OnAccepted = Callable[[list[list[int]]], None]
 class PendingStep:
     """A launched step; `result` waits for it and may be called once."""
 
-    __slots__ = (
-        "_best", "_errors", "_event", "_grammars", "_layout", "_lock", "_logprobs", "_on_accepted", "_plan", "_prompts", "_tokens",
-        "step",
-    )  # fmt: skip
-
     def __init__(
         self,
         step: int,
@@ -49,8 +46,11 @@ class PendingStep:
         event: Event | None,
         errors: dict[str, str],
         on_accepted: OnAccepted | None = None,
+        acceptance_rate: float | None = None,
     ) -> None:
-        """tokens: int64, best: float32, one element a sampled row."""
+        """tokens: int64, best: float32, one element a sampled row. acceptance_rate: accept guesses by chance
+        (`SpeculativeConfig.synthetic_acceptance_rate`).
+        """
         self.step = step
         self._layout = layout
         self._errors = errors
@@ -61,6 +61,7 @@ class PendingStep:
         self._prompts = prompts
         self._event = event
         self._on_accepted = on_accepted
+        self._acceptance_rate = acceptance_rate
         self._grammars: list[tuple[int, GrammarSequence]] = []
         self._lock = threading.Lock()  # of _grammars: a thread may take the result while the next step is launched
 
@@ -75,7 +76,7 @@ class PendingStep:
                 return
             if self._event is not None:
                 self._event.synchronize()
-            accepted, _ = self._accepted()
+            accepted, _ = self._accepted
             grammars, self._grammars = self._grammars, []
             for index, grammar in grammars:
                 grammar.advance(accepted[index])
@@ -85,7 +86,7 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         self.advance_grammars()
-        accepted, first_rows = self._accepted()
+        accepted, first_rows = self._accepted
         if self._on_accepted is not None:
             self._on_accepted(accepted)
         ids = self._layout.sampled_ids
@@ -98,7 +99,7 @@ class PendingStep:
         )
         if self._logprobs is not None:
             assert self._plan is not None
-            messages = self._logprobs.to_messages(self._plan.logprob_counts)
+            messages = self._logprobs.to_messages(self._plan.logprob_counts, self._plan.num_logprob_others)
             by_row = dict(zip(self._plan.logprob_rows, messages, strict=True))
             for request_id, tokens, first in zip(ids, accepted, first_rows, strict=True):
                 if first in by_row:
@@ -116,23 +117,19 @@ class PendingStep:
             output.logprobs.pop(request_id, None)
         return output
 
+    @cached_property
     def _accepted(self) -> tuple[list[list[int]], Sequence[int]]:
-        """The tokens of each sequence, and its first row.
-
-        A guess is right where the row before it was sampled to be just that token. So what is kept is what the model would have
-        sampled without guesses, token for token; the row behind the last right guess gives one token more.
-        """
+        """The tokens of each sequence, and its first row."""
         counts = self._layout.sampled_counts
         if not counts:
             return self._tokens[:, None].tolist(), range(len(self._tokens))
-        accepted, firsts, first = [], [], 0
-        for count, drafts in zip(counts, self._layout.sampled_drafts, strict=True):
-            tokens = self._tokens[first : first + count]
-            wrong = np.flatnonzero(tokens[:-1] != drafts)
-            accepted.append(tokens[: wrong[0] + 1 if len(wrong) else count].tolist())
-            firsts.append(first)
-            first += count
-        return accepted, firsts
+        chances = None
+        if self._acceptance_rate is not None:  # the same on all ranks
+            chances = np.random.default_rng(self.step).random(len(self._tokens))
+        accepted = accepted_tokens(
+            self._tokens, counts, self._layout.sampled_drafts, chances, self._acceptance_rate or 0.0
+        )
+        return accepted, np.cumsum([0, *counts[:-1]]).tolist()
 
 
 def _prompt_messages(prompt: PromptResult) -> list[TokenLogprobs]:

@@ -89,6 +89,8 @@ def plan_num_pages(
     """
     per_request = layout.pages_per_request(groups, max_model_len, max_step_tokens)
     free_bytes -= layout.slot_bytes * (max_num_seqs + 1)
+    if not layout.page_bytes:  # no paged state: blocks only count tokens
+        return config.num_blocks or -(-max_model_len // config.block_size) * max_num_seqs
     if config.num_blocks is not None:
         num_pages = config.num_blocks
     elif config.memory_bytes is not None:

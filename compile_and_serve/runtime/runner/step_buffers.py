@@ -77,6 +77,10 @@ class StepBuffers(StagedArrays):
             array[(*before, slice(None, count))] = values
             array[(*before, slice(count, None))] = 0
 
+    def uses_optional(self, batch: TokenBatch) -> bool:
+        """Whether an optional input has values other than 0."""
+        return any(bool(one.fill(batch).any()) for one in self._inputs if one.optional)
+
     def pad_slot_mapping(self, begin: int, end: int) -> None:
         """Make tokens begin … end - 1 padding, for which no keys and values are written."""
         for name in self._paged:
@@ -104,6 +108,7 @@ class StepBuffers(StagedArrays):
         num_seqs: int,
         max_query_len: int,
         max_seq_len: int,
+        uses_optional: bool,
     ) -> Step:
         """The step that lies in the first `tokens`, `seqs` and `rows` elements. num_tokens, num_seqs: without padding."""
         device, host = self.device, self.host
@@ -137,7 +142,7 @@ class StepBuffers(StagedArrays):
             inputs[one.name] = device[_INPUT + one.name][: math.prod(shape)].view(shape)
         return Step(
             inputs=inputs, state=state, metadata=metadata, num_tokens=num_tokens, num_seqs=num_seqs, padded_tokens=tokens,
-            padded_seqs=seqs, num_rows=rows, max_query_len=max_query_len,
+            padded_seqs=seqs, num_rows=rows, max_query_len=max_query_len, uses_optional=uses_optional,
         )  # fmt: skip
 
     def update(self, step: Step, max_seq_len: int) -> None:

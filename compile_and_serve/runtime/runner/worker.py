@@ -1,47 +1,53 @@
 """`Worker`: one rank. A device, the model's part that it holds, its KV cache, and the runner of its steps.
 
-Start-up, each stage reported with its time: read the config → (the compiler's stages) → load the weights → on a GPU compile
-our kernels; then, once the number of KV blocks is settled (ranks agree on one), allocate the cache → warm up. All ranks go through the same
-calls of the model in the same order: a sharded model waits in each for the other ranks.
+Its life, with the file to read for each part:
+- Build (`__init__`): read the config, compile the model, load the weights; on a GPU also compile our kernels (warm_up.py) and plan the
+  memory (memory.py). `start`: once the ranks agree on a number of KV blocks, allocate the cache and warm up. Each stage is reported
+  with its time.
+- `launch`: a step (model_runner.py), which replays CUDA graphs where it can (cuda_graphs.py).
+- `idle`: what remains of the warm-up (warm_up.py).
+- `sleep` and `wake_up`: free the memory and bring it back (sleeping_weights.py).
+
+All ranks make the same calls of the model in the same order: a sharded model waits in each for the other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-import torch
-
 from compile_and_serve.compiler import available_kernels, compile_model
-from compile_and_serve.compiler.cudagraphs.graph_capture import CudaGraphs
-from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, PlainRunner
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.compiler.cudagraphs.runner import PlainRunner, StepModel
 from compile_and_serve.compiler.model import CompiledModel, Model
 from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.compiler.weights.adapter_slots import adapter_sites
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
-from compile_and_serve.custom_ops.build.sources import PACKAGE
-from compile_and_serve.custom_ops.build.triton_launch import compile_ahead
 from compile_and_serve.custom_ops.collectives.collectives import (
-    gather_objects,
     join_groups,
     rank_group,
 )
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
-from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
-from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
+from compile_and_serve.custom_ops.quantization import dtype_name
+from compile_and_serve.custom_ops.tuning.tuner import tuning_off
+from compile_and_serve.models.pooling import build_pooling_model
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
+from compile_and_serve.runtime.pooling_files import does_pool, pooling_type_of
+from compile_and_serve.runtime.pooling_params import PoolingInfo
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
-from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
+from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
 from compile_and_serve.runtime.runner.device import (
     model_dtype,
     num_cores,
@@ -51,11 +57,21 @@ from compile_and_serve.runtime.runner.device import (
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
+from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
+from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
 from compile_and_serve.runtime.runner.state_memory import (
     GIB,
     KVCacheTooSmallError,
     PageLayout,
     plan_num_pages,
+)
+from compile_and_serve.runtime.runner.warm_up import (
+    WarmUp,
+    compile_kernels,
+    graph_memory,
+    largest_step_size,
+    made_up_step,
+    run_made_up_step,
 )
 from compile_and_serve.runtime.scheduler.scheduler import PROMPT_LOGPROB_ROWS
 from compile_and_serve.runtime.scheduler.step_messages import PagedGroup, SchedulerOutput, WorkerInfo, WorkerStats
@@ -64,8 +80,6 @@ from compile_and_serve.runtime.weights import load_weights, read_config
 logger = logging.getLogger(__name__)
 
 StageCallback = Callable[[str, float, str], None]
-
-CAPTURED_AT_START = 7  # full CUDA graphs; a step of another size runs in the next larger one
 
 
 class Worker:
@@ -102,15 +116,19 @@ class Worker:
         tensor_rank, tensor_size = (rank_group().rank, rank_group().size) if rank.size > 1 else (0, 1)
 
         start = time.perf_counter()
-        spec = build_model(
-            read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl,
+        model_config = read_config(config.model.path)
+        spec = (build_pooling_model if does_pool(config.model, model_config) else build_model)(
+            model_config, dtype=dtype, model_impl=config.model.model_impl,
             requantize=config.compile.quantization is not None,
         )  # fmt: skip
+        self._pools = spec.pooling is not None
         self._max_model_len = _max_model_len(config, spec)
+        if config.speculative is not None:
+            _check_speculation(spec)
         backends = self._backends = backends_of_model(spec, config, device, dtype)
         self._backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"
         architecture = (spec.config.get("architectures") or ["?"])[0]
-        self._stage("read", start, f"{architecture}, {_dtype_name(dtype)} on {platform.name}")
+        self._stage("read", start, f"{architecture}, {dtype_name(dtype)} on {platform.name}")
         facts: dict[str, int | float | str] = {"attention_backend": self._backend_names}
         if rank.size > 1 and platform.runs_cuda_kernels:
             facts["all_reduce"] = self._choose_allreduce(spec)
@@ -137,26 +155,25 @@ class Worker:
 
         start = time.perf_counter()
         with memory_for("loading the weights", device, memory.LOADING):
-            self._loaded = load_weights(
-                model,
-                spec,
-                config.model.path,
-                load_format=config.model.load_format,
-                device=device,
-                dtype=dtype,
-                seed=config.model.seed,
-                rank=tensor_rank,
-            )
+            load_all = partial(
+                load_weights, model, spec, config.model.path, load_format=config.model.load_format, device=device,
+                dtype=dtype, seed=config.model.seed, rank=tensor_rank,
+            )  # fmt: skip
+            self._loaded = load_all()
+            self._sleeping_weights = SleepingWeights(model.weight_memory(), load_all)
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
 
         self._adapters = self._device_adapters(model, spec, tensor_rank)
-        self._graphs = self._graph_runner()
+        self._graphs = self._graph_runners()
         self._said_all_captured = False
-        self._to_measure: list[int] = []  # token counts to run in idle moments, the next one last
+        self._is_asleep = False
+        self._stats_before_sleep = WorkerStats()
         weights = platform.used_bytes()
         if platform.runs_triton_kernels:
+            start = time.perf_counter()
             with memory_for("compiling kernels", device, memory.LARGEST_STEP):
-                self._compile_kernels()
+                count = self._compile_kernels()
+            self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
         self._start_of_cache = time.perf_counter()
         self._memory_plan = None if platform.shares_host_memory else self._measure_memory(weights)
         self.info = WorkerInfo(
@@ -164,7 +181,7 @@ class Worker:
             is_asynchronous=platform.is_asynchronous,
             has_idle_tasks=platform.replays_graphs,  # captures and measurements
             device=platform.name,
-            dtype=_dtype_name(dtype),
+            dtype=dtype_name(dtype),
             max_model_len=self._max_model_len,
             vocab_size=spec.vocab_size,
             groups=[
@@ -176,33 +193,37 @@ class Worker:
             prefix_caching_unsupported=_prefix_caching_unsupported(spec),
             adapter_targets=None if self._adapters is None else dict(self._adapters.targets),
             compile_report=_flat_report(model.report) | facts | self._memory_facts(),
+            pooling=_pooling_info(config, spec),
         )
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache of `num_blocks` blocks and run every kind of step once."""
         cache = self._config.cache
-        slots = self._config.scheduler.max_num_seqs + 1
-        cache_bytes = num_blocks * self._pages.page_bytes + slots * self._pages.slot_bytes
-        with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
-            self.runner = self._new_runner(num_blocks)
+        self._num_blocks_started = num_blocks
+        cache_bytes = self._allocate_cache()
         tokens = num_blocks * cache.block_size
-        rounded = "" if self._cache_dtype == self._dtype else f" in {_dtype_name(self._cache_dtype)}"
+        rounded = "" if self._cache_dtype == self._dtype else f" in {dtype_name(self._cache_dtype)}"
         self._stage("kv cache", self._start_of_cache, f"{tokens} tokens, {cache_bytes / GIB:.2f} GiB" + rounded)
 
         self._say_memory(cache_bytes, tokens)
         start = time.perf_counter()
         with memory_for("warming up and capturing CUDA graphs", self.device, memory.WARMING_UP):
-            self._stage("warm up", start, self._warm_up())
-        load_modules_in_background(
-            self._spec, self._backends, self._dtype, self.device
-        )  # now, because it would slow the start down
+            self._warm_up = self._new_warm_up()
+            self._stage("warm up", start, self._warm_up.run())
+            if self._config.compile.capture == "all":
+                start = time.perf_counter()
+                while self.idle():
+                    pass
+                self._stage("capture all", start, "" if self._graphs is None else graph_memory(self._graphs))
+        # After the warm-up, which it would slow down.
+        load_modules_in_background(self._spec, self._backends, self._dtype, self.device)
 
         if self._config.compile.dump_dir is not None:
             facts = {
                 "attention_backend": self._backend_names,
                 "kv_cache_tokens": tokens,
                 "kv_cache_bytes": cache_bytes,
-                "kv_cache_dtype": _dtype_name(self._cache_dtype),
+                "kv_cache_dtype": dtype_name(self._cache_dtype),
                 "block_size": cache.block_size,
                 "loaded_bytes": self._loaded.num_bytes,
                 "memory": {} if self._memory_plan is None else asdict(self._memory_plan),
@@ -218,30 +239,23 @@ class Worker:
             return self.runner.launch(scheduled)
 
     def idle(self) -> bool:
-        """Do one piece of work that can wait (measure how linears run, capture one more graph); False when there is none. Nothing may be
-        in flight. Which piece it is depends on the steps so far alone, so that ranks do the same.
+        """Do one piece of work that can wait: measure linears or capture one more graph. Returns False if none is left.
+
+        No step may be in flight. The piece depends only on the steps so far, so that all ranks do the same.
         """
-        if self._graphs is not None and self._graphs.capture_next():
-            return True
-        if self._to_measure:
-            count = self._to_measure.pop()
-            self._measure(count)
-            if self._graphs is not None:
-                self._graphs.capture_pieces_up_to(count if self._to_measure else None)
-            return True
-        if self._graphs is None:
+        if self._is_asleep:
             return False
-        while (size := self._graphs.next_piecewise_size()) is not None:
-            if size <= self.runner.max_num_tokens:  # no step is longer
-                self.runner.warm_up(size, 1)
-                return True
-        if not self._said_all_captured and self.rank.index == 0:
+        if self._warm_up.idle():
+            return True
+        if self._graphs is not None and not self._said_all_captured and self.rank.index == 0:
             self._said_all_captured = True
-            logger.info("CUDA graphs of all sizes are captured: %s.", self._graph_memory())
+            logger.info("CUDA graphs of all sizes are captured: %s.", graph_memory(self._graphs))
         return False
 
     def stats(self) -> WorkerStats:
-        """Counters after the last launched step."""
+        """Counters after the last launched step. They start from 0 again when the worker wakes."""
+        if self._is_asleep:
+            return self._stats_before_sleep
         if self._graphs is None:
             return WorkerStats(padded_tokens=self.runner.padded_tokens)
         return WorkerStats(
@@ -251,11 +265,59 @@ class Worker:
             graph_replays=self._graphs.stats.replays,
         )
 
+    def sleep(self, level: int) -> None:
+        """Free the KV cache, the CUDA graphs and the weights, which level 1 copies to the host and level 2 drops.
+
+        Nothing may be in flight, and only `wake_up` may follow.
+        """
+        assert not self._is_asleep, "the worker sleeps already"
+        start, platform = time.perf_counter(), self.platform
+        platform.synchronize()
+        before = platform.memory().free
+        self._stats_before_sleep = self.stats()
+        self._is_asleep = True
+        del self.runner, self._warm_up
+        self._graphs = None
+        self._sleeping_weights.release(keep=level == 1)
+        gc.collect()  # the runner and its graphs refer to each other
+        platform.release_cached()
+        if self.rank.index == 0:
+            freed = (platform.memory().free - before) / GIB
+            logger.info("Asleep at level %d after %.2f s: %.2f GiB freed.", level, time.perf_counter() - start, freed)
+
+    def wake_up(self, *, weights: bool, kv_cache: bool) -> None:
+        """Bring back parts of what `sleep` freed. Once both are back, CUDA graphs are captured again and steps can run.
+
+        kv_cache: its content stays forgotten.
+        """
+        start = time.perf_counter()
+        if weights:
+            with memory_for("waking the weights", self.device, memory.LOADING):
+                self._sleeping_weights.restore()
+        if kv_cache:
+            self._graphs = self._graph_runners()
+            self._allocate_cache()
+        if not self._sleeping_weights.is_asleep and hasattr(self, "runner"):
+            with memory_for("capturing CUDA graphs", self.device, memory.WARMING_UP):
+                self._warm_up = self._new_warm_up()
+                detail = self._warm_up.run()
+            self._is_asleep = False
+            if self.rank.index == 0:
+                logger.info("Awake after %.2f s. %s", time.perf_counter() - start, detail)
+
     @property
     def adapters(self) -> DeviceAdapters:
         """The rank's LoRA adapters."""
         assert self._adapters is not None, "the engine takes no adapters"
         return self._adapters
+
+    def _allocate_cache(self) -> int:
+        """Make the runner with its cache. Returns the cache's bytes."""
+        slots = self._config.scheduler.max_num_seqs + 1
+        cache_bytes = self._num_blocks_started * self._pages.page_bytes + slots * self._pages.slot_bytes
+        with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
+            self.runner = self._new_runner(self._num_blocks_started)
+        return cache_bytes
 
     def _device_adapters(self, model: Model, spec: ModelSpec, rank: int) -> DeviceAdapters | None:
         options = self._config.compile
@@ -268,20 +330,14 @@ class Worker:
             device=self.device, dtype=self._dtype, rank=rank,
         )  # fmt: skip
 
-    def _graph_runner(self) -> CudaGraphRunner | None:
-        options = self._config.compile
-        if not self.platform.replays_graphs or options.mode == "eager" or options.cudagraph_mode == "none":
-            return None
-        return CudaGraphRunner(
-            self._model,
-            mode=options.cudagraph_mode,
-            max_num_seqs=self._config.scheduler.max_num_seqs,
-            backends=tuple(self._backends.values()),
-            device=CudaGraphs(self.device),
-            sizes=options.capture_sizes,
-            query_len=1 if self._spec.drafter is None else 1 + self._spec.drafter.num_tokens,
-            decode_head=begin_step,
-            decode_tail=end_step,
+    def _plans(self) -> list[StepModel]:
+        """The model with its plan for any step, then with its plan for steps without optional inputs, if it has one."""
+        plain = getattr(self._model, "plain", None)
+        return [self._model] if plain is None else [self._model, plain]
+
+    def _graph_runners(self) -> GraphRunners | None:
+        return make_graph_runners(
+            self._config, self._spec, self._plans(), self._backends, self.device, logs=self.rank.index == 0
         )
 
     def _choose_allreduce(self, spec: ModelSpec) -> str:
@@ -307,18 +363,21 @@ class Worker:
 
     def _new_runner(self, num_blocks: int, *, captures: bool = True) -> ModelRunner:
         graphs = self._graphs if captures else None
-        runner = ModelRunner(
+        runners = [PlainRunner(model) for model in self._plans()] if graphs is None else graphs.runners
+        runner = (PoolingRunner if self._pools else ModelRunner)(
             self._config,
             self._spec,
-            PlainRunner(self._model) if graphs is None else graphs,
+            runners[0],
             self._backends,
             self.device,
             self._cache_dtype,
             num_blocks,
             max_model_len=self._max_model_len,
+            plain_steps=runners[-1],
+            drafted_steps=None if graphs is None else graphs.drafted,
         )
         if graphs is not None:
-            graphs.bind(runner.decode_step, lambda size: runner.made_up_step(size, 1))
+            graphs.bind(runner.decode_step, lambda size: made_up_step(runner, size, 1), runner.drafted_step)
         return runner
 
     def _num_blocks(self) -> int:
@@ -345,7 +404,7 @@ class Worker:
 
     def _memory_facts(self) -> dict[str, int | float | str]:
         plan = {} if self._memory_plan is None else asdict(self._memory_plan)
-        return {"kv_cache_dtype": _dtype_name(self._cache_dtype)} | {f"memory.{name}": n for name, n in plan.items()}
+        return {"kv_cache_dtype": dtype_name(self._cache_dtype)} | {f"memory.{name}": n for name, n in plan.items()}
 
     def _say_memory(self, cache_bytes: int, cache_tokens: int, *, is_mine: bool = False) -> None:
         """is_mine: what the table explains is this rank's alone; else rank 0 speaks for all."""
@@ -354,15 +413,15 @@ class Worker:
 
     def _measure_memory(self, weights: int) -> MemoryPlan:
         """Run the largest step that there can be, on a cache of one block, and look at what it takes beside the weights' bytes."""
-        device, platform, scheduler = self.device, self.platform, self._config.scheduler
+        device, platform = self.device, self.platform
         platform.reset_peak()
         probe = self._new_runner(1)
-        tokens, seqs = self._largest_step(probe)
+        tokens, seqs = largest_step_size(probe)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
             with tuning_off(), contextlib.ExitStack() as stack:
                 for backend in self._backends.values():
                     stack.enter_context(getattr(backend, "without_modules", nullcontext)())
-                probe.warm_up(tokens, seqs)
+                run_made_up_step(probe, tokens, seqs)
             largest_step = platform.peak_bytes() - weights
             workspaces = (getattr(backend, "workspace_to_come", 0) for backend in self._backends.values())
             largest_step += max(workspaces, default=0)  # the groups' backends share it
@@ -380,81 +439,27 @@ class Worker:
             largest_step=largest_step,
             step_tokens=tokens,
             # The sampler's float32 copies of the logits, and what the logits of prompts take.
-            sampling=3 * (scheduler.max_num_seqs + PROMPT_LOGPROB_ROWS) * self._spec.vocab_size * 4,
+            sampling=3 * (self._max_sampled_rows() + PROMPT_LOGPROB_ROWS) * self._spec.vocab_size * 4,
             graphs=graphs,
         )
 
-    def _largest_step(self, runner: ModelRunner) -> tuple[int, int]:
-        """The most tokens of a step, and sequences that they may be of."""
-        most_seqs = self._config.scheduler.max_num_seqs
-        tokens = min(runner.max_num_tokens, most_seqs * self._max_model_len)  # of all sequences at their full length
-        return tokens, min(most_seqs, tokens)
+    def _max_sampled_rows(self) -> int:
+        speculative, max_num_seqs = self._config.speculative, self._config.scheduler.max_num_seqs
+        return max_num_seqs if speculative is None else max(max_num_seqs, self._config.max_drafted_rows)
 
-    def _compile_kernels(self) -> None:
-        """Compile the Triton kernels of the steps before serving, many at once instead of each when it is first launched."""
-        start = time.perf_counter()
-        runner = self._new_runner(1, captures=False)  # nothing runs that a graph could be captured of
-        tokens, seqs = self._largest_step(runner)
-        many = min(tokens, 2 * token_range(seqs))  # more than decodes' kernels are for; libraries' products do run
-
-        def steps() -> None:
-            with tuning_off():
-                runner.warm_up(many, seqs)
-            runner.warm_up(min(8, tokens), 1)
-            for count in token_ranges(seqs):
-                runner.warm_up(count, count)
-            runner.warm_up_sampler(self._dtype)
-
+    def _compile_kernels(self) -> int:
         artifact = self._model.report.get("artifact_key")
-        block_size = self._config.cache.block_size
-        kind = (self._backend_names, self._cache_dtype, block_size, self._max_model_len, seqs, many)
-        count = compile_ahead(
-            steps,
-            self.device,
+        kind = (self._backend_names, self._cache_dtype, self._config.cache.block_size, self._max_model_len)
+        return compile_kernels(
+            self._new_runner(1, captures=False),  # nothing runs that a graph could be captured of
+            self._dtype,
             threads=max(1, num_cores() // self._num_sharing),
             # Ranks all do it or none: the model waits for all of them.
             known_as=f"{artifact} {kind}" if artifact and self.rank.size == 1 else None,
-            sources=PACKAGE / "runtime",
         )
-        self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
 
-    def _warm_up(self) -> str:
-        runner = self.runner
-        runner.warm_up(1, 1)
-        runner.warm_up(min(8, runner.max_num_tokens), 1)
-        # Each range of token counts once, where linears still have to find out by measuring how they run: those of decodes before their
-        # graphs are captured, the others in idle moments, from few to many, and no graph of these is captured before.
-        unmeasured = self._of_any_rank(unmeasured_token_counts(self.device, runner.max_num_tokens))
-        most_decodes = token_range(self._config.scheduler.max_num_seqs)
-        for count in unmeasured:
-            if count <= most_decodes:
-                self._measure(count)
-        self._to_measure = [count for count in reversed(unmeasured) if count > most_decodes]
-        if self._to_measure and self._graphs is not None:
-            self._graphs.capture_pieces_up_to(most_decodes)
-        runner.warm_up_sampler(self._dtype)
-        if self._graphs is None:
-            return ""
-        self._graphs.capture(CAPTURED_AT_START)  # the others in idle moments, or when steps make them due
-        report = self._graphs.report()
-        return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {self._graph_memory()}"
-
-    def _of_any_rank(self, counts: tuple[int, ...]) -> list[int]:
-        """Those of all ranks, which have to make the same calls, although one may know what another does not."""
-        if self.rank.size == 1:
-            return list(counts)
-        return sorted(set().union(*gather_objects(counts)))
-
-    def _measure(self, num_tokens: int) -> None:
-        """Run a step with about as many rows of logits as a step of so many tokens may have, so that the output head is measured too; not
-        one of decodes alone, which would count as asking for its graph.
-        """
-        self.runner.warm_up(num_tokens, max(1, min(num_tokens - 1, self._config.scheduler.max_num_seqs)))
-
-    def _graph_memory(self) -> str:
-        assert self._graphs is not None
-        stats = self._graphs.stats
-        return f"estimated {stats.estimated_bytes / GIB:.2f} GiB for all, took {stats.used_bytes / GIB:.2f} GiB"
+    def _new_warm_up(self) -> WarmUp:
+        return WarmUp(self.runner, self._graphs, self._dtype, is_alone=self.rank.size == 1)
 
     def _stage(self, stage: str, start: float, detail: str) -> None:
         self._on_stage(stage, time.perf_counter() - start, detail)
@@ -471,13 +476,31 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
+def _pooling_info(config: EngineConfig, spec: ModelSpec) -> PoolingInfo | None:
+    pooling = spec.pooling
+    if pooling is None:
+        return None
+    return PoolingInfo(
+        kind=pooling.kind, width=pooling.width, activation=pooling.activation, labels=list(pooling.labels),
+        pooling=pooling_type_of(config.model),
+    )  # fmt: skip
+
+
+def _check_speculation(spec: ModelSpec) -> None:
+    if spec.pooling is not None:
+        raise ValueError("A pooling model generates no tokens: remove speculative_config.")
+    if spec.drafter is not None:
+        raise ValueError("The model brings a drafter of its own: remove speculative_config.")
+    recurrent = ", ".join(group.name for group in spec.state if not group.paged)
+    if recurrent:
+        raise ValueError(
+            f"The model keeps recurrent state ({recurrent}), from which rejected tokens cannot be removed: remove speculative_config."
+        )
+
+
 def _prefix_caching_unsupported(spec: ModelSpec) -> str | None:
     recurrent = ", ".join(group.name for group in spec.state if not group.paged)
     return f"the model keeps recurrent state ({recurrent}), which no other request can take up" if recurrent else None
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _flat_report(report: dict[str, Any]) -> dict[str, int | float | str]:

@@ -11,10 +11,13 @@ from compile_and_serve.runtime.sampling_params import (
     SamplingParamsError,
 )
 
+_SHOWN = 20  # wrong ids that a message names
+
 
 def verify_token_ids(params: SamplingParams, stop_token_ids: Iterable[int], vocab_size: int) -> None:
     """Raise `SamplingParamsError` for a token id outside [0, vocab_size), or for bad words that are too long."""
     _verify("logit_bias", params.logit_bias or (), vocab_size)
+    _verify("logprob_token_ids", params.logprob_token_ids, vocab_size)
     _verify("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _verify("stop_token_ids", stop_token_ids, vocab_size)
     verify_bad_words(len(sequence) for sequence in params.bad_words_token_ids)
@@ -44,9 +47,24 @@ def verify_bad_words(lengths: Iterable[int]) -> None:
         )
 
 
+def verify_logprobs(params: SamplingParams, max_logprobs: int, vocab_size: int) -> None:
+    """Raise `SamplingParamsError` for more log-probabilities than the engine gives. max_logprobs: -1 is no limit."""
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is None or max_logprobs == -1:
+            continue
+        if (vocab_size if value == -1 else value) > max_logprobs:
+            asked = f"{value}" if value >= 0 else f"-1, the whole vocabulary of {vocab_size}"
+            raise SamplingParamsError(name, f"{name} must be in [0, {max_logprobs}] (--max-logprobs), got {asked}.")
+
+
 def _verify(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise SamplingParamsError(
-                param, f"{param} has token id {token_id}, but the model's ids are 0 to {vocab_size - 1}."
-            )
+    wrong = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+    if not wrong:
+        return
+    shown = ", ".join(str(token_id) for token_id in wrong[:_SHOWN])
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    ids = "token ids" if len(wrong) > 1 else "token id"
+    raise SamplingParamsError(
+        param, f"{param} has {ids} {shown:.500}{more}, but the model's ids are 0 to {vocab_size - 1}."
+    )

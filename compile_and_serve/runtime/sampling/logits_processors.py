@@ -48,7 +48,7 @@ class _SlotOptions:
 @dataclass(kw_only=True, slots=True)
 class _BadWordsOfBatch:
     prefixes_JW: torch.Tensor
-    history_slots_J: torch.Tensor
+    history_rows_J: torch.Tensor  # of the rows that keep a history
     last_ids_J: torch.Tensor  # flat index (row · V + last token) into the logits
 
 
@@ -57,6 +57,8 @@ class _BadSequences:
     rows_A: torch.Tensor  # rows of the batch that keep a history (int64, as slots_A)
     slots_A: torch.Tensor
     words: list[_BadWordsOfBatch]  # one for each W
+    before_AD: torch.Tensor | None = None  # int64, the draft tokens before each row, padded with -1
+    num_before_A: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -122,10 +124,11 @@ class LogitsProcessors:
         if options is not None and options.bad_words:
             self._fit_history()
 
-    def plan(self, slots: list[int], num_outputs: np.ndarray) -> LogitsPlan | None:
+    def plan(self, slots: list[int], num_outputs: np.ndarray, before: np.ndarray | None = None) -> LogitsPlan | None:
         """The changes for a batch whose row i is slots[i]; None if there are none.
 
-        num_outputs: int64 [S], tokens that each row has generated so far.
+        num_outputs: int64 [S], tokens that each row's request has generated so far. before: int64 [S, D], the draft tokens between these
+        and the row, padded with -1 at the end; the plan is then good for one step.
         """
         if not self._options:
             return None
@@ -133,6 +136,9 @@ class LogitsProcessors:
         if not rows:
             return None
         plan = LogitsPlan()
+        if before is not None:
+            plan.valid_steps = 1
+            num_outputs = num_outputs + (before >= 0).sum(axis=1)
         index, bias = [], []
         for row, _, options in rows:
             index.append(options.bias_ids + row * self.vocab_size)
@@ -151,11 +157,11 @@ class LogitsProcessors:
             plan.allowed_index = self._upload(np.concatenate([ids + row * self.vocab_size for row, ids in allowed]))
         with_words = [(row, slot, options.bad_words) for row, slot, options in rows if options.bad_words]
         if with_words:
-            plan.bad_sequences = self._plan_bad_sequences(with_words)
+            plan.bad_sequences = self._plan_bad_sequences(with_words, before)
         with_penalties = [(row, o.penalty_row, o.penalties) for row, _, o in rows if o.penalty_row is not None]
         if with_penalties:
             batch_rows, state_rows, penalties = zip(*with_penalties, strict=True)
-            plan.penalties = self._penalties.plan(list(batch_rows), list(state_rows), list(penalties))
+            plan.penalties = self._penalties.plan(list(batch_rows), list(state_rows), list(penalties), before)
         return plan
 
     def apply(self, plan: LogitsPlan, logits_SV: torch.Tensor) -> None:
@@ -166,10 +172,11 @@ class LogitsProcessors:
             kept = flat[plan.allowed_index]
             logits_SV.index_fill_(0, plan.allowed_rows, float("-inf"))
             flat.index_copy_(0, plan.allowed_index, kept)
+        history_AH = None if plan.bad_sequences is None else self._history_of(plan.bad_sequences)
         for words in plan.bad_sequences.words if plan.bad_sequences is not None else ():
-            assert self._history_SH is not None
+            assert history_AH is not None
             prefixes_JW = words.prefixes_JW
-            history_JW = self._history_SH[words.history_slots_J, -prefixes_JW.shape[1] :]
+            history_JW = history_AH[words.history_rows_J, -prefixes_JW.shape[1] :]
             matches_J = ((history_JW == prefixes_JW) | (prefixes_JW < 0)).all(dim=1)
             flat.index_add_(0, words.last_ids_J, torch.where(matches_J, float("-inf"), 0.0))
         if plan.bias_index is not None:
@@ -188,24 +195,58 @@ class LogitsProcessors:
             moved_AH = torch.cat([self._history_SH[bad.slots_A, 1:], tokens_S[bad.rows_A, None]], dim=1)
             self._history_SH.index_copy_(0, bad.slots_A, moved_AH)
 
-    def _plan_bad_sequences(self, with_words: list[tuple[int, int, dict[int, _BadWords]]]) -> _BadSequences:
+    def extend(self, tokens_of: dict[int, list[int]]) -> None:
+        """Add tokens that the host knows, by slot, to penalty counts and histories."""
+        options_of = {slot: self._options[slot] for slot in tokens_of if slot in self._options}
+        with_penalties = {
+            options.penalty_row: tokens_of[slot]
+            for slot, options in options_of.items()
+            if options.penalty_row is not None
+        }
+        if with_penalties:
+            self._penalties.extend(with_penalties)
+        slots = [slot for slot, options in options_of.items() if options.bad_words]
+        if not slots:
+            return
+        assert self._history_SH is not None
+        slots_A = self._upload(np.array(slots, dtype=np.int64))
+        tokens_AD, counts_A = _padded([tokens_of[slot] for slot in slots])
+        shifted_AH = _shifted(self._history_SH[slots_A], self._upload(tokens_AD), self._upload(counts_A))
+        self._history_SH.index_copy_(0, slots_A, shifted_AH)
+
+    def _history_of(self, bad: _BadSequences) -> torch.Tensor:
+        """[A, H]: the last tokens before each row that keeps a history."""
+        assert self._history_SH is not None
+        history_AH = self._history_SH[bad.slots_A]
+        if bad.before_AD is None:
+            return history_AH
+        assert bad.num_before_A is not None
+        return _shifted(history_AH, bad.before_AD, bad.num_before_A)
+
+    def _plan_bad_sequences(
+        self, with_words: list[tuple[int, int, dict[int, _BadWords]]], before: np.ndarray | None
+    ) -> _BadSequences:
         words = []
+        row_of = {row: index for index, (row, _, _) in enumerate(with_words)}
         for width in sorted({width for _, _, by_width in with_words for width in by_width}):
             with_width = [(row, slot, by_width[width]) for row, slot, by_width in with_words if width in by_width]
             counts = [len(found.last_J) for _, _, found in with_width]
             words.append(
                 _BadWordsOfBatch(
                     prefixes_JW=self._upload(np.concatenate([found.prefixes_JW for _, _, found in with_width])),
-                    history_slots_J=self._upload(np.repeat([slot for _, slot, _ in with_width], counts)),
+                    history_rows_J=self._upload(np.repeat([row_of[row] for row, _, _ in with_width], counts)),
                     last_ids_J=self._upload(
                         np.concatenate([row * self.vocab_size + found.last_J for row, _, found in with_width])
                     ),
                 )
             )
+        rows_A = np.array([row for row, _, _ in with_words])
         return _BadSequences(
-            rows_A=self._upload(np.array([row for row, _, _ in with_words])),
+            rows_A=self._upload(rows_A),
             slots_A=self._upload(np.array([slot for _, slot, _ in with_words])),
             words=words,
+            before_AD=None if before is None else self._upload(before[rows_A]),
+            num_before_A=None if before is None else self._upload((before[rows_A] >= 0).sum(axis=1)),
         )
 
     def _fit_history(self) -> None:
@@ -246,3 +287,19 @@ def _by_width(sequences: Sequence[Sequence[int]]) -> dict[int, _BadWords]:
             prefixes_JW=prefixes_JW, last_J=np.array([word[-1] for word in group], dtype=np.int64)
         )
     return result
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of tokens as int64 [A, D], padded with -1 at the end, and their lengths int64 [A]."""
+    counts_A = np.array([len(row) for row in rows], dtype=np.int64)
+    tokens_AD = np.full((len(rows), counts_A.max(initial=1)), -1, dtype=np.int64)
+    for index, row in enumerate(rows):
+        tokens_AD[index, : len(row)] = row
+    return tokens_AD, counts_A
+
+
+def _shifted(history_AH: torch.Tensor, new_AD: torch.Tensor, counts_A: torch.Tensor) -> torch.Tensor:
+    """The last H tokens of each history and the first counts_A of its new tokens."""
+    width = history_AH.shape[1]
+    places_AH = torch.arange(width, device=history_AH.device) + counts_A[:, None]
+    return torch.cat([history_AH, new_AD], dim=1).gather(1, places_AH)

@@ -33,6 +33,7 @@ class PenaltyPlan:
     repetition_A1: torch.Tensor | None
     presence_A1: torch.Tensor | None
     frequency_A1: torch.Tensor | None
+    before_AD: torch.Tensor | None = None  # int64, the draft tokens before each row, padded with -1
 
 
 class PenaltyState:
@@ -71,8 +72,13 @@ class PenaltyState:
         """Free the row of a request that has ended."""
         self._free_rows.append(row)
 
-    def plan(self, rows: list[int], state_rows: list[int], penalties: list[tuple[float, float, float]]) -> PenaltyPlan:
-        """Prepare a batch. Its row rows[i] is the request of state_rows[i] with the (repetition, presence, frequency) penalties[i]."""
+    def plan(
+        self, rows: list[int], state_rows: list[int], penalties: list[tuple[float, float, float]],
+        before: np.ndarray | None = None,
+    ) -> PenaltyPlan:  # fmt: skip
+        """Prepare a batch. Its row rows[i] is the request of state_rows[i] with the (repetition, presence, frequency) penalties[i].
+        before: int64, the draft tokens before each row of the batch, padded with -1.
+        """
         rows_A = self._upload(np.array(rows, dtype=np.int64))
         host_state_rows = np.array(state_rows, dtype=np.int64)
         state_rows_A = self._upload(host_state_rows)
@@ -86,6 +92,7 @@ class PenaltyState:
             repetition_A1=self._upload(repetition) if (repetition != 1.0).any() else None,
             presence_A1=self._upload(presence) if presence.any() else None,
             frequency_A1=self._upload(frequency) if frequency.any() else None,
+            before_AD=None if before is None else self._upload(before[rows]),
         )
 
     def apply(self, plan: PenaltyPlan, logits_SV: torch.Tensor) -> None:
@@ -97,6 +104,8 @@ class PenaltyState:
         flat = logits_SV.view(-1)
         length = int(self._lengths[plan.state_rows].max())
         seen_AL = self._seen_CL[plan.state_rows_A, :length]
+        if plan.before_AD is not None:  # they count as seen; padding repeats a seen id
+            seen_AL = torch.cat([seen_AL, torch.where(plan.before_AD < 0, seen_AL[:, :1], plan.before_AD)], dim=1)
         index_AL = seen_AL + plan.logits_offset_A1
         logits_AL = flat.take(index_AL)
         if plan.repetition_A1 is not None:
@@ -104,6 +113,9 @@ class PenaltyState:
             logits_AL = logits_AL * factor_AL
         if plan.frequency_A1 is not None or plan.presence_A1 is not None:
             counts_AL = self._counts_CV.view(-1).take(seen_AL + plan.counts_offset_A1)
+            if plan.before_AD is not None:
+                for drafted_A1 in plan.before_AD.split(1, dim=1):
+                    counts_AL = counts_AL + (seen_AL == drafted_A1)
             if plan.frequency_A1 is not None:
                 logits_AL = logits_AL - plan.frequency_A1 * counts_AL
             if plan.presence_A1 is not None:
@@ -120,6 +132,21 @@ class PenaltyState:
         self._seen_CL.view(-1).index_copy_(0, plan.state_rows_A * self._seen_CL.shape[1] + ends_A, tokens_A)
         self._lengths_C.index_copy_(0, plan.state_rows_A, ends_A + 1)
         self._lengths[plan.state_rows] += 1
+
+    def extend(self, tokens_of: dict[int, list[int]]) -> None:
+        """Add tokens that the host knows to rows of the state."""
+        rows = np.repeat(list(tokens_of), [len(tokens) for tokens in tokens_of.values()])
+        tokens = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in tokens_of.values()])
+        places = np.concatenate([self._lengths[row] + np.arange(len(new)) for row, new in tokens_of.items()])
+        for row, new in tokens_of.items():
+            self._lengths[row] += len(new)
+        self._fit_columns(int(self._lengths[rows].max()))
+        counted = self._upload(rows * self.vocab_size + tokens)
+        self._counts_CV.view(-1).index_add_(0, counted, torch.ones_like(counted, dtype=torch.int32))
+        at = self._upload(rows * self._seen_CL.shape[1] + places)
+        self._seen_CL.view(-1).index_copy_(0, at, self._upload(tokens))
+        changed = np.array(list(tokens_of), dtype=np.int64)
+        self._lengths_C.index_copy_(0, self._upload(changed), self._upload(self._lengths[changed]))
 
     def _grow_rows(self) -> None:
         old = len(self._lengths)

@@ -4,9 +4,9 @@ Shape legend: S rows (one for each request that samples in the step), V vocabula
 L rows with logprobs.
 
 The semantics are those of vLLM. Allowed ids, bad words, min_tokens, bias and penalties change the logits; then
-temperature, min_p, top_k and top_p apply. Log-probabilities are those of the unchanged logits. A batch of plain greedy
-requests costs one argmax. Whatever depends only on the composition of the batch is prepared in a `SamplingPlan`, which is
-reused while the composition stays the same.
+temperature, min_p, top_k and top_p apply. Log-probabilities are those of the unchanged logits, unless the mode
+says otherwise. A batch of plain greedy requests costs one argmax. Everything that depends only on the composition of
+the batch is prepared in a `SamplingPlan`, which is reused while the composition stays the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.runtime.config import LogprobsMode
 from compile_and_serve.runtime.sampling.logits_processors import FOREVER, LogitsPlan, LogitsProcessors
 from compile_and_serve.runtime.sampling.logprobs import RowLogprobs, row_logprobs
 from compile_and_serve.runtime.sampling.ops import (
@@ -30,6 +31,7 @@ from compile_and_serve.runtime.sampling.ops import (
     stream_key,
     uniforms,
 )
+from compile_and_serve.runtime.sampling.processed import processed_logits
 from compile_and_serve.runtime.sampling_params import SamplingParams
 
 
@@ -70,7 +72,10 @@ class SamplingPlan:
     logprob_rows: list[int]
     logprob_rows_L: torch.Tensor | None
     logprob_counts: list[int]
+    logprob_others_Lw: torch.Tensor | None  # int64, `logprob_token_ids` padded with 0
+    num_logprob_others: list[int]
     valid_steps: int
+    has_drafts: bool  # the host says later which tokens are kept: `Sampler.take`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +93,11 @@ class Sampler:
     Call `add` and `remove` for each request, `plan` for each batch composition, and `inputs` and `sample` in each step.
     """
 
-    def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, *, vocab_size: int, num_slots: int, device: torch.device, logprobs_mode: LogprobsMode = "raw_logprobs"
+    ) -> None:
+        self._logprobs_are_processed = logprobs_mode.startswith("processed")
+        self._logprobs_are_normalized = logprobs_mode.endswith("logprobs")
         self.vocab_size = vocab_size
         self.device, self._platform = device, platform_of(device)
         self._has_triton = self._platform.runs_triton_kernels  # one kernel samples all rows
@@ -121,12 +130,23 @@ class Sampler:
         """Whether the slot's logits depend on the tokens before, so that rows behind a guessed token cannot be sampled yet."""
         return self._processors.plan([slot], self.num_outputs[[slot]]) is not None
 
-    def plan(self, slots: Sequence[int], offsets: Sequence[int] | None = None) -> SamplingPlan:
-        """Prepare a batch whose row i is the request of slots[i]. offsets: how many rows of the same slot come before each row; None: 0."""
+    def take(self, tokens_of: dict[int, list[int]]) -> None:
+        """Tokens that requests, by slot, have gained in a step with drafts."""
+        for slot, tokens in tokens_of.items():
+            self.num_outputs[slot] += len(tokens)
+        self._processors.extend(tokens_of)
+
+    def plan(
+        self, slots: Sequence[int], offsets: Sequence[int] | None = None, before: np.ndarray | None = None
+    ) -> SamplingPlan:
+        """Prepare a batch whose row i is the request of slots[i]. offsets: how many rows of the same slot come before each row; None: 0.
+        before: int64 [S, D], the draft tokens that these rows check, padded with -1 at the end. The step's tokens
+        then count as sampled only after `take`.
+        """
         slots_S = np.array(slots, dtype=np.int64)
         offsets_S = np.zeros_like(slots_S) if offsets is None else np.array(offsets, dtype=np.int64)
         params = [self._params_of(slot) for slot in slots]
-        logits = self._processors.plan(list(slots), self.num_outputs[slots_S])
+        logits = self._processors.plan(list(slots), self.num_outputs[slots_S], before)
         greedy, by_options = [], dict[tuple[int, bool], list[int]]()
         for row, row_params in enumerate(params):
             if row_params.is_greedy:
@@ -142,6 +162,7 @@ class Sampler:
                 groups.append(self._group(rows, group_params, len(random_rows), top_k, has_top_p, len(params)))
             random_rows.extend(rows)
         logprob_rows = [row for row, row_params in enumerate(params) if row_params.logprobs is not None]
+        other_ids = [params[row].logprob_token_ids for row in logprob_rows]
         all_greedy = len(greedy) == len(params)
         return SamplingPlan(
             slots_S=slots_S,
@@ -158,7 +179,10 @@ class Sampler:
             logprob_rows=logprob_rows,
             logprob_rows_L=self._upload(np.array(logprob_rows, dtype=np.int64)) if logprob_rows else None,
             logprob_counts=[params[row].logprobs or 0 for row in logprob_rows],
+            logprob_others_Lw=self._upload(_padded(other_ids)) if any(other_ids) else None,
+            num_logprob_others=[len(ids) for ids in other_ids],
             valid_steps=FOREVER if logits is None else logits.valid_steps,
+            has_drafts=before is not None,
         )
 
     def inputs(self, plan: SamplingPlan) -> dict[str, np.ndarray]:
@@ -195,7 +219,8 @@ class Sampler:
         `sample_rows` if the model's graph has already computed it. exclude: sets logits of tokens that must not be sampled to -inf,
         in place.
         """
-        self.num_outputs[plan.slots_S] += 1
+        if not plan.has_drafts:
+            self.num_outputs[plan.slots_S] += 1
         plan.valid_steps -= 1
         if plan.is_plain_greedy and exclude is None:
             tokens_S, best_S = drawn or argmax_rows(logits_SV)
@@ -212,12 +237,19 @@ class Sampler:
             exclude(logits_SV)
             drawn = None
         tokens_S, best_S = drawn or self._choose(logits_SV, plan, inputs)
-        if plan.logits is not None:
+        if plan.logits is not None and not plan.has_drafts:
             self._processors.observe(plan.logits, tokens_S)
         logprobs = None
         if plan.logprob_rows_L is not None:
             rows_L = plan.logprob_rows_L
-            logprobs = row_logprobs(raw_SV[rows_L], tokens_S[rows_L], max(plan.logprob_counts))
+            source_LV = (logits_SV if self._logprobs_are_processed else raw_SV)[rows_L]
+            if self._logprobs_are_processed:
+                params = [self._params_of(slot) for slot in plan.slots_S[plan.logprob_rows].tolist()]
+                source_LV = processed_logits(source_LV.float(), params)
+            logprobs = row_logprobs(
+                source_LV, tokens_S[rows_L], max(plan.logprob_counts), plan.logprob_others_Lw,
+                normalized=self._logprobs_are_normalized,
+            )  # fmt: skip
         return SampledRows(tokens_S=tokens_S, best_S=best_S, logprobs=logprobs)
 
     def _choose(
@@ -282,6 +314,14 @@ class Sampler:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return self._platform.upload(array)
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    """int64 [L, w], filled with 0."""
+    padded = np.zeros((len(lists), max(map(len, lists))), dtype=np.int64)
+    for row, ids in enumerate(lists):
+        padded[row, : len(ids)] = ids
+    return padded
 
 
 def _sample_group(

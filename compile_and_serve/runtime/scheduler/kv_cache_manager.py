@@ -137,12 +137,12 @@ class KVCacheManager:
     def find_prefix(self, request: Request, step: int, *, only_ready: bool = False) -> Prefix | None:
         """The longest prefix that every group has, for a request whose tokens are all known; `step` is being scheduled.
 
-        At least the last token is left to compute: its logits are needed. Requests that want prompt logprobs get an
-        empty prefix: the cache has no logits. None once `hash_budget` is used up.
+        At least the last token is left to compute: its logits are needed. Requests that want something of every token (prompt
+        logprobs, a mean) get an empty prefix: the cache has only keys and values. None once `hash_budget` is used up.
         only_ready: take no blocks that `step` computes.
         """
         prefix = Prefix(blocks=[[] for _ in self._groups])
-        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
+        if not self.enable_prefix_caching or request.reads_all_tokens:
             return prefix
         num_tokens = (len(request.token_ids) - 1) // self._alignment * self._alignment
         for group in self._groups:
@@ -198,7 +198,7 @@ class KVCacheManager:
         self._set_held(request)
         self._set_next_cache_len(request)
         self._promise(request, num_tokens)
-        if request.num_preemptions == 0 and self.enable_prefix_caching and not request.wants_prompt_logprobs:
+        if request.num_preemptions == 0 and self.enable_prefix_caching and not request.reads_all_tokens:
             self.prefix_queries += request.num_prompt_tokens
             self.prefix_hits += prefix.num_tokens
             request.num_cached_tokens = prefix.num_tokens

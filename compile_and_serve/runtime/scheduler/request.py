@@ -53,15 +53,17 @@ class Request:
     num_pending_steps: of a preempted request, the steps in flight that sample for it. It cannot resume before their
         tokens are known.
     grammar: of structured output. The request cannot start before it is done.
+    can_draft: whether the request takes part in speculative decoding. draft_ends: tokens at which its drafts end, themselves excluded.
     adapter, adapter_load: the number of its LoRA adapter, and the reading of it, which must be done too.
     """
 
     __slots__ = (
-        "adapter", "adapter_load", "arrival_time", "block_ids", "decode_end", "end_ids", "fast_until", "finish_reason",
+        "adapter", "adapter_load", "arrival_time", "block_ids", "can_draft", "decode_end", "draft_ends", "end_ids", "fast_until",
+        "finish_reason",
         "first_scheduled_time",
         "grammar", "key", "keys", "max_total_tokens", "min_total_tokens", "next_cache_len", "num_cached_blocks",
         "num_cached_tokens", "num_computed_tokens", "num_freed_blocks", "num_held_tokens", "num_pending_steps",
-        "num_preemptions", "num_promised_blocks", "num_prompt_tokens", "prefill_end", "prefill_step", "prompt",
+        "num_preemptions", "num_promised_blocks", "num_prompt_tokens", "pooling", "prefill_end", "prefill_step", "prompt",
         "prompt_logprobs", "request_id", "sampling_params", "status", "step_data", "stop_ids", "token_ids",
         "wants_prompt_logprobs",
     )  # fmt: skip
@@ -73,6 +75,7 @@ class Request:
         params = request.sampling_params
         self.request_id = request.request_id
         self.sampling_params = params
+        self.pooling = request.pooling
         self.step_data = request.step_data
         self.key = key
         self.arrival_time = request.arrival_time or now
@@ -90,6 +93,12 @@ class Request:
             self.min_total_tokens = self.num_prompt_tokens
         self.end_ids = frozenset() if params.ignore_eos and not is_structured else frozenset(request.eos_token_ids)
         self.stop_ids = self.end_ids | frozenset(request.stop_token_ids)
+
+        structured = params.structured_outputs
+        # Where a grammar begins only the runner knows, so no draft goes beyond the end of a marker.
+        markers = [] if structured is None else [*structured.begins_after, structured.thinking_starts]
+        self.draft_ends = frozenset(marker[-1] for marker in markers if marker)
+        self.can_draft = params.speculate and (structured is None or structured.thinking_token_budget is None)
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -115,6 +124,11 @@ class Request:
         self.num_held_tokens = 0
         self.next_cache_len = 0  # number of computed tokens at which the next block is full
         self.keys = prompt.keys  # of the leading full blocks of token_ids; shared until they reach beyond the prompt
+
+    @property
+    def reads_all_tokens(self) -> bool:
+        """Whether the request wants something of every prompt token, which the prefix cache does not have."""
+        return self.wants_prompt_logprobs or (self.pooling is not None and self.pooling.reads_all_tokens)
 
     @property
     def is_ready(self) -> bool:

@@ -1,21 +1,13 @@
 """Continuous batching: which requests run in the next step, with how many tokens, and what its results mean for them.
 
-One step has a token budget. Running decodes take 1 + num_draft_tokens tokens each. Then prefills under way and waiting
-requests, in order, take chunks of what is left. Running and waiting requests are ordered by one key: arrival ("fcfs"),
-or priority and then arrival ("priority"). When blocks run out, the last of the running requests is preempted: it loses
-its blocks, waits at its old place in the order, and recomputes its prompt and its generated tokens (its cached blocks
-are usually still there). The first in order is never preempted, so there is always progress.
+One step has a token budget. Running decodes take 1 + num_draft_tokens tokens each, or one and the drafts of a
+`Speculator`. Then prefills under way and waiting requests, in order, take chunks of what is left. Running and waiting
+requests are ordered by one key: arrival ("fcfs"), or priority and then arrival ("priority"). When blocks run out, the
+last of the running requests is preempted: it loses its blocks, waits at its old place in the order, and recomputes its
+prompt and its generated tokens (its cached blocks are usually still there). The first in order is never preempted, so
+there is always progress.
 
-A waiting request is not overtaken by those behind it, with two exceptions. Both keep back the batch slot and the blocks
-that it will need:
-- The step computes blocks that the request can share (MIN_GAINED_TOKENS or more). The next step may read them.
-- It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
-
-A request whose LoRA adapter finds no slot (running requests use all of them) waits without keeping anything back: requests
-without an adapter overtake it, those with one do not.
-
-Where every batch slot is taken and requests wait, slots that become free may be given away in groups
-(runtime/scheduler/free_slots.py).
+runtime/scheduler/admission.py says which waiting requests start.
 
 Async scheduling is not a mode of this file. `schedule` advances a request when it is scheduled, `update` appends its
 tokens when they are known, and any number of steps may be in flight between the two (none in a synchronous engine).
@@ -25,15 +17,14 @@ This has consequences:
 - When `update` finds that a request ended, the steps in flight compute tokens for it that are discarded. Its blocks are
   freed at once; runtime/scheduler/kv_cache_manager.py says why that is safe.
 - A preempted request keeps the tokens of the steps in flight, and resumes when they are known.
+
+A `Speculator` drafts from the tokens that are known here, so while it is on, at most one step with decodes is in flight.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
-import sys
 import time
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -41,11 +32,11 @@ from typing import Any
 
 import msgspec
 
-from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.messages import EngineRequest, EngineStats, ErrorKind, FinishReason, RequestOutput
 from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
-from compile_and_serve.runtime.scheduler.free_slots import FreeSlots
+from compile_and_serve.runtime.scheduler.admission import Admission
+from compile_and_serve.runtime.scheduler.drafting import Drafting
 from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Prompt, Request, RequestStatus
 from compile_and_serve.runtime.scheduler.step_messages import (
@@ -58,13 +49,11 @@ from compile_and_serve.runtime.scheduler.step_messages import (
     is_users_mistake,
 )
 from compile_and_serve.runtime.scheduler.steps_in_flight import Chunk, StepInFlight
+from compile_and_serve.runtime.speculation.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 256  # prompt tokens of a step whose logits are wanted: each is a row of the whole vocabulary
-HASHED_TOKENS = 1 << 15  # prompt tokens that a step with other work hashes to look for their prefixes, about 2 ms
-MIN_GAINED_TOKENS = 64  # prompt tokens worth waiting a step for, which then need not be computed
-ADMITTED_TOKENS = 1 << 17  # tokens of the requests that a step admits, cached ones included: they take about 5 ms
 
 
 class QueueFullError(RuntimeError):
@@ -76,7 +65,8 @@ class Scheduler:
 
     num_blocks: blocks of the KV cache, over all groups of layers. max_model_len: limit of prompt and output of one
     request together, in tokens; where the whole cache holds fewer, that is the limit. groups: None is one group of
-    `cache.block_size`. num_draft_tokens: of each decode. num_adapter_slots: LoRA adapters that one step may use.
+    `cache.block_size`. num_draft_tokens: of each decode, drafted by the runner. num_adapter_slots: LoRA adapters that one step may use.
+    speculator: drafts here instead.
     """
 
     def __init__(
@@ -89,7 +79,9 @@ class Scheduler:
         groups: Sequence[PagedGroup] | None = None,
         num_draft_tokens: int = 0,
         num_adapter_slots: int = 0,
+        speculator: Speculator | None = None,
     ) -> None:
+        assert speculator is None or not num_draft_tokens, "the runner drafts, and the scheduler too"
         if config.max_num_seqs < 1 or config.token_budget < 1 + num_draft_tokens:
             raise ValueError(
                 f"max_num_seqs must be at least 1 and max_num_batched_tokens at least {1 + num_draft_tokens}, "
@@ -114,18 +106,20 @@ class Scheduler:
         self.max_num_seqs = min(config.max_num_seqs, config.token_budget // (1 + num_draft_tokens))
         self._requests: dict[str, Request] = {}  # all unfinished ones
         self._running: list[Request] = []  # sorted by key
-        self._waiting: list[tuple[tuple[float, ...], Request]] = []  # heap
         self._in_flight: deque[StepInFlight] = deque()
         self._forget_ids: list[str] = []  # for the next step's finished_request_ids
-        # The first waiting request, if it did not fit; how many blocks were spare; what else would let it fit.
-        self._blocked: tuple[Request, int, bytes | None] | None = None
         self._num_added = 0
         self._next_step = 0
-        self._rows_left = 0  # of PROMPT_LOGPROB_ROWS, in the step that is being scheduled
         self._num_preemptions = 0
-        self._adapter_slots = AdapterSlots(num_adapter_slots)
+        self.adapter_slots = AdapterSlots(num_adapter_slots)
         self._adapter_users: Counter[int] = Counter()  # adapter → unfinished requests
-        self._free_slots = FreeSlots(self.max_num_seqs, admit_in_groups=bool(config.admit_in_groups))
+        self._admission = Admission(
+            self.manager,
+            self.adapter_slots,
+            max_num_seqs=self.max_num_seqs,
+            admit_in_groups=bool(config.admit_in_groups),
+        )
+        self._drafting = None if speculator is None else Drafting(speculator)
 
     def add_request(
         self,
@@ -176,7 +170,7 @@ class Scheduler:
             if new.adapter is not None:
                 self._adapter_users[new.adapter] += 1
             self._requests[new.request_id] = new
-            heapq.heappush(self._waiting, (key, new))
+            self._admission.add(new)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests in whatever state they are, without an output. Unknown ids (just finished, say) are ignored."""
@@ -203,12 +197,18 @@ class Scheduler:
         return outputs
 
     def is_adapter_used(self, adapter: int) -> bool:
-        """Whether an unfinished request uses a LoRA adapter."""
-        return self._adapter_users[adapter] > 0
+        """Whether an unfinished request uses a LoRA adapter, or it is pinned."""
+        return self._adapter_users[adapter] > 0 or self.adapter_slots.is_pinned(adapter)
 
     def has_work(self) -> bool:
         """Whether a request is unfinished. A step in flight of finished requests is no work, but must still be updated."""
         return bool(self._requests)
+
+    def forget_device_memory(self) -> None:
+        """The device's memory will be freed: forget cached prefixes and the adapters in its slots. No request may be left."""
+        forgotten = self.manager.reset_prefix_cache()
+        assert forgotten, "a request holds blocks"
+        self.adapter_slots.forget()
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. Returns False, and does nothing, while a request holds blocks."""
@@ -217,9 +217,9 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """The scheduler's part of EngineStats. The fields of the model runner and of the step keep their defaults."""
         manager = self.manager
-        return EngineStats(
+        stats = EngineStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._admission.waiting),
             kv_cache_usage=manager.usage,
             num_free_blocks=manager.pool.num_free,
             num_total_blocks=manager.pool.num_blocks,
@@ -227,11 +227,20 @@ class Scheduler:
             prefix_cache_hits=manager.prefix_hits,
             num_preemptions=self._num_preemptions,
         )
+        if self._drafting is not None:
+            self._drafting.add_to(stats)
+        return stats
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None when nothing can run: no request, or each waits for a step in flight to be updated."""
-        step = StepInFlight(self._next_step)
+        step = StepInFlight(self._next_step, PROMPT_LOGPROB_ROWS)
         decodes = step.decodes
+        drafts: dict[str, list[int]] = {}
+        if self._drafting is not None:
+            proposed = self._drafting.drafts(step, self._running, self._in_flight)
+            if proposed is None:
+                return None
+            drafts = proposed
         num_drafts = self.num_draft_tokens
         count = 1 + num_drafts
         grown: list[CachedRequestData] = []
@@ -241,39 +250,44 @@ class Scheduler:
         # Preemption takes from the end of this list: nothing that this loop has passed is taken back.
         for request in self._running:
             num_computed = request.num_computed_tokens
-            if num_computed >= request.fast_until:
+            wanted = count
+            if drafts:
+                wanted += len(drafts.get(request.request_id, ()))
+            if num_computed + wanted > request.fast_until + count - 1:
                 if num_computed < request.prefill_end:
                     prefilling.append(request)
                     continue
                 if num_computed >= request.decode_end:
                     continue
-                end = min(num_computed + count, request.decode_end)
+                end = min(num_computed + wanted, request.decode_end)
                 if end > request.num_held_tokens and not self._grow(request, end, grown):
                     break
                 request.fast_until = min(request.decode_end, request.num_held_tokens) - num_drafts
-                if end < num_computed + count:
+                if end < num_computed + wanted:
                     shorter[request.request_id] = end - num_computed
-                    num_computed = end - count
-            request.num_computed_tokens = num_computed + count
+                    num_computed = end - wanted
+            request.num_computed_tokens = num_computed + wanted
             decodes.append(request)
 
         scheduled = dict.fromkeys([request.request_id for request in decodes], count)
         budget = self.config.token_budget - count * len(decodes)
-        if shorter:
-            budget += count * len(shorter) - sum(shorter.values())
-            scheduled |= shorter
-        self._rows_left = PROMPT_LOGPROB_ROWS
+        if drafts or shorter:
+            scheduled |= {name: 1 + len(draft) for name, draft in drafts.items() if name in scheduled} | shorter
+            budget = self.config.token_budget - sum(scheduled.values())
+            kept = {name: draft[: scheduled.get(name, 1) - 1] for name, draft in drafts.items()}
+            step.drafts = {name: draft for name, draft in kept.items() if draft}
         for request in prefilling:
-            if budget > 0 and self._has_rows(request):
-                new_ids = self._schedule_chunk(request, budget, step, scheduled)
+            if budget > 0 and step.has_rows(request):
+                new_ids = step.add_chunk(request, budget, scheduled, self.manager)
                 budget -= scheduled[request.request_id]
                 if new_ids is not None:
                     grown.append(CachedRequestData(request_id=request.request_id, new_block_ids=new_ids))
         new_requests: list[NewRequestData] = []
-        if not self._waiting:
-            self._free_slots.was_full = False
-        elif budget > 0 and not self._are_slots_held_back(budget, step):
-            budget = self._admit(budget, step, scheduled, new_requests)
+        admission = self._admission
+        if not admission.waiting:
+            admission.free_slots.was_full = False
+        elif budget > 0:
+            budget = admission.admit(self._running, budget, step, scheduled, new_requests)
         if not scheduled:
             return None
 
@@ -287,11 +301,18 @@ class Scheduler:
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=self.config.token_budget - budget,
             finished_request_ids=forget_ids,
-            adapter_loads=self._adapter_slots.take_new(),
+            adapter_loads=self.adapter_slots.take_new(),
+            drafts=step.drafts,
+            last_tokens={} if self._drafting is None else self._drafting.last_tokens(step),
         )
 
-    def update(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestOutput]:
-        """Take the results of the oldest step in flight; what is new for each of its requests."""
+    def update(
+        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, seconds: float = 0.0
+    ) -> list[RequestOutput]:
+        """Take the results of the oldest step in flight. → what is new for each of its requests
+
+        seconds: the step's duration; 0.0 if unknown.
+        """
         step = self._in_flight.popleft()
         assert step.step == scheduled.step == result.step, (step.step, scheduled.step, result.step)
         outputs: list[RequestOutput] = []
@@ -300,9 +321,12 @@ class Scheduler:
             self._fail(step, result.errors, outputs)
         for chunk in step.chunks:
             self._update_chunk(chunk, result, outputs)
-        if self.num_draft_tokens:
+        if self.num_draft_tokens or step.drafts:
             self._take_back_rejected(step, scheduled, result)
+        if self._drafting is not None and step.decodes:
+            self._drafting.observe(step, result, seconds)
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
+        drafts = step.drafts
         for request in step.decodes:
             status = request.status
             if status is finished:
@@ -318,6 +342,9 @@ class Scheduler:
             is_last = may_end and request.end(output)
             if logprobs and request_id in logprobs:
                 output.new_logprobs = logprobs[request_id][: len(output.new_token_ids)]
+            if drafts and request_id in drafts:
+                output.num_draft_tokens = len(drafts[request_id])
+                output.num_accepted_drafts = min(len(new_ids) - 1, len(output.new_token_ids))
             if status is not running:
                 request.num_pending_steps -= 1
             elif num_tokens > request.next_cache_len:
@@ -359,143 +386,15 @@ class Scheduler:
         request.num_pending_steps = sum(step.samples_for(request) for step in self._in_flight)
         self.manager.free(request)
         if request.adapter is not None:
-            self._adapter_slots.release(request.adapter)
+            self.adapter_slots.release(request.adapter)
         request.fast_until = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self._num_preemptions += 1
         self._forget_ids.append(request.request_id)
-        heapq.heappush(self._waiting, (request.key, request))
-
-    def _admit(
-        self, budget: int, step: StepInFlight, scheduled: dict[str, int], new_requests: list[NewRequestData]
-    ) -> int:
-        """Start waiting requests, in order, until the first that does not fit; the budget that is left."""
-        manager, running = self.manager, self._running
-        manager.hash_budget = HASHED_TOKENS if scheduled else sys.maxsize
-        deferred: list[tuple[tuple[float, ...], Request]] = []
-        not_ready: list[tuple[tuple[float, ...], Request]] = []
-        num_admitted_tokens = 0
-        # A block for each running sequence is kept back: its next decodes should not undo what is admitted now.
-        reserve = len(running)
-        while self._waiting and budget > 0 and len(running) + len(deferred) < self.max_num_seqs:
-            request = self._waiting[0][1]
-            if not request.is_ready:
-                not_ready.append(heapq.heappop(self._waiting))
-                continue
-            if request.adapter is not None and not self._adapter_slots.has_room(request.adapter):
-                # Requests without an adapter may overtake it. All others are set aside at once: they may be many.
-                not_ready += [entry for entry in self._waiting if entry[1].adapter is not None]
-                self._waiting = [entry for entry in self._waiting if entry[1].adapter is None]
-                heapq.heapify(self._waiting)
-                continue
-            num_tokens = len(request.token_ids)
-            if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
-                break
-            num_spare = manager.num_spare - reserve
-            prompt = request.prompt
-            if prompt.deferred_step == step.step and num_tokens == request.num_prompt_tokens:
-                # A sibling was deferred just now: spare the look into the prefix cache.
-                if prompt.num_new_blocks > num_spare:
-                    break
-                deferred.append(heapq.heappop(self._waiting))
-                reserve += prompt.num_new_blocks + 1
-                continue
-            if self._is_blocked(request, num_spare):
-                break
-            prefix = manager.find_prefix(request, step.step)
-            if prefix is None:
-                break
-            num_new = manager.num_new_blocks(request, prefix)
-            if num_new > num_spare:
-                self._blocked = (request, num_spare, prefix.missing_key)
-                break
-            num_gained = prefix.num_tokens - prefix.num_ready_tokens
-            if num_gained >= MIN_GAINED_TOKENS or not self._has_rows(request):
-                deferred.append(heapq.heappop(self._waiting))
-                reserve += num_new + 1
-                if num_tokens == request.num_prompt_tokens:
-                    prompt.deferred_step, prompt.num_new_blocks = step.step, num_new
-                continue
-            if num_gained > 0:
-                prefix = manager.find_prefix(request, step.step, only_ready=True)
-                assert prefix is not None
-                if manager.num_new_blocks(request, prefix) > num_spare:
-                    break
-            heapq.heappop(self._waiting)
-            manager.admit(request, prefix)
-            new_requests.append(self._start(request, budget, step, scheduled))
-            reserve += 1
-            budget -= scheduled[request.request_id]
-            num_admitted_tokens += num_tokens
-        for entry in (*deferred, *not_ready):
-            heapq.heappush(self._waiting, entry)
-        self._free_slots.was_full = len(self._waiting) > len(not_ready) and len(running) == self.max_num_seqs
-        return budget
-
-    def _is_blocked(self, request: Request, num_spare: int) -> bool:
-        """Whether nothing has changed since the request did not fit: neither are more blocks spare, nor has its prefix become
-        longer. Saves the look for its prefix.
-        """
-        if self._blocked is None:
-            return False
-        blocked, num_spare_before, missing_key = self._blocked
-        if blocked is request and num_spare <= num_spare_before and missing_key not in self.manager.pool.cached:
-            return True
-        self._blocked = None
-        return False
-
-    def _start(self, request: Request, budget: int, step: StepInFlight, scheduled: dict[str, int]) -> NewRequestData:
-        """Run an admitted request."""
-        request.status = RequestStatus.RUNNING
-        request.prefill_end = len(request.token_ids)
-        request.prefill_step = step.step
-        request.first_scheduled_time = request.first_scheduled_time or time.time()
-        insort(self._running, request, key=_key)
-        # The list goes into the message, which may be read after we have appended to our copy.
-        token_ids = request.token_ids
-        request.token_ids = token_ids.copy()
-        num_computed = request.num_computed_tokens
-        self._schedule_chunk(request, budget, step, scheduled)
-        step_data = request.step_data
-        if request.adapter is not None:
-            step_data = step_data | {ADAPTER_SLOT: 1 + self._adapter_slots.acquire(request.adapter)}
-        return NewRequestData(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=request.sampling_params,
-            stop_token_ids=sorted(request.stop_ids),
-            block_ids=[block_ids.copy() for block_ids in request.block_ids],
-            num_computed_tokens=num_computed,
-            step_data=step_data,
-        )
-
-    def _are_slots_held_back(self, budget: int, step: StepInFlight) -> bool:
-        num_free = self.max_num_seqs - len(self._running)
-        has_prompts = not step.decodes or bool(step.chunks)
-        return self._free_slots.are_held_back(num_free, self._waiting, budget, has_prompts=has_prompts)
-
-    def _has_rows(self, request: Request) -> bool:
-        return self._rows_left > 0 or not request.wants_prompt_logprobs
-
-    def _schedule_chunk(
-        self, request: Request, budget: int, step: StepInFlight, scheduled: dict[str, int]
-    ) -> list[list[int]] | None:
-        """Put the next tokens of a prefill into the step; the blocks that it got for them."""
-        start = request.num_computed_tokens
-        num_tokens = min(request.prefill_end - start, budget)
-        if request.wants_prompt_logprobs:
-            num_tokens = min(num_tokens, self._rows_left)
-            self._rows_left -= num_tokens
-        end = request.num_computed_tokens = start + num_tokens
-        new_ids = self.manager.grow_for_chunk(request, start, end)
-        if end >= request.next_cache_len:
-            self.manager.cache_blocks(request, end, step.step)
-        samples = end == request.prefill_end
-        step.chunks.append(Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step))
-        scheduled[request.request_id] = num_tokens
-        return new_ids
+        if self._drafting is not None:
+            self._drafting.drop_correction(request)  # it is sent again with all its tokens
+        self._admission.add(request)
 
     def _update_chunk(self, chunk: Chunk, result: ModelRunnerOutput, outputs: list[RequestOutput]) -> None:
         request = chunk.request
@@ -520,7 +419,9 @@ class Scheduler:
             request.wants_prompt_logprobs = False
             # The runner must not compute them again, without a limit of rows, when the request resumes after a preemption.
             request.sampling_params = msgspec.structs.replace(request.sampling_params, prompt_logprobs=None)
-        if request.max_total_tokens == request.num_prompt_tokens:
+        if request.pooling is not None:
+            output.pooled, output.finish_reason = result.pooled[request_id], "stop"
+        elif request.max_total_tokens == request.num_prompt_tokens:
             output.finish_reason = "length"  # max_tokens=0: only the prompt was of interest
         else:
             request.append_tokens(result.sampled_token_ids[request_id], output)
@@ -564,20 +465,17 @@ class Scheduler:
             self.manager.free(request)
             self._forget_ids.append(request.request_id)
             if request.adapter is not None:
-                self._adapter_slots.release(request.adapter)
+                self.adapter_slots.release(request.adapter)
         if request.adapter is not None:
             self._adapter_users[request.adapter] -= 1
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        if self._drafting is not None:
+            self._drafting.forget(request)
         del self._requests[request.request_id]
 
     def _drop_finished(self) -> None:
-        if len(self._running) + len(self._waiting) == len(self._requests):
+        if len(self._running) + len(self._admission.waiting) == len(self._requests):
             return
         self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
-        self._waiting = [entry for entry in self._waiting if entry[1].status is RequestStatus.WAITING]
-        heapq.heapify(self._waiting)
-
-
-def _key(request: Request) -> tuple[float, ...]:
-    return request.key
+        self._admission.drop_finished()

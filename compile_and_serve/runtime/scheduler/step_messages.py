@@ -7,7 +7,9 @@ a step in which the same sequences decode says almost nothing:
   `NewRequestData.token_ids`. The step that computes the last of them samples one token; the steps before it sample none.
 - Every later step of the request is a decode. It computes 1 + d tokens: the last sampled token and d draft tokens. It
   accepts 0 to d of the drafts and samples one more token, so it returns 1 to 1 + d tokens, and the number of computed
-  tokens grows by as many. d is `WorkerInfo.num_draft_tokens`, or fewer close to the length limit.
+  tokens grows by as many. Either the runner drafts: d is `WorkerInfo.num_draft_tokens`, or fewer close to the length limit.
+  Or the scheduler does: the drafts are `SchedulerOutput.drafts`, and d is 0 for other requests. Before and after a step with
+  such drafts nothing is in flight, and `last_tokens` says where its sequences are.
 - The scheduler may schedule a step before it knows how many tokens the steps before it returned. It then counts all
   1 + d of each, and gives blocks for that upper bound. Only the runner knows the true positions.
 - Steps run on the device in the order of `step`. With async scheduling, step k+1 arrives before the tokens of step k
@@ -25,6 +27,7 @@ import msgspec
 
 from compile_and_serve.runtime.lora.request import AdapterTarget
 from compile_and_serve.runtime.messages import StepData, TokenLogprobs
+from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.structured.grammar_error import GRAMMAR_FAILED
 
@@ -67,6 +70,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     block_ids: list[list[int]]
     num_computed_tokens: int
     step_data: StepData = {}
+    pooling: PoolingParams | None = None
 
 
 class CachedRequestData(msgspec.Struct, kw_only=True):
@@ -83,6 +87,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     finished_request_ids: requests that ended or were preempted since the last step. The runner forgets them before it
         takes in `new_requests`: an id may be in both.
     adapter_loads: (slot, adapter) to copy into the device's slots before the step.
+    drafts: draft tokens of decodes, at least one each. last_tokens: number of tokens and last token of every decode in a step with
+        drafts, and of every request of the step before if that had drafts: the runner takes back what it computed beyond.
     """
 
     step: int
@@ -92,6 +98,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     total_num_scheduled_tokens: int
     finished_request_ids: list[str]
     adapter_loads: list[tuple[int, int]] = []
+    drafts: dict[str, list[int]] = {}
+    last_tokens: dict[str, tuple[int, int]] = {}
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True):
@@ -103,6 +111,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: where a request asks for them and the step computed positions a … b-1 of its prompt of P tokens:
         the entries of the prompt tokens a+1 … min(b, P-1), in order (the logits at a position are those of the token
         after it). May be left out when empty.
+    pooled: the result of each pooling request whose prefill is complete.
     errors: request → sentence. The request ends with finish_reason "error" and needs no other entry. `is_users_mistake` tells
         whose fault it is.
     """
@@ -112,6 +121,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     logprobs: dict[str, list[TokenLogprobs]]
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     errors: dict[str, str]
+    pooled: dict[str, Pooled] = {}
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):
@@ -135,6 +145,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     num_draft_tokens: int = 0
     adapter_targets: dict[str, AdapterTarget] | None = None
     compile_report: dict[str, int | float | str]
+    pooling: PoolingInfo | None = None
 
 
 class WorkerStats(msgspec.Struct, kw_only=True, omit_defaults=True):

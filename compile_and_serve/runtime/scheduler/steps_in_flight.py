@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
 from compile_and_serve.runtime.scheduler.request import Request
 
 
@@ -23,11 +24,38 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """Holds requests, not their ids: an id may belong to another request by the time the step is over."""
+    """Holds requests, not their ids: an id may belong to another request by the time the step is over. was_drafting: whether the step
+    waited for all tokens before it, so that it could have drafts. prompt_rows_left: how many more prompt logprobs it may compute.
+    """
 
     step: int
+    prompt_rows_left: int
     decodes: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    was_drafting: bool = False
+
+    def has_rows(self, request: Request) -> bool:
+        """Whether the step may compute a token of the request's prompt: prompt logprobs have a limit."""
+        return self.prompt_rows_left > 0 or not request.wants_prompt_logprobs
+
+    def add_chunk(
+        self, request: Request, budget: int, scheduled: dict[str, int], manager: KVCacheManager
+    ) -> list[list[int]] | None:
+        """Put the next tokens of a prefill into the step, and their number into `scheduled`. Returns the blocks that it got for them."""
+        start = request.num_computed_tokens
+        num_tokens = min(request.prefill_end - start, budget)
+        if request.wants_prompt_logprobs:
+            num_tokens = min(num_tokens, self.prompt_rows_left)
+            self.prompt_rows_left -= num_tokens
+        end = request.num_computed_tokens = start + num_tokens
+        new_ids = manager.grow_for_chunk(request, start, end)
+        if end >= request.next_cache_len:
+            manager.cache_blocks(request, end, self.step)
+        samples = end == request.prefill_end
+        self.chunks.append(Chunk(request, start, end, samples, request.num_preemptions, request.prefill_step))
+        scheduled[request.request_id] = num_tokens
+        return new_ids
 
     def samples_for(self, request: Request) -> bool:
         """Whether the step samples for what the request runs now."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
-from typing import BinaryIO
 
 import msgspec
 
-from compile_and_serve.runtime.child_process import boot_code, boot_input, describe_exit, frame, read_frame
+from compile_and_serve.runtime.child_process import AnsweringProcess, boot_code, describe_exit, frame
 from compile_and_serve.runtime.structured.check_worker import CheckAnswer, CheckRequest
 from compile_and_serve.runtime.structured.grammar import MAX_BYTES, check_kind
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
@@ -38,7 +35,7 @@ class GrammarChecker:
 
     def __init__(self, *, seconds: float = SECONDS) -> None:
         self.seconds = seconds
-        self._idle: list[_Process] = []
+        self._idle: list[AnsweringProcess] = []
         self._slots = threading.Semaphore(MAX_PROCESSES)
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, CheckAnswer] = OrderedDict()
@@ -73,7 +70,7 @@ class GrammarChecker:
     def close(self) -> None:
         """End the idle processes."""
         while self._idle:
-            self._idle.pop().end()
+            self._idle.pop().close()
 
     def _cached(self, key: bytes) -> CheckAnswer | None:
         with self._lock:
@@ -94,10 +91,12 @@ class GrammarChecker:
         with self._slots:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
-            process = process or _Process()
-            answer = process.ask(request, self.seconds)
-            if answer is None:
-                logger.warning("A grammar is refused: the process that checked it %s.", describe_exit(process.end()))
+            process = process or AnsweringProcess(_BOOT)
+            seconds = self.seconds + (0.0 if process.has_started else _START_SECONDS)
+            try:
+                answer = msgspec.msgpack.decode(process.ask(list(frame(request)), seconds), type=CheckAnswer)
+            except OSError:
+                logger.warning("A grammar is refused: the process that checked it %s.", describe_exit(process.close()))
                 return CheckAnswer(error="The grammar is too complex: it exceeds the limits on time, memory or depth")
             with self._lock:
                 self._idle.append(process)
@@ -118,41 +117,6 @@ def _encode(params: StructuredOutputsParams, special: Mapping[str, int]) -> byte
     if len(request) > 4 * MAX_BYTES:
         raise GrammarError(f"It may have at most {MAX_BYTES} characters")
     return request
-
-
-class _Process:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._input: BinaryIO = self._process.stdin  # type: ignore[assignment]
-        self._output: BinaryIO = self._process.stdout  # type: ignore[assignment]
-        self._boot = boot_input(None)
-
-    def ask(self, request: bytes, seconds: float) -> CheckAnswer | None:
-        """None if the process ended or the time is over."""
-        boot, self._boot = self._boot, b""
-        timer = threading.Timer(seconds + (_START_SECONDS if boot else 0.0), self._process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            self._input.writelines((boot, *frame(request)))
-            self._input.flush()
-            content = read_frame(self._output)
-            return None if content is None else msgspec.msgpack.decode(content, type=CheckAnswer)
-        except OSError:
-            return None
-        finally:
-            timer.cancel()
-
-    def end(self) -> int:
-        """Kill the process. Its standard input would end it, too, with this process. → its exit status"""
-        self._process.kill()
-        status = self._process.wait()
-        with contextlib.suppress(OSError):
-            self._input.close()
-        self._output.close()
-        return status
 
 
 @cache

@@ -11,7 +11,7 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
-from compile_and_serve.runtime.structured.json_schema import locate, parse_json, rewrite
+from compile_and_serve.runtime.structured.json_schema import locate, original_path, parse_json, rewrite
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.structured.structural_tag import StructuralTag
 
@@ -121,7 +121,7 @@ def _schema(given: Any, path: str, params: StructuredOutputsParams) -> Any:
         return _why_invalid(json.dumps({"grammars": [{"json_schema": with_options(part)}]}))
 
     if error := fails(schema):
-        place = locate(schema, error, fails)
+        place = original_path(given, locate(schema, error, fails))
         raise GrammarError(f"The schema is not supported: {_first_line(error)}", path + place.removeprefix("$"))
     return with_options(schema)
 
@@ -168,14 +168,14 @@ class _ByteVocabulary:
 
 
 @cache
-def _byte_tokenizer() -> llguidance.LLTokenizer:
+def byte_tokenizer() -> llguidance.LLTokenizer:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_ByteVocabulary()), slices=[])
 
 
 def _why_invalid(grammar: str) -> str | None:
     if "<[" in grammar:  # it may name tokens that the byte vocabulary does not have
         return llguidance.LLMatcher.validate_grammar(grammar, None, limits=limits()) or None
-    matcher = llguidance.LLMatcher(_byte_tokenizer(), grammar, log_level=0, limits=limits())
+    matcher = llguidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limits())
     return matcher.get_error() or why_unsatisfiable(matcher)
 
 
@@ -183,7 +183,7 @@ def first_masks(grammar: str, count: int = 4) -> None:
     """Compute masks along some output, so that a grammar that would overflow the stack does so here."""
     if "<[" in grammar:
         return
-    matcher = llguidance.LLMatcher(_byte_tokenizer(), grammar, log_level=0, limits=limits())
+    matcher = llguidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limits())
     for _ in range(count):
         mask = matcher.compute_bitmask()
         token = next((8 * i + byte.bit_length() - 1 for i, byte in enumerate(mask[:32]) if byte), None)

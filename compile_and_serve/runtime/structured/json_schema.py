@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
+from compile_and_serve.runtime.structured.one_of import Disjointness
 
 MAX_PROPERTIES = 1000  # of one object: the time to compile grows faster than their square
 MAX_DEPTH = 64  # the library's JSON reader gives up at 128 levels, of which a property takes two
@@ -19,6 +20,10 @@ _ONE = (
 )  # fmt: skip
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ANNOTATIONS = frozenset(
+    {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+)
+_DIALECTS = re.compile(r"https?://json-schema\.org/(?:(draft-0[4-7])|(draft/20(?:19-09|20-12)))/schema#?")
 _MAX_TRIES, _MAX_SECONDS = 200, 0.5  # of the search for the place of an error
 
 Fails = Callable[[Any], str | None]  # why the library refuses a schema
@@ -34,41 +39,162 @@ def parse_json(text: str, what: str) -> Any:
         raise GrammarError(f"{what} is not valid JSON: {error}") from None
 
 
-def rewrite(schema: Any, path: str = "$", depth: int = 0) -> Any:
-    """An equivalent schema without some forms that the library refuses.
+def rewrite(schema: Any, path: str = "$") -> Any:
+    """An equivalent or narrower schema without some forms that the library refuses.
 
-    A `format` that it does not know is dropped, since formats are annotations. `uniqueItems: false` says nothing. A `oneOf` of
-    constants that differ is an `anyOf`. What nothing satisfies (`not: {}`) is `false`. Raises `GrammarError`.
+    - A `format` that it does not know is dropped, since formats are annotations. `uniqueItems: false` says nothing.
+    - A `$schema` that it does not know is dropped or spelled as it knows it.
+    - A `oneOf` whose alternatives exclude each other is an `anyOf`. `Disjointness.exclusive` narrows some for this. One of
+      `required` lists of one name each says which of these properties are absent.
+    - `dependencies`, `dependentRequired` and `dependentSchemas`: the property is absent, or the rest holds.
+    - `not` of `required`: an object without one of the properties. What nothing satisfies (`not: {}`) is `false`.
+
+    Raises `GrammarError`.
     """
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, dict):
-        raise GrammarError(f"A schema must be an object or a boolean, got {schema!r:.50}", path)
-    if depth > MAX_DEPTH:
-        raise GrammarError(f"The schema is nested more than {MAX_DEPTH} levels deep", path[:200])
-    if isinstance(schema.get("properties"), dict) and len(schema["properties"]) > MAX_PROPERTIES:
-        count = len(schema["properties"])
-        raise GrammarError(
-            f"An object may have at most {MAX_PROPERTIES} properties, this one has {count}", f"{path}.properties"
-        )
-    if schema.get("not") in ({}, True) and "not" in schema:
-        return False
-    result = dict(schema)
-    if isinstance(result.get("format"), str) and result["format"] not in _FORMATS:
-        del result["format"]
-    if result.get("uniqueItems") is False:
-        del result["uniqueItems"]
-    if "anyOf" not in result and _are_distinct_constants(result.get("oneOf")):
-        result["anyOf"] = result.pop("oneOf")
-    for key, child_path, child in list(_children(result, path)):
-        new = rewrite(child, child_path, depth + 1)
-        if isinstance(key, str):
-            result[key] = new
-        else:
-            name, index = key
-            if result[name] is schema.get(name) or result[name] is schema.get("oneOf"):
+    if isinstance(schema, dict) and isinstance(schema.get("$schema"), str):
+        dialect = schema["$schema"]
+        schema = {name: value for name, value in schema.items() if name != "$schema"}
+        if found := _DIALECTS.fullmatch(dialect):
+            schema["$schema"] = (
+                f"http://json-schema.org/{found[1]}/schema#"
+                if found[1]
+                else f"https://json-schema.org/{found[2]}/schema"
+            )
+    return _Rewriter(schema).rewrite(schema, path, 0)
+
+
+class _Rewriter:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._disjointness: Disjointness | None = None
+
+    def rewrite(self, schema: Any, path: str, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise GrammarError(f"A schema must be an object or a boolean, got {schema!r:.50}", path)
+        if depth > MAX_DEPTH:
+            raise GrammarError(f"The schema is nested more than {MAX_DEPTH} levels deep", path[:200])
+        if isinstance(schema.get("properties"), dict) and len(schema["properties"]) > MAX_PROPERTIES:
+            count = len(schema["properties"])
+            raise GrammarError(
+                f"An object may have at most {MAX_PROPERTIES} properties, this one has {count}", f"{path}.properties"
+            )
+        if schema.get("not") in ({}, True) and "not" in schema:
+            return False
+        result = dict(schema)
+        for name in {*_LISTS, *_MAPS} & result.keys():
+            if isinstance(result[name], (list, dict)):
                 result[name] = result[name].copy()
-            result[name][index] = new
+        for key, child_path, child in list(_children(schema, path)):
+            new = self.rewrite(child, child_path, depth + 1)
+            if isinstance(key, str):
+                result[key] = new
+            else:
+                name, index = key
+                result[name][index] = new
+        if isinstance(result.get("format"), str) and result["format"] not in _FORMATS:
+            del result["format"]
+        if result.get("uniqueItems") is False:
+            del result["uniqueItems"]
+        added: list[Any] = []
+        self._rewrite_one_of(schema, result, added)
+        _rewrite_dependencies(result, added)
+        if (absent := _absent(schema.get("not"))) is not None:
+            del result["not"]
+            added.append(absent)
+        if added and isinstance(result.get("allOf", []), list):
+            result["allOf"] = [*result.get("allOf", []), *added]
+        return result
+
+    def _rewrite_one_of(self, schema: dict[str, Any], result: dict[str, Any], added: list[Any]) -> None:
+        branches = schema.get("oneOf")
+        if not isinstance(branches, list):
+            return
+        names = [_only_required(branch) for branch in branches]
+        alternatives: list[Any]
+        if len(names) > 1 and all(name is not None for name in names) and len(set(names)) == len(names):
+            alternatives = [
+                {"type": "object", "required": [name], "properties": {other: False for other in names if other != name}}
+                for name in names
+            ]
+        else:
+            more = [{} for _ in branches] if _are_distinct_constants(branches) else self._exclusive(branches)
+            if more is None:
+                return
+            alternatives = [_with(new, extra) for new, extra in zip(result["oneOf"], more, strict=True)]
+        del result["oneOf"]
+        if "anyOf" in result:
+            added.append({"anyOf": alternatives})
+        else:
+            result["anyOf"] = alternatives
+
+    def _exclusive(self, branches: list[Any]) -> list[dict[str, Any]] | None:
+        self._disjointness = self._disjointness or Disjointness(self._root)
+        return self._disjointness.exclusive(branches)
+
+
+def _with(schema: Any, more: dict[str, Any]) -> Any:
+    """A schema and additional keywords."""
+    if not more:
+        return schema
+    if isinstance(schema, dict) and "$ref" not in schema and not more.keys() & schema.keys():
+        return {**schema, **more}
+    return {"allOf": [schema, more]}
+
+
+def _only_required(schema: Any) -> str | None:
+    """The property if a schema only says that one property is required."""
+    if not isinstance(schema, dict) or schema.keys() - {"required", *_ANNOTATIONS}:
+        return None
+    names = schema.get("required")
+    return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
+
+
+def _rewrite_dependencies(result: dict[str, Any], added: list[Any]) -> None:
+    for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+        entries = result.get(keyword)
+        if not isinstance(entries, dict) or not all(isinstance(rest, (dict, list, bool)) for rest in entries.values()):
+            continue
+        del result[keyword]
+        for name, rest in entries.items():
+            then = {"required": rest} if isinstance(rest, list) else rest
+            added.append({"anyOf": [{"properties": {name: False}}, then]})
+
+
+def _absent(negated: Any) -> dict[str, Any] | None:
+    """`not` of a schema that only has `required`, or of an `anyOf` of these, as a schema without `not`."""
+    if not isinstance(negated, dict):
+        return None
+    rest = negated.keys() - _ANNOTATIONS
+    if rest == {"anyOf"} and isinstance(negated["anyOf"], list):
+        parts = [_absent(branch) for branch in negated["anyOf"]]
+        return None if None in parts or not parts else {"allOf": parts}
+    names = negated.get("required")
+    if (
+        rest != {"required"}
+        or not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+        or not names
+    ):
+        return None
+    # Values of other types satisfy every `required`.
+    branches = [{"type": "object", "properties": {name: False}} for name in names]
+    return branches[0] if len(branches) == 1 else {"anyOf": branches}
+
+
+def original_path(schema: Any, path: str) -> str:
+    """The path in the schema that was rewritten: as far as it exists, with `oneOf` for the `anyOf` that it became."""
+    result, value = "$", schema
+    for step in re.findall(r'\.[\w$-]+|\["(?:[^"\\]|\\.)*"\]|\[\d+\]', path):
+        key = step[1:] if step[0] == "." else json.loads(step)[0]
+        if key == "anyOf" and isinstance(value, dict) and key not in value and "oneOf" in value:
+            key, step = "oneOf", ".oneOf"
+        try:
+            value = value[key]
+        except (LookupError, TypeError):
+            break
+        result += step
     return result
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, EngineRequest, StepData
-from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_token_ids
+from compile_and_serve.runtime.pooling_params import PoolingParams
+from compile_and_serve.runtime.sampling.checks import verify_bad_words, verify_logprobs, verify_token_ids
 from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
@@ -51,22 +53,27 @@ class InputProcessor:
         add_special_tokens: bool = True,
         truncate: int | None = None,
         max_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "left",
+        pair: str | None = None,
     ) -> list[int]:
         """Token ids of a prompt.
 
         truncate: the request's truncate_prompt_tokens. Without it, a text that cannot fit raises `PromptTooLongError` before
-        it is tokenized. max_tokens: the requested completion, for that message. Raises `TokenizerError` for invalid text.
+        it is tokenized. max_tokens: the requested completion, for that message. truncation_side: of a text that is cut. pair: a second
+        text, which the tokenizer joins to the first as its model expects. Raises `TokenizerError` for invalid text.
         """
         tokenizer = self.require_tokenizer("a text prompt")
-        at_least = len(text) // tokenizer.max_token_chars
+        at_least = (len(text) + len(pair or "")) // tokenizer.max_token_chars
         if truncate is None and at_least > self.limit:
             raise PromptTooLongError(self._too_long(f"at least {at_least}", max_tokens))
+        if pair is not None:
+            return tokenizer.encode_pair(text, pair, add_special_tokens=add_special_tokens)
         # Tokenizing takes about 100 bytes per character, so only as much of a long text is tokenized as can be needed.
         needed = self.limit if truncate is None or truncate < 0 else min(truncate, self.limit)
         size = max(_LONG_TEXT, 4 * needed)
         while size < len(text):
-            part = text[:size] if truncate is None else text[-size:]
-            ids = tokenizer.encode(part, add_special_tokens=False)
+            part = text[:size] if truncate is None or truncation_side == "right" else text[-size:]
+            ids = tokenizer.encode(part, add_special_tokens=add_special_tokens and truncate is not None)
             if len(ids) > needed + _CUT_TOKENS:
                 if truncate is not None:
                     return ids
@@ -117,6 +124,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         step_data: StepData | None = None,
         lora: LoRARequest | None = None,
+        pooling: PoolingParams | None = None,
     ) -> EngineRequest:
         """The engine request for a prompt and parameters that `prepare` has returned."""
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else []
@@ -136,6 +144,7 @@ class InputProcessor:
             step_data=step_data or {},
             prefix_key=None if lora is None else f"lora {lora.lora_int_id}",
             lora=lora,
+            pooling=pooling,
         )
 
     def require_tokenizer(self, what: str) -> Tokenizer:
@@ -187,9 +196,12 @@ class InputProcessor:
 
     def _check_ids(self, params: SamplingParams) -> None:
         verify_token_ids(params, params.stop_token_ids, self.info.vocab_size)
-        for token_id, bias in (params.logit_bias or {}).items():
-            if not -100.0 <= bias <= 100.0:
-                raise SamplingParamsError("logit_bias", f"logit_bias[{token_id}] must be in [-100, 100], got {bias}.")
+        verify_logprobs(params, self.info.max_logprobs, self.info.vocab_size)
+        wrong = {token_id: bias for token_id, bias in (params.logit_bias or {}).items() if not -100.0 <= bias <= 100.0}
+        if wrong:
+            names = ", ".join(f"logit_bias[{token_id}]" for token_id in wrong)
+            values = ", ".join(str(bias) for bias in wrong.values())
+            raise SamplingParamsError("logit_bias", f"{names:.400} must be in [-100, 100], got {values:.400}.")
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
@@ -207,12 +219,12 @@ class InputProcessor:
             return prompt
         limit = self.limit
         if keep == -1:
-            keep = max(limit - max(params.max_tokens or 0, 1), 1)
+            keep = max(limit - (1 if params.max_tokens is None else params.max_tokens), 1)
         elif keep > limit:
             raise SamplingParamsError(
                 "truncate_prompt_tokens", f"truncate_prompt_tokens is {keep}, but the model's limit is {limit} tokens."
             )
-        return prompt[-keep:]
+        return prompt[-keep:] if params.truncation_side == "left" else prompt[:keep]
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences of each word, at the start of a text and after a space."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -57,8 +58,7 @@ def load_generation_defaults(path: str | Path) -> dict[str, float | int]:
     """
     path = Path(path)
     config = _read_json(path / "generation_config.json") if path.is_dir() else {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: config[name] for name in names if isinstance(config.get(name), (int, float))}
+    found = {name: config[name] for name in GENERATION_DEFAULTS if isinstance(config.get(name), (int, float))}
     return {} if config.get("do_sample") is False else found
 
 

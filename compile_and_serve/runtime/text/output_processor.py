@@ -17,6 +17,7 @@ import msgspec
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineRequest, ErrorKind, FinishReason, Sibling, StepData, TokenLogprobs
 from compile_and_serve.runtime.messages import RequestOutput as EngineOutput
+from compile_and_serve.runtime.pooling_params import Pooled, PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.detokenizer import TextStream, make_detokenizer
 from compile_and_serve.runtime.text.input_processor import InputProcessor
@@ -37,10 +38,13 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_drafts: int = 0
     error: str | None = None
     error_kind: ErrorKind = "internal"  # meaningful only with `error`
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
+    pooled: Pooled | None = None
 
     def extend(self, later: CompletionDelta) -> None:
         """Append the next delta of the same completion, as if one step had produced both."""
@@ -52,7 +56,10 @@ class CompletionDelta:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.error_kind = later.error, later.error_kind
+        self.pooled = later.pooled
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
+        self.num_draft_tokens += later.num_draft_tokens
+        self.num_accepted_drafts += later.num_accepted_drafts
 
 
 Sink = Callable[[CompletionDelta], None]
@@ -70,7 +77,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_drafts: int = 0
     error: str | None = None
+    pooled: Pooled | None = None
 
     def add(self, delta: CompletionDelta) -> None:
         """Append the completion's next delta."""
@@ -85,7 +95,10 @@ class CompletionOutput:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        self.num_draft_tokens += delta.num_draft_tokens
+        self.num_accepted_drafts += delta.num_accepted_drafts
         self.error = delta.error
+        self.pooled = delta.pooled
 
 
 class _Sequence:
@@ -124,6 +137,7 @@ class OutputProcessor:
         cache_salt: str | None = None,
         step_data: StepData | None = None,
         lora: LoRARequest | None = None,
+        pooling: PoolingParams | None = None,
     ) -> EngineRequest:
         """Register a request that `InputProcessor.prepare` has prepared. Returns the message to send to the engine, one for all
         completions.
@@ -146,6 +160,7 @@ class OutputProcessor:
             cache_salt=cache_salt,
             step_data=step_data,
             lora=lora,
+            pooling=pooling,
         )
         request.siblings = siblings
         return request
@@ -222,10 +237,13 @@ def _delta(sequence: _Sequence, output: EngineOutput) -> CompletionDelta:
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=output.num_cached_tokens,
+        num_draft_tokens=output.num_draft_tokens,
+        num_accepted_drafts=min(output.num_accepted_drafts, len(token_ids)),
         error=output.error,
         error_kind=output.error_kind,
         queue_seconds=output.queue_seconds,
         prefill_seconds=output.prefill_seconds,
+        pooled=output.pooled,
     )
 
 

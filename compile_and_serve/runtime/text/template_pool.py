@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import select
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
-from compile_and_serve.runtime.child_process import boot_code, boot_input, frame
+from compile_and_serve.runtime.child_process import AnsweringProcess, boot_code, frame
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.template_worker import RenderAnswer, RenderRequest
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -35,8 +31,8 @@ class TemplatePool:
     def __init__(self, *, seconds: float = 10.0) -> None:
         self.seconds = seconds
         self.executor = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="chat-template")
-        self._idle: list[_Process] = []
-        self._busy: set[_Process] = set()
+        self._idle: list[AnsweringProcess] = []
+        self._busy: set[AnsweringProcess] = set()
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(MAX_PROCESSES)
         self._is_closed = False
@@ -87,7 +83,7 @@ class TemplatePool:
             process = self._take()
             is_usable = False
             try:
-                answer = process.ask(parts, self.seconds)
+                answer = msgspec.msgpack.decode(process.ask(parts, self.seconds), type=RenderAnswer)
                 is_usable = True
             except TimeoutError:
                 raise ChatTemplateError(
@@ -101,13 +97,13 @@ class TemplatePool:
             raise ChatTemplateError(answer.error)
         return answer.text
 
-    def _take(self) -> _Process:
+    def _take(self) -> AnsweringProcess:
         with self._lock:
-            process = self._idle.pop() if self._idle else _Process()
+            process = self._idle.pop() if self._idle else AnsweringProcess(_BOOT, environment=_environment())
             self._busy.add(process)
             return process
 
-    def _give_back(self, process: _Process, is_usable: bool) -> None:
+    def _give_back(self, process: AnsweringProcess, is_usable: bool) -> None:
         with self._lock:
             self._busy.discard(process)
             if is_usable and not self._is_closed:
@@ -116,62 +112,5 @@ class TemplatePool:
         process.close()
 
 
-class _Process:
-    """One process of the pool. It answers one request at a time."""
-
-    def __init__(self) -> None:
-        environment = {name: value for name in _ENVIRONMENT if (value := os.environ.get(name)) is not None}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin: IO[bytes] = self._process.stdin
-        self._stdout: IO[bytes] = self._process.stdout
-        self._boot = boot_input(None)
-        os.set_blocking(self._stdin.fileno(), False)
-
-    def ask(self, parts: list[bytes], seconds: float) -> RenderAnswer:
-        """Send the parts of a request, which frees them, and wait for the answer.
-
-        Raises `TimeoutError`, or another `OSError` if the process ends.
-        """
-        deadline = time.monotonic() + seconds
-        boot, self._boot = self._boot, b""
-        self._write(memoryview(boot), deadline)
-        while parts:
-            self._write(memoryview(parts.pop(0)), deadline)
-        head = self._read(8, deadline)
-        return msgspec.msgpack.decode(self._read(int.from_bytes(head, "little"), deadline), type=RenderAnswer)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._stdin.close()
-        self._stdout.close()
-        self._process.wait()
-
-    def _write(self, data: memoryview, deadline: float) -> None:
-        while data:
-            self._wait(self._stdin, select.POLLOUT, deadline)
-            data = data[os.write(self._stdin.fileno(), data[: 1 << 20]) :]
-
-    def _read(self, size: int, deadline: float) -> bytearray:
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            self._wait(self._stdout, select.POLLIN, deadline)
-            count = os.readv(self._stdout.fileno(), [rest])
-            if not count:
-                raise ConnectionResetError
-            rest = rest[count:]
-        return data
-
-    @staticmethod
-    def _wait(stream: IO[bytes], event: int, deadline: float) -> None:
-        poll = select.poll()  # unlike `select.select`, takes file descriptors above 1023
-        poll.register(stream, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-            raise TimeoutError
+def _environment() -> dict[str, str]:
+    return {name: value for name in _ENVIRONMENT if (value := os.environ.get(name)) is not None}

@@ -71,8 +71,15 @@ def main() -> None:
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used) + request.cpu_seconds + 1, hard))
-        stdout.writelines(frame(msgspec.msgpack.encode(answer(request))))
+        stdout.writelines(frame(_encoded(answer(request))))
         stdout.flush()
+
+
+def _encoded(rendered: RenderAnswer) -> bytes:
+    try:
+        return msgspec.msgpack.encode(rendered)
+    except UnicodeEncodeError:  # an escape in the arguments of a tool call can make one
+        return msgspec.msgpack.encode(RenderAnswer(error="The rendered conversation contains a lone surrogate."))
 
 
 def _virtual_memory() -> int:

@@ -93,6 +93,15 @@ class Tokenizer:
                 "The text contains a lone surrogate, which is not a valid Unicode character."
             ) from error
 
+    def encode_pair(self, text: str, pair: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of two texts, joined as the tokenizer's template says. Raises `TokenizerError` as `encode` does."""
+        try:
+            return self.backend.encode_batch_fast([(text, pair)], add_special_tokens=add_special_tokens)[0].ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise TokenizerError(
+                "The text contains a lone surrogate, which is not a valid Unicode character."
+            ) from error
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids without a token are dropped, and bytes that are not UTF-8 become U+FFFD."""
         ids = list(token_ids)

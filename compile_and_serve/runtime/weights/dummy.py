@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from compile_and_serve.compiler.weights.transforms import TensorSpec
-from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight, StoredWeight
+from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight, Mxfp4Weight, QuantizedWeight, StoredWeight
+
+_SPREAD_OF_E2M1 = 2.93  # standard deviation of random codes of MXFP4
 
 
 def dummy_tensors(
@@ -25,6 +28,7 @@ def dummy_tensors(
     checkpoint would store it.
     """
     scales: dict[str, float] = {}
+    mxfp4_scales, mxfp4_codes = set[str](), set[str]()
     group_sizes: dict[str, int] = {}  # by the name of the tensor with each input's group
     for stored in (quantized or {}).values():
         if isinstance(stored, GroupedWeight):  # the codes are random bits
@@ -33,12 +37,19 @@ def dummy_tensors(
             scales |= {
                 tensor: _spread_of_bits(stored.bits) for tensor, _, dtype in stored.tensors if dtype.is_floating_point
             }
-        else:
+        elif isinstance(stored, Mxfp4Weight):
+            mxfp4_scales.add(stored.tensors[1][0])
+            mxfp4_codes.add(stored.tensors[0][0])
+        elif isinstance(stored, QuantizedWeight):
             scales[stored.scale] = _spread(stored.dtype)
     for name, spec in specs.items():
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         if name in group_sizes:
             tensor.copy_(torch.arange(spec.shape[0], device=device) // group_sizes[name])
+        elif name in mxfp4_scales:
+            tensor.fill_(round(math.log2(std / _SPREAD_OF_E2M1)) + 127)
+        elif name in mxfp4_codes:
+            tensor.random_(0, 256, generator=_generator(name, seed, device))
         elif spec.dtype in (torch.int32, torch.uint8):
             limits = torch.iinfo(spec.dtype)
             largest = (

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, select, source_of
-from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight
+from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight, Mxfp4Weight, QuantizedWeight
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights.checkpoint import open_checkpoint
 from compile_and_serve.runtime.weights.dummy import dummy_tensors
@@ -105,10 +105,12 @@ def _quantized_names(spec: ModelSpec) -> set[str]:
     """Names of the quantized weights and their scales."""
     names: set[str] = set()
     for name, stored in spec.quantized_weights.items():
-        if isinstance(stored, GroupedWeight):
-            names |= {tensor for tensor, _, _ in stored.tensors} | set(stored.unused)
-        else:
+        if isinstance(stored, QuantizedWeight):
             names |= {one for one in (name, stored.scale, stored.input_scale) if one is not None}
+            continue
+        names |= {tensor for tensor, _, _ in stored.tensors}
+        if isinstance(stored, GroupedWeight):
+            names |= set(stored.unused)
     return names
 
 
@@ -159,13 +161,19 @@ def _checked_stream(
     grouped = {
         tensor
         for stored in spec.quantized_weights.values()
-        if isinstance(stored, GroupedWeight)
+        if isinstance(stored, GroupedWeight | Mxfp4Weight)
         for tensor, _, _ in stored.tensors
     }
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint.stream(set(wanted)):
             if name in spec.parts and wanted[name] == name:
+                expected_dtype = specs[spec.parts[name].parameter].dtype
+                if tensor.dtype != expected_dtype and (tensor.dtype in LARGEST or expected_dtype in LARGEST):
+                    raise WeightError(
+                        f"{name} in {path} is stored as {tensor.dtype}, but the model's config makes it {expected_dtype}: use the "
+                        "config.json with the quantization_config that belongs to these weights."
+                    )
                 yield name, tensor
                 continue
             expected = specs[wanted[name]]
@@ -203,7 +211,9 @@ def _joined(
             continue
         parameter = part.parameter
         if parameter not in joining:
-            joining[parameter] = torch.empty(specs[parameter].shape, dtype=dtype, device=device)
+            kept = specs[parameter].dtype
+            kept = kept if kept in LARGEST or kept == torch.float32 else dtype
+            joining[parameter] = torch.empty(specs[parameter].shape, dtype=kept, device=device)
         joining[parameter][part.index, part.first_row : part.first_row + part.num_rows].copy_(tensor)
         left[parameter] -= 1
         if left[parameter] == 0:

@@ -48,12 +48,15 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compile-and-serve"
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(model: str, revision: str | None = None) -> Path:
     """The local model folder (Hugging Face layout) or .gguf file for `model`. Known names and Hub ids are downloaded first.
 
-    Raises `WeightError` if it is none of these, or if the download fails.
+    revision: branch, tag or commit of a Hub id. Raises `WeightError` if `model` is none of these, if it has no revisions, or if the
+    download fails.
     """
     path = Path(model).expanduser()
+    if revision is not None and (path.exists() or model.lower() in KNOWN_MODELS or not _HUB_ID.fullmatch(model)):
+        raise WeightError(f"{model!r:.200} is not on the Hugging Face Hub and has no revisions: leave out --revision.")
     if path.is_dir():
         return _inside_folder(path)
     if path.is_file():
@@ -65,7 +68,7 @@ def resolve_model(model: str) -> Path:
         return download_known(known)
     looks_local = path.suffix == ".gguf" or model.startswith(("/", ".", "~"))
     if not looks_local and _HUB_ID.fullmatch(model):
-        return _download_from_hub(model)
+        return _download_from_hub(model, revision)
     raise WeightError(
         f"{model!r} was not found: expected a model folder, a .gguf file, one of the known names "
         f"({', '.join(KNOWN_MODELS)}) or a Hugging Face Hub id like organization/name."
@@ -162,18 +165,20 @@ def _extract(known: KnownModel, folder: Path) -> Path:
     )
 
 
-def _download_from_hub(model: str) -> Path:
+def _download_from_hub(model: str, revision: str | None) -> Path:
     if not _is_installed("huggingface_hub"):
         raise WeightError(
             f"{model!r} is not a local folder, and downloading it from the Hugging Face Hub needs the package "
             "huggingface_hub: install compile-and-serve[hub], or give a local folder."
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RevisionNotFoundError
 
     logger.info("Downloading %s from the Hugging Face Hub", model)
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+    except RevisionNotFoundError:
+        raise WeightError(f"{model!r:.200} has no revision {revision!r:.200} on the Hugging Face Hub.") from None
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise WeightError(

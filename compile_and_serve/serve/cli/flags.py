@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from compile_and_serve.compiler.config import CudaGraphMode, Quantization
+from compile_and_serve.compiler.config import CaptureTime, CudaGraphMode, Quantization
 from compile_and_serve.serve.cli.output import run_command
+from compile_and_serve.serve.cli.server_flags import server_flags
 
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -53,6 +54,10 @@ def parse_counts(text: str) -> list[int]:
 
 def engine_flags(
     *,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a model on the Hugging Face Hub.", rich_help_panel=MODEL_PANEL),
+    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="Folder or file of a tokenizer other than the model's.", rich_help_panel=MODEL_PANEL),
@@ -78,6 +83,36 @@ def engine_flags(
             rich_help_panel=MODEL_PANEL,
         ),
     ] = "auto",
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        typer.Option(
+            help="generate: text. pooling: embeddings or class scores. auto: pooling for checkpoints that are meant for it.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = "auto",
+    pooling_type: Annotated[
+        Literal["last", "mean", "cls"] | None,
+        typer.Option(
+            help="Which hidden states make an embedding: the last token's, the mean, or the first token's. By default what the "
+            "checkpoint's sentence-transformers files say, else last.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = None,
+    max_logprobs: Annotated[
+        int,
+        typer.Option(
+            help="Most log-probabilities per token that a request may ask for; -1: the whole vocabulary, which takes much time "
+            "and memory.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = 20,
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"],
+        typer.Option(
+            help="raw: before penalties, temperature and filters. processed: after them. logits: not normalized.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = "raw_logprobs",
     load_format: Annotated[
         Literal["auto", "dummy"],
         typer.Option(help="dummy: random weights; only the config is read.", rich_help_panel=MODEL_PANEL),
@@ -220,6 +255,13 @@ def engine_flags(
             rich_help_panel=COMPILER_PANEL,
         ),
     ] = None,
+    capture: Annotated[
+        CaptureTime,
+        typer.Option(
+            help="lazy: capture a few sizes before serving, the others when idle or due. all: capture every size first.",
+            rich_help_panel=COMPILER_PANEL,
+        ),
+    ] = "lazy",
     cache_dir: Annotated[
         str | None,
         typer.Option(help="Folder of compiled artifacts. By default the user's cache.", rich_help_panel=COMPILER_PANEL),
@@ -284,6 +326,13 @@ def engine_flags(
         int | None,
         typer.Option(help="Adapters kept in host memory. By default --max-loras.", rich_help_panel=LORA_PANEL),
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help='Speculative decoding, as JSON with vLLM\'s keys, such as {"method": "ngram", "num_speculative_tokens": 5}.',
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
+    ] = None,
     device: Annotated[
         Device,
         typer.Option(help="auto: CUDA if there is a CUDA device, else CPU.", rich_help_panel=DEVICE_PANEL),
@@ -304,10 +353,15 @@ def engine_flags(
 ) -> dict[str, Any]:
     """The flags as arguments of `compile_and_serve.runtime.options.make_engine_config`."""
     return {
+        "revision": revision,
         "tokenizer": tokenizer,
         "dtype": dtype,
         "max_model_len": max_model_len,
         "model_impl": model_impl,
+        "runner": runner,
+        "max_logprobs": max_logprobs,
+        "logprobs_mode": logprobs_mode,
+        "pooling_type": pooling_type,
         "load_format": load_format,
         "seed": seed,
         "kv_cache_dtype": kv_cache_dtype,
@@ -332,6 +386,7 @@ def engine_flags(
         "dump_dir": dump_dir,
         "cudagraph_mode": cudagraph_mode,
         "capture_sizes": None if cudagraph_capture_sizes is None else parse_counts(cudagraph_capture_sizes),
+        "capture": capture,
         "cache_dir": cache_dir,
         "artifact_dir": artifact,
         "use_cache": not no_cache,
@@ -343,28 +398,36 @@ def engine_flags(
         "max_loras": max_loras,
         "max_lora_rank": max_lora_rank,
         "max_cpu_loras": max_cpu_loras,
+        "speculative_config": speculative_config,
         "device": device,
         "attention_backend": attention_backend,
         "num_threads": num_threads,
     }
 
 
+_FLAG_GROUPS: dict[str, Callable[..., dict[str, Any]]] = {
+    "server_options": server_flags,
+    "engine_options": engine_flags,
+}
+
+
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: errors print one sentence, `--verbose` is added, and `engine_options` becomes the engine's flags."""
+    """Wrap a command: errors print one sentence, `--verbose` is added, and parameters named in `_FLAG_GROUPS` become their flags."""
     own = inspect.signature(function, eval_str=True)
-    flags = inspect.signature(engine_flags, eval_str=True)
-    wants_engine = "engine_options" in own.parameters
-    parameters = [p for p in own.parameters.values() if p.name != "engine_options"]
-    if wants_engine:
-        parameters += [p for p in flags.parameters.values() if p.name not in own.parameters]
+    groups = {name: flags for name, flags in _FLAG_GROUPS.items() if name in own.parameters}
+    parameters = [p for p in own.parameters.values() if p.name not in groups]
+    names_of = {}
+    for group, flags in groups.items():
+        of_group = inspect.signature(flags, eval_str=True).parameters
+        names_of[group] = [name for name in of_group if name not in own.parameters]
+        parameters += [of_group[name] for name in names_of[group]]
     verbose_flag = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VerboseFlag)
 
     @wraps(function)
     def wrapper(verbose: bool = False, **values: Any) -> None:
         def run() -> None:
-            if wants_engine:
-                given = {name: values.pop(name) for name in flags.parameters if name not in own.parameters}
-                values["engine_options"] = engine_flags(**given)
+            for group, flags in groups.items():
+                values[group] = flags(**{name: values.pop(name) for name in names_of[group]})
             function(**values)
 
         run_command(run, verbose=verbose)

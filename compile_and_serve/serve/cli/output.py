@@ -13,6 +13,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from compile_and_serve.runtime.logs import JsonHandler, current_format
+
+logger = logging.getLogger(__name__)
+
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 _OUR_LOGGERS = ("benchmarks", "compile_and_serve")
@@ -86,6 +90,26 @@ class StageDisplay:
             self._status.stop()
 
 
+class StageLog:
+    """`StageDisplay` as log records."""
+
+    def __enter__(self) -> StageLog:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __call__(self, stage: str, seconds: float, detail: str = "") -> None:
+        logger.info("Stage %s", stage, extra={"stage": stage, "seconds": round(seconds, 2), "detail": detail})
+
+    def close(self) -> None:
+        """There is nothing to stop."""
+
+
+def use_json_logs() -> None:
+    """Log JSON objects instead of text from now on."""
+    logging.basicConfig(level=logging.getLogger().level, handlers=[JsonHandler()], force=True)
+
+
 def set_up_logging(*, verbose: bool) -> None:
     """Log on stderr: our own loggers at INFO (DEBUG with --verbose), all others at WARNING."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_ConsoleHandler()], force=True)
@@ -107,6 +131,9 @@ def run_command(function: Callable[[], None], *, verbose: bool) -> None:
         raise
     except Exception as error:
         user_error = isinstance(error, ValueError)
+        if current_format() == "json":
+            logger.error("%s", error, exc_info=None if user_error else error)
+            raise typer.Exit(USER_ERROR if user_error else FAILURE) from None
         console = error_console()
         if verbose:
             console.print_exception()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 import time
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, read_api_keys
 from compile_and_serve.serve.cli.flags import COMPILER_PANEL, LORA_PANEL, ModelArgument, parse_size
-from compile_and_serve.serve.cli.output import StageDisplay, error_console
+from compile_and_serve.serve.cli.output import StageDisplay, StageLog, error_console, use_json_logs
 
 if TYPE_CHECKING:
     from compile_and_serve.runtime.messages import EngineInfo
+
+logger = logging.getLogger(__name__)
 
 SERVER_PANEL = "Server"
 
@@ -32,19 +34,6 @@ def serve_command(
             help="Name that clients give in `model` (repeatable). By default the model argument.",
             rich_help_panel=SERVER_PANEL,
         ),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Require this bearer token (repeatable). /graphs also accepts it as a password. Other users can see "
-            f"command lines: prefer --api-key-file or the environment variable {API_KEY_VARIABLE}. With several keys, "
-            "requests share cached prefixes only with requests of the same key.",
-            rich_help_panel=SERVER_PANEL,
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with API keys, one per line.", rich_help_panel=SERVER_PANEL),
     ] = None,
     allowed_origins: Annotated[
         list[str] | None,
@@ -112,13 +101,41 @@ def serve_command(
             rich_help_panel=SERVER_PANEL,
         ),
     ] = False,
+    response_store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for stored responses of /v1/responses, e.g. 256MiB. They are kept for --response-store-seconds. When newer "
+            "ones need the room, the API key with the most loses its oldest. Only the API key that created a response can "
+            "read it. By default none is stored.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    response_store_seconds: Annotated[
+        float, typer.Option(help="Time after which a stored response is dropped.", rich_help_panel=SERVER_PANEL)
+    ] = 86400.0,
+    override_generation_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Sampling defaults that come before those of generation_config.json, e.g. '{\"temperature\": 0.5}'.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        typer.Option(
+            "--enable-tokenizer-info-endpoint",
+            help="Serve /tokenizer_info, with special tokens and chat templates.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = False,
     shutdown_timeout: Annotated[
         float,
         typer.Option(
             help="Seconds that running requests get to finish after SIGINT or SIGTERM.", rich_help_panel=SERVER_PANEL
         ),
     ] = 30.0,
-    access_log: Annotated[bool, typer.Option(help="Log every request.", rich_help_panel=SERVER_PANEL)] = True,
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(
@@ -130,8 +147,8 @@ def serve_command(
     lora_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters below this folder. Anyone who may send "
-            "requests may then load and unload.",
+            help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters below this folder. Without "
+            "--admin-api-key, anyone who may send requests may then load and unload.",
             rich_help_panel=LORA_PANEL,
         ),
     ] = None,
@@ -144,6 +161,7 @@ def serve_command(
         ),
     ] = False,
     *,
+    server_options: dict[str, Any],
     engine_options: dict[str, Any],
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat and completions API, metrics and health checks."""
@@ -165,7 +183,6 @@ def serve_command(
         served_model_names=names,
         host=host,
         port=port,
-        api_keys=read_api_keys(api_key, api_key_file),
         allowed_origins=tuple(allowed_origins or ()),
         max_body_bytes=parse_size(max_body_size),
         prompt_tokens_details=enable_prompt_tokens_details,
@@ -176,16 +193,22 @@ def serve_command(
         reasoning_parser=reasoning_parser,
         response_role=response_role,
         return_tokens_as_token_ids=return_tokens_as_token_ids,
+        response_store_bytes=0 if response_store is None else parse_size(response_store),
+        response_store_seconds=response_store_seconds,
+        override_sampling=parse_sampling_defaults(override_generation_config),
+        tokenizer_info=enable_tokenizer_info_endpoint,
         shutdown_timeout=shutdown_timeout,
-        access_log=access_log,
         lora_modules=tuple(map(_named_path, lora_modules or ())),
         lora_dir=lora_dir,
         graphs_dir=Path(engine_options["dump_dir"]) if enable_graphs else None,
+        **server_options,
     )
     check_names(tool_call_parser, reasoning_parser)
     config = make_engine_config(model, **engine_options)
     started = time.perf_counter()
-    with graphs, StageDisplay() as stages:
+    if settings.log_format == "json":
+        use_json_logs()
+    with graphs, StageLog() if settings.log_format == "json" else StageDisplay() as stages:
 
         def on_ready(url: str, info: EngineInfo) -> None:
             stages.close()
@@ -194,8 +217,13 @@ def serve_command(
             where = f"{replicas} replicas, each " if replicas > 1 else ""
             where += f"{ranks} × " if ranks > 1 else ""
             where += f"{info.device}, {info.dtype}, {info.num_kv_blocks * info.block_size} tokens of KV cache"
+            if settings.log_format == "json":
+                facts = {"url": url, "model": settings.served_model_names[0], "seconds": round(seconds, 1)}
+                logger.info("Serving %s on %s", settings.served_model_names[0], url, extra=facts)
+                return
             error_console().print(f"[bold]Serving {settings.served_model_names[0]} on {url}[/bold]  [dim]{where}[/dim]")
-            error_console().print(f"[dim]ready after {seconds:.1f} s; API page at {url}/docs; Ctrl-C stops[/dim]")
+            pages = f"chat at {url}/, API page at {url}/docs; " if settings.uds is None else ""
+            error_console().print(f"[dim]ready after {seconds:.1f} s; {pages}Ctrl-C stops[/dim]")
             if enable_graphs:
                 how = " (the browser's password prompt takes the API key)" if settings.api_keys else ""
                 error_console().print(f"[dim]compiled graphs: {url}/graphs{how}[/dim]")
@@ -210,3 +238,24 @@ def _named_path(given: str) -> tuple[str, Path]:
     if not (name and separator and path):
         raise ValueError(f"--lora-modules takes NAME=PATH, got {given!r:.200}.")
     return name, Path(path).resolve()
+
+
+def parse_sampling_defaults(given: str | None) -> dict[str, float | int]:
+    """The value of --override-generation-config. Raises `ValueError` for anything but numbers under known names."""
+    import json
+
+    from compile_and_serve.runtime.text.load_tokenizer import GENERATION_DEFAULTS
+
+    try:
+        found = json.loads(given or "{}")
+    except ValueError as error:
+        raise ValueError(f"--override-generation-config must be a JSON object ({error}), got {given!r:.200}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--override-generation-config must be a JSON object, got {given!r:.200}.")
+    for name, value in found.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in GENERATION_DEFAULTS or not is_number:
+            raise ValueError(
+                f"--override-generation-config takes numbers for {', '.join(GENERATION_DEFAULTS)}, got {name!r:.50}: {value!r:.50}."
+            )
+    return found

@@ -129,7 +129,13 @@ def profile_tables(profile: Mapping[str, Any] | None) -> list[Table]:
         (str(row["tokens"]), f"{row['seconds'] * 1e3:.3f}", f"{row['between'] * 1e3:.3f}") for row in profile["steps"]
     ]
     title = f"Whole steps, {profile['context']} tokens of context"
+    loads = [
+        (str(row["tokens"]), str(row["layers"]), str(row["experts"]), f"{row['distinct']:.1f}", f"{row['largest']:.2f}")
+        for row in profile.get("experts", [])
+    ]
+    columns_of_loads = ("tokens", "layers", "experts", "with tokens", "busiest / mean")
     return [
+        *([_table("Experts of a layer, with random weights", columns_of_loads, loads)] if loads else []),
         _table(f"Measured pieces ({device})", columns, lines),
         _table(title, ("tokens", "ms", "between pieces, ms"), steps),
     ]

@@ -10,7 +10,7 @@ from compile_and_serve.serve.errors import ApiError
 from compile_and_serve.serve.protocol.fields import GenerationFields
 
 EXAMPLE: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0.0}
-_PROMPT_SCHEMA: dict[str, Any] = {
+PROMPT_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}},
@@ -31,7 +31,7 @@ class CompletionRequest(GenerationFields):
     # A union type would try each of its four forms on every token id.
     prompt: Any = Field(
         description="A text, a list of texts, a list of token ids, or a list of such lists.",
-        json_schema_extra=_PROMPT_SCHEMA,
+        json_schema_extra=PROMPT_SCHEMA,
     )
     max_tokens: int | None = 16
     logprobs: int | None = None
@@ -40,25 +40,24 @@ class CompletionRequest(GenerationFields):
 
     def prompts(self) -> list[str | list[int]]:
         """The list of prompts. Raises a 400 for any other form."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not isinstance(prompt, list) or not prompt:
-            raise _wrong_prompt()
-        if _are_ids(prompt):
-            return [prompt]
-        if all(isinstance(p, str) for p in prompt) or all(isinstance(p, list) and _are_ids(p) for p in prompt):
-            return prompt
-        raise _wrong_prompt()
+        return prompts_of(self.prompt, "prompt")
+
+
+def prompts_of(given: Any, name: str) -> list[str | list[int]]:
+    """The prompts in a field of that name. Raises a 400 for anything but the forms of `PROMPT_SCHEMA`."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if _are_ids(given):
+            return [given]
+        if all(isinstance(p, str) for p in given) or all(isinstance(p, list) and _are_ids(p) for p in given):
+            return given
+    sentence = f"{name} must be a string, a list of strings, a list of token ids, or a list of lists of token ids."
+    raise ApiError(400, sentence, name)
 
 
 def _are_ids(values: list[Any]) -> bool:
     return all(type(value) is int for value in values)
-
-
-def _wrong_prompt() -> ApiError:
-    sentence = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids."
-    return ApiError(400, sentence, "prompt")
 
 
 RESPONSE_EXAMPLE = {

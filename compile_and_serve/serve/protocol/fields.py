@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.sampling_params import MAX_BAD_WORDS, MAX_STOP_STRINGS, SamplingParams
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.serve.errors import MAX_ECHO, ApiError, user_errors
 from compile_and_serve.serve.protocol.structured import structured_params
@@ -17,15 +17,24 @@ from compile_and_serve.serve.protocol.structured import structured_params
 logger = logging.getLogger(__name__)
 
 MAX_COMPLETIONS = 128  # largest n, as in OpenAI's API
-_MAX_ID = 256  # characters of a client's request id or cache salt
+MAX_ID = 256  # characters of a client's request id or cache salt
+
+_SHOWN = 10  # wrong entries of one field that a message names
 
 _warned: set[str] = set()
 
 
 def _check_bias(value: Any) -> Any:
-    for token_id, bias in value.items() if isinstance(value, dict) else ():
-        if not str(token_id).isdecimal() or not isinstance(bias, (int, float)):
-            raise ValueError(f"token ids must map to numbers, got {token_id!r:.50}: {bias!r:.50}")
+    if not isinstance(value, dict):
+        return value
+    wrong = [
+        f"{token_id!r:.50}: {bias!r:.50}"
+        for token_id, bias in value.items()
+        if not str(token_id).isdecimal() or isinstance(bias, bool) or not isinstance(bias, (int, float))
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(f"token ids must map to numbers, got {', '.join(wrong[:_SHOWN])}{more}")
     return value
 
 
@@ -42,7 +51,17 @@ class _FailFast:
 Integers = Annotated[list[int], _FailFast()]
 Strings = Annotated[list[str], _FailFast()]
 Objects = Annotated[list[dict[str, Any]], _FailFast()]
+Stop = Annotated[
+    str | Strings,
+    Field(
+        description=f"At most {MAX_STOP_STRINGS} texts, none empty.", json_schema_extra={"maxItems": MAX_STOP_STRINGS}
+    ),
+]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_check_bias)]
+
+
+# Limits that `SamplingParams.verify` checks are only documented here.
+_PENALTY: dict[str, Any] = {"minimum": -2, "maximum": 2}
 
 
 class RequestModel(BaseModel):
@@ -65,37 +84,62 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(default=None, description="Put the usage so far into every chunk.")
 
 
-class GenerationFields(RequestModel):
+class SamplingFields(RequestModel):
+    """Sampling and routing fields of every API that generates text. None means the default."""
+
+    temperature: float | None = Field(default=None, json_schema_extra={"minimum": 0})
+    top_p: float | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    top_k: int | None = Field(default=None, lt=2**31, description="0 and -1: off.", json_schema_extra={"minimum": -1})
+    min_p: float | None = Field(default=None, json_schema_extra={"minimum": 0, "maximum": 1})
+    presence_penalty: float | None = Field(default=None, json_schema_extra=_PENALTY)
+    frequency_penalty: float | None = Field(default=None, json_schema_extra=_PENALTY)
+    repetition_penalty: float | None = Field(default=None, json_schema_extra={"minimum": 0.01})
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop_token_ids: Integers | None = None
+    min_tokens: int | None = Field(default=None, json_schema_extra={"minimum": 0})
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: Integers | None = Field(default=None, json_schema_extra={"minItems": 1})
+    bad_words: Strings | None = Field(default=None, json_schema_extra={"maxItems": MAX_BAD_WORDS})
+    logit_bias: LogitBias | None = None
+    speculate: bool | None = Field(
+        default=None, description="False keeps the request out of speculative decoding, which changes no token."
+    )
+    priority: int | None = Field(
+        default=0, ge=-(2**31), lt=2**31, description="Lower values run first; needs --scheduling-policy priority."
+    )
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_ID,
+        description="Requests share cached prefixes only with requests of the same salt.",
+    )
+
+
+class GenerationFields(SamplingFields):
     """Sampling, tracing and routing fields. None means the default."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=1, ge=1, le=MAX_COMPLETIONS)
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(default=None, lt=2**31)
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | Strings | None = None
-    stop_token_ids: Integers | None = None
-    min_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, json_schema_extra={"minimum": 0})
+    stop: Stop | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = Field(
         default=None, description="Accepted without effect: special tokens are always written without spaces."
     )
     truncate_prompt_tokens: int | None = Field(
-        default=None, description="Keep only this many tokens from the prompt's end; -1: as many as fit."
+        default=None, description="Keep only this many tokens of the prompt; -1: as many as fit."
     )
-    prompt_logprobs: int | None = None
-    allowed_token_ids: Integers | None = None
-    bad_words: Strings | None = None
-    logit_bias: LogitBias | None = None
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Where truncate_prompt_tokens cuts tokens off; by default left."
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, description="-1: the whole vocabulary.", json_schema_extra={"minimum": -1}
+    )
+    logprob_token_ids: Integers | None = Field(
+        default=None, description="Also return the log-probabilities of these tokens; needs logprobs."
+    )
     response_format: dict[str, Any] | None = Field(
         default=None, description='{"type": "text"}, "json_object", "json_schema" or "structural_tag".'
     )
@@ -103,16 +147,11 @@ class GenerationFields(RequestModel):
         default=None, description="One of json, json_object, regex, choice, grammar and structural_tag."
     )
 
-    request_id: str | None = Field(default=None, max_length=_MAX_ID)
-    priority: int | None = Field(
-        default=0, ge=-(2**31), lt=2**31, description="Lower values run first; needs --scheduling-policy priority."
+    use_beam_search: bool | None = Field(default=None, description="Return the n likeliest completions, best first.")
+    length_penalty: float | None = Field(
+        default=None, description="Of beam search: above 0 favors long completions; 1 by default."
     )
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=_MAX_ID,
-        description="Requests share cached prefixes only with requests of the same salt.",
-    )
+    request_id: str | None = Field(default=None, max_length=MAX_ID)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -139,9 +178,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "guided_choice": _only((), "guided_choice is not supported: use structured_outputs.choice."),
     "guided_grammar": _only((), "guided_grammar is not supported: use structured_outputs.grammar."),
     "structural_tag": _only((), "structural_tag is not supported here: use structured_outputs.structural_tag."),
-    "use_beam_search": _only((False,), "Beam search is not supported: use n with a temperature above 0."),
-    "length_penalty": _only((1, 1.0), "length_penalty belongs to beam search, which is not supported."),
-    "early_stopping": _only((False,), "early_stopping belongs to beam search, which is not supported."),
+    "early_stopping": _only((False,), "early_stopping is not supported: beam search ends when no beam can improve."),
     "best_of": _only((1,), "best_of is not supported: use n and choose by logprobs."),
     "suffix": _only(("",), "This server does not support suffix (fill in the middle) yet."),
     "chat_template": _only((), "Requests cannot bring a chat template: start the server with --chat-template."),
@@ -193,7 +230,8 @@ def sampling_params(
     fields = (
         "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
         "seed", "stop_token_ids", "min_tokens", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-        "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words",
+        "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "logprob_token_ids",
+        "allowed_token_ids", "bad_words", "speculate",
         "logit_bias",
     )  # fmt: skip
     given = {name: value for name in fields if (value := getattr(body, name)) is not None}

@@ -82,7 +82,7 @@ class LogprobsWriter:
     def _ranked(self, entry: TokenLogprobs) -> dict[str, Any]:
         ranked: dict[str, Any] = {}
         for position, (token_id, logprob) in enumerate(zip(entry.ids, entry.logprobs, strict=True)):
-            rank = position or entry.rank
+            rank = entry.rank_at(position)
             text = self.token(token_id)
             ranked.setdefault(str(token_id), {"logprob": _finite(logprob), "rank": rank, "decoded_token": text})
         return ranked

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from compile_and_serve.serve.admin import AdminRoute
 from compile_and_serve.serve.context import Context
-from compile_and_serve.serve.json_body import JsonRoute
 from compile_and_serve.serve.protocol.fields import RequestModel
 from compile_and_serve.serve.responses import json_response
 from compile_and_serve.serve.routers.common import ERROR_RESPONSES
 
-router = APIRouter(tags=["Adapters"], route_class=JsonRoute)
+router = APIRouter(tags=["Adapters"], route_class=AdminRoute)
 
 
 class UnloadRequest(RequestModel):
@@ -18,15 +18,19 @@ class UnloadRequest(RequestModel):
 
 
 class LoadRequest(UnloadRequest):
-    """lora_path: a folder that PEFT saved, below the server's --lora-dir; relative to it, or absolute."""
+    """lora_path: a folder that PEFT saved, below the server's --lora-dir; relative to it, or absolute.
+
+    pinned: the adapter keeps its slot on the device from its first use until it is unloaded.
+    """
 
     lora_path: str
+    pinned: bool = False
 
 
 @router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter", responses=ERROR_RESPONSES)
 async def load_adapter(body: LoadRequest, context: Context) -> Response:
     """Make an adapter available as a model. Every replica checks its files first."""
-    await context.adapters.load(body.lora_name, body.lora_path)
+    await context.adapters.load(body.lora_name, body.lora_path, pinned=body.pinned)
     return json_response({"status": "loaded", "id": body.lora_name})
 
 

@@ -13,9 +13,11 @@ from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import TokenLogprobs
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
+from compile_and_serve.serve.beam_search import answer_with_beams, check_beam_search
 from compile_and_serve.serve.context import Context, ServerContext
 from compile_and_serve.serve.engine import Generation
 from compile_and_serve.serve.errors import ApiError, user_errors
+from compile_and_serve.serve.generation import failure_event
 from compile_and_serve.serve.json_body import JsonRoute
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.completions import (
@@ -27,7 +29,7 @@ from compile_and_serve.serve.protocol.completions import (
 from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter
 from compile_and_serve.serve.responses import DONE, EventStream, json_response
-from compile_and_serve.serve.routers.common import ERROR_RESPONSES, collect, failure_event, usage_options
+from compile_and_serve.serve.routers.common import ERROR_RESPONSES, EVENTS, collect, usage_options
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
@@ -35,12 +37,17 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 @router.post(
     "/v1/completions",
     summary="Completion",
-    responses={200: {"content": {"application/json": {"example": RESPONSE_EXAMPLE}}}, **ERROR_RESPONSES},
+    responses={200: {"content": {"application/json": {"example": RESPONSE_EXAMPLE}, **EVENTS}}, **ERROR_RESPONSES},
 )
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue one or more prompts. With `stream`, server-sent events of chunks, then `[DONE]`."""
+    context.check_generates()
     await context.check_structure(body.structure())
     answer = await context.prepare(request, lambda: _Answer.prepare(body, request, context))
+    if body.use_beam_search:
+        return await answer_with_beams(
+            body, request, context, answer.prompts, answer.params, answer.complete, **answer.submit_options()
+        )
     if body.stream:
         generation = await answer.submit()
         return EventStream(answer.stream(generation), on_close=generation.close)
@@ -80,6 +87,7 @@ class _Answer:
         """Check the whole request before an answer begins. Raises `ApiError`."""
         model, lora = context.check_model(body.model)
         check_fields(body)
+        check_beam_search(body)
         context.check_priority(body.priority)
         requested = sampling_params(
             body, context.settings.default_sampling, max_tokens=body.max_tokens, logprobs=body.logprobs
@@ -119,20 +127,22 @@ class _Answer:
 
     async def submit(self) -> Generation:
         """Send all prompts to the engine."""
-        return await self.context.engine.submit(
-            self.head["id"],
-            self.prompts,
-            self.params,
-            priority=self.body.priority or 0,
-            cache_salt=self.cache_salt,
-            lora=self.lora,
-        )
+        return await self.context.engine.submit(prompts=self.prompts, params=self.params, **self.submit_options())
+
+    def submit_options(self) -> dict[str, Any]:
+        """Arguments of `AsyncEngine.submit` besides prompts and parameters."""
+        return {
+            "request_id": self.head["id"],
+            "priority": self.body.priority or 0,
+            "cache_salt": self.cache_salt,
+            "lora": self.lora,
+        }
 
     def complete(self, completions: list[CompletionOutput]) -> Response:
         """The answer as one JSON object."""
         choices = []
         for completion in completions:
-            self._count(completion.index, len(completion.token_ids), completion.num_cached_tokens)
+            self._count(completion)
             prompt = self.prompts[completion.index // self.n]
             entries = completion.prompt_logprobs
             choice: dict[str, Any] = {
@@ -174,7 +184,7 @@ class _Answer:
 
     def _events(self, writer: ChunkWriter, delta: CompletionDelta, *, first: bool) -> list[bytes]:
         body = self.body
-        self._count(delta.index, len(delta.token_ids), delta.num_cached_tokens)
+        self._count(delta)
         text = self._echo(delta.index) + delta.text if first else delta.text
         with_tokens = body.logprobs is not None or bool(body.return_token_ids)
         if not text and delta.finish_reason is None and not (with_tokens and (delta.token_ids or first)):
@@ -224,11 +234,11 @@ class _Answer:
         with user_errors():
             return self.context.inputs.require_tokenizer("echo").decode(prompt, skip_special_tokens=False)
 
-    def _count(self, index: int, num_tokens: int, num_cached: int) -> None:
-        self.usage.completion_tokens += num_tokens
+    def _count(self, output: CompletionDelta | CompletionOutput) -> None:
+        self.usage.add(output)
         # The n completions of a prompt share it, so its cached tokens are counted once, like its tokens.
-        if num_cached and index % self.n == 0:
-            self.usage.cached_tokens += num_cached
+        if output.index % self.n == 0:
+            self.usage.cached_tokens += output.num_cached_tokens
 
 
 def _text_body(text: bytes) -> bytes:

@@ -8,13 +8,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from compile_and_serve import __version__
 from compile_and_serve.serve.context import Context
+from compile_and_serve.serve.coordinated_client import CoordinatedClient
 from compile_and_serve.serve.errors import error_response
+from compile_and_serve.serve.metrics import render_families
 from compile_and_serve.serve.responses import json_response
 
 router = APIRouter(tags=["Utility"])
 
 
-@router.get("/health", summary="Whether the engine is alive")
+@router.get(
+    "/health", summary="Whether the engine is alive", responses={503: {"description": "The engine is not healthy"}}
+)
 async def health(context: Context) -> Response:
     """200 while every engine process sends heartbeats; 503 with the reason after 10 seconds of silence, or when one step
     takes more than two minutes. Names the graph passes that failed `--verify-passes`, if any.
@@ -27,16 +31,21 @@ async def health(context: Context) -> Response:
     return json_response({"status": "ok"} | ({"failed_passes": failed} if failed else {}))
 
 
-@router.get("/ready", summary="Whether new requests are accepted")
+@router.get(
+    "/ready",
+    summary="Whether new requests are accepted",
+    responses={503: {"description": "No new requests are accepted"}},
+)
 async def ready(context: Context) -> Response:
-    """200 while new requests are accepted, 503 while the server shuts down or the engine is dead."""
+    """200 while new requests are accepted, 503 while the server sleeps or shuts down or the engine is dead."""
     if not context.engine.ready:
-        return error_response(503, context.engine.dead_reason or "The server is shutting down.")
+        what = "sleeps" if context.engine.sleeping else "is shutting down"
+        return error_response(503, context.engine.dead_reason or f"The server {what}.")
     return json_response({"status": "ready"})
 
 
 @router.post("/ping", include_in_schema=False)
-@router.get("/ping", summary="Whether the server process runs")
+@router.get("/ping", summary="Whether the server process runs", response_class=Response)
 async def ping() -> Response:
     """200 as long as the API process runs."""
     return Response(status_code=200)
@@ -51,10 +60,15 @@ async def version() -> Response:
 @router.get("/load", summary="Sequences in flight")
 async def load(context: Context) -> Response:
     """The number of sequences that wait or run."""
-    return json_response({"server_load": context.engine.num_in_flight})
+    return json_response({"server_load": context.engine.load})
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(context: Context) -> Response:
     """Counters, gauges and histograms in Prometheus' text format."""
-    return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    client = context.engine.client
+    if isinstance(client, CoordinatedClient):
+        text = render_families(await client.all_metrics())
+    else:
+        text = context.metrics.render()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

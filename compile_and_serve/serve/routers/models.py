@@ -19,7 +19,7 @@ async def list_models(context: Context) -> Response:
     return json_response({"object": "list", "data": [_model(name, context) for name in names]})
 
 
-@router.get("/v1/models/{model_id:path}", summary="One model")
+@router.get("/v1/models/{model_id:path}", summary="One model", responses={404: {"description": "No such model"}})
 async def retrieve_model(model_id: str, context: Context) -> Response:
     """One model's card, with its longest sequence in tokens."""
     name, _ = context.check_model(model_id)

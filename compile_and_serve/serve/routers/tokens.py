@@ -16,6 +16,14 @@ router = APIRouter(tags=["Utility"], route_class=JsonRoute)
 MAX_CHARACTERS = 1 << 19  # of a text; tokenizing takes about 100 bytes per character
 
 
+def check_length(text: str, param: str) -> None:
+    """Raise a 413 for a text that is too long to be tokenized here."""
+    if len(text) > MAX_CHARACTERS:
+        raise ApiError(
+            413, f"The text has {len(text)} characters, but at most {MAX_CHARACTERS} are accepted here.", param
+        )
+
+
 @router.post("/tokenize", summary="Text to token ids", responses=ERROR_RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Response:
     """Token ids of a prompt, or of a conversation as the chat endpoint renders it."""
@@ -34,9 +42,7 @@ def _tokenize(body: TokenizeRequest, context: ServerContext) -> Response:
         else:
             text = context.render(body, context.tool_use(body, only_prompt=True))
             add = bool(body.add_special_tokens)
-    if len(text) > MAX_CHARACTERS:
-        sentence = f"The text has {len(text)} characters, but /tokenize accepts at most {MAX_CHARACTERS}."
-        raise ApiError(413, sentence, "messages" if body.prompt is None else "prompt")
+    check_length(text, "messages" if body.prompt is None else "prompt")
     with user_errors():
         ids = tokenizer.encode(text, add_special_tokens=add)
     answer = {"count": len(ids), "max_model_len": context.inputs.info.max_model_len, "tokens": ids}

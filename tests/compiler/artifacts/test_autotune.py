@@ -11,7 +11,8 @@ import torch
 from compile_and_serve.compiler.artifacts import autotune
 from compile_and_serve.compiler.artifacts.autotune import Autotuner
 from compile_and_serve.compiler.compat import fake_mode_with_symbols
-from compile_and_serve.compiler.passes.fuse_silu_mul import _ours, _plain
+from compile_and_serve.compiler.inductor import start_inductor
+from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
 from compile_and_serve.compiler.rewrite.fusion_choice import TOKENS, FusionChoice
 
 CPU = torch.device("cpu")
@@ -40,10 +41,12 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "compile_piece", lambda gm, device, folder: run(run=lambda arguments: gm(*arguments)))
 
 
-def test_inductors_code_is_what_is_measured_against() -> None:
-    choice = Autotuner(CPU, []).choose("fuse_silu_mul", _ours, _plain, [activations()])
+def test_inductors_code_is_what_is_measured_against(tmp_path: Path) -> None:
+    with start_inductor(CPU, tmp_path) as wait:
+        tuner = Autotuner(CPU, [], before_measuring=wait)
+        choice = tuner.choose("fuse_silu_mul", FuseSiluMul.ours, FuseSiluMul.plain, [activations()])
     assert len(choice.ours) == len(choice.inductor) == len(TOKENS)
-    assert all(0 < seconds < 1 for seconds in (*choice.ours, *choice.inductor))
+    assert all(seconds > 0 for seconds in (*choice.ours, *choice.inductor))
 
 
 @pytest.mark.usefixtures("uncompiled")

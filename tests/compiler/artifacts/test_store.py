@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler import CompileConfig, compile_model, pipeline
 from compile_and_serve.compiler.artifacts.store import MANIFEST, ArtifactError, ArtifactStore, Entry
 from compile_and_serve.compiler.inductor import PieceCompileError
-from compile_and_serve.compiler.pipeline import _Compilation
 from tests.support.forkserver import forkserver
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
@@ -252,14 +251,15 @@ def test_an_artifact_with_other_choices_is_used_at_the_next_start(
     starts = _Starts(tmp_path)
     _, expected = starts.start()
     starts.spoil(starts.pieces(tmp_path)[0])
-    build = _Compilation._build
 
-    def otherwise(self: _Compilation, *args: Any) -> Any:
-        plan, pieces = build(self, *args)
-        return replace(plan, outputs=(*plan.outputs, "more")), pieces
+    make_plan = pipeline.make_plan
+
+    def otherwise(*args: Any) -> Any:
+        plan, graphs = make_plan(*args)
+        return replace(plan, results=plan.results + plan.results[:1], outputs=(*plan.outputs, "more")), graphs
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Compilation, "_build", otherwise)
+        patch.setattr(pipeline, "make_plan", otherwise)
         with pytest.raises(PieceCompileError, match="start again to use it"):
             starts.start()
     how, logits = starts.start()

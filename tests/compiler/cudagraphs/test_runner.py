@@ -14,6 +14,7 @@ import torch
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_capture import GraphCaptureError
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.piecewise import max_piecewise_tokens
 from compile_and_serve.compiler.cudagraphs.runner import (
     CudaGraphRunner,
@@ -21,6 +22,7 @@ from compile_and_serve.compiler.cudagraphs.runner import (
     default_sizes,
     piecewise_sizes,
 )
+from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.compiler.model import CompiledModel
 from compile_and_serve.compiler.pieces.plan import PieceStep
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
@@ -313,9 +315,9 @@ def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
     assert estimate == 3200 + sum(kept * size // 16 + 10 for size in (8, 16, 32))
 
 
-def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
+def test_piecewise_replays_equal_plain_steps(shared_cache_dir: Path) -> None:
     """A compiled model, piece by piece: prompts of the same padded size with other tokens, rows of logits and lengths."""
-    spec, model = compiled(tmp_path)
+    spec, model = compiled(shared_cache_dir)
     runner = CudaGraphRunner(model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice())
     ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
     for number, length in enumerate((*[8, 16] * 4, 9, 8)):
@@ -329,8 +331,22 @@ def test_piecewise_replays_equal_plain_steps(tmp_path: Path) -> None:
     assert runner.padded_size(3, 3, 1) == 8  # captured, and no more than twice as many
 
 
-def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piece(tmp_path: Path) -> None:
-    spec, model = compiled(tmp_path)
+def test_sizes_of_an_octave_share_its_first_graph(shared_cache_dir: Path) -> None:
+    """Each octave is captured after four plain steps."""
+    spec, model = compiled(shared_cache_dir)
+    runner = CudaGraphRunner(
+        model, mode="piecewise", max_num_seqs=8, backends=[TorchAttention()], device=FakeDevice(),
+        sizes=(16, 20, 24, 28, 32, 40, 48, 56, 64),
+    )  # fmt: skip
+    state = caches(spec, torch.float32)
+    for length in (20, 24, 28, 20, 32, 40, 64, 56, 48, 64):
+        step(runner, list(range(length)), 0, state)
+    assert {n: runner.padded_size(n, 1, n) for n in (17, 20, 32, 33, 60)} == {17: 32, 20: 32, 32: 32, 33: 64, 60: 64}
+    assert runner.stats.plain_steps == 8
+
+
+def test_decodes_beyond_the_sizes_of_their_own_graphs_are_replayed_piece_by_piece(shared_cache_dir: Path) -> None:
+    spec, model = compiled(shared_cache_dir)
     runner = CudaGraphRunner(
         model, mode="full_and_piecewise", max_num_seqs=8, backends=[Backend()], device=FakeDevice(), sizes=(1, 2)
     )
@@ -364,8 +380,8 @@ def test_a_capture_that_fails_says_of_what() -> None:
         runner.capture_next()
 
 
-def test_idle_moments_capture_every_piecewise_size_once(tmp_path: Path) -> None:
-    spec, model = compiled(tmp_path)
+def test_idle_moments_capture_every_piecewise_size_once(shared_cache_dir: Path) -> None:
+    spec, model = compiled(shared_cache_dir)
     runner = CudaGraphRunner(
         model, mode="full_and_piecewise", max_num_seqs=8, backends=[Backend()], device=FakeDevice(), sizes=(1, 2, 4, 8)
     )
@@ -391,3 +407,23 @@ def test_idle_moments_capture_every_piecewise_size_once(tmp_path: Path) -> None:
     piecewise.capture_pieces_up_to(None)
     step(piecewise, [7] * 16, 0, caches(spec, torch.float32))
     assert piecewise.stats.replays["piecewise"] == 1
+
+
+def test_two_plans_capture_in_turns_and_the_one_that_loses_more_goes_first() -> None:
+    device, stats = FakeDevice(), GraphStats()
+    runner, _, buffers, _ = make(device=device, stats=stats)
+    plain, _, _, _ = make(device=device, stats=stats)
+    graphs = GraphRunners([runner, plain])
+    graphs.bind(buffers.inputs)
+    graphs.capture(2)
+    assert stats.captured["full"] == 4
+    assert graphs.report()["waiting"] == 2 * (len(runner.sizes) - 2)
+    for _ in range(3):
+        run(plain, buffers.inputs(8))  # which has no graph yet: it is padded to none of the captured ones
+    assert plain.largest_loss > runner.largest_loss == 0
+    before = plain.num_waiting
+    assert graphs.capture_next()
+    assert (plain.num_waiting, runner.num_waiting) == (before - 1, len(runner.sizes) - 2)
+    while graphs.capture_next():
+        pass
+    assert stats.captured["full"] == 2 * len(runner.sizes)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from compile_and_serve.compiler import CompileConfig
-from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult
-from tests.compiler.passes.test_tensor_parallel import rewrite
+from compile_and_serve.compiler.passes.quantize_experts import KERNEL
+from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult, SkipReason, tensor_of
+from compile_and_serve.models.registry import build_model
+from tests.compiler.passes.test_tensor_parallel import KERNELS, rewrite
 from tests.models.test_registry import EXPERTS
 from tests.support.tiny_models import tiny_spec
+from tests.support.transformers_models import config_of
 
 LAYERS = 2
+_LARGE = EXPERTS["Qwen3MoeForCausalLM"] | {"moe_intermediate_size": 256}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -42,3 +48,82 @@ def test_features_that_ranks_cannot_share() -> None:
     )
     with pytest.raises(PassError, match="it has 27 features in each expert, which 2 does not divide"):
         rewrite(spec, CompileConfig(tensor_parallel_size=2), verify=False)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_in_mxfp4_keep_their_codes(size: int) -> None:
+    config = config_of(
+        "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128,
+        quantization_config={"quant_method": "mxfp4"},
+    )  # fmt: skip
+    spec = build_model(config, dtype=torch.bfloat16)
+    captured, ctx, records = rewrite(spec, CompileConfig(tensor_parallel_size=size), kernels=KERNELS | {KERNEL})
+    assert records["quantize_experts"].result == PassResult(matched=LAYERS)
+    for record in records.values():
+        if record.verification is not None:
+            assert record.verification.passed, record.verification.reason
+    for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
+        gate_up, down, gate_up_scale, down_scale = (tensor_of(node.args[at]) for at in (3, 4, 12, 13))
+        assert (tuple(gate_up.shape), gate_up.dtype) == ((4, 256 // size, 2, 16), torch.uint8)
+        assert tuple(down.shape) == (4, 64, 4 // size, 16)
+        assert (gate_up_scale.shape, down_scale.shape) == (gate_up.shape[:3], down.shape[:3])
+    del ctx
+
+
+def test_blocks_of_mxfp4_that_ranks_would_divide_are_dequantized() -> None:
+    config = config_of(
+        "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=96,
+        quantization_config={"quant_method": "mxfp4"},
+    )  # fmt: skip
+    _, _, records = rewrite(
+        build_model(config, dtype=torch.bfloat16),
+        CompileConfig(tensor_parallel_size=2),
+        kernels=KERNELS | {KERNEL},
+        verify=False,
+    )
+    result = records["quantize_experts"].result
+    assert isinstance(result, PassResult)
+    assert result.matched == 0
+    assert {miss.reason for miss in result.near_misses} == {
+        "2 ranks would divide a block of columns that share a scale"
+    }
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-block", "int8"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_are_quantized_with_the_linears(quantization: Any, size: int) -> None:
+    spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
+    config = CompileConfig(tensor_parallel_size=size, quantization=quantization)
+    captured, _, records = rewrite(spec, config, kernels=KERNELS | {KERNEL})
+    assert records["quantize_experts"].result == PassResult(matched=LAYERS)
+    verification = records["quantize_experts"].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+    shape = (4, 512 // size // 128, 1) if quantization == "fp8-block" else (4, 512 // size)
+    for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
+        assert tensor_of(node.args[3]).dtype == (torch.int8 if quantization == "int8" else torch.float8_e4m3fn)
+        assert tuple(tensor_of(node.args[12]).shape) == shape
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-block"])
+def test_experts_that_a_checkpoint_holds_in_another_order_are_quantized(quantization: Any) -> None:
+    """gpt-oss: transposed, and gate and up rows alternate."""
+    config = config_of(
+        "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=256
+    )
+    spec = build_model(config, dtype=torch.bfloat16)
+    _, _, records = rewrite(spec, CompileConfig(quantization=quantization), kernels=KERNELS | {KERNEL})
+    assert records["quantize_experts"].result == PassResult(matched=LAYERS)
+    verification = records["quantize_experts"].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+
+
+def test_experts_can_be_excluded_and_stay_where_no_kernel_runs() -> None:
+    spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
+    config = CompileConfig(quantization="fp8", quantization_exclude=("*.experts",))
+    _, _, records = rewrite(spec, config, kernels=KERNELS | {KERNEL}, verify=False)
+    assert records["quantize_experts"].result == PassResult(matched=0)
+    _, _, records = rewrite(spec, CompileConfig(quantization="fp8"), verify=False)
+    reason = "no kernel of quantized experts runs here: they are computed in torch.bfloat16"
+    assert records["quantize_experts"].result == SkipReason(sentence=reason)

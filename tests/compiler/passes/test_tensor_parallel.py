@@ -52,10 +52,11 @@ def rewrite(
     plan: Callable[[dict[str, str]], dict[str, str]] = lambda plan: plan, verify: bool = True,
 ) -> tuple[CapturedGraph, PassContext, dict[str, PassRecord]]:  # fmt: skip
     change(spec.module)
-    captured = capture_spec(spec, torch.bfloat16)
+    captured = capture_spec(spec, torch.bfloat16, quantized=spec.quantized_weights)
     ctx = PassContext(
         device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
         kernels=kernels, tensor_parallel_size=config.tensor_parallel_size, tp_plan=plan(dict(spec.tp_plan)),
+        quantized_weights=spec.quantized_weights,
     )  # fmt: skip
     verifier = PassVerifier(spec.buffers) if verify else None
     records = run_passes(captured.gm, default_passes(config), ctx, disabled, verifier)

@@ -13,6 +13,7 @@ from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.collectives.allreduce_norm import allreduce_add_rms_norm
 from compile_and_serve.custom_ops.collectives.collectives import all_gather, all_reduce, rank_group
+from tests.models.test_registry import EXPERTS
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
@@ -46,13 +47,14 @@ CASES = {
             },
         ),
     ),
+    "latent attention on 2": (2, Case("DeepseekV3ForCausalLM", EXPERTS["DeepseekV3ForCausalLM"])),
     "int8 on 2": (2, Case("LlamaForCausalLM", quantization="int8-weight-only")),
     # 2 key/value heads on 4 ranks; the norms are the all-reduces', not the linears'
     "key/value heads shared by 4": (
         4, Case("Qwen3ForCausalLM", {"attention_bias": True, "vocab_size": 321}, kernels=FUSED | {"allreduce_add_rms_norm"})
     ),
 }  # fmt: skip
-QUICK = ("biases on 2", "experts on 2")
+QUICK = ("biases on 2",)
 
 
 def run_case(case: Case, size: int, rank: int, cache_dir: str | None) -> tuple[torch.Tensor, list[int], dict[str, Any]]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +26,7 @@ from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.compiler.reports.dump_format import REPORT, SCHEMA
 from compile_and_serve.compiler.reports.run_dump import random_inputs, run
 from compile_and_serve.models.registry import build_model
+from tests.models.test_registry import EXPERTS
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
@@ -106,6 +110,19 @@ def test_graphs_run_and_every_line_has_dtype_shape_or_source(tmp_path: Path) -> 
     assert "# bfloat16[tokens, 64]" in text
     for result in results[1:3]:  # up to `merge_linears` the inputs are the same
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
+def test_graphs_with_experts_and_latent_attention_are_programs(tmp_path: Path) -> None:
+    spec = tiny_spec("DeepseekV2ForCausalLM", 2, torch.float32, **EXPERTS["DeepseekV2ForCausalLM"])
+    config = CompileConfig(cache_dir=tmp_path / "store", dump_dir=tmp_path / "dump")
+    compile_model(spec, config, device=CPU, dtype=torch.float32)
+    last = json.loads((tmp_path / "dump" / REPORT).read_text())["graphs"][-1]["file"]
+    done = subprocess.run(
+        [sys.executable, tmp_path / "dump" / last], env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("output 0: float32[3, 320]")
 
 
 def test_report_has_the_passes_and_the_nodes(tmp_path: Path) -> None:

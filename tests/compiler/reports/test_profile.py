@@ -12,6 +12,8 @@ import torch
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.reports import profile
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.serve.inspect.text import profile_tables
+from tests.models.test_registry import EXPERTS
 from tests.support.tiny_models import tiny_spec
 
 CPU = torch.device("cpu")
@@ -64,6 +66,34 @@ def test_work_is_counted_from_the_graph(tmp_path: Path) -> None:
     assert rows["rope_attention"]["flops"] == 4 * profile.CONTEXT * tokens * heads * size
     cached = tokens * profile.CONTEXT * 2 * kv_heads * size
     assert rows["rope_attention"]["bytes"] == 4 * (cached + tokens * (QKV + 2 * size + heads * size))
+
+
+def test_load_of_experts(tmp_path: Path) -> None:
+    tokens = 32
+    spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.float32, **EXPERTS["Qwen3MoeForCausalLM"])
+    model = compile_model(
+        spec, CompileConfig(cache_dir=tmp_path, profile_tokens=(1, tokens)), device=CPU, dtype=torch.float32,
+        kernels=frozenset({"rope_attention", "fused_linear"}), attention_backends={"kv_caches": TorchAttention()},
+    )  # fmt: skip
+    result = model.report["profile"]
+    alone, many = result["experts"]
+    assert alone == {
+        "tokens": 1,
+        "layers": LAYERS,
+        "experts": 4,
+        "distinct": 2.0,
+        "largest": 2.0,
+    }  # two experts of a token
+    assert (many["tokens"], many["layers"]) == (tokens, LAYERS)
+    assert 2 < many["distinct"] <= 4
+    assert 1 <= many["largest"] < 2
+    rows = {(row["name"], row["tokens"]): row for row in result["rows"]}
+    # per expert gate, up and down of 24 features; o_proj, the router and the next layer's qkv
+    macs = 2 * 3 * 24 * HIDDEN + HIDDEN * HIDDEN + HIDDEN * 4 + HIDDEN * QKV
+    assert 2 * tokens * macs <= rows["piece 1", tokens]["flops"] < 2.2 * tokens * macs
+    assert rows["piece 1", 1]["bytes"] < rows["piece 1", tokens]["bytes"]
+    (table,) = [one for one in profile_tables(result) if "Experts" in str(one.title)]
+    assert table.row_count == 2
 
 
 def test_an_artifact_does_not_stand_in_for_a_measurement(tmp_path: Path) -> None:

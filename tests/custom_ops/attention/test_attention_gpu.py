@@ -131,6 +131,36 @@ def test_windows_and_scores(
     assert cases.relative_error(outs[0][:count], outs[1][:count].double()) < (8e-2 if unrounded else LIMIT)
 
 
+@pytest.mark.parametrize("case", ["one token", "decodes", "mixed", "odd block size", "chunk after a cached prefix"])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_latent_attention(case: str, interleaved: bool, cache_dtype: torch.dtype) -> None:
+    """DeepSeek-V2-Lite's heads, against the reference in float32."""
+    heads, nope, rope, values, latent = 16, 128, 64, 128, 512
+    batch, backend = cases.BATCHES[case], TritonAttention()
+    metadata, num_blocks = cases.make_metadata(batch, backend)
+    to_cuda(metadata)
+    tokens, scale = metadata.num_tokens + batch.padding, (nope + rope) ** -0.5
+    merged = random(tokens, heads * (nope + rope) + latent + rope)
+    angles = torch.rand(tokens, rope // 2, device=CUDA).repeat(1, 2) * 6
+    q_THE, kv_a_TE = (
+        merged[:, : heads * (nope + rope)].view(tokens, heads, nope + rope),
+        merged[:, heads * (nope + rope) :],
+    )
+    others = [random(latent), angles.cos().bfloat16(), angles.sin().bfloat16()]
+    kv_b = random(heads * (nope + values), latent) * latent**-0.5
+    cache = random(num_blocks, batch.block_size, latent + rope).to(cache_dtype)
+    args = [q_THE, kv_a_TE, *others, kv_b]
+    expected = TorchAttention().mla_forward(
+        *(one.float() for one in args), cache.clone(), scale, 1e-6, interleaved, metadata
+    )
+    out = backend.mla_forward(*args, cache, scale, 1e-6, interleaved, metadata)
+    # The reference rounds the step's own entries to float8 from float32, not from bfloat16.
+    limit = 2e-2 if cache_dtype == torch.bfloat16 else 5e-2
+    assert cases.relative_error(out[: metadata.num_tokens], expected[: metadata.num_tokens].double()) < limit
+    assert not out[metadata.num_tokens :].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_float8_cache_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
     """Every float8 value and every middle between two, beyond the largest, and NaN; by the decode and by the prompt kernel."""

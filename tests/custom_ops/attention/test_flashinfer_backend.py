@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from compile_and_serve.custom_ops.attention import flashinfer_backend
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.flashinfer_backend import (
+    EXPANDED_BYTES,
     FA3_MIN_QUERY_LEN,
     FA3_MIN_TOKENS,
     WORKSPACE_BYTES,
+    AttentionShape,
     FlashInferAttention,
-    _Shape,
-    _StepPlan,
 )
+from compile_and_serve.custom_ops.attention.triton_expand import expand_pages
 from compile_and_serve.custom_ops.platform import CpuPlatform
 from tests.support import attention_cases as cases
 
 CPU = torch.device("cpu")
-SHAPE = _Shape(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, 0.125)
+SHAPE = AttentionShape(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, 0.125)
 
 
 class FakeModules:
@@ -36,26 +42,57 @@ class FakeModules:
         return {}
 
 
+class Wrapper:
+    """FlashInfer's, of either kind."""
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
+        self.variant = backend
+        self.planned: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        self.planned.append((args, options))
+
+
+@pytest.fixture(autouse=True)
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrappers = {f"BatchPrefillWith{kind}KVCacheWrapper": Wrapper for kind in ("Paged", "Ragged")}
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**wrappers))
+
+
+def with_modules(*variants: str, is_loading: bool = False) -> FlashInferAttention:
+    backend = FlashInferAttention(build=False)
+    modules = FakeModules(variants, is_loading=is_loading)
+    backend.modules = lambda *_: modules  # type: ignore[assignment, method-assign, return-value]
+    return backend
+
+
+def step(backend: FlashInferAttention, lengths: Sequence[int], *, cached: int = 0) -> AttentionMetadata:
+    """Prompts of so many tokens, each after `cached` others."""
+    batch = cases.Batch(query_lens=tuple(lengths), seq_lens=tuple(cached + length for length in lengths))
+    return cases.make_metadata(batch, backend)[0]
+
+
+def variant(backend: FlashInferAttention, shape: AttentionShape, metadata: AttentionMetadata) -> str | None:
+    """The variant of FlashInfer that takes the step; None: Triton."""
+    wrapper = backend.planned_wrapper(shape, CPU, metadata)
+    return None if wrapper is None else wrapper.variant
+
+
 def choices(
     variants: tuple[str, ...], kv_cache_dtype: torch.dtype, *, is_loading: bool = False
 ) -> dict[str, str | None]:
-    """Kind of step → the variant of FlashInfer that takes it, None: Triton."""
-    backend = FlashInferAttention(build=False)
-    backend.modules = lambda *_: FakeModules(variants, is_loading=is_loading)  # type: ignore[assignment, method-assign, return-value]
-    shape = _Shape(8, 2, 64, 16, torch.bfloat16, kv_cache_dtype, 0.125)
-    metadata, _ = cases.make_metadata(cases.BATCHES["prefill"], backend)
-    result: dict[str, str | None] = {}
-    least = FA3_MIN_TOKENS // 512
-    for kind, lengths in {
-        "short": [FA3_MIN_QUERY_LEN - 1], "some": [512] * (least - 1), "many": [512] * least, "long": [FA3_MIN_QUERY_LEN]
-    }.items():  # fmt: skip
-        for is_fresh in (True, False):
-            step = _StepPlan(
-                metadata=metadata, num_single=0, max_query_len=max(lengths), query_start_loc=np.cumsum([0, *lengths]),
-                seq_lens=np.array(lengths), is_fresh=is_fresh, wrappers={},
-            )  # fmt: skip
-            result[f"{kind} fresh" if is_fresh else f"{kind} continued"] = backend._choose(shape, CPU, step)
-    return result
+    """Kind of step → the variant that takes it."""
+    backend = with_modules(*variants, is_loading=is_loading)
+    shape = replace(SHAPE, kv_cache_dtype=kv_cache_dtype)
+    few = FA3_MIN_TOKENS // 512
+    kinds = {
+        "short": [FA3_MIN_QUERY_LEN - 1], "some": [512] * (few - 1), "many": [512] * few, "long": [FA3_MIN_QUERY_LEN]
+    }  # fmt: skip
+    return {
+        f"{kind} {state}": variant(backend, shape, step(backend, lengths, cached=cached))
+        for kind, lengths in kinds.items()
+        for state, cached in (("fresh", 0), ("continued", 16))
+    }
 
 
 def test_no_step_waits_for_modules_that_are_loading() -> None:
@@ -63,44 +100,63 @@ def test_no_step_waits_for_modules_that_are_loading() -> None:
     assert set(choices(("fa3",), torch.bfloat16, is_loading=True).values()) == {None}
 
 
-def test_on_hopper_float8_pages_are_left_to_triton(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_on_hopper_long_prompts_run_in_fa3(kv_cache_dtype: torch.dtype) -> None:
+    assert choices(("fa2", "fa3"), kv_cache_dtype) == {
+        "short fresh": None, "short continued": None, "some fresh": None, "some continued": None,
+        "many fresh": "fa3", "many continued": None, "long fresh": "fa3", "long continued": "fa3",
+    }  # fmt: skip
+
+
+def test_float8_context_too_large_to_expand_is_left_to_triton(caplog: pytest.LogCaptureFixture) -> None:
+    backend = with_modules("fa3")
+    fitting = EXPANDED_BYTES // (2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2)
+    chosen = {}
     with caplog.at_level(logging.INFO, logger="compile_and_serve.custom_ops"):
-        assert choices(("fa2", "fa3"), torch.bfloat16) == {
-            "short fresh": None, "short continued": None, "some fresh": None, "some continued": None,
-            "many fresh": "fa3", "many continued": None, "long fresh": "fa3", "long continued": "fa3",
-        }  # fmt: skip
-        assert "float8" not in caplog.text
-        assert choices(("fa2", "fa3"), torch.float8_e4m3fn) == {
-            "short fresh": None, "short continued": None, "some fresh": None, "some continued": None,
-            "many fresh": "fa3", "many continued": None, "long fresh": "fa3", "long continued": None,
-        }  # fmt: skip
-    assert caplog.text.count("long prompts with a cached prefix use Triton: FlashInfer fa3 does not read float8") == 1
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            for tokens in (fitting, fitting + 1, fitting + 2):
+                metadata = step(backend, [FA3_MIN_QUERY_LEN], cached=tokens - FA3_MIN_QUERY_LEN)
+                chosen[dtype, tokens - fitting] = variant(backend, replace(SHAPE, kv_cache_dtype=dtype), metadata)
+    assert [key for key, choice in chosen.items() if choice is None] == [
+        (torch.float8_e4m3fn, 1),
+        (torch.float8_e4m3fn, 2),
+    ]
+    assert caplog.text.count("would take more than 512 MiB") == 1
 
 
-def some_step(backend: FlashInferAttention, lengths: list[int]) -> _StepPlan:
-    metadata, _ = cases.make_metadata(cases.BATCHES["prefill"], backend)
-    return _StepPlan(
-        metadata=metadata, num_single=0, max_query_len=max(lengths), query_start_loc=np.cumsum([0, *lengths]),
-        seq_lens=np.array(lengths), is_fresh=True, wrappers={},
-    )  # fmt: skip
+def test_expanded_pages_are_the_cached_context() -> None:
+    """Sequences of 5, 16 and 1040 tokens in pages of 16."""
+    backend = with_modules("fa3")
+    lengths = (5, 16, FA3_MIN_QUERY_LEN + 16)
+    batch = cases.Batch(query_lens=(2, 2, FA3_MIN_QUERY_LEN), seq_lens=lengths)
+    metadata, num_blocks = cases.make_metadata(batch, backend)
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(num_blocks, 2, 3, 16, 40, generator=generator).to(torch.float8_e4m3fn)
+    wrapper = backend.planned_wrapper(replace(SHAPE, kv_cache_dtype=torch.float8_e4m3fn), CPU, metadata)
+    [(args, _)] = wrapper.planned
+    assert args[1].tolist() == [0, *np.cumsum(lengths)]
+    assert backend.planned_step is not None
+    assert backend.planned_step.pages_3J is not None
+    keys, values = expand_pages(cache, backend.planned_step.pages_3J, sum(lengths), torch.bfloat16)
+    for part, expanded in enumerate((keys, values)):
+        whole = cache.float()[:, part].transpose(1, 2)  # [N, P, K, E]
+        rows = zip(metadata.block_table, lengths, strict=True)
+        expected = torch.cat([whole[row.long()].flatten(0, 1)[:n] for row, n in rows])
+        torch.testing.assert_close(expanded.float(), expected, rtol=0, atol=0)
 
 
-def test_it_is_not_looked_at_where_nobody_is_to_wait_for_it() -> None:
-    backend = FlashInferAttention()
-    step = some_step(backend, [FA3_MIN_QUERY_LEN])
+def test_modules_are_not_used_where_nothing_may_wait_for_them() -> None:
+    backend = with_modules("fa3")
+    modules = backend.modules
     backend.modules = lambda *_: pytest.fail("asked for modules")  # type: ignore[assignment, method-assign]
     with backend.without_modules():
-        assert backend._choose(SHAPE, CPU, step) is None
-    backend.modules = lambda *_: FakeModules(("fa3",))  # type: ignore[assignment, method-assign, return-value]
-    assert backend._choose(SHAPE, CPU, step) == "fa3"
+        assert variant(backend, SHAPE, step(backend, [FA3_MIN_QUERY_LEN])) is None
+    backend.modules = modules  # type: ignore[method-assign]
+    assert variant(backend, SHAPE, step(backend, [FA3_MIN_QUERY_LEN])) == "fa3"
 
 
 def test_a_plan_is_not_written_over_before_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
-
-    class Wrapper:
-        def plan(self, *args: object, **options: object) -> None:
-            happened.append("plan")
 
     class Event:
         def __init__(self) -> None:
@@ -109,20 +165,22 @@ def test_a_plan_is_not_written_over_before_the_device_has_read_it(monkeypatch: p
         def synchronize(self) -> None:
             happened.append("wait")
 
+    monkeypatch.setattr(Wrapper, "plan", lambda wrapper, *args, **options: happened.append("plan"))
     monkeypatch.setattr(CpuPlatform, "record_event", lambda platform: Event())
-    backend = FlashInferAttention(build=False)
-    backend._workspace = torch.empty(1)
-    wrapper = backend._wrappers["fa3", True] = Wrapper()
-    for _ in range(3):
-        assert backend._plan_wrapper("fa3", SHAPE, CPU, some_step(backend, [FA3_MIN_QUERY_LEN])) is wrapper
+    backend = with_modules("fa3")
+    wrappers = {backend.planned_wrapper(SHAPE, CPU, step(backend, [FA3_MIN_QUERY_LEN])) for _ in range(3)}
+    assert len(wrappers) == 1
     assert happened == ["plan", "record", *["wait", "plan", "record"] * 2]
 
 
 def test_its_workspace_is_known_before_it_is_there() -> None:
-    backend = FlashInferAttention(build=False)
+    backend = with_modules("fa3")
     assert backend.workspace_to_come == WORKSPACE_BYTES
-    backend._workspace = torch.empty(1)
+    assert variant(backend, SHAPE, step(backend, [FA3_MIN_QUERY_LEN])) == "fa3"
     assert backend.workspace_to_come == 0
+    with backend.without_modules():
+        backend.planned_wrapper(replace(SHAPE, kv_cache_dtype=torch.float8_e4m3fn), CPU, step(backend, [8]))
+    assert backend.workspace_to_come == EXPANDED_BYTES
 
 
 def test_elsewhere_all_float8_prompts_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,17 +190,9 @@ def test_elsewhere_all_float8_prompts_are(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("prompts use Triton: FlashInfer fa2 does not read float8") == 1
 
 
-def test_windows_and_caps_are_planned_and_choose_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[dict[str, object]] = []
+def test_windows_and_caps_are_planned_and_choose_their_modules() -> None:
     asked: list[frozenset[str]] = []
-
-    class Wrapper:
-        def plan(self, *args: object, **options: object) -> None:
-            planned.append(options)
-
     backend = FlashInferAttention(build=False)
-    backend._workspace = torch.empty(1)
-    backend._wrappers["fa3", True] = Wrapper()
 
     def modules(dtype: object, head_dim: object, device: object, features: frozenset[str]) -> FakeModules:
         asked.append(features)
@@ -150,12 +200,12 @@ def test_windows_and_caps_are_planned_and_choose_their_modules(monkeypatch: pyte
 
     backend.modules = modules  # type: ignore[assignment, method-assign]
     shape = replace(SHAPE, window=1024, soft_cap=50.0)
-    step = some_step(backend, [FA3_MIN_QUERY_LEN])
-    assert backend._choose(shape, CPU, step) == "fa3"
+    wrapper = backend.planned_wrapper(shape, CPU, step(backend, [FA3_MIN_QUERY_LEN]))
+    assert wrapper.variant == "fa3"
     assert asked == [frozenset(["window", "soft_cap"])]
-    backend._plan_wrapper("fa3", shape, CPU, step)
-    assert planned[0]["window_left"] == 1023  # FlashInfer does not count the token itself
-    assert planned[0]["logits_soft_cap"] == 50.0
+    [(_, options)] = wrapper.planned
+    assert options["window_left"] == 1023  # FlashInfer does not count the token itself
+    assert options["logits_soft_cap"] == 50.0
 
 
 @pytest.mark.parametrize("feature", ["sinks", "alibi", "chunks"])

@@ -254,3 +254,32 @@ def test_what_it_does_not_run_is_said() -> None:
         reason = backend.unsupported_reason(**fine | change)  # type: ignore[arg-type]
         assert reason is not None
         assert word in reason
+
+
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(None, False), (5, False), (8, True)], ids=["full", "window", "chunks"]
+)
+def test_each_draft_token_as_a_decode_of_its_own(window: int | None, chunked: bool) -> None:
+    """Steps of equal query lengths, one sequence of padding: the same as the torch reference, and the same cache."""
+    query_len, seq_lens = 3, [3, 21, 0, 9]
+    metadata = make_metadata([query_len] * 4, seq_lens, 40, window=window, chunked=chunked)
+    metadata.slot_mapping[2 * query_len : 3 * query_len] = -1
+    num_heads, num_kv_heads, head_dim, num_tokens = 4, 2, 16, 4 * query_len
+    q, k, v = (torch.randn(num_tokens, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    cache = random_cache(40, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.float32)
+    other = cache.clone()
+    metadata.add_rows(query_len)
+    metadata.fill_rows(query_len)
+    got = TritonAttention().forward(q, k, v, cache, 0.25, metadata)
+    real = [token for token in range(num_tokens) if token // query_len != 2]
+    starts = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
+    kept = torch.tensor([0, 1, 3])
+    reference = AttentionMetadata(
+        backend=TorchAttention(), query_start_loc=starts, seq_lens=metadata.seq_lens[kept], block_table=metadata.block_table[kept],
+        slot_mapping=metadata.slot_mapping[real], num_seqs=3, num_tokens=9, max_query_len=3, max_seq_len=21, window=window,
+        chunked=chunked,
+    )  # fmt: skip
+    expected = TorchAttention().forward(q[real], k[real], v[real], other, 0.25, reference)
+    torch.testing.assert_close(got[real], expected, rtol=1e-4, atol=1e-5)
+    assert torch.isfinite(got).all()
+    assert torch.equal(cache, other)

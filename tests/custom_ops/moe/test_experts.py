@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_and_serve.custom_ops.moe import triton_experts, triton_order, triton_route
+from compile_and_serve.custom_ops.moe import cuda_experts, triton_experts, triton_order, triton_route
 from compile_and_serve.custom_ops.moe.experts import experts, pack_expert_weights
 from compile_and_serve.custom_ops.moe.route import SMALLEST_SUM, route
 
@@ -81,17 +81,7 @@ def test_triton_kernels_equal_the_definition(
     method: str, num_tokens: int, kind: str, activation: str, biased: bool, dtype: torch.dtype
 ) -> None:  # the interpreter has no products of bfloat16
     x, ids, weights, gate_up, down, gate_up_bias, down_bias = args = operands(num_tokens, kind, dtype, biased)
-    ours = triton_experts._Operands(
-        x,
-        ids,
-        weights,
-        gate_up,
-        down,
-        gate_up_bias,
-        down_bias,
-        activation == "clamped_swiglu",
-        1.5,  # type: ignore[arg-type]
-    )
+    ours = triton_experts.Operands(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, 1.5)  # type: ignore[arg-type]
     if method == "gemv":
         out = triton_experts.run_gemv(ours, gate_up)  # type: ignore[arg-type]
     else:
@@ -104,7 +94,7 @@ def test_residual_is_added(num_tokens: int) -> None:
     args = operands(num_tokens, "even", torch.float32, biased=False)
     residual = torch.randn(num_tokens, D + 2)[:, :D]
     expected = by_loops(args, "silu", 0.0) + residual.double()
-    out = triton_experts.experts(*args, residual_TD=residual)  # type: ignore[arg-type]
+    out = cuda_experts.experts(triton_experts.Operands(*args, residual_TD=residual))  # type: ignore[arg-type]
     assert relative_error(out, expected) < 1e-6
     out = torch.ops.cas.experts(*args, "silu", 0.0, residual)
     assert relative_error(out, expected) < 1e-6
@@ -116,7 +106,7 @@ def test_norm_comes_first(num_tokens: int) -> None:
     weight = torch.randn(D)
     normed = F.rms_norm(args[0].double(), (D,), weight.double(), 1e-5)  # type: ignore[union-attr]
     expected = by_loops([normed, *args[1:]], "silu", 0.0)
-    out = triton_experts.experts(*args, norm_weight_D=weight, eps=1e-5)  # type: ignore[arg-type]
+    out = cuda_experts.experts(triton_experts.Operands(*args, norm_weight_D=weight, eps=1e-5))  # type: ignore[arg-type]
     assert relative_error(out, expected) < 2e-6
     out = torch.ops.cas.experts(*args, "silu", 0.0, None, weight, 1e-5)
     assert relative_error(out, expected) < 2e-6
@@ -126,11 +116,14 @@ def test_norm_comes_first(num_tokens: int) -> None:
 def test_a_thousand_tokens(kind: str) -> None:
     args = operands(1000, kind, torch.float32, biased=False)
     reference = experts(*args)  # type: ignore[arg-type]
-    out = triton_experts.experts(*args)  # type: ignore[arg-type]
+    out = cuda_experts.experts(triton_experts.Operands(*args))  # type: ignore[arg-type]
     assert relative_error(out, reference.double()) < 1e-6
 
 
-@pytest.mark.parametrize(("num_pairs", "num_experts", "block_size"), [(1, 4, 16), (70, 5, 16), (9000, 64, 64)])
+@pytest.mark.parametrize(
+    ("num_pairs", "num_experts", "block_size"),
+    [(1, 4, 16), (70, 5, 16), pytest.param(9000, 64, 64, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("kind", ["even", "to_one"])
 def test_order_has_every_pair_once(num_pairs: int, num_experts: int, block_size: int, kind: str) -> None:
     ids = routing(kind, num_pairs, num_experts, top_k=1)
@@ -150,16 +143,19 @@ def test_order_has_every_pair_once(num_pairs: int, num_experts: int, block_size:
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("num_experts", "num_groups", "top_groups"), [(128, 1, 1), (60, 1, 1), (64, 8, 4), (8, 8, 3)])
+@pytest.mark.parametrize(
+    ("num_experts", "num_groups", "top_groups"), [(128, 1, 1), (60, 1, 1), (64, 8, 4), (8, 8, 3), (60, 5, 2)]
+)
+@pytest.mark.parametrize("group_best", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.pairwise
 def test_route_kernel_equals_reference(
-    scoring: str, num_experts: int, num_groups: int, top_groups: int, biased: bool, renormalize: bool
+    scoring: str, num_experts: int, num_groups: int, top_groups: int, group_best: int, biased: bool, renormalize: bool
 ) -> None:
     logits = torch.randn(11, num_experts + 3)[:, :num_experts]
     bias = torch.randn(num_experts) * 0.3 if biased else None
-    settings = (3, scoring, renormalize, 2.5, bias, num_groups, top_groups)
+    settings = (3, scoring, renormalize, 2.5, bias, num_groups, top_groups, group_best)
     weights, ids = triton_route.route(logits, *settings, smallest_sum=SMALLEST_SUM)
     expected_weights, expected_ids = torch.ops.cas.route(logits, *settings)
     assert torch.equal(ids, expected_ids)

@@ -1,8 +1,8 @@
-"""The kernels of group-quantized linears compile for a Hopper GPU (none is needed) to the instructions that they rely on."""
+"""The kernels of group-quantized linears compile for a Hopper GPU (none is needed), and several programs fit a multiprocessor."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 
@@ -36,41 +36,15 @@ for name, dot, pointer, offset in (
             } | ({"residual_ptr": None} if silu_mul else {}) | ({} if splits > 1 else {"partial_ptr": None, "counter_ptr": None})
             constants |= {} if offset else {"offset_ptr": None}
             kernel = compiled(_group_matmul_kernel, constants, type_of, warps)
-            found[f"{name} {tokens} {silu_mul}"] = {"ptx": kernel.asm["ptx"], "shared": kernel.metadata.shared}
+            found[f"{name} {tokens} {silu_mul}"] = kernel.metadata.shared
     constants = {"BITS": 4, "PARTS_PER_GROUP": 4, "TILE_O": 64, "WORDS": 32, "PDL": True} | ({} if offset else {"offset_ptr": None})
-    found[f"dequantize {name}"] = {"ptx": compiled(_dequantize_kernel, constants, type_of, 4).asm["ptx"]}
+    found[f"dequantize {name}"] = compiled(_dequantize_kernel, constants, type_of, 4).metadata.shared
 print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_script(SCRIPT, tmp_path_factory.mktemp("triton"))
-
-
-def lines(kernel: dict[str, Any], *words: str) -> list[str]:
-    return [line for line in kernel["ptx"].splitlines() if all(word in line for word in words)]
-
-
-@pytest.mark.parametrize("name", ["zeros", "half", "symmetric", "minima"])
-@pytest.mark.parametrize("tokens", [16, 64])
-@pytest.mark.parametrize("silu_mul", [False, True])
-def test_codes_become_operands_in_registers(compiled, name: str, tokens: int, silu_mul: bool) -> None:
-    kernel = compiled[f"{name} {tokens} {silu_mul}"]
-    assert lines(kernel, "cp.async")
-    assert kernel["shared"] <= (48 << 10 if tokens == 16 and not silu_mul else 114 << 10)  # several programs fit
-    conversions = 32 * (2 if silu_mul else 1)
-    assert len(lines(kernel, "lop3.b32", "0x000F000F")) == conversions
-    assert len(lines(kernel, "sub.rn.f16x2" if name == "half" else "sub.rn.bf16x2")) == conversions
-    multiplications = lines(kernel, "wgmma.mma_async")
-    assert len(multiplications) == 8 * ((2 if silu_mul else 1) + (name == "minima"))
-    assert lines(kernel, "cp.async.bulk.prefetch.L2")
-    assert lines(kernel, "prefetch.global.L1")
-    # No conversion of layouts through shared memory inside the loop: as many codes are read as a tile has.
-    assert lines(kernel, "ldmatrix")
-
-
-def test_dequantization_reads_16_bytes_at_a_time(compiled) -> None:
-    for name in ("zeros", "half", "symmetric", "minima"):
-        assert lines(compiled[f"dequantize {name}"], "ld.global", "v4.b32")
-        assert lines(compiled[f"dequantize {name}"], "st.global", "v4.b32")
+def test_kernels_compile_and_several_programs_fit(tmp_path: Path) -> None:
+    shared = run_script(SCRIPT, tmp_path)
+    assert len(shared) == 20
+    for name, num_bytes in shared.items():
+        assert num_bytes <= (48 << 10 if name.endswith("16 False") else 114 << 10), name

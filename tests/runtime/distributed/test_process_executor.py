@@ -9,13 +9,18 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from compile_and_serve.runtime.distributed.executor import RankFailedError
 from compile_and_serve.runtime.distributed.process_executor import DistributedExecutor, LocalRanks
+from compile_and_serve.runtime.distributed.rank_messages import RankFailed
+from compile_and_serve.runtime.distributed.rank_process import RankBootstrap
+from compile_and_serve.runtime.distributed.socket_keys import EngineKeys, RankKeys
 from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError
 from compile_and_serve.runtime.scheduler.step_messages import SchedulerOutput
 from tests.support.engines import tiny_config, write_tiny_model
@@ -243,11 +248,11 @@ def test_an_idle_task_that_never_ends_is_given_up(model_dir: Path, monkeypatch: 
 def test_a_long_step_is_not_given_up_while_ranks_make_progress(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_fake_workers(monkeypatch, model_dir, pause=0.4, collectives=5)
+    use_fake_workers(monkeypatch, model_dir, pause=0.4, collectives=4)
     executor = start(model_dir, Ranks(), stuck_seconds=1.2)
-    assert run(executor, range(2)) == [{"a": [0]}, {"a": [1]}]
+    assert run(executor, range(1)) == [{"a": [0]}]
     time.sleep(1.3)  # idle ranks send no reports
-    assert run(executor, range(2, 3)) == [{"a": [2]}]
+    assert run(executor, range(1, 2)) == [{"a": [1]}]
     executor.shutdown()
 
 
@@ -345,3 +350,52 @@ async def test_a_death_while_the_engine_idles_reaches_the_client(
     await client.shutdown()
     assert client.exit_status == (1 if victim == "rank" else -signal.SIGKILL)
     wait_until(lambda: not any(map(is_running, ranks)))
+
+
+class NetworkRanks(Ranks):
+    """Ranks that are reached over TCP with keys, as those of `RayRanks`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = EngineKeys()
+        self.bootstraps: list[RankBootstrap] = []
+
+    def address(self, name: str) -> str:
+        return "tcp://127.0.0.1:*"
+
+    def launch(self, bootstraps: Sequence[RankBootstrap]) -> None:
+        self.bootstraps = list(bootstraps)
+        super().launch(bootstraps)
+
+
+def test_sockets_with_keys_serve_the_ranks_and_nobody_else(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_workers(monkeypatch, model_dir)
+    ranks = NetworkRanks()
+    executor = start(model_dir, ranks)
+    assert run(executor, range(3)) == [{"a": [number]} for number in range(3)]
+    command, answers = ranks.bootstraps[0].commands, ranks.bootstraps[0].answers
+    known = ranks.keys.ranks
+    lie = msgspec.msgpack.encode(RankFailed(0, "I am not a rank", False))
+    with zmq.Context() as context:
+        strangers = [
+            None,
+            RankKeys(known.engine, *zmq.curve_keypair()),
+            RankKeys(zmq.curve_keypair()[0], known.public, known.secret),
+        ]
+        for keys in strangers:
+            with context.socket(zmq.PUSH) as sender, context.socket(zmq.PULL) as listener:
+                for socket, address in ((sender, answers), (listener, command)):
+                    socket.linger = 0
+                    if keys is not None:
+                        keys.protect(socket)
+                    socket.connect(address)
+                sender.send(lie)  # kept until somebody accepts it
+                assert run(executor, range(3, 6)) == [{"a": [number]} for number in range(3, 6)]
+                assert not listener.poll(200)
+        with context.socket(zmq.PUSH) as sender:  # the same message with a rank's keys is believed
+            known.protect(sender)
+            sender.connect(answers)
+            sender.send(lie)
+            with pytest.raises(RankFailedError, match="I am not a rank"):
+                run(executor, range(6, 5000))  # it may arrive after some steps
+    executor.shutdown()

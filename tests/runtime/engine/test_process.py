@@ -11,8 +11,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ from compile_and_serve.runtime.engine.client import (
     SyncEngine,
 )
 from compile_and_serve.runtime.engine.process import BOOT_CODE, RECEIVED_TOKENS, Bootstrap, EngineProcess
-from compile_and_serve.runtime.messages import AddRequest, RequestOutput, Sibling, StepOutputs
+from compile_and_serve.runtime.messages import AddRequest, RequestOutput, Sibling
 from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
 from tests.support.processes import is_running, wait_until
 
@@ -131,12 +131,12 @@ async def test_a_bad_request_comes_back_as_a_sentence_and_leaves_others_alone(
     good = request("good", [5, 6], max_tokens=20)
     await client.add_request(good)
     await client.add_request(request("bad", [5, 100000]))
-    await client.add_request(request("hot", [5], temperature=9.0))
+    await client.add_request(request("hot", [5], temperature=-9.0))
     await reader.until_finished("good", "bad", "hot")
     bad = reader.outputs["bad"][-1]
     assert (bad.finish_reason, bad.error_kind) == ("error", "invalid")
     assert bad.error == "The prompt has token id 100000, but the model's ids are 0 to 319."
-    assert "temperature must be in [0, 2]" in (reader.outputs["hot"][-1].error or "")
+    assert "temperature must be in [0, 1000000]" in (reader.outputs["hot"][-1].error or "")
     assert len(tokens_of(reader.outputs)["good"]) == 20
 
 
@@ -196,39 +196,27 @@ async def test_utility_calls_are_answered_while_requests_run(engine: tuple[Async
     assert client.is_alive
 
 
-async def test_a_client_that_lags_behind_yields_to_other_tasks(model_dir: Path) -> None:
-    """200 steps of 16 outputs are queued, as if the engine were faster than this process."""
-    client = AsyncEngineClient(tiny_config(model_dir))
-    with zmq.asyncio.Context() as context:
-        client._output, engine = context.socket(zmq.PULL), context.socket(zmq.PUSH, socket_class=zmq.Socket)
-        for socket in (client._output, engine):
-            socket.set_hwm(0)
-        client._output.bind("inproc://outputs")
-        engine.connect("inproc://outputs")
-        for step in range(200):
-            outputs = [RequestOutput(request_id=f"{i}", new_token_ids=[step]) for i in range(16)]
-            engine.send(msgspec.msgpack.encode(StepOutputs(outputs=outputs)))
-        turn = 0
+async def test_a_client_that_lags_behind_yields_to_other_tasks(engine: tuple[AsyncEngineClient, Reader]) -> None:
+    """The engine runs ahead while this process does something else."""
+    client, reader = engine
+    names = [f"ahead{i}" for i in range(16)]
+    for number, name in enumerate(names):
+        await client.add_request(request(name, [1 + number], max_tokens=200, ignore_eos=True))
+    await reader.until(lambda got: all(name in got for name in names))
+    time.sleep(1.0)  # for two of the 200 steps at least
+    counts: list[int] = []
 
-        async def others() -> None:
-            nonlocal turn
-            while True:
-                turn += 1
-                await asyncio.sleep(0)
+    async def others() -> None:
+        while True:
+            counts.append(sum(len(reader.outputs[name]) for name in names))
+            await asyncio.sleep(0)
 
-        tasks = [asyncio.create_task(others()), asyncio.create_task(client._read(asyncio.Future()))]
-        outputs_of_turn: Counter[int] = Counter()
-        steps = []
-        async for brought in client.outputs():
-            outputs_of_turn[turn] += len(brought.outputs)
-            steps.append(brought.outputs[0].new_token_ids[0])
-            if len(steps) == 200:
-                break
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    assert steps == list(range(200))
-    assert max(outputs_of_turn.values()) <= OUTPUTS_PER_TURN
+    task = asyncio.create_task(others())
+    await reader.until_finished(*names)
+    task.cancel()
+    counts.append(sum(len(reader.outputs[name]) for name in names))
+    most = max(after - before for before, after in pairwise(counts))
+    assert 2 * len(names) <= most <= OUTPUTS_PER_TURN
 
 
 async def test_a_full_queue_is_not_reported_as_a_bad_request(model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,6 @@ class Easy(Picky):
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"picky": f"{__name__}:Picky", "missing": "no_such_package.module:Backend", "easy": f"{__name__}:Easy"}
     monkeypatch.setattr(backends, "BACKENDS", known)
-    classes = {"picky": Picky, "easy": Easy}
-
-    def load(name: str) -> object:
-        if name == "missing":
-            raise ImportError("No module named 'no_such_package'")
-        return classes[name]()
-
-    monkeypatch.setattr(backends, "_load", load)
 
 
 @pytest.mark.usefixtures("registry")
@@ -79,7 +72,7 @@ def test_a_forced_backend_that_cannot_run_says_why(name: str, sentence: str) -> 
 
 @pytest.mark.usefixtures("registry")
 def test_when_none_runs_every_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "BACKENDS", {"picky": "", "missing": ""})
+    monkeypatch.delitem(backends.BACKENDS, "easy")
     with pytest.raises(AttentionBackendError, match="picky: it takes bfloat16 only; missing: it cannot be imported"):
         select_attention_backend(None, **CPU)
 
@@ -89,10 +82,20 @@ def test_there_is_one_for_the_cpu() -> None:
     assert select_attention_backend("torch", **CPU).name == "torch"
 
 
+def test_latent_caches_have_one_everywhere() -> None:
+    latent = {**CPU, "head_dim": 576, "num_heads": 16, "num_kv_heads": 1, "features": frozenset(["latent"])}
+    chosen = select_attention_backend(None, **latent)
+    assert chosen.name in ("triton", "torch")  # the kernels where Triton's interpreter is on
+    assert hasattr(chosen, "mla_forward")
+    with pytest.raises(AttentionBackendError, match="no kernel for latent caches"):
+        select_attention_backend("cpu", **latent)
+
+
 @pytest.mark.parametrize("name", backends.BACKENDS)
 def test_every_known_name_is_its_backends_own(name: str) -> None:
+    module, _, attribute = backends.BACKENDS[name].partition(":")
     try:
-        backend = backends._load(name)
+        backend = getattr(import_module(module), attribute)()
     except ImportError as error:
         pytest.skip(f"{name} needs a package that is not installed: {error}")
     assert backend.name == name

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from compile_and_serve.compiler.cudagraphs.runner import GraphStats, PlainRunner
-from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, MemoryInfo
+from compile_and_serve.compiler.cudagraphs.runner import PlainRunner, StepModel
+from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
+from compile_and_serve.custom_ops.platform import CpuPlatform, CudaPlatform, MemoryInfo, platform_of, register_platform
+from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.runner import cuda_graphs
 from compile_and_serve.runtime.runner.memory import DeviceMemoryError, MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.state_memory import KVCacheTooSmallError
+from compile_and_serve.runtime.runner.warm_up import CAPTURED_AT_START
 from compile_and_serve.serve.cli.main import app
 from compile_and_serve.serve.cli.output import USER_ERROR
 from tests.support.engines import tiny_config, write_tiny_model
 
 GIB = 1 << 30
+CPU = torch.device("cpu")
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free."
 
 
@@ -37,17 +45,20 @@ def device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gpu(CpuPlatform):
-    """Says that its memory is its own, of which up to `peak` bytes were in use."""
+    """Says that its memory is its own: `used` bytes are in use, and up to `peak` were."""
 
     shares_host_memory = False
-    peak = 0
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(CPU)
         self.name = "a GPU"
+        self.used = self.peak = 0
 
     def memory(self) -> MemoryInfo:
         return MEMORY
+
+    def used_bytes(self) -> int:
+        return self.used
 
     def peak_bytes(self) -> int:
         return self.peak
@@ -98,7 +109,7 @@ def test_the_cpu_has_no_endless_memory_either() -> None:
             ["--gpu-memory-utilization", "--kv-cache-memory", "--max-model-len"],
         ),
         (
-            "compile_and_serve.runtime.runner.model_runner.ModelRunner.warm_up",
+            "compile_and_serve.runtime.runner.warm_up.run_made_up_step",
             "warming up and capturing CUDA graphs",
             ["--gpu-memory-utilization", "--kv-cache-memory", "--max-num-batched-tokens", "--max-num-seqs"],
         ),
@@ -146,66 +157,86 @@ def test_the_plan_adds_up_and_is_readable() -> None:
     ]
 
 
-def test_what_the_largest_step_takes_is_measured_before_graphs_are_estimated(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class Graphs(PlainRunner):
+    """In the place of `CudaGraphRunner`. Its estimate takes a GiB and resets the allocator's peak; then two graphs are captured."""
+
+    sizes = (1,)
+    largest_loss = num_waiting = 0
+
+    def __init__(self, model: StepModel, *, stats: GraphStats, **options: object) -> None:
+        super().__init__(model)
+        self.stats = stats
+        self.num_left = CAPTURED_AT_START + 2
+
+    def bind(self, *steps: object) -> None: ...
+
+    def estimate_parts(self, max_tokens: int, largest_step: int) -> tuple[int, int]:
+        cast(Gpu, platform_of(CPU)).peak = 1
+        self.stats.estimated_bytes = GIB
+        return GIB, 0
+
+    def capture_next(self) -> bool:
+        self.num_left -= 1
+        self.stats.used_bytes = GIB // 2
+        return self.num_left >= 0
+
+    def capture_pieces_up_to(self, max_tokens: int | None) -> None: ...
+
+    def next_piecewise_size(self) -> int | None:
+        return None
+
+    def report(self) -> dict[str, Any]:
+        return {"full_graphs": 0}
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    """The CPU's platform has memory of its own."""
+    gpu = Gpu()
+    register_platform("cpu", lambda device: gpu)
+    yield gpu
+    register_platform("cpu", CpuPlatform)
+
+
+def test_the_largest_step_is_measured_with_the_workspace_to_come(
+    model_dir: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.used, gpu.peak = 3 * GIB, 5 * GIB
+    config = tiny_config(model_dir, max_num_batched_tokens=64)
+    monkeypatch.setattr(TorchAttention, "workspace_to_come", GIB, raising=False)
+    with caplog.at_level(logging.INFO, logger="compile_and_serve.runtime"):
+        plan = EngineCore(replace(config, attention_backend="torch")).info.compile_report
+    assert [plan[f"memory.{name}"] for name in ("weights", "largest_step", "step_tokens")] == [3 * GIB, 3 * GIB, 64]
+    assert [plan[f"memory.{name}"] for name in ("total", "others", "graphs")] == [80 * GIB, 7 * GIB, 0]
+    assert "  largest step        3.00 GiB  64 tokens" in caplog.text
+    assert "  KV cache            0.00 GiB  8192 tokens" in caplog.text
+
+
+def test_graphs_are_estimated_after_the_largest_step_and_reported_once_all_are_captured(
+    model_dir: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Estimating resets the allocator's peak: what is read afterwards is not the largest step's."""
-    rank = EngineCore(tiny_config(model_dir, max_num_batched_tokens=64))._executor.worker  # type: ignore[attr-defined]
-    gpu = rank.platform = Gpu()
-    gpu.peak = 5 * GIB
-
-    class Graphs(PlainRunner):
-        def bind(self, *inputs: object) -> None: ...
-
-        def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
-            assert (max_tokens, largest_step) == (64, 3 * GIB)
-            gpu.peak = 1
-            return GIB
-
-    rank._graphs = Graphs(rank._model)
-    rank._backends["kv_caches"].workspace_to_come = GIB
-    plan = rank._memory_plan = rank._measure_memory(3 * GIB)
-    assert (plan.weights, plan.largest_step, plan.step_tokens, plan.graphs) == (3 * GIB, 3 * GIB, 64, GIB)
-    assert (plan.total, plan.others) == (80 * GIB, 7 * GIB)
+    gpu.used, gpu.peak, gpu.replays_graphs = 3 * GIB, 5 * GIB, True
+    monkeypatch.setattr(cuda_graphs, "CudaGraphRunner", Graphs)
+    monkeypatch.setattr(cuda_graphs, "CudaGraphs", lambda device: None)
+    config = tiny_config(model_dir, max_num_batched_tokens=64, enforce_eager=False)
+    executor = InProcessExecutor(config, lambda *stage: None)
+    plan = executor.info.compile_report
+    assert [plan[f"memory.{name}"] for name in ("largest_step", "graphs")] == [2 * GIB, GIB]
     with caplog.at_level(logging.INFO, logger="compile_and_serve.runtime"):
-        rank._say_memory(4 * GIB, 1000)
-    assert "  KV cache            4.00 GiB  1000 tokens" in caplog.text
+        assert [executor.idle() for _ in range(4)] == [True, True, False, False]
+    assert caplog.text.count("all sizes are captured: estimated 1.00 GiB for all, took 0.50 GiB.") == 1
 
 
 def test_a_device_without_room_for_a_cache_shows_who_took_it(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model_dir: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core = EngineCore(tiny_config(model_dir))
-    rank = core._executor.worker  # type: ignore[attr-defined]
-    rank.platform = Gpu()
-    rank._config = replace(rank._config, cache=replace(rank._config.cache, num_blocks=None))
-    rank._memory_plan = MemoryPlan(
-        total=80 * GIB, utilization=0.5, others=0, weights=39 * GIB, largest_step=2 * GIB, step_tokens=8192, sampling=0, graphs=0
-    )  # fmt: skip
+    gpu.used, gpu.peak = 32 * GIB, 34 * GIB
+    config = tiny_config(model_dir, num_kv_blocks=None, gpu_memory_utilization=0.5)
     with (
         caplog.at_level(logging.INFO, logger="compile_and_serve.runtime"),
         pytest.raises(KVCacheTooSmallError, match="or raise --gpu-memory-utilization"),
     ):
-        rank._num_blocks()
+        EngineCore(config)
     assert "Memory of a GPU: 80.00 GiB, of which 50% may be used" in caplog.text
     assert "  left               -1.00 GiB" in caplog.text
-
-
-def test_what_graphs_took_is_said_once_all_are_captured(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rank = EngineCore(tiny_config(model_dir))._executor.worker  # type: ignore[attr-defined]
-
-    class Graphs:
-        stats = GraphStats(estimated_bytes=GIB, used_bytes=GIB // 2)
-        left = 2
-
-        def capture_next(self) -> bool:
-            self.left -= 1
-            return self.left >= 0
-
-        def next_piecewise_size(self) -> int | None:
-            return None
-
-    rank._graphs = Graphs()
-    with caplog.at_level(logging.INFO, logger="compile_and_serve.runtime"):
-        assert [rank.idle() for _ in range(4)] == [True, True, False, False]
-    assert caplog.text.count("all sizes are captured: estimated 1.00 GiB for all, took 0.50 GiB.") == 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
+from compile_and_serve.runtime.runner import warm_up
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from tests.support.engines import tiny_config, write_tiny_model
 
@@ -18,25 +20,37 @@ def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_servi
 ) -> None:
     asked: list[torch.device] = []
     ran: list[int] = []
-    warm_up = ModelRunner.warm_up
+    run = warm_up.run_made_up_step
 
     def counts(device: torch.device, max_tokens: int) -> tuple[int, ...]:
         asked.append(device)
         assert ran, "what has not run yet has asked for nothing"
         return (5, max_tokens)
 
-    def recorded(self: ModelRunner, num_tokens: int, num_seqs: int) -> None:
+    def recorded(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:
         ran.append(num_tokens)
-        warm_up(self, num_tokens, num_seqs)
+        run(runner, num_tokens, num_seqs)
 
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.unmeasured_token_counts", counts)
-    monkeypatch.setattr(ModelRunner, "warm_up", recorded)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.warm_up.unmeasured_token_counts", counts)
+    monkeypatch.setattr(warm_up, "run_made_up_step", recorded)
     config = tiny_config(write_tiny_model(tmp_path))
     executor = InProcessExecutor(config, lambda *_: None)
     assert asked == [torch.device("cpu")]
     assert ran[-1] == 5  # what decodes need at once, the rest when there is time
     assert executor.idle()
     assert ran[-2:] == [5, max(config.scheduler.token_budget, config.scheduler.max_num_seqs)]
+    assert not executor.idle()
+
+
+def test_nothing_is_left_for_idle_moments_where_all_is_to_be_captured_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compile_and_serve.runtime.runner.warm_up.unmeasured_token_counts", lambda *_: (5, 40, 70))
+    config = tiny_config(write_tiny_model(tmp_path))
+    stages: list[str] = []
+    config = replace(config, compile=replace(config.compile, capture="all"))
+    executor = InProcessExecutor(config, lambda stage, *_: stages.append(stage))
+    assert stages[-1] == "capture all"
     assert not executor.idle()
 
 

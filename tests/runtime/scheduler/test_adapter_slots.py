@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import pytest
+
 from compile_and_serve.runtime.config import CacheConfig, SchedulerConfig
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineRequest
@@ -34,6 +36,25 @@ def test_a_slot_that_changes_twice_before_a_step_is_loaded_once() -> None:
     slots.release(1)
     slots.acquire(2)
     assert slots.take_new() == [(0, 2)]
+
+
+def test_pinned_adapters_keep_their_slots_and_leave_one() -> None:
+    slots = AdapterSlots(2)
+    slots.pin(7)
+    assert slots.acquire(7) == 0
+    slots.release(7)
+    for other in (8, 9):  # 7 was used less recently
+        assert slots.has_room(other)
+        assert slots.acquire(other) == 1
+        slots.release(other)
+    with pytest.raises(ValueError, match="1 adapters are pinned"):
+        slots.pin(8)
+    slots.acquire(9)
+    assert not slots.has_room(8)
+    slots.unpin(7)
+    assert slots.acquire(8) == 0
+    with pytest.raises(ValueError, match="raise --max-loras"):
+        AdapterSlots(1).pin(1)
 
 
 def make_scheduler(num_slots: int) -> Scheduler:

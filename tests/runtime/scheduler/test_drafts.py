@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from compile_and_serve.runtime.speculation.config import SpeculativeConfig
+from compile_and_serve.runtime.speculation.speculator import Speculator
 from tests.support.scheduler_harness import (
     Driver,
     assert_as_alone,
@@ -53,3 +55,15 @@ def test_a_step_has_no_more_sequences_than_it_has_room_for_drafts() -> None:
     assert scheduler.max_num_seqs == 2
     with pytest.raises(ValueError, match="max_num_batched_tokens at least 4"):
         make_scheduler(budget=3, num_draft_tokens=3)
+
+
+def test_only_decodes_that_take_drafts_wait_for_the_step_in_flight() -> None:
+    speculators = [
+        Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), max_rows=32) for _ in range(3)
+    ]
+    for speculator, flags in zip(speculators, [(False, False), (True, False), (True, True)], strict=True):
+        driver = Driver(make_scheduler(speculator=speculator), depth=0)
+        driver.add(*(make_request(f"r{i}", [1, 2, 3], speculate=flag) for i, flag in enumerate(flags)))
+        driver.step()  # the prompts
+        assert driver.scheduler.schedule() is not None
+        assert (driver.scheduler.schedule() is None) == any(flags)

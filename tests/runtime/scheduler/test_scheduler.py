@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_and_serve.runtime.messages import EngineRequest
-from compile_and_serve.runtime.scheduler import free_slots
+from compile_and_serve.runtime.scheduler import admission, free_slots
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
-from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, PagedGroup
+from compile_and_serve.runtime.scheduler.step_messages import PagedGroup
 from tests.support.scheduler_harness import (
     BLOCK,
     END_ID,
@@ -19,15 +19,14 @@ from tests.support.scheduler_harness import (
     Driver,
     FakeRunner,
     assert_as_alone,
-    expected_answer,
     make_request,
     make_scheduler,
-    next_token,
 )
 
 GROUPS = st.lists(st.builds(PagedGroup, st.sampled_from([2, 4, 8]), st.sampled_from([None, 1, 5, 9])), max_size=3)
+
 # Small enough that all of them matter in small tests.
-SMALL_LIMITS = {"PROMPT_LOGPROB_ROWS": 12, "HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
+SMALL_LIMITS = {"HASHED_TOKENS": 8, "ADMITTED_TOKENS": 40}
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,8 +65,9 @@ def test_random_workloads(
         num_draft_tokens=num_draft_tokens,
     )
     requests = random_requests(rng, num_requests, scheduler.max_len)
-    small = patch.multiple(scheduler_module, MIN_GAINED_TOKENS=min_gained_tokens, **SMALL_LIMITS)
-    with small, patch.object(free_slots, "GROUP_FRACTION", 1):
+    small = patch.multiple(admission, MIN_GAINED_TOKENS=min_gained_tokens, **SMALL_LIMITS)
+    few_rows = patch.object(scheduler_module, "PROMPT_LOGPROB_ROWS", 12)
+    with small, few_rows, patch.object(free_slots, "GROUP_FRACTION", 1):
         driver, lost = run_random_workload(rng, Driver(scheduler, depth, seed), requests, num_aborts)
 
     for request in requests:
@@ -125,66 +125,6 @@ def run_random_workload(
     return driver, lost
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("caching", [False, True])
-def test_preemption_in_a_tiny_pool_changes_no_token(depth: int, caching: bool) -> None:
-    """6 sequences that grow to 9 blocks each share 12: most must be recomputed, some of them several times."""
-    scheduler = make_scheduler(num_blocks=12, caching=caching, max_model_len=60)
-    requests = [make_request(f"r{index}", [index, 1, 2], max_tokens=30) for index in range(6)]
-    driver = Driver(scheduler, depth)
-    driver.add(*requests)
-    answers = driver.run()
-    assert scheduler.stats().num_preemptions >= 3
-    for request in requests:
-        assert_as_alone(answers[request.request_id], request, 48)
-    resumed = [new for step in driver.steps for new in step.new_requests if len(new.token_ids) > new.num_prompt_tokens]
-    assert len(resumed) > 0
-    assert any(new.num_computed_tokens > 0 for new in resumed) == caching
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("prompt_logprobs", [None, 0])
-def test_preemption_between_two_chunks_of_a_prefill(depth: int, prompt_logprobs: int | None) -> None:
-    scheduler = make_scheduler(num_blocks=5, budget=2)
-    requests = [
-        make_request("first", [9], max_tokens=16),
-        make_request("long", range(12), prompt_logprobs=prompt_logprobs, max_tokens=5),
-    ]
-    driver = Driver(scheduler, depth)
-    driver.add(*requests)
-    answers = driver.run()
-    long_runs = [new for step in driver.steps for new in step.new_requests if new.request_id == "long"]
-    assert len(long_runs) == 2
-    assert len(long_runs[1].token_ids) == 12  # it had generated nothing when it was preempted
-    for request in requests:
-        assert_as_alone(answers[request.request_id], request, 20)
-
-
-def test_the_last_to_come_is_preempted_and_resumes_before_those_behind_him() -> None:
-    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2, max_model_len=24)
-    driver = Driver(scheduler)
-    driver.add(*(make_request(name, [index] * 7, max_tokens=14) for index, name in enumerate("abc")))
-    driver.run()
-    order = [new.request_id for step in driver.steps for new in step.new_requests]
-    assert order[:3] == ["a", "b", "b"]
-    assert order[-1] == "c"
-
-
-def test_the_lowest_priority_is_preempted() -> None:
-    scheduler = make_scheduler(num_blocks=8, policy="priority", max_model_len=32)
-    driver = Driver(scheduler)
-    driver.add(make_request("low", [1] * 6, priority=5, max_tokens=14))
-    driver.step()
-    driver.add(make_request("high", [2] * 6, priority=-1, max_tokens=14))
-    answers = driver.run()
-    preempted = {request_id for step in driver.steps for request_id in step.finished_request_ids} & {"low"}
-    assert scheduler.stats().num_preemptions > 0
-    assert preempted == {"low"}
-    admissions = [new.request_id for step in driver.steps for new in step.new_requests]
-    assert admissions.count("high") == 1
-    assert len(answers["low"].tokens) == len(answers["high"].tokens) == 14
-
-
 def test_priority_orders_the_waiting() -> None:
     scheduler = make_scheduler(max_num_seqs=1, policy="priority")
     driver = Driver(scheduler)
@@ -230,26 +170,6 @@ def test_logits_of_prompts_take_so_many_rows_of_a_step(depth: int, monkeypatch: 
         assert_as_alone(answers[request.request_id], request, 128)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_request_that_resumes_asks_no_second_time_for_what_its_prompt_brought(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler_module, "PROMPT_LOGPROB_ROWS", 7)
-    driver = Driver(make_scheduler(num_blocks=9, budget=40), depth)
-    requests = [
-        make_request("first", [3], max_tokens=30),
-        make_request("asks", range(1, 13), prompt_logprobs=0, max_tokens=18),
-    ]
-    driver.add(*requests)
-    answers = driver.run()
-    begun, *resumed = [new for step in driver.steps for new in step.new_requests if new.request_id == "asks"]
-    assert begun.sampling_params.prompt_logprobs == 0
-    assert [new.sampling_params.prompt_logprobs for new in resumed if len(new.token_ids) > 12] == [None] * len(resumed)
-    assert len(resumed) > 0
-    for request in requests:
-        assert_as_alone(answers[request.request_id], request, 36)
-
-
 def test_more_sequences_than_budget_still_all_advance() -> None:
     scheduler = make_scheduler(budget=4, max_num_seqs=8)
     driver = Driver(scheduler)
@@ -267,50 +187,6 @@ def test_a_step_of_unchanged_decodes_says_nothing_more() -> None:
     assert all(not step.new_requests for step in steps[1:] if step)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(
-    "params, num_tokens, finish_reason, stop_reason",
-    [
-        ({"max_tokens": 3}, 3, "length", None),
-        ({"max_tokens": None}, 60, "length", None),
-        ({"max_tokens": 0}, 0, "length", None),
-        ({"end": 4}, 5, "stop", None),
-        ({"end": 4, "ignore_eos": True}, 12, "length", None),
-        ({"stop": 2}, 3, "stop", "token"),
-        ({"stop": 2, "end": 4}, 3, "stop", "token"),
-        ({"stop": 2, "end": 4, "min_tokens": 4}, 5, "stop", None),
-        ({"stop": 2, "max_tokens": 3}, 3, "stop", "token"),
-        ({"stop": 0}, 1, "stop", "token"),
-    ],
-)
-def test_stop_conditions(
-    depth: int, params: dict[str, int | None], num_tokens: int, finish_reason: str, stop_reason: str | None
-) -> None:
-    """`end` and `stop` say at which output position the (then unique) end or stop token comes."""
-    prompt = [5, 9, 2, 31]
-    free_run = expected_answer(make_request("r", prompt, max_tokens=12), 64).tokens
-    params = {"max_tokens": 12} | params
-    end, stop = params.pop("end", None), params.pop("stop", None)
-    end_ids = [] if end is None else [free_run[end]]
-    stop_ids = ([] if params.get("ignore_eos") else end_ids) + ([] if stop is None else [free_run[stop]])
-    for position in (end, stop):
-        assert position is None or free_run.index(free_run[position]) == position
-    request = make_request("r", prompt, end_ids=end_ids, stop_ids=stop_ids, **params)
-    driver = Driver(make_scheduler(max_model_len=64), depth)
-    driver.add(request)
-    answer = driver.run()["r"]
-    assert (len(answer.tokens), answer.finish_reason) == (num_tokens, finish_reason)
-    assert answer.stop_reason == (None if stop_reason is None else answer.tokens[-1])
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_never_scheduled_beyond_the_length_limit(depth: int) -> None:
-    driver = Driver(make_scheduler(), depth)
-    driver.add(make_request("r", [1, 2, 3], max_tokens=5))
-    driver.run()
-    assert sum(step.total_num_scheduled_tokens for step in driver.steps) == 3 + 4
-
-
 def test_async_gives_a_step_before_the_last_one_is_known() -> None:
     scheduler = make_scheduler()
     runner = FakeRunner(scheduler)
@@ -325,43 +201,6 @@ def test_async_gives_a_step_before_the_last_one_is_known() -> None:
     outputs = [output for step in steps if step for output in scheduler.update(step, runner.execute(step))]
     assert [output.finish_reason for output in outputs] == [None, None, "length"]
     assert not scheduler.has_work()
-
-
-def test_token_computed_after_the_end_is_discarded_and_the_id_may_be_used_again() -> None:
-    prompt = [5, 9, 2, 31]
-    end_id = next_token(prompt)
-    driver = Driver(make_scheduler(num_blocks=3, max_model_len=12), depth=1)
-    driver.add(make_request("r", prompt, end_ids=[end_id], max_tokens=6))
-    driver.step()
-    driver.step()  # schedules the decode, then learns that the first token was the last
-    assert driver.answers["r"].finish_reason == "stop"
-    assert len(driver.in_flight) == 1
-    assert driver.scheduler.manager.pool.num_free == 3
-    again = make_request("r", [1, 2, 3, 4, 5], max_tokens=6)
-    driver.add(again)
-    assert_as_alone(driver.run()["r"], again, 12)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 6])
-@pytest.mark.parametrize("victim", ["a", "b", "c"])
-def test_abort_in_every_state(depth: int, num_steps: int, victim: str) -> None:
-    """Waiting, between prefill chunks, decoding, preempted, with and without steps in flight."""
-    scheduler = make_scheduler(num_blocks=5, max_num_seqs=2, budget=5, max_model_len=20)
-    requests = {name: make_request(name, [index] * 7, max_tokens=9) for index, name in enumerate("abc")}
-    driver = Driver(scheduler, depth)
-    driver.add(*requests.values())
-    for _ in range(num_steps):
-        driver.step()
-    finished = driver.answers[victim].finish_reason is not None
-    scheduler.abort([victim, victim])
-    driver.check(None)
-    answers = driver.run()
-    for name, request in requests.items():
-        if name != victim or finished:
-            assert_as_alone(answers[name], request, 20)
-        else:
-            assert answers[name].finish_reason is None
 
 
 def test_first_token_carries_times_and_cached_tokens() -> None:
@@ -402,35 +241,6 @@ def test_salts_share_nothing() -> None:
     assert cached == [0, 0, 0, 8]
 
 
-@pytest.mark.parametrize("error,kind", [("Its logits are not finite.", "internal"), (NOTHING_LEFT, "invalid")])
-def test_one_failed_request_takes_no_other_down(error: str, kind: str) -> None:
-    driver = Driver(make_scheduler())
-    good = make_request("good", [1, 2], max_tokens=5)
-    driver.add(good, make_request("bad", [3, 4], max_tokens=5))
-    driver.step()
-    driver.runner.fail_on["bad"] = error
-    answers = driver.run()
-    assert answers["bad"].finish_reason == "error"
-    last = answers["bad"].outputs[-1]
-    assert (last.error, last.error_kind) == (error, kind)
-    assert_as_alone(answers["good"], good, 128)
-
-
-def test_fail_all_ends_everything_with_the_reason() -> None:
-    driver = Driver(make_scheduler(max_num_seqs=1), depth=1)
-    driver.add(make_request("a", range(9)), make_request("b", [2]))
-    driver.step()
-    outputs = driver.scheduler.fail_all("The device is lost.")
-    assert {(output.request_id, output.finish_reason, output.error) for output in outputs} == {
-        ("a", "error", "The device is lost."),
-        ("b", "error", "The device is lost."),
-    }
-    assert not driver.scheduler.has_work()
-    assert driver.scheduler.manager.usage == 0.0
-    assert driver.scheduler.manager.pool.cached == {}
-    assert driver.scheduler.schedule() is None
-
-
 def test_what_can_never_run_is_refused_in_a_sentence() -> None:
     scheduler = make_scheduler(num_blocks=4, max_model_len=32)
     for request, message in [
@@ -457,16 +267,6 @@ def test_full_queue_refuses_and_opens_again() -> None:
     driver.run()
 
 
-def test_a_cache_smaller_than_the_model_ends_a_lone_sequence_with_length(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = make_scheduler(num_blocks=3, max_model_len=100)
-    assert "sequences end at 12 tokens" in caplog.text
-    driver = Driver(scheduler)
-    driver.add(make_request("r", [1, 2, 3], max_tokens=None))
-    answer = driver.run()["r"]
-    assert (len(answer.tokens), answer.finish_reason) == (9, "length")
-    assert scheduler.stats().num_preemptions == 0
-
-
 def test_reset_prefix_cache_only_when_idle() -> None:
     driver = Driver(make_scheduler())
     driver.add(make_request("a", range(9), max_tokens=2))
@@ -476,19 +276,6 @@ def test_reset_prefix_cache_only_when_idle() -> None:
     assert driver.scheduler.reset_prefix_cache()
     driver.add(make_request("b", range(9), max_tokens=2))
     assert driver.run()["b"].outputs[0].num_cached_tokens == 0
-
-
-def test_a_request_that_resumes_shares_what_its_steps_in_flight_compute() -> None:
-    driver = Driver(make_scheduler(num_blocks=5, budget=2), depth=2)
-    driver.add(make_request("first", [9], max_tokens=16), make_request("long", range(12), max_tokens=2))
-    for _ in range(9):
-        driver.step()
-    assert "long" in driver.steps[8].finished_request_ids
-    driver.scheduler.abort(["first"])
-    driver.step()
-    assert [(new.request_id, new.num_computed_tokens) for new in driver.steps[9].new_requests] == [("long", 8)]
-    assert [step.step for step, _ in driver.in_flight] == [8, 9]
-    driver.run()
 
 
 def test_a_request_that_waits_for_rows_lets_others_pass_and_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from compile_and_serve.runtime.messages import Sibling
+from compile_and_serve.runtime.scheduler import admission
 from compile_and_serve.runtime.scheduler import scheduler as scheduler_module
 from compile_and_serve.runtime.scheduler.scheduler import QueueFullError
 from compile_and_serve.runtime.scheduler.step_messages import NOTHING_LEFT, PagedGroup
@@ -82,7 +83,7 @@ def test_what_a_request_leaves_half_done_is_read_by_nobody(
     depth: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of several equal prompts ends before the result of its first step is known."""
-    monkeypatch.setattr(scheduler_module, "MIN_GAINED_TOKENS", 1)
+    monkeypatch.setattr(admission, "MIN_GAINED_TOKENS", 1)
     driver = Driver(make_scheduler(budget=12, num_blocks=40), depth)
     requests = [make_request(name, range(30), max_tokens=5) for name in "abcd"]
     driver.add(*requests)
@@ -162,9 +163,9 @@ def test_long_prompts_are_hashed_and_admitted_a_few_per_step() -> None:
     driver.add(make_request("decoding", [1], max_tokens=60))
     driver.step()
     request = make_request("r0", [i % 17 for i in range(3000)], max_tokens=1)
-    with patch.multiple(scheduler_module, HASHED_TOKENS=1000, ADMITTED_TOKENS=9000):
+    with patch.multiple(admission, HASHED_TOKENS=1000, ADMITTED_TOKENS=9000):
         driver.add(msgspec.structs.replace(request, siblings=[Sibling(f"r{i}") for i in range(1, 32)]))
-        [prompt] = {id(entry[1].prompt): entry[1].prompt for entry in driver.scheduler._waiting}.values()
+        [prompt] = {id(entry[1].prompt): entry[1].prompt for entry in driver.scheduler._admission.waiting}.values()
         assert prompt.keys == []  # nothing is hashed when it comes
         counts = [len(step.new_requests) for _ in range(14) if (step := driver.step())]
     assert counts == [1, *[3] * 10, 1, 0, 0]
@@ -180,7 +181,7 @@ def test_a_long_cached_prompt_is_hashed_in_several_steps_while_others_run() -> N
     driver.run()
     driver.add(make_request("decoding", [1], max_tokens=30))
     driver.step()
-    with patch.object(scheduler_module, "HASHED_TOKENS", 1000):
+    with patch.object(admission, "HASHED_TOKENS", 1000):
         driver.add(make_request("again", prompt, max_tokens=1))
         assert [len(step.new_requests) for _ in range(4) if (step := driver.step())] == [0, 0, 1, 0]
     assert driver.run()["again"].outputs[0].num_cached_tokens == 2996

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import llguidance
 import pytest
 
@@ -23,7 +24,7 @@ CALL = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": 
 
 def accepts(params: Params, text: str) -> bool:
     """Whether `text` is a complete output."""
-    matcher = llguidance.LLMatcher(grammars._byte_tokenizer(), to_grammar(params, {}), log_level=0)
+    matcher = llguidance.LLMatcher(grammars.byte_tokenizer(), to_grammar(params, {}), log_level=0)
     tokens = list(text.encode())
     return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
 
@@ -139,6 +140,101 @@ def test_equivalent_schemas_are_rewritten() -> None:
     assert accepts(params, '{"a": "x", "b": "1"}')
     assert not accepts(params, '{"a": "x", "b": 3}')
     assert not accepts(params, '{"a": "x", "b": 1, "c": 1}')
+
+
+def fields(**properties: Any) -> dict[str, Any]:
+    """An object whose properties are all required."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+A_OR_B = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "additionalProperties": False,
+}
+KINDS = {"$defs": {"x": fields(kind={"const": "x"}), "y": {"allOf": [fields(kind={"enum": ["y", "z"]})]}}}
+
+
+@pytest.mark.parametrize(
+    "schema,good,bad",
+    [
+        ({"oneOf": [STRING, {"type": ["array", "null"]}, fields()]}, ['"a"', "[]", "null", "{}"], ["1", '{"a": 1}']),
+        ({"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]} | KINDS, ['{"kind": "x"}', '{"kind": "z"}'], ['{"kind": 1}', "{}"]),
+        ({"oneOf": [fields(a=STRING), fields(b=STRING)]}, ['{"a": ""}', '{"b": ""}'], ["{}", '{"a": "", "b": ""}']),
+        ({"anyOf": [{"maxLength": 2}], "oneOf": [STRING, {"type": "null"}]}, ['"a"', "null"], ['"aaa"', "1"]),
+        ({"oneOf": [{"anyOf": [STRING, {"type": "null"}]}, {"type": "boolean"}]}, ['"a"', "true", "null"], ["1"]),
+        (A_OR_B | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a": 1}', '{"b": 1}'], ["{}", '{"a": 1, "b": 1}']),
+        (A_OR_B | {"not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}', '{"a": 1, "b": 1}']),
+        (A_OR_B | {"not": {"required": ["a", "b"]}}, ["{}", '{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 1}']),
+        (A_OR_B | {"not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}, ["{}"], ['{"a": 1}', '{"b": 1}']),
+        ({"not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}', "1", "[]"]),
+        (A_OR_B | {"dependencies": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"a": 1, "b": 1}'], ['{"a": 1}']),
+        (A_OR_B | {"dependentRequired": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"a": 1, "b": 1}'], ['{"a": 1}']),
+        (A_OR_B | {"dependentSchemas": {"a": {"properties": {"b": {"const": 2}}}}}, ['{"b": 1}', '{"a": 1, "b": 2}'], ['{"a": 1, "b": 1}']),
+        (STRING | {"$schema": "https://json-schema.org/draft-04/schema#"}, ['"a"'], ["1"]),
+        (STRING | {"$schema": "http://json-schema.org/schema"}, ['"a"'], ["1"]),
+    ],
+)  # fmt: skip
+def test_rewritten_schemas_accept_the_same_values(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    validator = jsonschema.Draft202012Validator(schema)
+    if "dependencies" not in schema:  # not a keyword of this draft
+        assert [validator.is_valid(json.loads(text)) for text in good + bad] == [True] * len(good) + [False] * len(bad)
+    assert [text for text in good if not accepts(Params(json=schema), text)] == []
+    assert [text for text in bad if accepts(Params(json=schema), text)] == []
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [{"type": "integer"}, {"type": "number"}],
+        [{"type": "object", "properties": {"k": {"const": 1}}}, {"type": "object", "properties": {"k": {"const": 2}}}],  # {} is both
+        [fields(a=STRING), {"type": "object", "properties": {"b": STRING}}],
+        [STRING, {"$ref": "https://example.com/x"}],
+        [STRING, {"$id": "https://example.com/x", "$ref": "#/$defs/n"}],
+        [STRING, {"type": "null"}, {"enum": [1, None]}],
+        [{"required": ["a"]}, {"required": ["a", "b"]}],
+    ],
+)  # fmt: skip
+def test_one_of_that_may_overlap_is_refused(branches: list[Any]) -> None:
+    with pytest.raises(GrammarError) as caught:
+        to_grammar(Params(json={"properties": {"v": {"oneOf": branches}}, "$defs": {"n": {"type": "null"}}}), {})
+    assert caught.value.path.startswith("$.properties.v")
+
+
+@pytest.mark.parametrize(
+    "branches,good,bad",
+    [
+        ([{"type": "array", "items": STRING}, {"type": "array", "items": {"type": "null"}}], ['["a"]', "[null]"], ["[]", '["a", null]']),
+        (
+            [{"properties": {name: STRING}, "additionalProperties": False, "type": "object"} for name in "ab"],
+            ['{"a": ""}', '{"b": ""}'], ["{}", '{"a": "", "b": ""}'],
+        ),
+        (
+            [{"properties": {name: STRING}, "required": [name], "type": "object"} for name in "ab"],
+            ['{"a": ""}', '{"b": "", "c": 1}'], ["{}", '{"a": "", "b": ""}'],
+        ),
+    ],
+)  # fmt: skip
+def test_alternatives_of_one_of_are_narrowed(branches: list[Any], good: list[str], bad: list[str]) -> None:
+    schema = {"oneOf": branches}
+    validator = jsonschema.Draft202012Validator(schema)
+    assert [validator.is_valid(json.loads(text)) for text in good + bad] == [True] * len(good) + [False] * len(bad)
+    assert [text for text in good if not accepts(Params(json=schema), text)] == []
+    assert [text for text in bad if accepts(Params(json=schema), text)] == []
+
+
+def test_long_one_of_is_refused_in_bounded_time() -> None:
+    branches = [{"type": "object", "properties": {f"p{index}": STRING}} for index in range(2000)]
+    start = time.perf_counter()
+    with pytest.raises(GrammarError):
+        to_grammar(Params(json={"oneOf": branches}), {})
+    assert time.perf_counter() - start < 10
+
+
+def test_place_in_a_rewritten_schema_is_that_of_the_original() -> None:
+    with pytest.raises(GrammarError) as caught:
+        to_grammar(Params(json={"items": {"oneOf": [STRING, {"type": "array", "uniqueItems": True}]}}), {})
+    assert caught.value.path == "$.items.oneOf[1].uniqueItems"
 
 
 @pytest.mark.parametrize("values", [[1, 1.0], [True, True], [["a"], ["a"]]])

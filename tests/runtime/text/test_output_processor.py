@@ -185,7 +185,7 @@ def test_kv_cache_smaller_than_the_model_is_the_limit(tokenizer: Tokenizer) -> N
 
 @pytest.mark.parametrize("prompt,params,says", [
     ([], {}, "empty"), ([258], {}, "0 to 257"), ([-1], {}, "0 to 257"), ([5], {"stop_token_ids": [300]}, "300"),
-    ([5], {"logit_bias": {3: float("nan")}}, "logit_bias"), ([5], {"temperature": 3.0}, "temperature"),
+    ([5], {"logit_bias": {3: float("nan")}}, "logit_bias"), ([5], {"temperature": -3.0}, "temperature"),
     ([5], {"stop": ["x"], "detokenize": False}, "detokenize"), ([5], {"truncate_prompt_tokens": 65}, "limit"),
     ([5], {"max_tokens": None, "min_tokens": 64}, "room for only 63"),
 ])  # fmt: skip

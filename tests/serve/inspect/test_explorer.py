@@ -11,16 +11,12 @@ import pytest
 
 from compile_and_serve.serve.inspect.data import load_dump
 from compile_and_serve.serve.inspect.page import build_page
+from tests.support.browser import CHROMEDRIVER, CHROMIUM, MISSING, chromium
 from tests.support.dumps import LAYERS, deepen, make_dump, repeats
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-CHROMEDRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or CHROMEDRIVER is None,
-    reason="there is no chromium with chromedriver (Debian: apt install chromium chromium-driver)",
-)
+pytestmark = pytest.mark.skipif(CHROMIUM is None or CHROMEDRIVER is None, reason=MISSING)
 VIEWS = ("pipeline", "graph", "diff", "reasons", "numbers", "timings", "memory")
 IS_DRAWN = """
     const [name, view] = arguments;
@@ -33,28 +29,8 @@ Open = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    profile = tmp_path_factory.mktemp("chromium")
-    # No sandbox: containers run tests as root. The page is a local file of ours.
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-quic",
-        "--window-size=1440,1000",
-    ):
-        options.add_argument(argument)
-    options.add_argument(f"--user-data-dir={profile}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
-    yield driver
-    driver.quit()
+    with chromium(webdriver, tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
 
 
 @pytest.fixture

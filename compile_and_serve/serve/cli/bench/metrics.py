@@ -31,6 +31,8 @@ class RequestTrace:
     prompt_tokens: int
     times: list[float] = field(default_factory=list)
     output_tokens: int = 0
+    draft_tokens: int = 0  # of speculative decoding
+    accepted_tokens: int = 0
     error: str | None = None
 
 
@@ -52,11 +54,20 @@ def summarize(traces: Sequence[RequestTrace], seconds: float) -> dict[str, Any]:
         "requests_per_second": round(len(good) / seconds, 4),
         "output_tokens_per_second": round(output_tokens / seconds, 2),
         "total_tokens_per_second": round((prompt_tokens + output_tokens) / seconds, 2),
+        **_speculation(good),
         "ttft_ms": _distribution([trace.times[0] - trace.sent for trace in good]),
         "tpot_ms": _distribution(decode_times),
         "itl_ms": _distribution(gaps),
         "e2e_ms": _distribution([trace.times[-1] - trace.sent for trace in good]),
     }
+
+
+def _speculation(traces: Sequence[RequestTrace]) -> dict[str, Any]:
+    """What became of draft tokens; nothing if there were none."""
+    drafted, accepted = sum(trace.draft_tokens for trace in traces), sum(trace.accepted_tokens for trace in traces)
+    if not drafted:
+        return {}
+    return {"draft_tokens": drafted, "accepted_tokens": accepted, "acceptance_rate": round(accepted / drafted, 4)}
 
 
 def _distribution(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -87,6 +98,11 @@ def report(title: str, workload: Mapping[str, Any], results: Mapping[str, Any], 
         f"{results['output_tokens_per_second']:.1f} output tokens/s, "
         f"{results['total_tokens_per_second']:.1f} prompt and output tokens/s"
     )
+    if "draft_tokens" in results:
+        console.print(
+            f"Speculative decoding: {results['accepted_tokens']} of {results['draft_tokens']} draft tokens accepted "
+            f"({results['acceptance_rate']:.0%})"
+        )
     row = json.dumps({"benchmark": title, **workload, **results, **_environment()})
     typer.echo(row)
     if output_json is not None:

@@ -121,6 +121,8 @@ def run_requests(
             if output.new_token_ids:
                 trace.times.append(now)
                 trace.output_tokens += len(output.new_token_ids)
+                trace.draft_tokens += output.num_draft_tokens
+                trace.accepted_tokens += output.num_accepted_drafts
             if output.finish_reason is not None:
                 trace.error = output.error
                 unfinished.discard(output.request_id)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE
+from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, hide_arguments
 from compile_and_serve.serve.cli.bench.metrics import RequestTrace, report, summarize
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def serve_bench_command(
             raise ValueError(f"--{name} must be at least 1, got {value}.")
     if max_concurrency is not None and max_concurrency < 1:
         raise ValueError(f"--max-concurrency must be at least 1, got {max_concurrency}.")
+    hide_arguments([api_key] if api_key else [])
     api_key = api_key or os.environ.get(API_KEY_VARIABLE)
     headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
     target = Target(
@@ -171,6 +172,9 @@ async def _send(client: httpx.AsyncClient, target: Target, prompt: str) -> Reque
                     trace.output_tokens += 0 if counted else 1
                 if usage := event.get("usage"):
                     trace.prompt_tokens, trace.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                    details = usage.get("completion_tokens_details") or {}
+                    trace.accepted_tokens = details.get("accepted_prediction_tokens") or 0
+                    trace.draft_tokens = trace.accepted_tokens + (details.get("rejected_prediction_tokens") or 0)
                     counted = True
     except (httpx.HTTPError, json.JSONDecodeError) as error:
         trace.error = f"{type(error).__name__}: {error}"

@@ -58,6 +58,10 @@ VIEWS.push({
       profile.rows.map((row) => [row.name, `× ${row.count}`, row.tokens, number(row.seconds * 1e3),
         number(row.bytes / row.seconds / 1e9), percent(row.bytes / row.seconds / profile.bandwidth),
         number(row.flops / row.seconds / 1e9), percent(row.flops / row.seconds / profile.gemm_rate)])));
+    if (profile.experts?.length) {
+      main.append(table("Experts of a layer, with random weights", ["#tokens", "#layers", "#experts", "#with tokens", "#busiest / mean"],
+        profile.experts.map((row) => [row.tokens, row.layers, row.experts, number(row.distinct), number(row.largest)])));
+    }
     if (profile.steps?.length) {
       main.append(table("Whole steps, and the time between pieces and ops", ["#tokens", "#ms", "#between, ms", "#share"],
         profile.steps.map((row) => [row.tokens, number(row.seconds * 1e3), number(row.between * 1e3), percent(row.between / row.seconds)])));

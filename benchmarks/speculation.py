@@ -1,0 +1,199 @@
+"""Speculative decoding on and off. Prints JSON lines.
+
+    python -m benchmarks.speculation cpu [--model smollm2-135m] [--methods ngram suffix] [--tasks copy chat] [--repeats 5] [--threads 2]
+    python -m benchmarks.speculation gpu MODEL_DIR [--tokens 4] [--batches 1 4 16 64] [--rate 0.8]
+
+cpu: greedy answers at batch 1, real weights. Tasks that copy (repeat a text, rename in a program, quote a text), and free chat. The same
+    prompts run with and without speculation, one after another in turns, so that a change of the machine's load meets both. `ratio` is
+    the median over the repeats of tokens per second with, divided by without. `equal`: whether all tokens were equal.
+gpu: MODEL_DIR needs only a config.json; weights are random, and drafts are accepted with a given probability (0.8: 3.36 tokens a step for 4
+    drafts). `verify_ratio`: time of a step that checks the drafts, divided by that of a plain step, both from the end of one step to the
+    end of the next. `ratio`: tokens per second with and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, cpu_name, environment
+
+PROGRAM = """class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance -= amount
+        return self.balance
+"""
+CHAT = [
+    "Why is the sky blue?",
+    "Write a short story about a lighthouse keeper.",
+    "Give me three tips for learning to cook.",
+    "Explain what a database index is.",
+]
+
+
+def tasks() -> dict[str, list[str]]:
+    """Name of a task → its prompts."""
+    paragraphs = [p for p in (ROOT / "benchmarks/texts/ferry.txt").read_text().split("\n\n") if len(p) > 200][:3]
+    return {
+        "copy": [f"Repeat this text word for word:\n\n{paragraph[:900]}" for paragraph in paragraphs],
+        "edit": [f"Here is a program:\n\n```python\n{PROGRAM}```\n\nWrite the same program again with the class named Wallet."],
+        "quote": [f"{paragraph[:900]}\n\nQuote the first four sentences of this text exactly." for paragraph in paragraphs],
+        "chat": CHAT,
+    }  # fmt: skip
+
+
+def run_cpu(args: argparse.Namespace) -> None:
+    from compile_and_serve import LLM, SamplingParams
+
+    options: dict[str, Any] = {
+        "dtype": "bfloat16", "device": "cpu", "num_threads": args.threads, "max_model_len": 2048, "max_num_seqs": 4,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
+    for method in args.methods:
+        drafts: dict[str, Any] = {"method": method}
+        if args.tokens is not None:
+            drafts["num_speculative_tokens"] = args.tokens
+        if method == "suffix":  # the repeats must not find the answers of those before them
+            drafts["suffix_decoding_max_cached_requests"] = 0
+        with LLM(args.model, **options) as plain, LLM(args.model, speculative_config=drafts, **options) as drafting:
+            for task, prompts in tasks().items():
+                if args.tasks and task not in args.tasks:
+                    continue
+                params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
+                conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+                rates: dict[str, list[float]] = {"off": [], "on": []}
+                answers: dict[str, list[list[int]]] = {}
+                before = drafting.engine.core.stats()
+                for repeat in range(args.repeats + 1):  # the first warms up
+                    for name, llm in (("off", plain), ("on", drafting)):
+                        seconds, tokens, answers[name] = 0.0, 0, []
+                        for conversation in conversations:  # one at a time
+                            start = time.perf_counter()
+                            (answer,) = llm.chat(conversation, params, use_tqdm=False)
+                            seconds += time.perf_counter() - start
+                            tokens += len(answer.outputs[0].token_ids)
+                            answers[name].append(list(answer.outputs[0].token_ids))
+                        if repeat:
+                            rates[name].append(tokens / seconds)
+                after = drafting.engine.core.stats()
+                drafted = after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
+                accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+                num_drafts = after.spec_decode_num_drafts - before.spec_decode_num_drafts
+                ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
+                row = {
+                    "benchmark": "speculation cpu", "model": args.model, "method": method, "task": task,
+                    "ratio": round(statistics.median(ratios), 3), "ratio_min": round(min(ratios), 3),
+                    "off_tokens_per_second": round(statistics.median(rates["off"]), 1),
+                    "on_tokens_per_second": round(statistics.median(rates["on"]), 1),
+                    "tokens": sum(map(len, answers["on"])), "equal": answers["on"] == answers["off"],
+                    "acceptance_rate": round(accepted / max(1, drafted), 3),
+                    "mean_accepted_length": round(1 + accepted / max(1, num_drafts), 2),
+                    "cpu": cpu_name(), "threads": args.threads, **environment(),
+                }  # fmt: skip
+                print(json.dumps(row), flush=True)
+
+
+def run_gpu(args: argparse.Namespace) -> None:
+    plain = _measure(args, None)
+    drafts = {"method": "ngram", "num_speculative_tokens": args.tokens or 4, "synthetic_acceptance_rate": args.rate}
+    drafting = _measure(args, drafts)
+    for batch in args.batches:
+        row = {
+            "benchmark": "speculation gpu", "model": args.model, "batch": batch, "draft_tokens": drafts["num_speculative_tokens"],
+            "verify_ratio": round(drafting[batch]["step_ms"] / plain[batch]["step_ms"], 3),
+            "ratio": round(drafting[batch]["tokens_per_second"] / plain[batch]["tokens_per_second"], 3),
+            "off": plain[batch], "on": drafting[batch], **environment(),
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+
+
+def _measure(args: argparse.Namespace, drafts: dict[str, Any] | None) -> dict[int, dict[str, float]]:
+    """Batch → figures of decodes of `--max-tokens` tokens, the best of three runs."""
+    import gc
+
+    from compile_and_serve.runtime.engine.client import SyncEngine
+    from compile_and_serve.runtime.options import make_engine_config
+    from compile_and_serve.serve.cli.bench.offline import run_requests
+
+    config = make_engine_config(
+        args.model, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, max_model_len=4096,
+        max_num_seqs=256, enable_prefix_caching=False, speculative_config=drafts, device=args.device,
+    )  # fmt: skip
+    engine = SyncEngine(config)
+    rng = random.Random(0)
+    results = {}
+    for batch in args.batches:
+        prompts = [[rng.randrange(engine.info.vocab_size) for _ in range(128)] for _ in range(batch)]
+        for _ in range(3):  # steps that ask for graphs, and the idle moments that capture them
+            run_requests(engine, prompts, [64] * batch)
+            while engine.core.idle():
+                pass
+        best: dict[str, float] = {}
+        for _ in range(3):
+            traces = run_requests(engine, prompts, [args.max_tokens] * batch)
+            trace = max(traces, key=lambda one: one.times[-1])
+            start = max(one.times[0] for one in traces)
+            end = min(one.times[-1] for one in traces)
+            steps = [time for time in trace.times if start <= time <= end]
+            gaps = [later - earlier for earlier, later in pairwise(steps)]
+            new = sum(one.output_tokens for one in traces) - batch
+            rate = new / (max(one.times[-1] for one in traces) - min(one.times[0] for one in traces))
+            if rate > best.get("tokens_per_second", 0.0):
+                best = {
+                    "tokens_per_second": round(rate, 1),
+                    "step_ms": round(1e3 * statistics.median(gaps), 4),
+                    "tokens_per_step": round(new / max(1, len(trace.times) - 1) / batch, 3),
+                }
+        results[batch] = best
+    stats = engine.core.stats()
+    results[0] = {f"replays_{mode}": count for mode, count in stats.graph_replays.items()}
+    print(json.dumps({"benchmark": "speculation gpu", "drafts": drafts, "replays": results[0]}), flush=True)
+    engine.shutdown()
+    del engine
+    gc.collect()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    cpu = kinds.add_parser("cpu")
+    cpu.add_argument("--model", default="smollm2-135m")
+    cpu.add_argument("--methods", nargs="+", default=["ngram", "suffix"])
+    cpu.add_argument("--tasks", nargs="+", choices=list(tasks()), help="By default all.")
+    cpu.add_argument("--repeats", type=int, default=5)
+    cpu.add_argument("--threads", type=int, default=2)
+    cpu.add_argument("--max-tokens", type=int, default=160)
+    cpu.add_argument("--tokens", type=int, help="num_speculative_tokens")
+    gpu = kinds.add_parser("gpu")
+    gpu.add_argument("model", type=lambda given: str(Path(given)))
+    gpu.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
+    gpu.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    gpu.add_argument("--rate", type=float, default=0.8, help="synthetic acceptance rate")
+    gpu.add_argument("--max-tokens", type=int, default=512)
+    gpu.add_argument("--dtype", default="bfloat16")
+    gpu.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    (run_cpu if args.kind == "cpu" else run_gpu)(args)
+
+
+if __name__ == "__main__":
+    main()

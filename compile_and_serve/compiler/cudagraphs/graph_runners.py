@@ -1,0 +1,74 @@
+"""The CUDA graphs of a model that has two plans: one runner for each plan, over one graph device.
+
+A model that takes optional inputs has a plan with and a plan without them. Steps that use no optional input run the plain plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from compile_and_serve.compiler.cudagraphs.graph_capture import Graph
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepOf
+from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+
+DRAFTED_AT_START = 3  # full graphs of steps with drafts that are captured before serving
+
+
+class GraphRunners:
+    """The CUDA graphs of all of a model's plans.
+
+    runners: one for each plan, with one stats object; the first runs the plan that any step may use. drafted: runs the plain plan's steps
+    in which all sequences have the same number of draft tokens; None if there are no such steps.
+    """
+
+    def __init__(self, runners: Sequence[CudaGraphRunner], drafted: CudaGraphRunner | None = None) -> None:
+        self.runners = tuple(runners)
+        self.drafted = drafted
+        self._all = self.runners if drafted is None else (*self.runners, drafted)
+        self.stats: GraphStats = self.runners[0].stats
+        self.sizes = self.runners[0].sizes
+
+    def bind(
+        self, decode_step: StepOf | None, prompt_step: StepOf | None = None, drafted_step: StepOf | None = None
+    ) -> None:
+        """`CudaGraphRunner.bind` of each. drafted_step: as `decode_step`, with draft tokens."""
+        for runner in self.runners:
+            runner.bind(decode_step, prompt_step)
+        if self.drafted is not None:
+            self.drafted.bind(drafted_step)
+
+    def capture(self, count: int) -> None:
+        """Capture up to `count` full graphs of each plan, the largest of all first, so that all fit into their memory."""
+        for index in range(count):
+            for runner in self._all if index < DRAFTED_AT_START else self.runners:
+                runner.capture_next()
+
+    def capture_next(self) -> bool:
+        """Capture the graph that is wanted most; False when there is nothing left to capture."""
+        # While all requests have adapters, the plan without adapters loses no steps, and vice versa.
+        return any(runner.capture_next() for runner in sorted(self._all, key=lambda one: -one.largest_loss))
+
+    def capture_pieces_up_to(self, max_tokens: int | None) -> None:
+        """`CudaGraphRunner.capture_pieces_up_to` of each."""
+        for runner in self.runners:
+            runner.capture_pieces_up_to(max_tokens)
+
+    def next_piecewise_size(self) -> int | None:
+        """The piecewise size to capture next, first of the plain plan. The next step of that size captures it."""
+        sizes = (runner.next_piecewise_size() for runner in reversed(self.runners))
+        return next((size for size in sizes if size is not None), None)
+
+    def estimate_bytes(self, max_tokens: int, largest_step: int) -> int:
+        """`CudaGraphRunner.estimate_bytes` of all: what a step frees is shared, graphs keep the rest for themselves."""
+        estimates = [runner.estimate_parts(max_tokens, largest_step) for runner in self._all]
+        self.stats.estimated_bytes = max(peak for peak, _ in estimates) + sum(kept for _, kept in estimates)
+        return self.stats.estimated_bytes
+
+    def captured_graph(self, num_seqs: int) -> Graph | None:
+        """`CudaGraphRunner.captured_graph` of the plan that steps without optional inputs run."""
+        return self.runners[-1].captured_graph(num_seqs)
+
+    def report(self) -> dict[str, Any]:
+        """`CudaGraphRunner.report`, with the waiting graphs of all."""
+        return self.runners[0].report() | {"waiting": sum(runner.num_waiting for runner in self._all)}

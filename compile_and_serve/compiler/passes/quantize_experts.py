@@ -1,0 +1,122 @@
+"""Experts over quantized weights, with the scales that the kernel applies.
+
+    experts(x, ids, weights, Wgu, Wd, …)  →  experts(x, ids, weights, pack(Qgu), pack(Qd), …, scale_gu, scale_d)
+
+MXFP4 and float8 experts of a checkpoint keep its values and scales. With `--quantization`, experts that are not excluded are quantized
+while they are loaded. Activations stay in the model's dtype. Without a kernel, the weights stay as the module has them.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compile_and_serve.compiler.config import Quantization
+from compile_and_serve.compiler.passes.fuse_experts import DEFAULTS, DOWN, DOWN_SCALE, EXPERTS, GATE_UP, GATE_UP_SCALE
+from compile_and_serve.compiler.passes.quantize_linears import SCHEMES
+from compile_and_serve.compiler.rewrite.graph_pass import (
+    BasePass,
+    NearMiss,
+    PassContext,
+    PassResult,
+    SkipReason,
+    weight_of,
+)
+from compile_and_serve.compiler.weights.expert_expressions import (
+    MXFP4,
+    experts_expression,
+    is_stored_quantized,
+    parameter_of_experts,
+)
+from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.custom_ops.quantization import (
+    Mxfp4Weight,
+    QuantizedWeight,
+    StoredWeight,
+    dequantize_experts,
+    expert_block_scales,
+    expert_row_scales,
+    quantize_experts,
+)
+
+KERNEL = "quantized_experts"
+
+
+class QuantizeExperts(BasePass):
+    """quantization: a name of `SCHEMES`; None: as in the checkpoint. exclude: globs over module names; None: the scheme's."""
+
+    name = "quantize_experts"
+
+    def __init__(self, quantization: Quantization | None = None, exclude: tuple[str, ...] | None = None) -> None:
+        self.scheme = None if quantization is None else SCHEMES[quantization]
+        self.exclude = (self.scheme.exclude if self.scheme else ()) if exclude is None else exclude
+        self._quantization = quantization
+
+    def cache_key(self) -> str:
+        return f"{super().cache_key()}({self._quantization}, exclude={','.join(self.exclude)})"
+
+    def round_weight(self, weight_XOI: torch.Tensor) -> torch.Tensor:
+        """The weight after quantizing and dequantizing it."""
+        if self.scheme is None or weight_XOI.dim() != 3:
+            return weight_XOI
+        scales = expert_row_scales if self.scheme.scales == "row" else expert_block_scales
+        scale = scales(weight_XOI, self.scheme.dtype)
+        return dequantize_experts(quantize_experts(weight_XOI, scale, self.scheme.dtype), scale, weight_XOI.dtype)
+
+    def guard(self, ctx: PassContext) -> SkipReason | None:
+        has_work = self.scheme is not None or any(map(_is_of_experts, ctx.quantized_weights.values()))
+        if has_work and KERNEL not in ctx.kernels:
+            return SkipReason(sentence=f"no kernel of quantized experts runs here: they are computed in {ctx.dtype}")
+        return None
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        matched, near_misses = 0, []
+        for node in gm.graph.find_nodes(op="call_function", target=EXPERTS):
+            args = [*node.args, *DEFAULTS[len(node.args) - 5 :]]
+            if args[GATE_UP_SCALE] is not None or not self._wants(args, ctx):
+                continue
+            try:
+                for at, scale_at in ((GATE_UP, GATE_UP_SCALE), (DOWN, DOWN_SCALE)):
+                    args[at], args[scale_at] = self._weights(gm, args[at], ctx)
+            except CannotQuantizeError as reason:
+                near_misses.append(NearMiss.at(node, str(reason)))
+                continue
+            with gm.graph.inserting_before(node):
+                quantized = ctx.call(gm, EXPERTS, *args, origin=node)
+            node.replace_all_uses_with(quantized)
+            gm.graph.erase_node(node)
+            matched += 1
+        return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+    def _wants(self, args: list[Node], ctx: PassContext) -> bool:
+        names = [weight_of(args[at]) for at in (GATE_UP, DOWN)]
+        if self.scheme is not None:
+            modules = [name.rpartition(".")[0] for name in names if name is not None]
+            return not any(fnmatchcase(module, pattern) for module in modules for pattern in self.exclude)
+        parameters = [parameter_of_experts(ctx.weights[name].expression) for name in names if name is not None]
+        return any(map(is_stored_quantized, parameters))
+
+    def _weights(self, gm: GraphModule, node: Node, ctx: PassContext) -> tuple[Node, Node]:
+        """The values of a weight in the kernel's layout, and their scales."""
+        weight = weight_of(node)
+        if weight is None:
+            raise CannotQuantizeError("a weight is computed, not a parameter")
+        expression, sources = ctx.weights[weight].expression, ctx.weights.sources
+        if self.scheme is None:
+            quantized = experts_expression(expression, sources)
+        else:
+            quantized = experts_expression(expression, sources, self.scheme.dtype, self.scheme.scales)
+        values, scale, name = quantized.values, quantized.scale, f"{weight}.{quantized.format}"
+        if quantized.format == MXFP4 and platform_of(ctx.device).runs_triton_kernels:
+            values, scale = ("pack_mxfp4_codes", values), ("pack_mxfp4_scales", scale)
+        return (
+            ctx.defined_weight(gm, f"{name}.values", values, near=node),
+            ctx.defined_weight(gm, f"{name}.scale", scale, near=node),
+        )
+
+
+def _is_of_experts(stored: StoredWeight) -> bool:
+    return isinstance(stored, Mxfp4Weight) or (isinstance(stored, QuantizedWeight) and len(stored.scale_shape) == 3)

@@ -1,0 +1,95 @@
+"""`cas::mla_attention` of the attention backend `triton`: few query tokens absorbed, prompts materialized (terms: `mla.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
+from compile_and_serve.custom_ops.attention.mla import LatentOperands
+
+MAX_ABSORBED = 16  # query tokens of a sequence that is absorbed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts:
+    """The sequences of a step whose keys and values are materialized: all from the first that has more than MAX_ABSORBED query tokens.
+
+    first_seq: that sequence. first_token: their first query token. max_absorbed: the most query tokens of a sequence before them, 0 if
+    there is none. num_keys, max_seq_len: the sum of their lengths, and the largest.
+    key_starts: int32 [S + 1] on the device, sums of their lengths.
+    """
+
+    metadata: AttentionMetadata
+    first_seq: int
+    first_token: int
+    max_absorbed: int
+    num_keys: int
+    max_seq_len: int
+    key_starts: torch.Tensor
+
+    @classmethod
+    def of_step(cls, metadata: AttentionMetadata) -> Prompts:
+        starts, seq_lens = metadata.host_lengths()
+        lengths = np.diff(starts)
+        first_seq = int(np.argmax(lengths > MAX_ABSORBED))
+        key_starts = np.zeros(len(seq_lens) - first_seq + 1, dtype=np.int32)
+        np.cumsum(seq_lens[first_seq:], out=key_starts[1:])
+        return cls(
+            metadata=metadata,
+            first_seq=first_seq,
+            first_token=int(starts[first_seq]),
+            max_absorbed=int(lengths[:first_seq].max(initial=0)),
+            num_keys=int(key_starts[-1]),
+            max_seq_len=int(seq_lens[first_seq:].max()),
+            key_starts=torch.from_numpy(key_starts).to(metadata.seq_lens.device, non_blocking=True),
+        )
+
+
+def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, prompts: Prompts | None) -> torch.Tensor:
+    """As `LatentAttention.mla_forward`. prompts: None: every sequence is absorbed; else the step's."""
+    from compile_and_serve.custom_ops.attention.triton_mla_decode import (
+        absorbed_attention,
+        multiply_heads,
+        write_latents,
+    )
+    from compile_and_serve.custom_ops.attention.triton_mla_prefill import materialized_attention
+
+    q_THE, kv_a_TE, kv_b, cache, scale = operands.q_THE, operands.kv_a_TE, operands.kv_b, operands.cache, operands.scale
+    num_tokens, num_heads, head_size = q_THE.shape
+    nope_size, _, values, _ = operands.sizes
+    if q_THE.stride(2) != 1 or q_THE.stride(1) != head_size:
+        q_THE = q_THE.contiguous()
+    kv_a_TE = kv_a_TE if kv_a_TE.stride(1) == 1 else kv_a_TE.contiguous()
+    out_THV = q_THE.new_empty(num_tokens, num_heads, values)
+    # Tokens of no sequence get zeros here. A decode step is padded with sequences of length 0, which get zeros in the decode kernel.
+    num_covered = metadata.seq_lens.shape[0] if metadata.max_query_len == 1 else metadata.num_tokens
+    if num_covered < num_tokens:
+        out_THV[num_covered:].zero_()
+    q_rope_THR = write_latents(
+        q_THE, kv_a_TE, operands.norm_weight_C, operands.cos_TR, operands.sin_TR, cache, metadata.slot_mapping, operands.eps,
+        operands.interleaved,
+    )  # fmt: skip
+    num_seqs, absorbed_tokens, max_absorbed = metadata.seq_lens.shape[0], num_covered, metadata.max_query_len
+    if prompts is not None:
+        num_seqs, absorbed_tokens, max_absorbed = prompts.first_seq, prompts.first_token, prompts.max_absorbed
+    if absorbed_tokens:
+        heads = kv_b.view(num_heads, nope_size + values, -1)
+        ours = slice(0, absorbed_tokens)
+        q_latent_HTC = q_THE.new_empty(num_heads, absorbed_tokens, heads.shape[2])
+        summed_HTC = torch.empty_like(q_latent_HTC)
+        multiply_heads(q_THE[ours, :, :nope_size].transpose(0, 1), heads[:, :nope_size], q_latent_HTC)
+        absorbed_attention(
+            q_latent_HTC, q_rope_THR, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, summed_HTC,
+            num_seqs, max_absorbed,
+        )  # fmt: skip
+        multiply_heads(summed_HTC, heads[:, nope_size:].transpose(1, 2), out_THV[ours].transpose(0, 1))
+    if prompts is not None:
+        materialized_attention(
+            q_THE, q_rope_THR, kv_b, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+            prompts.key_starts, out_THV, first_seq=prompts.first_seq, num_queries=metadata.num_tokens - prompts.first_token,
+            num_keys=prompts.num_keys, max_seq_len=prompts.max_seq_len,
+        )  # fmt: skip
+    return out_THV

@@ -1,0 +1,53 @@
+"""Cached keys and values of whole sequences, gathered from their pages and converted to the model's dtype.
+
+Shape legend: N cache blocks, P tokens per block, K key/value heads, E head size, J pages, C tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.triton_common import next_power_of_2
+
+
+@triton.jit(do_not_specialize=["num_pages"])
+def _expand_pages_kernel(
+    kv_ptr, pages_ptr, keys_ptr, values_ptr, block_stride, num_pages,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    page, kv_head = tl.program_id(0), tl.program_id(1)
+    block = tl.load(pages_ptr + page)
+    row = tl.load(pages_ptr + num_pages + page)
+    count = tl.load(pages_ptr + 2 * num_pages + page)
+    tokens_P, cols_E = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E)
+    ok_PE = (tokens_P < count)[:, None] & (cols_E < HEAD_DIM)[None, :]
+    at_PE = kv_ptr + block * block_stride + kv_head * (BLOCK_SIZE * HEAD_DIM) + tokens_P[:, None] * HEAD_DIM + cols_E
+    to_PE = (row + tokens_P)[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + cols_E[None, :]
+    dtype = keys_ptr.dtype.element_ty
+    tl.store(keys_ptr + to_PE, tl.load(at_PE, mask=ok_PE).to(tl.float32).to(dtype), mask=ok_PE)
+    at_PE += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    tl.store(values_ptr + to_PE, tl.load(at_PE, mask=ok_PE).to(tl.float32).to(dtype), mask=ok_PE)
+
+
+def expand_pages(
+    kv_cache: torch.Tensor, pages_3J: torch.Tensor, num_tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ keys, values: [C, K, E] of `dtype`, contiguous.
+
+    kv_cache: [N, 2, K, P, E], float8_e4m3fn or a wider dtype. pages_3J: int64; for each page its block in the cache, the row of the result
+    where its first token goes, and how many of its tokens are used. num_tokens: C.
+    """
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    keys_CKE = torch.empty(num_tokens, num_kv_heads, head_dim, dtype=dtype, device=kv_cache.device)
+    values_CKE = torch.empty_like(keys_CKE)
+    num_pages = pages_3J.shape[1]
+    launch(
+        _expand_pages_kernel, (num_pages, num_kv_heads), kv_cache, pages_3J, keys_CKE, values_CKE, kv_cache.stride(0), num_pages,
+        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
+        BLOCK_P=next_power_of_2(block_size), BLOCK_E=next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip
+    return keys_CKE, values_CKE

@@ -1,0 +1,213 @@
+"""Materialized latent attention of prompts in Triton: entries are gathered from the cache, expanded to keys and values, and attended to.
+
+Shape legend: T tokens, S sequences, H heads, N and R sizes of a query and key without and with RoPE, V size of a value, C size of the
+latent, P tokens per page, M block-table columns, Q query tokens per tile, K keys per tile, L keys in memory at a time.
+
+The keys of all sequences are numbered one sequence after another, and expanded in parts of at most `part_size` keys, which bounds the
+memory. If there are several parts, the running softmax of every query is kept in float32 between them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E
+from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
+
+PART_BYTES = 64 << 20  # of expanded keys and values; a step's own keys are always one part
+
+
+@triton.jit(do_not_specialize=["first_seq", "part_begin", "part_end"])
+def _gather_kernel(
+    cache_ptr, out_ptr, key_starts_ptr, seq_lens_ptr, block_table_ptr, page_stride, table_stride, first_seq, part_begin, part_end,
+    ENTRY: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(1)
+    tokens_K = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    keys_K = tl.load(key_starts_ptr + seq) + tokens_K
+    ok_K = (tokens_K < tl.load(seq_lens_ptr + first_seq + seq)) & (keys_K >= part_begin) & (keys_K < part_end)
+    page_K = tl.load(block_table_ptr + (first_seq + seq) * table_stride + tokens_K // PAGE_SIZE, mask=ok_K, other=0).to(
+        tl.int64
+    )
+    cols_E = tl.arange(0, BLOCK_E)
+    ok_KE = ok_K[:, None] & (cols_E < ENTRY)[None, :]
+    at_KE = cache_ptr + (page_K * page_stride + (tokens_K % PAGE_SIZE) * ENTRY)[:, None] + cols_E[None, :]
+    values_KE = tl.load(at_KE, mask=ok_KE, other=0.0)
+    out_KE = out_ptr + (keys_K - part_begin).to(tl.int64)[:, None] * ENTRY + cols_E[None, :]
+    tl.store(out_KE, values_KE.to(out_ptr.dtype.element_ty), mask=ok_KE)
+
+
+@triton.jit
+def _attend_tile(
+    start, stop, q_QN, q_QR, max_Q, sum_Q, acc_QV, positions_Q, k_base, rope_base, kv_stride, rope_stride, cols_N, cols_R, cols_V,
+    scale_log2, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over keys start … start + K - 1 before `stop`.
+
+    MASKED: some rows come before some keys, or `stop` is in the tile.
+    """
+    tokens_K = start + tl.arange(0, BLOCK_K)
+    k_at = k_base + tokens_K[:, None] * kv_stride
+    rope_at = rope_base + tokens_K[:, None] * rope_stride
+    ok_N, ok_R, ok_V = (cols_N < NOPE)[None, :], (cols_R < ROPE)[None, :], (cols_V < VALUE)[None, :]
+    if MASKED:
+        ok_K1 = (tokens_K < stop)[:, None]
+        ok_N, ok_R, ok_V = ok_K1 & ok_N, ok_K1 & ok_R, ok_K1 & ok_V
+    k_KN = tl.load(k_at + cols_N[None, :], mask=ok_N, other=0.0)
+    k_KR = tl.load(rope_at + cols_R[None, :], mask=ok_R, other=0.0)
+    v_KV = tl.load(k_at + NOPE + cols_V[None, :], mask=ok_V, other=0.0)
+    scores_QK = tl.dot(q_QN, tl.trans(k_KN), input_precision="ieee")
+    scores_QK = tl.dot(q_QR, tl.trans(k_KR), scores_QK, input_precision="ieee")
+    if MASKED:
+        seen_QK = (tokens_K[None, :] <= positions_Q[:, None]) & (tokens_K < stop)[None, :]
+        scores_QK = tl.where(seen_QK, scores_QK, float("-inf"))
+    # A row may attend to no key of the tile. A finite maximum keeps it from becoming NaN.
+    new_max_Q = tl.maximum(tl.maximum(max_Q, tl.max(scores_QK, 1) * scale_log2), -1e30)
+    probs_QK = tl.exp2(scores_QK * scale_log2 - new_max_Q[:, None])
+    shrink_Q = tl.exp2(max_Q - new_max_Q)
+    sum_Q = sum_Q * shrink_Q + tl.sum(probs_QK, 1)
+    acc_QV = tl.dot(probs_QK.to(v_KV.dtype), v_KV, acc_QV * shrink_Q[:, None], input_precision="ieee")
+    return new_max_Q, sum_Q, acc_QV
+
+
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_queries", "part_begin", "part_end"])
+def _mla_prefill_kernel(
+    q_ptr, q_rope_ptr, kv_ptr, entries_ptr, out_ptr, sums_ptr, softmax_ptr, start_loc_ptr, seq_lens_ptr, key_starts_ptr,
+    q_stride, first_seq, num_seqs, num_queries, part_begin, part_end, scale_log2,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
+):  # fmt: skip
+    # The last tiles of a sequence attend to the most keys: they start first.
+    tile, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    start_loc_ptr += first_seq
+    base_token = tl.load(start_loc_ptr)
+    # Sequence s starts at tile (start_loc[s] - start_loc[0]) // Q + s or before. Find the last s whose first tile is not after this one.
+    low, high = 0, num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (tl.load(start_loc_ptr + middle) - base_token) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    seq = low
+    first = tl.load(start_loc_ptr + seq)
+    query_len = tl.load(start_loc_ptr + seq + 1) - first
+    begin = (tile - ((first - base_token) // BLOCK_Q + seq)) * BLOCK_Q
+    if begin >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + first_seq + seq)
+    offset = seq_len - query_len
+    key_start = tl.load(key_starts_ptr + seq)
+    rows_Q = begin + tl.arange(0, BLOCK_Q)
+    ok_Q = rows_Q < query_len
+    positions_Q = offset + rows_Q
+    cols_N, cols_R, cols_V = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
+    tokens_Q = (first + rows_Q).to(tl.int64)
+    q_QN = tl.load(
+        q_ptr + tokens_Q[:, None] * q_stride + head * (NOPE + ROPE) + cols_N[None, :],
+        mask=ok_Q[:, None] & (cols_N < NOPE)[None, :], other=0.0,
+    )  # fmt: skip
+    q_QR = tl.load(
+        q_rope_ptr + (tokens_Q * NUM_HEADS + head)[:, None] * ROPE + cols_R[None, :],
+        mask=ok_Q[:, None] & (cols_R < ROPE)[None, :], other=0.0,
+    )  # fmt: skip
+    ok_QV = ok_Q[:, None] & (cols_V < VALUE)[None, :]
+    state_Q = (tokens_Q - base_token) * NUM_HEADS + head  # this row between the parts
+    state_rows = num_queries.to(tl.int64) * NUM_HEADS
+    if IS_FIRST:
+        max_Q = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+        sum_Q = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+        acc_QV = tl.zeros((BLOCK_Q, BLOCK_V), dtype=tl.float32)
+    else:
+        max_Q = tl.load(softmax_ptr + state_Q, mask=ok_Q, other=0.0)
+        sum_Q = tl.load(softmax_ptr + state_rows + state_Q, mask=ok_Q, other=1.0)
+        acc_QV = tl.load(sums_ptr + state_Q[:, None] * VALUE + cols_V[None, :], mask=ok_QV, other=0.0)
+    # Every row of the tile attends to the keys from `lower` to `whole`: they need no mask.
+    lower = tl.maximum(part_begin - key_start, 0)
+    end = tl.minimum(tl.minimum(part_end - key_start, seq_len), offset + begin + BLOCK_Q)
+    whole = lower + tl.maximum(tl.minimum(offset + begin + 1, end) - lower, 0) // BLOCK_K * BLOCK_K
+    KV_STRIDE: tl.constexpr = NUM_HEADS * (NOPE + VALUE)
+    row_base = (key_start - part_begin).to(tl.int64)
+    k_base = kv_ptr + row_base * KV_STRIDE + head * (NOPE + VALUE)
+    rope_base = entries_ptr + row_base * (LATENT + ROPE) + LATENT
+    for start in tl.range(lower, whole, BLOCK_K, num_stages=STAGES):
+        max_Q, sum_Q, acc_QV = _attend_tile(
+            start, end, q_QN, q_QR, max_Q, sum_Q, acc_QV, positions_Q, k_base, rope_base, KV_STRIDE, LATENT + ROPE, cols_N, cols_R,
+            cols_V, scale_log2, NOPE, ROPE, VALUE, BLOCK_K, False,
+        )  # fmt: skip
+    for start in tl.range(whole, end, BLOCK_K, num_stages=1):
+        max_Q, sum_Q, acc_QV = _attend_tile(
+            start, end, q_QN, q_QR, max_Q, sum_Q, acc_QV, positions_Q, k_base, rope_base, KV_STRIDE, LATENT + ROPE, cols_N, cols_R,
+            cols_V, scale_log2, NOPE, ROPE, VALUE, BLOCK_K, True,
+        )  # fmt: skip
+    if IS_LAST:
+        out_QV = out_ptr + (tokens_Q * NUM_HEADS + head)[:, None] * VALUE + cols_V[None, :]
+        tl.store(out_QV, (acc_QV / sum_Q[:, None]).to(dtype), mask=ok_QV)
+    else:
+        tl.store(softmax_ptr + state_Q, max_Q, mask=ok_Q)
+        tl.store(softmax_ptr + state_rows + state_Q, sum_Q, mask=ok_Q)
+        tl.store(sums_ptr + state_Q[:, None] * VALUE + cols_V[None, :], acc_QV, mask=ok_QV)
+
+
+def materialized_attention(
+    q_THE: torch.Tensor,
+    q_rope_THR: torch.Tensor,
+    kv_b: torch.Tensor,
+    cache: torch.Tensor,
+    scale: float,
+    query_start_loc: torch.Tensor,
+    seq_lens_S: torch.Tensor,
+    block_table_SM: torch.Tensor,
+    key_starts: torch.Tensor,
+    out_THV: torch.Tensor,
+    *,
+    first_seq: int,
+    num_queries: int,
+    num_keys: int,
+    max_seq_len: int,
+    part_size: int | None = None,
+    config: tuple[int, int, int, int] | None = None,
+) -> None:
+    """out = attention of the sequences from first_seq on, of which there are len(key_starts) - 1.
+
+    q_THE: [T, H, N + R], its rotated part is in q_rope_THR (contiguous); out_THV: contiguous. cache: [pages, P, C + R], which holds the
+    step's own entries. key_starts: int32 [their number + 1], sums of their lengths. num_queries, num_keys: of these sequences.
+    part_size: keys that are expanded at a time; None: as many as PART_BYTES hold, and at least num_queries. config: (query tile, key
+    tile, stages, warps).
+    """
+    num_heads, values = out_THV.shape[1:]
+    rope_size, nope_size = q_rope_THR.shape[2], q_THE.shape[2] - q_rope_THR.shape[2]
+    latent_size, num_seqs, device = kv_b.shape[1], len(key_starts) - 1, q_THE.device
+    entry = latent_size + rope_size
+    block_q, block_k, stages, warps = config or ((128, 64, 3, 8) if q_THE.itemsize == 2 else (32, 32, 1, 4))
+    if part_size is None:
+        part_size = max(num_queries, PART_BYTES // (kv_b.shape[0] * kv_b.itemsize))
+    parts = range(0, num_keys, part_size)
+    sums = softmax = None
+    if len(parts) > 1:
+        sums = torch.empty(num_queries * num_heads * values, dtype=torch.float32, device=device)
+        softmax = torch.empty(2 * num_queries * num_heads, dtype=torch.float32, device=device)
+    for begin in parts:
+        end = min(begin + part_size, num_keys)
+        entries_LE = torch.empty(end - begin, entry, dtype=q_THE.dtype, device=device)
+        launch(
+            _gather_kernel, (cdiv(max_seq_len, 32), num_seqs),
+            cache, entries_LE, key_starts, seq_lens_S, block_table_SM, cache.stride(0), block_table_SM.stride(0),
+            first_seq, begin, end,
+            ENTRY=entry, PAGE_SIZE=cache.shape[1], BLOCK_K=32, BLOCK_E=next_power_of_2(entry), num_warps=4,
+        )  # fmt: skip
+        kv_LE = F.linear(entries_LE[:, :latent_size], kv_b)
+        launch(
+            _mla_prefill_kernel, (num_heads, num_queries // block_q + num_seqs),
+            q_THE, q_rope_THR, kv_LE, entries_LE, out_THV, sums, softmax, query_start_loc, seq_lens_S, key_starts,
+            q_THE.stride(0), first_seq, num_seqs, num_queries, begin, end, scale * LOG2_E,
+            NUM_HEADS=num_heads, NOPE=nope_size, ROPE=rope_size, VALUE=values, LATENT=latent_size, BLOCK_Q=block_q, BLOCK_K=block_k,
+            BLOCK_N=max(16, next_power_of_2(nope_size)), BLOCK_R=max(16, next_power_of_2(rope_size)),
+            BLOCK_V=max(16, next_power_of_2(values)), STAGES=stages, IS_FIRST=begin == 0, IS_LAST=end == num_keys, num_warps=warps,
+        )  # fmt: skip

@@ -1,0 +1,91 @@
+"""`cas::experts` on CUDA: its methods for each format of weights, and the choice of the fastest.
+
+Shape legend: T tokens, K experts of a token, X experts, F intermediate size of an expert, D hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from compile_and_serve.custom_ops.moe.triton_expand_experts import dequantize
+from compile_and_serve.custom_ops.moe.triton_experts import (
+    GEMV_ROWS,
+    Operands,
+    grouped_tiles,
+    run_expanded,
+    run_gemv,
+    run_grouped,
+)
+from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import mxfp4_methods
+from compile_and_serve.custom_ops.quantization import BLOCK
+from compile_and_serve.custom_ops.tuning.fastest_kernel import fastest_kernel
+from compile_and_serve.custom_ops.tuning.tuner import Problem
+
+MAX_GEMV_PAIRS = 64
+MIN_EXPANDED_PAIRS_EACH = 64  # of an expert; with fewer, writing and reading the dequantized weights takes longer
+
+
+@functools.lru_cache(maxsize=64)
+def _even_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Ids that spread the pairs evenly, as the tuner assumes: int32 [T, K]. Synthetic steps route unlike real ones."""
+    pairs = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
+    return (pairs % num_experts).view(num_tokens, top_k)
+
+
+def methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """The methods for these operands by name, as functions of the gate/up weight. The first is the default."""
+    if operands.gate_up.dtype == torch.int16:
+        return mxfp4_methods(operands)
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    num_pairs, (num_experts, rows, _) = operands.num_pairs, operands.gate_up.shape
+    tiles = grouped_tiles(num_pairs, num_experts)
+    is_quantized, has_blocks = operands.scales > 0, operands.scales == 2
+    if is_quantized and num_pairs >= MIN_EXPANDED_PAIRS_EACH * num_experts:
+        runs |= {f"expanded {one.name}": functools.partial(run_expanded, dequantize, one, operands) for one in tiles}
+    if num_pairs <= MAX_GEMV_PAIRS and not (has_blocks and rows // 2 % GEMV_ROWS):
+        runs["gemv"] = functools.partial(run_gemv, operands)
+    for one in tiles:
+        if not (has_blocks and one.depth > BLOCK):
+            runs[one.name] = functools.partial(run_grouped, one, operands)
+    return runs
+
+
+def experts(operands: Operands) -> torch.Tensor:
+    """`cas::experts` over plain or 8-bit weights, or MXFP4 in the Triton layout. The host does not wait for the device.
+
+    The launches depend on T alone. The fastest method is measured once for each shape and range of T, with the pairs spread evenly over
+    the experts.
+    """
+    operands = operands.normalized()
+    x_TD, gate_up, (num_tokens, top_k) = operands.x_TD, operands.gate_up, operands.ids_TK.shape
+    if num_tokens == 0:
+        return x_TD.new_empty(x_TD.shape)
+    (num_experts, rows, _), hidden = gate_up.shape, x_TD.shape[1]
+    covered = ("", " rows", " blocks")[operands.scales] if gate_up.dtype != torch.int16 else ""
+    kind = "mxfp4" if gate_up.dtype == torch.int16 else f"{gate_up.dtype}{covered}"
+    problem = Problem(
+        kind="experts",
+        name=f"X={num_experts} K={top_k} F={rows // 2} D={hidden} {kind} {operands.activation}",
+        num_tokens=num_tokens,
+    )
+    runs = methods(operands)
+    name = fastest_kernel(problem, _with_even_ids(runs, operands), gate_up, max_tokens=num_tokens)
+    return runs[name](gate_up)
+
+
+def _with_even_ids(
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]], operands: Operands
+) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """`runs` over evenly spread pairs, for measurements. The ids are made at the first measurement."""
+
+    def even(name: str, gate_up: torch.Tensor) -> torch.Tensor:
+        num_tokens, top_k = operands.ids_TK.shape
+        ids_TK = _even_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
+        same = replace(operands, ids_TK=ids_TK)
+        return methods(same)[name](gate_up)
+
+    return {name: functools.partial(even, name) for name in runs}

@@ -1,0 +1,72 @@
+"""MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 inputs, each input a 4-bit e2m1 number, each block a power of two as its scale.
+
+Shape legend: X experts, O output features, I input features, G = I / 32 blocks.
+
+A checkpoint holds e2m1 codes uint8 [X, O, G, 16], two in a byte, the lower input in the lower bits, and scales uint8 [X, O, G], which mean
+2^(scale − 127) (e8m0). A code is a sign bit, two bits of exponent and one of mantissa: ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}.
+
+The Triton layout has codes int16 [X, O, B · 32] and scales int32 [X, B, O], with B = ceil(I / 128): word c of block b has the codes of the
+inputs 128 b + c + {0, 32, 64, 96} (parts 0 to 3), so that one mask gives the codes of 32 adjacent inputs, which share a scale. Byte p of a
+scale's number is the scale of part p plus 126, the exponent that turns a decoded code into its value (`triton_mxfp4_experts`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+MX_BLOCK = 32  # inputs that share a scale
+PARTS = 4  # codes in a word of the Triton layout
+BLOCK_COLUMNS = MX_BLOCK * PARTS
+# Bits of a word: of each part, where the lowest of its three bits of magnitude and its sign are. Part 0 lies where bfloat16 has them.
+MAGNITUDE_AT = (6, 9, 12, 3)
+SIGN_AT = (15, 2, 1, 0)
+LARGEST_SCALE = 128  # of the Triton layout; weights of 12 and more have larger ones
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def dequantize_mxfp4(codes_XOGH: torch.Tensor, scales_XOG: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """e2m1 · 2^(scale − 127), with one rounding to `dtype`. uint8 [X, O, G, 16], uint8 [X, O, G] → [X, O, I]"""
+    math_dtype = torch.promote_types(dtype, torch.float32)
+    values = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], dtype=math_dtype, device=codes_XOGH.device)
+    pairs = torch.stack((codes_XOGH & 15, codes_XOGH >> 4), -1).flatten(-2)
+    factors = torch.ldexp(torch.ones_like(scales_XOG, dtype=math_dtype), scales_XOG.to(torch.int32) - 127)
+    return (values[pairs.to(torch.int32)] * factors[..., None]).to(dtype).flatten(-2)
+
+
+def deinterleave_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Gate and up rows that alternate → gate rows before up rows. [X, 2F, …] → the same shape"""
+    return weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def swap_inputs_and_outputs(weight_XIO: torch.Tensor) -> torch.Tensor:
+    """[X, I, O] → [X, O, I]"""
+    return weight_XIO.transpose(1, 2)
+
+
+def pack_mxfp4_codes(codes_XOGH: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's codes in the Triton layout, padded with zeros. uint8 [X, O, G, 16] → int16 [X, O, B · 32]"""
+    blocks = -(-codes_XOGH.shape[2] // PARTS)
+    padded = F.pad(codes_XOGH, (0, 0, 0, blocks * PARTS - codes_XOGH.shape[2]))
+    words: torch.Tensor | None = None
+    for part in range(PARTS):
+        codes_XOBH = padded[:, :, part::PARTS]
+        codes = torch.stack((codes_XOBH & 15, codes_XOBH >> 4), -1).flatten(-2).to(torch.int16)
+        bits = ((codes & 7) << MAGNITUDE_AT[part]) | ((codes >> 3) << SIGN_AT[part])
+        words = bits if words is None else words | bits
+    assert words is not None
+    return words.flatten(-2)
+
+
+def pack_mxfp4_scales(scales_XOG: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's scales in the Triton layout. uint8 [X, O, G] → int32 [X, B, O]"""
+    if type(scales_XOG) is torch.Tensor and scales_XOG.numel() and int(scales_XOG.max()) > LARGEST_SCALE:
+        raise ValueError(
+            f"An MXFP4 scale of the checkpoint is {int(scales_XOG.max())}, but the kernel takes at most {LARGEST_SCALE}: "
+            "the weights are 12 and larger, which no trained model has."
+        )
+    blocks = -(-scales_XOG.shape[2] // PARTS)
+    padded = F.pad(scales_XOG, (0, blocks * PARTS - scales_XOG.shape[2])).to(torch.int64) + 126
+    bytes_XOBP = padded.unflatten(2, (blocks, PARTS))
+    numbers = sum((bytes_XOBP[..., part] << (8 * part) for part in range(1, PARTS)), bytes_XOBP[..., 0])
+    return numbers.to(torch.int32).transpose(1, 2).contiguous()  # the upper half wraps to negative numbers

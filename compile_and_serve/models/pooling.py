@@ -1,0 +1,95 @@
+"""Decoders that compute embeddings or class scores of prompts: a family's module with another output head.
+
+The head is removed for embeddings, so that the output is the hidden states after the last norm. For a sequence classifier it is replaced by
+the checkpoint's `score`. An encoder declares its `pooling` and outputs in a builder of its own (`register_model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from compile_and_serve.custom_ops.step import CLASS_LOGITS, HIDDEN_STATES, ROWS, StepOutput
+from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.gemma import GemmaForCausalLM
+from compile_and_serve.models.registry import ARCHITECTURES, ModelImpl, architecture_of, build_model, is_registered
+from compile_and_serve.models.spec import ModelSpec, PoolingSpec
+
+_GENERATES, _CLASSIFIES, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
+
+
+def is_pooling_architecture(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json names a class that cannot generate: a sequence classifier, or a decoder without an output head."""
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and str(names[0]).endswith((_CLASSIFIES, _BARE))
+
+
+def build_pooling_model(
+    config: Mapping[str, Any], *, dtype: torch.dtype, model_impl: ModelImpl = "auto", requantize: bool = False
+) -> ModelSpec:
+    """`build_model` for embeddings or classification. Raises `ModelConfigError` as that does.
+
+    The builder of a registered architecture makes the whole spec, `pooling` included.
+    """
+    architecture = architecture_of(config)
+    if is_registered(architecture):
+        spec = build_model(config, dtype=dtype, model_impl=model_impl, requantize=requantize)
+        if spec.pooling is None:
+            raise ModelConfigError(f"{architecture} was registered as a model that generates tokens: see --runner.")
+        return spec
+    family, is_classifier = architecture, architecture.endswith(_CLASSIFIES)
+    if is_classifier:
+        family = architecture.removesuffix(_CLASSIFIES) + _GENERATES
+    elif architecture.endswith(_BARE):
+        family = architecture.removesuffix(_BARE) + _GENERATES
+    spec = build_model({**config, "architectures": [family]}, dtype=dtype, model_impl=model_impl, requantize=requantize)
+    old_head = getattr(spec.module, "lm_head", None)
+    if model_impl == "transformers" or family not in ARCHITECTURES or not isinstance(old_head, nn.Linear):
+        raise ModelConfigError(
+            f"{architecture} cannot compute embeddings or classes: only models with a native implementation can "
+            f"({', '.join(ARCHITECTURES)}, and the same families' {_CLASSIFIES} and {_BARE})."
+        )
+    hidden_size = old_head.in_features
+    names: dict[str, str | None] = {"lm_head.weight": None}
+    if is_classifier:
+        pooling = _classifier(config)
+        head: nn.Module = nn.Linear(hidden_size, pooling.width, bias=False, dtype=dtype, device="meta")
+        head.requires_grad_(False)
+        names["score.weight"] = "lm_head.weight"
+    else:
+        pooling, head = PoolingSpec(kind="embed", width=hidden_size), nn.Identity()
+    spec.module.lm_head = head
+    if isinstance(spec.module, GemmaForCausalLM):
+        spec.module.cap = 0.0  # it belongs to logits of tokens
+    if architecture.endswith(_BARE):
+        parameters = [name for name, _ in spec.module.named_parameters()]
+        parts = list(spec.parts)
+        names |= {name.removeprefix("model."): name for name in (*parameters, *parts) if name.startswith("model.")}
+    name = CLASS_LOGITS if is_classifier else HIDDEN_STATES
+    return replace(
+        spec,
+        config=config,
+        weight_map={**spec.weight_map, **names},
+        tp_plan={module: style for module, style in spec.tp_plan.items() if module != "lm_head"},
+        outputs=(StepOutput(name=name, dims=(ROWS, pooling.width)),),
+        pooling=pooling,
+    )
+
+
+def _classifier(config: Mapping[str, Any]) -> PoolingSpec:
+    """The classes of a config.json, as transformers reads them: two without an `id2label`."""
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else int(config.get("num_labels", 2))
+    if count < 1:
+        raise ModelConfigError("The classifier's config names no class: expected id2label to have at least one.")
+    names = tuple(str(labels.get(str(i), i)) for i in range(count)) if isinstance(labels, Mapping) else ()
+    activation: Literal["none", "sigmoid", "softmax"] = "softmax"
+    if config.get("problem_type") == "regression":
+        activation = "none"
+    elif config.get("problem_type") == "multi_label_classification" or count == 1:
+        activation = "sigmoid"
+    return PoolingSpec(kind="classify", width=count, activation=activation, labels=names)

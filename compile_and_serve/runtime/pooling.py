@@ -1,0 +1,98 @@
+"""Turns pooled rows into embeddings, class scores and similarities on the host, for the server and `LLM`.
+
+Shape legend: N rows of a result (1, except for token_embed), D features or classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from compile_and_serve.runtime.messages import EngineInfo
+from compile_and_serve.runtime.pooling_params import Pooled, PoolingInfo, PoolingParams, PoolingTask
+from compile_and_serve.runtime.sampling_params import SamplingParams, SamplingParamsError
+from compile_and_serve.runtime.text.input_processor import InputProcessor
+
+
+class UnsupportedTaskError(ValueError):
+    """The model cannot do what was asked for (HTTP 501). The message is one sentence."""
+
+
+def check_task(task: PoolingTask, info: EngineInfo) -> PoolingInfo:
+    """The engine's pooling if it does `task`. Raises `UnsupportedTaskError`."""
+    pooling = info.pooling
+    if pooling is not None and task in pooling.tasks:
+        return pooling
+    does = "generates text; start it with --runner pooling" if pooling is None else f"does {', '.join(pooling.tasks)}"
+    raise UnsupportedTaskError(f"This model cannot do the task {task}: it {does}.")
+
+
+def check_generates(info: EngineInfo) -> None:
+    """Raise `UnsupportedTaskError` if the engine generates no text."""
+    if info.pooling is not None:
+        raise UnsupportedTaskError(
+            f"This model generates no text: it does {', '.join(info.pooling.tasks)} (see --runner)."
+        )
+
+
+def prepare(
+    inputs: InputProcessor, prompt: str | Sequence[int], params: PoolingParams, *, add_special_tokens: bool = True,
+    pair: str | None = None,
+) -> tuple[list[int], SamplingParams]:  # fmt: skip
+    """Token ids and engine parameters of a prompt. pair: a second text, of a classifier of pairs.
+
+    Raises `SamplingParamsError` or `PromptTooLongError`.
+    """
+    pooling = inputs.info.pooling
+    assert pooling is not None, "check_task comes first"
+    if params.dimensions is not None and not (pooling.kind == "embed" and 1 <= params.dimensions <= pooling.width):
+        limits = f"in [1, {pooling.width}]" if pooling.kind == "embed" else "left out for a classifier"
+        raise SamplingParamsError("dimensions", f"dimensions must be {limits}, got {params.dimensions}.")
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=0, detokenize=False, truncate_prompt_tokens=params.truncate_prompt_tokens,
+        truncation_side=params.truncation_side,
+    )  # fmt: skip
+    if isinstance(prompt, str):
+        ids = inputs.encode(
+            prompt, add_special_tokens=add_special_tokens, truncate=params.truncate_prompt_tokens, max_tokens=0,
+            truncation_side=params.truncation_side, pair=pair,
+        )  # fmt: skip
+    else:
+        ids = list(prompt)
+    return inputs.prepare(ids, sampling)
+
+
+def rows_of(pooled: Pooled, params: PoolingParams, info: PoolingInfo) -> np.ndarray:
+    """The result of a request: float32 [N, D]. Embeddings are cut to `dimensions` and normalized, class logits become scores."""
+    rows_ND = np.frombuffer(pooled.data, dtype=np.float32).reshape(pooled.rows, -1)
+    if params.dimensions is not None:
+        rows_ND = rows_ND[:, : params.dimensions]
+    if not params.use_activation:
+        return rows_ND
+    if info.kind == "embed":
+        norms_N1 = np.linalg.norm(rows_ND.astype(np.float64), axis=1, keepdims=True)
+        return (rows_ND / np.maximum(norms_N1, 1e-12)).astype(np.float32)
+    return activate(rows_ND, info)
+
+
+def activate(logits_ND: np.ndarray, info: PoolingInfo) -> np.ndarray:
+    """Scores of class logits: float32 [N, D]."""
+    if info.activation == "none":
+        return logits_ND
+    if info.activation == "sigmoid":
+        return (0.5 * (1 + np.tanh(0.5 * logits_ND.astype(np.float64)))).astype(np.float32)
+    powers_ND = np.exp(logits_ND.astype(np.float64) - logits_ND.max(axis=1, keepdims=True))
+    return (powers_ND / powers_ND.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def cosine(first_D: np.ndarray, second_D: np.ndarray) -> float:
+    """Cosine similarity of two vectors."""
+    first, second = first_D.astype(np.float64), second_D.astype(np.float64)
+    return float(first @ second / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12))
+
+
+def with_rows(params: PoolingParams, task: PoolingTask) -> PoolingParams:
+    """The parameters of a task: token_embed takes all rows."""
+    return msgspec.structs.replace(params, pooling="all") if task == "token_embed" else params

@@ -1,0 +1,60 @@
+"""What a request for an embedding or for class scores asks the engine for. This file imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PoolingType = Literal["last", "mean", "cls"]
+RowPooling = Literal["last", "mean", "cls", "all"]
+PoolingTask = Literal["embed", "token_embed", "classify", "score"]
+
+
+class PoolingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Options of one pooling request.
+
+    pooling: which of the prompt's rows become the result: the last, their mean, the first, or all of them; None is the engine's default.
+    dimensions: length to which an embedding is cut before it is normalized (Matryoshka embeddings).
+    use_activation: normalize embeddings to length 1, turn class logits into scores.
+    truncate_prompt_tokens, truncation_side: as in `SamplingParams`.
+    """
+
+    pooling: RowPooling | None = None
+    dimensions: int | None = None
+    use_activation: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+
+    @property
+    def reads_all_tokens(self) -> bool:
+        """Whether rows of early tokens are needed, which the prefix cache does not have."""
+        return self.pooling not in (None, "last")
+
+
+class PoolingInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """What an engine pools.
+
+    kind: "embed" gives hidden states, "classify" logits of classes. width: numbers per row. pooling: of requests that name none.
+    activation: turns class logits into scores. labels: names of the classes, or nothing.
+    """
+
+    kind: Literal["embed", "classify"]
+    width: int
+    pooling: PoolingType = "last"
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    labels: list[str] = []
+
+    @property
+    def tasks(self) -> tuple[PoolingTask, ...]:
+        """What requests may ask for. A classifier of pairs has a single class."""
+        if self.kind == "embed":
+            return ("embed", "token_embed", "score")
+        return ("classify", "score") if self.width == 1 else ("classify",)
+
+
+class Pooled(msgspec.Struct, array_like=True):
+    """The result of a request: float32 [rows, width] in the machine's byte order."""
+
+    rows: int
+    data: bytes

@@ -1,0 +1,104 @@
+"""Which steps of a worker are captured as CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from compile_and_serve.compiler.config import CudaGraphMode
+from compile_and_serve.compiler.cudagraphs.graph_capture import CudaGraphs
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepModel
+from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
+
+logger = logging.getLogger(__name__)
+
+# Tokens of a sequence in a graph with drafts: longer drafts are rarely full, and padding would cost more than a graph saves.
+MAX_GRAPH_QUERY_LEN = 9
+
+
+def make_graph_runners(
+    config: EngineConfig,
+    spec: ModelSpec,
+    plans: Sequence[StepModel],
+    backends: Mapping[str, Any],
+    device: torch.device,
+    *,
+    logs: bool,
+) -> GraphRunners | None:
+    """The runners of a model's plans; None where CUDA graphs are off or the device has none.
+
+    plans: for any step first, for steps without optional inputs last. backends: by attention group. logs: whether to log why steps with
+    draft tokens have no full graphs.
+    """
+    options = config.compile
+    if not platform_of(device).replays_graphs or options.mode == "eager" or options.cudagraph_mode == "none":
+        return None
+    graphs, stats = CudaGraphs(device), GraphStats()
+    mode = options.cudagraph_mode
+    runners = [
+        CudaGraphRunner(
+            model,
+            mode=mode if spec.pooling is None else _without_full_graphs(mode),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            backends=tuple(backends.values()),
+            device=graphs,
+            sizes=options.capture_sizes,
+            query_len=1 if spec.drafter is None else 1 + spec.drafter.num_tokens,
+            decode_head=begin_step,
+            decode_tail=end_step,
+            stats=stats,
+        )
+        for model in plans
+    ]
+    return GraphRunners(runners, _drafted_runner(config, plans[-1], backends, graphs, stats, logs=logs))
+
+
+def _drafted_runner(
+    config: EngineConfig,
+    model: StepModel,
+    backends: Mapping[str, Any],
+    graphs: CudaGraphs,
+    stats: GraphStats,
+    *,
+    logs: bool,
+) -> CudaGraphRunner | None:
+    """Graphs of steps whose sequences all have the most draft tokens."""
+    speculative = config.speculative
+    if speculative is None or config.compile.cudagraph_mode == "piecewise":
+        return None
+    query_len = 1 + speculative.num_tokens
+    max_num_seqs = min(config.scheduler.max_num_seqs, config.max_drafted_rows // query_len)
+    others = [name for name, one in backends.items() if not getattr(one, "drafts_capturable", False)]
+    if query_len > MAX_GRAPH_QUERY_LEN or max_num_seqs == 0 or others:
+        reason = (
+            f"their number, {speculative.num_tokens}, is above {MAX_GRAPH_QUERY_LEN - 1} or no step has room for it"
+        )
+        if others:
+            reason = f"the attention of {', '.join(others)} cannot be captured with them"
+        if logs:
+            logger.info("Steps with draft tokens run without full CUDA graphs: %s.", reason)
+        return None
+    return CudaGraphRunner(
+        model,
+        mode="full",
+        max_num_seqs=max_num_seqs,
+        backends=tuple(backends.values()),
+        device=graphs,
+        query_len=query_len,
+        decode_head=begin_step,
+        decode_tail=end_step,
+        stats=stats,
+    )
+
+
+def _without_full_graphs(mode: CudaGraphMode) -> CudaGraphMode:
+    """Full graphs hold decode steps, which a pooling engine does not have."""
+    return "none" if mode in ("none", "full") else "piecewise"

@@ -1,0 +1,203 @@
+"""Warm-up: synthetic steps do everything that is done once, so that no request waits for it.
+
+Before serving, `compile_kernels` compiles the Triton kernels, and `WarmUp.run` measures the linears of decode steps and captures the
+first CUDA graphs. `WarmUp.idle` does the rest, one piece at a time, while no step is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.custom_ops.build.sources import PACKAGE
+from compile_and_serve.custom_ops.build.triton_launch import compile_ahead
+from compile_and_serve.custom_ops.collectives.collectives import gather_objects
+from compile_and_serve.custom_ops.made_up_step import make_step
+from compile_and_serve.custom_ops.sampling.token_masks import mask_tokens
+from compile_and_serve.custom_ops.step import LOGITS, Step
+from compile_and_serve.custom_ops.tuning.token_ranges import token_range, token_ranges
+from compile_and_serve.custom_ops.tuning.tuner import tuning_off, unmeasured_token_counts
+from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
+from compile_and_serve.runtime.runner.model_runner import ModelRunner
+from compile_and_serve.runtime.runner.state_memory import GIB
+from compile_and_serve.runtime.sampling_params import SamplingParams
+
+MIN_MIXED_TOKENS = 8  # of `run_mixed_step`
+CAPTURED_AT_START = 7  # full CUDA graphs; a step of another size runs in the next larger one
+
+
+class WarmUp:
+    """Warms up one `ModelRunner`: call `run` once, and `idle` until it returns False. All ranks make the same calls of the model.
+
+    logits_dtype: of the model's logits. is_alone: whether there is only one rank.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, graphs: GraphRunners | None, logits_dtype: torch.dtype, *, is_alone: bool
+    ) -> None:
+        self._runner = runner
+        self._graphs = graphs
+        self._logits_dtype = logits_dtype
+        self._is_alone = is_alone
+        self._to_measure: list[int] = []  # token counts to run in idle moments, the next one last
+
+    def run(self) -> str:
+        """Run every kind of step and capture the first graphs. Returns a sentence on the graphs, or ""."""
+        runner, graphs = self._runner, self._graphs
+        run_made_up_step(runner, 1, 1)
+        run_made_up_step(runner, min(8, runner.max_num_tokens), 1)
+        # A step of each range of token counts, so that linears measure which kernel is fastest. Ranges of decode steps come before
+        # their graphs are captured. The others are run in idle moments, the smallest first, and their graphs are captured later still.
+        unmeasured = self._of_any_rank(unmeasured_token_counts(runner.device, runner.max_num_tokens))
+        most_decodes = token_range(runner.batch.num_slots)
+        for count in unmeasured:
+            if count <= most_decodes:
+                self._measure(count)
+        self._to_measure = [count for count in reversed(unmeasured) if count > most_decodes]
+        if self._to_measure and graphs is not None:
+            graphs.capture_pieces_up_to(most_decodes)
+        warm_up_sampler(runner, self._logits_dtype)
+        if graphs is None:
+            return ""
+        graphs.capture(CAPTURED_AT_START)  # the others in idle moments, or when steps make them due
+        report = graphs.report()
+        return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {graph_memory(graphs)}"
+
+    def idle(self) -> bool:
+        """Capture one more graph or measure one more range of token counts. Returns False if nothing is left to do."""
+        graphs = self._graphs
+        if graphs is not None and graphs.capture_next():
+            return True
+        if self._to_measure:
+            count = self._to_measure.pop()
+            self._measure(count)
+            if graphs is not None:
+                graphs.capture_pieces_up_to(count if self._to_measure else None)
+            return True
+        if graphs is None:
+            return False
+        while (size := graphs.next_piecewise_size()) is not None:
+            if size <= self._runner.max_num_tokens:  # no step is longer
+                run_made_up_step(self._runner, size, 1)
+                return True
+        return False
+
+    def _of_any_rank(self, counts: tuple[int, ...]) -> list[int]:
+        """The counts of all ranks. Ranks make the same calls, although one may have measured what another has not."""
+        if self._is_alone:
+            return list(counts)
+        return sorted(set().union(*gather_objects(counts)))
+
+    def _measure(self, num_tokens: int) -> None:
+        """Run a step with about as many rows of logits as a step of `num_tokens` may have, so that the output head is measured too. It is
+        not a step of decodes alone, which would count as asking for its graph.
+        """
+        run_made_up_step(self._runner, num_tokens, max(1, min(num_tokens - 1, self._runner.batch.num_slots)))
+
+
+def compile_kernels(runner: ModelRunner, logits_dtype: torch.dtype, *, threads: int, known_as: str | None) -> int:
+    """Compile the Triton kernels of the steps before serving, many at once instead of each when it is first launched.
+
+    known_as: identifies the runner's kernels; where they were compiled at an earlier start, nothing is done. None: always compile.
+    Returns the number of compiled kernels.
+    """
+    tokens, seqs = largest_step_size(runner)
+    many = min(tokens, 2 * token_range(seqs))  # more than decodes' kernels are for; libraries' products do run
+
+    def steps() -> None:
+        with tuning_off():
+            run_made_up_step(runner, many, seqs)
+            if tokens >= MIN_MIXED_TOKENS:
+                run_mixed_step(runner, many)
+        run_made_up_step(runner, min(8, tokens), 1)
+        for count in token_ranges(seqs):
+            run_made_up_step(runner, count, count)
+        warm_up_sampler(runner, logits_dtype)
+
+    return compile_ahead(
+        steps,
+        runner.device,
+        threads=threads,
+        known_as=None if known_as is None else f"{known_as} {(seqs, many)}",
+        sources=PACKAGE / "runtime",
+    )
+
+
+def largest_step_size(runner: ModelRunner) -> tuple[int, int]:
+    """The most tokens of a step, and the most sequences that they may belong to."""
+    max_num_seqs = runner.batch.num_slots
+    tokens = min(runner.max_num_tokens, max_num_seqs * runner.max_model_len)  # of all sequences at their full length
+    return tokens, min(max_num_seqs, tokens)
+
+
+def run_made_up_step(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:
+    """Run each of the model's plans on `made_up_step(runner, num_tokens, num_seqs)` and sample nothing."""
+    _run(runner, made_up_step(runner, num_tokens, num_seqs))
+
+
+def run_mixed_step(runner: ModelRunner, num_tokens: int) -> None:
+    """Run a step as under load: two decodes, a prompt that goes on behind cached tokens, and a new prompt.
+
+    num_tokens: at most; MIN_MIXED_TOKENS or more.
+    """
+    cached = min(16, runner.max_model_len // 2)
+    half = max(2, min(num_tokens // 2 - 1, runner.max_model_len - cached))
+    _run(runner, _make_step(runner, [(cached, 1), (cached, 1), (cached, half), (0, half)]))
+
+
+def made_up_step(runner: ModelRunner, num_tokens: int, num_seqs: int) -> Step:
+    """A step of `num_tokens` over `num_seqs` sequences, or over as many more as keep each within the model's limit. It writes no
+    state, and is planned already.
+    """
+    assert num_seqs <= num_tokens <= runner.max_num_tokens
+    num_seqs = max(num_seqs, -(-num_tokens // runner.max_model_len))  # a row of the block table has no more columns
+    counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int64)
+    counts[num_seqs - num_tokens % num_seqs :] += 1
+    return _make_step(runner, [(0, int(count)) for count in counts])
+
+
+def warm_up_sampler(runner: ModelRunner, logits_dtype: torch.dtype) -> None:
+    """Compile the Triton kernels around the model, above all those of sampling."""
+    if not runner.platform.runs_triton_kernels or runner.spec.pooling is not None:
+        return
+    sampler, device = runner.sampler, runner.device
+    padding = runner.decode_step(1)
+    begin_step(padding)
+    end_step(
+        {LOGITS: torch.zeros(runner.batch.query_len, sampler.vocab_size, dtype=logits_dtype, device=device)}, padding
+    )
+    for dtype in {logits_dtype, torch.float32}:
+        logits_SV = torch.zeros(1, sampler.vocab_size, dtype=dtype, device=device)
+        for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=2, top_p=0.5, seed=0)):
+            token = np.zeros(1, dtype=np.int64)
+            sampler.add(0, params, [], token, token)
+            plan = sampler.plan([0])
+            inputs = {n: torch.from_numpy(v).to(device) for n, v in sampler.inputs(plan).items()}
+            sampler.sample(logits_SV, plan, inputs)
+            sampler.remove(0)
+        words = torch.zeros(1, -(-sampler.vocab_size // 32), dtype=torch.int32, device=device)
+        mask_tokens(logits_SV, words, torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def graph_memory(graphs: GraphRunners) -> str:
+    """What the CUDA graphs take, for the log."""
+    stats = graphs.stats
+    return f"estimated {stats.estimated_bytes / GIB:.2f} GiB for all, took {stats.used_bytes / GIB:.2f} GiB"
+
+
+def _run(runner: ModelRunner, step: Step) -> None:
+    for steps in dict.fromkeys((runner.steps, runner.plain_steps)):
+        steps.run(step)
+    runner.platform.synchronize()
+
+
+def _make_step(runner: ModelRunner, sequences: Sequence[tuple[int, int]]) -> Step:
+    """sequences: (cached tokens, new tokens) of each."""
+    return make_step(
+        runner.spec.inputs, runner.spec.state, sequences, state=runner.state,
+        tokens_per_page=runner.layout.tokens_per_page, backends=runner.backends, device=runner.device, writes_state=False,
+        num_columns={name: table.num_columns for name, table in runner.batch.tables.items()},
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Admission: which waiting requests start in a step.
+
+Requests start in order. None is overtaken by those behind it, with two exceptions. Both keep back the batch slot and the
+blocks that the request will need:
+- The step computes blocks that the request can share (MIN_GAINED_TOKENS or more). The next step may read them.
+- It wants prompt logprobs, and the step's rows for them are taken (PROMPT_LOGPROB_ROWS): such logits take memory.
+
+A request whose LoRA adapter finds no slot (running requests use all of them) waits without keeping anything back: requests
+without an adapter overtake it, those with one do not. A request whose grammar or adapter is not ready delays no other request.
+
+Where every batch slot is taken and requests wait, slots that become free may be given away in groups
+(runtime/scheduler/free_slots.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+import time
+from bisect import insort
+
+from compile_and_serve.custom_ops.step_data import ADAPTER_SLOT
+from compile_and_serve.runtime.scheduler.adapter_slots import AdapterSlots
+from compile_and_serve.runtime.scheduler.free_slots import FreeSlots
+from compile_and_serve.runtime.scheduler.kv_cache_manager import KVCacheManager
+from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
+from compile_and_serve.runtime.scheduler.step_messages import NewRequestData
+from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
+
+HASHED_TOKENS = 1 << 15  # prompt tokens that a step with other work hashes to look for their prefixes, about 2 ms
+MIN_GAINED_TOKENS = 64  # prompt tokens worth waiting a step for, which then need not be computed
+ADMITTED_TOKENS = 1 << 17  # tokens of the requests that a step admits, cached ones included: they take about 5 ms
+
+
+class Admission:
+    """Holds the waiting requests and starts them. waiting: a heap by `Request.key`."""
+
+    def __init__(
+        self, manager: KVCacheManager, adapter_slots: AdapterSlots, *, max_num_seqs: int, admit_in_groups: bool
+    ) -> None:
+        self.waiting: list[tuple[tuple[float, ...], Request]] = []
+        self.free_slots = FreeSlots(max_num_seqs, admit_in_groups=admit_in_groups)
+        self._manager = manager
+        self._adapter_slots = adapter_slots
+        self._max_num_seqs = max_num_seqs
+        # The first waiting request, if it did not fit; how many blocks were spare; what else would let it fit.
+        self._blocked: tuple[Request, int, bytes | None] | None = None
+
+    def add(self, request: Request) -> None:
+        """Let a request wait at its place in the order."""
+        heapq.heappush(self.waiting, (request.key, request))
+
+    def drop_finished(self) -> None:
+        """Drop the requests that ended while they waited."""
+        self.waiting = [entry for entry in self.waiting if entry[1].status is RequestStatus.WAITING]
+        heapq.heapify(self.waiting)
+
+    def admit(
+        self,
+        running: list[Request],
+        budget: int,
+        step: StepInFlight,
+        scheduled: dict[str, int],
+        new_requests: list[NewRequestData],
+    ) -> int:
+        """Start waiting requests, in order, until the first that does not fit. Returns the budget that is left.
+
+        running: sorted by key. The started requests are added to it, to `scheduled` and to `new_requests`.
+        """
+        num_free = self._max_num_seqs - len(running)
+        has_prompts = not step.decodes or bool(step.chunks)
+        if self.free_slots.are_held_back(num_free, self.waiting, budget, has_prompts=has_prompts):
+            return budget
+        manager = self._manager
+        manager.hash_budget = HASHED_TOKENS if scheduled else sys.maxsize
+        deferred: list[tuple[tuple[float, ...], Request]] = []
+        not_ready: list[tuple[tuple[float, ...], Request]] = []
+        num_admitted_tokens = 0
+        # A block for each running sequence is kept back: its next decodes should not undo what is admitted now.
+        reserve = len(running)
+        while self.waiting and budget > 0 and len(running) + len(deferred) < self._max_num_seqs:
+            request = self.waiting[0][1]
+            if not request.is_ready:
+                not_ready.append(heapq.heappop(self.waiting))
+                continue
+            if request.adapter is not None and not self._adapter_slots.has_room(request.adapter):
+                # Requests without an adapter may overtake it. All others are set aside at once: they may be many.
+                not_ready += [entry for entry in self.waiting if entry[1].adapter is not None]
+                self.waiting = [entry for entry in self.waiting if entry[1].adapter is None]
+                heapq.heapify(self.waiting)
+                continue
+            num_tokens = len(request.token_ids)
+            if request.num_pending_steps > 0 or num_admitted_tokens + num_tokens > max(ADMITTED_TOKENS, num_tokens):
+                break
+            num_spare = manager.num_spare - reserve
+            prompt = request.prompt
+            if prompt.deferred_step == step.step and num_tokens == request.num_prompt_tokens:
+                # A sibling was deferred just now: spare the look into the prefix cache.
+                if prompt.num_new_blocks > num_spare:
+                    break
+                deferred.append(heapq.heappop(self.waiting))
+                reserve += prompt.num_new_blocks + 1
+                continue
+            if self._is_blocked(request, num_spare):
+                break
+            prefix = manager.find_prefix(request, step.step)
+            if prefix is None:
+                break
+            num_new = manager.num_new_blocks(request, prefix)
+            if num_new > num_spare:
+                self._blocked = (request, num_spare, prefix.missing_key)
+                break
+            num_gained = prefix.num_tokens - prefix.num_ready_tokens
+            if num_gained >= MIN_GAINED_TOKENS or not step.has_rows(request):
+                deferred.append(heapq.heappop(self.waiting))
+                reserve += num_new + 1
+                if num_tokens == request.num_prompt_tokens:
+                    prompt.deferred_step, prompt.num_new_blocks = step.step, num_new
+                continue
+            if num_gained > 0:
+                prefix = manager.find_prefix(request, step.step, only_ready=True)
+                assert prefix is not None
+                if manager.num_new_blocks(request, prefix) > num_spare:
+                    break
+            heapq.heappop(self.waiting)
+            manager.admit(request, prefix)
+            new_requests.append(self._start(request, running, budget, step, scheduled))
+            reserve += 1
+            budget -= scheduled[request.request_id]
+            num_admitted_tokens += num_tokens
+        for entry in (*deferred, *not_ready):
+            heapq.heappush(self.waiting, entry)
+        self.free_slots.was_full = len(self.waiting) > len(not_ready) and len(running) == self._max_num_seqs
+        return budget
+
+    def _is_blocked(self, request: Request, num_spare: int) -> bool:
+        """Whether nothing has changed since the request did not fit: neither are more blocks spare, nor has its prefix become
+        longer. Saves the look for its prefix.
+        """
+        if self._blocked is None:
+            return False
+        blocked, num_spare_before, missing_key = self._blocked
+        if blocked is request and num_spare <= num_spare_before and missing_key not in self._manager.pool.cached:
+            return True
+        self._blocked = None
+        return False
+
+    def _start(
+        self, request: Request, running: list[Request], budget: int, step: StepInFlight, scheduled: dict[str, int]
+    ) -> NewRequestData:
+        """Run an admitted request."""
+        request.status = RequestStatus.RUNNING
+        request.prefill_end = len(request.token_ids)
+        request.prefill_step = step.step
+        request.first_scheduled_time = request.first_scheduled_time or time.time()
+        insort(running, request, key=_key)
+        # The list goes into the message, which may be read after we have appended to our copy.
+        token_ids = request.token_ids
+        request.token_ids = token_ids.copy()
+        num_computed = request.num_computed_tokens
+        step.add_chunk(request, budget, scheduled, self._manager)
+        step_data = request.step_data
+        if request.adapter is not None:
+            step_data = step_data | {ADAPTER_SLOT: 1 + self._adapter_slots.acquire(request.adapter)}
+        return NewRequestData(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            stop_token_ids=sorted(request.stop_ids),
+            block_ids=[block_ids.copy() for block_ids in request.block_ids],
+            num_computed_tokens=num_computed,
+            step_data=step_data,
+            pooling=request.pooling,
+        )
+
+
+def _key(request: Request) -> tuple[float, ...]:
+    return request.key

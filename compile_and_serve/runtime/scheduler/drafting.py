@@ -1,0 +1,88 @@
+"""Drafts of a `Speculator` in a scheduler's steps: when they may be made, which decodes get them, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compile_and_serve.runtime.messages import EngineStats
+from compile_and_serve.runtime.scheduler.request import Request, RequestStatus
+from compile_and_serve.runtime.scheduler.step_messages import ModelRunnerOutput
+from compile_and_serve.runtime.scheduler.steps_in_flight import StepInFlight
+from compile_and_serve.runtime.speculation.speculator import Speculator
+
+
+class Drafting:
+    """Connects a scheduler to its speculator."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self._speculator = speculator
+        self._to_correct: dict[str, Request] = {}  # of a step with drafts: the runner must be told their true lengths
+
+    def drafts(
+        self, step: StepInFlight, running: Sequence[Request], in_flight: Sequence[StepInFlight]
+    ) -> dict[str, list[int]] | None:
+        """Drafts of the decodes, as many as the step has room for. None: the step must wait for the tokens of the steps in flight.
+
+        Sets `step.was_drafting`.
+        """
+        if in_flight and in_flight[-1].drafts:
+            return None  # how many of its drafts were accepted is not known
+        decodes = [request for request in running if request.num_computed_tokens >= request.prefill_end]
+        can_draft = any(request.can_draft for request in decodes)
+        step.was_drafting = can_draft and self._speculator.waits_for_tokens(len(decodes))
+        if not step.was_drafting:
+            return {}
+        if in_flight:
+            return None
+        sequences = {
+            request.request_id: (request.token_ids, request.decode_end - request.num_computed_tokens - 1)
+            for request in decodes
+            if request.can_draft and request.decode_end > request.num_computed_tokens + 1
+        }
+        drafts = self._speculator.drafts(sequences, len(decodes))
+        for request in decodes:
+            if request.draft_ends and (draft := drafts.get(request.request_id)):
+                end = next((i for i, token in enumerate(draft) if token in request.draft_ends), len(draft))
+                del draft[end:]
+        return drafts
+
+    def last_tokens(self, step: StepInFlight) -> dict[str, tuple[int, int]]:
+        """`SchedulerOutput.last_tokens`. Requests that this step does not run are told later."""
+        if not (step.drafts or self._to_correct):
+            return {}
+        told = step.decodes if step.drafts else [one for one in step.decodes if one.request_id in self._to_correct]
+        for request in step.decodes:
+            self._to_correct.pop(request.request_id, None)
+        if step.drafts:
+            sampling = [chunk.request for chunk in step.chunks if chunk.samples]
+            self._to_correct |= {request.request_id: request for request in (*step.decodes, *sampling)}
+        return {request.request_id: (len(request.token_ids), request.token_ids[-1]) for request in told}
+
+    def observe(self, step: StepInFlight, result: ModelRunnerOutput, seconds: float) -> None:
+        """Learn from a step's result. seconds: its duration."""
+        sampled, speculator = result.sampled_token_ids, self._speculator
+        if step.drafts:
+            unfinished = [one.request_id for one in step.decodes if one.status is not RequestStatus.FINISHED]
+            accepted = {name: len(sampled[name]) - 1 for name in unfinished if name in step.drafts}
+            speculator.observe(step.drafts, accepted)
+        if not step.chunks:
+            num_drafts = sum(map(len, step.drafts.values()))
+            num_tokens = sum(map(len, sampled.values()))
+            speculator.record_step(len(step.decodes), num_drafts, num_tokens, seconds, was_on=step.was_drafting)
+
+    def drop_correction(self, request: Request) -> None:
+        """The runner need not be told the request's length."""
+        self._to_correct.pop(request.request_id, None)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self.drop_correction(request)
+        self._speculator.forget(request.request_id, request.token_ids[request.num_prompt_tokens :])
+
+    def add_to(self, stats: EngineStats) -> None:
+        """Fill the fields of speculative decoding."""
+        speculator = self._speculator
+        stats.spec_decode_num_drafts = speculator.num_drafts
+        stats.spec_decode_num_draft_tokens = speculator.num_draft_tokens
+        stats.spec_decode_num_accepted_tokens = speculator.num_accepted
+        stats.spec_decode_num_accepted_tokens_per_pos = speculator.accepted_at.copy()

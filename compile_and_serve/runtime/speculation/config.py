@@ -1,0 +1,116 @@
+"""Options of speculative decoding, in the JSON of vLLM's `--speculative-config`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+HostMethod = Literal["ngram", "suffix"]
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa")  # known to vLLM, not supported yet
+MAX_DRAFT_TOKENS = 64
+_DEFAULT_DRAFT_TOKENS: Mapping[str, int] = {"ngram": 5, "suffix": 24}
+_DEFAULT_NGRAM = (3, 5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are drafted. The names are vLLM's.
+
+    method: "ngram" copies what followed the last tokens earlier in the same sequence; "suffix" also looks in the outputs of earlier
+    requests, and weighs all places where the longest suffix occurred.
+    num_speculative_tokens: the most draft tokens of a sequence in one step. None: 5 for ngram, 24 for suffix.
+    prompt_lookup_min, prompt_lookup_max: lengths of the suffixes that ngram looks up, the longest first; None: 3 and 5. If only one is
+    given, it is both.
+    suffix_decoding_max_tree_depth: the longest suffix that is compared, in tokens. suffix_decoding_max_cached_requests: how many past
+    outputs are kept; 0: none. suffix_decoding_max_spec_factor: draft tokens per matched token.
+    suffix_decoding_min_token_prob: drafts end where their estimated probability falls below it.
+    disable_by_batch_size: no drafts while at least this many sequences decode; None: measured step times decide alone.
+    synthetic_acceptance_rate: for benchmarks with random weights. Every sequence gets drafts, and each is accepted with this probability,
+    given the one before it, whatever the model says. The output is meaningless.
+    """
+
+    method: HostMethod
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    disable_by_batch_size: int | None = None
+    synthetic_acceptance_rate: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The most draft tokens of a sequence in one step."""
+        return self.num_speculative_tokens or _DEFAULT_DRAFT_TOKENS[self.method]
+
+    @property
+    def ngram_lengths(self) -> tuple[int, int]:
+        """Shortest and longest suffix that ngram looks up."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is None and longest is None:
+            return _DEFAULT_NGRAM
+        return shortest or longest or 0, longest or shortest or 0
+
+
+def parse_speculative_config(given: Mapping[str, Any] | str | None) -> SpeculativeConfig | None:
+    """A JSON object, or what it says. Raises `ValueError` with one sentence for an unknown key or a value out of range."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"speculative_config must be a JSON object, but {error}: got {given!r:.200}.") from None
+    if not isinstance(given, Mapping):
+        raise ValueError(f'speculative_config must be an object like {{"method": "ngram"}}, got {given!r:.200}.')
+    known = [one.name for one in fields(SpeculativeConfig)]
+    unknown = [str(key) for key in given if key not in known]
+    if unknown:
+        raise ValueError(f"speculative_config has no key {', '.join(unknown):.200}: known are {', '.join(known)}.")
+    method = given.get("method")
+    if method in MODEL_METHODS:
+        raise ValueError(
+            f"speculative_config: the method {method!r} is not supported yet; use one of {', '.join(get_args(HostMethod))}."
+        )
+    if method not in get_args(HostMethod):
+        raise ValueError(
+            f"speculative_config: method must be one of {', '.join(get_args(HostMethod))}, got {method!r:.200}."
+        )
+    config = SpeculativeConfig(**given)
+    _check(config)
+    return config
+
+
+def _check(config: SpeculativeConfig) -> None:
+    _integer("num_speculative_tokens", config.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+    for name in ("prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
+        _integer(name, getattr(config, name), 1)
+    _integer("suffix_decoding_max_tree_depth", config.suffix_decoding_max_tree_depth, 2)
+    _integer("suffix_decoding_max_cached_requests", config.suffix_decoding_max_cached_requests, 0)
+    shortest, longest = config.ngram_lengths
+    _require(shortest <= longest, "prompt_lookup_min", f"at most prompt_lookup_max={longest}", config.prompt_lookup_min)
+    _number("suffix_decoding_max_spec_factor", config.suffix_decoding_max_spec_factor, 0.0, MAX_DRAFT_TOKENS)
+    _number("suffix_decoding_min_token_prob", config.suffix_decoding_min_token_prob, 0.0, 1.0)
+    if config.synthetic_acceptance_rate is not None:
+        _number("synthetic_acceptance_rate", config.synthetic_acceptance_rate, 0.0, 1.0)
+
+
+def _integer(name: str, value: object, smallest: int, largest: int | None = None) -> None:
+    if value is not None:
+        ok = type(value) is int and value >= smallest and (largest is None or value <= largest)
+        limits = f"at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+        _require(ok, name, f"an integer {limits}", value)
+
+
+def _number(name: str, value: object, smallest: float, largest: float) -> None:
+    ok = type(value) in (int, float) and smallest <= value <= largest  # type: ignore[operator]
+    _require(ok, name, f"a number from {smallest:g} to {largest:g}", value)
+
+
+def _require(ok: bool, name: str, expected: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"speculative_config: {name} must be {expected}, got {value!r:.200}.")

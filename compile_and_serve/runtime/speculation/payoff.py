@@ -1,0 +1,167 @@
+"""Whether drafting pays, from measured step times and acceptance.
+
+Two decisions, both from what was measured on this device with these requests:
+- Per batch size (in powers of two): is a step with drafting on worth more tokens per second than one with it off? With drafting on, each
+  step waits for the tokens of the one before; with it off, the next step may be launched earlier. The other mode is tried from time to
+  time, and less often each time it loses.
+- Per draft token: it is computed if it raises the step's expected tokens per second. Draft token j of a sequence that accepts each token
+  with probability a is worth a^j tokens, and costs the measured time per additional token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_SMOOTHING = 0.1  # weight of a new measurement
+_OUTLIER = 3.0  # a measurement counts as at most this multiple of the mean
+_TRIAL_STEPS = 8
+_FIRST_TRIAL, _LAST_TRIAL = 64, 8192  # steps between two trials of the other mode
+_SETTLING_STEPS = 2  # at a change of mode, which belong to neither
+_HYSTERESIS = 1.02
+_SAMPLES = 2  # measurements that make a time known
+_PLAIN_EVERY = 256  # steps with drafts after which one without is measured again
+_PRIOR = 0.7  # acceptance that is assumed of a new request
+_PRIOR_WEIGHT = 2.0
+_MEMORY = 0.9  # per step, of a request's own acceptance
+_FORGETTING = 0.98  # of it, per step without drafts, so that they are tried again
+
+
+class Mean:
+    """A moving average."""
+
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.count, self.value = 0, 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        if self.count > 2 and self.value > 0:
+            value = min(value, _OUTLIER * self.value)
+        self.value += (value - self.value) * max(_SMOOTHING, 1.0 / self.count)
+
+
+class Acceptance:
+    """How likely a sequence accepts a draft token, given the one before it."""
+
+    __slots__ = ("accepted", "checked")
+
+    def __init__(self) -> None:
+        self.accepted = self.checked = 0.0
+
+    @property
+    def rate(self) -> float:
+        return (self.accepted + _PRIOR * _PRIOR_WEIGHT) / (self.checked + _PRIOR_WEIGHT)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A step's outcome: the tokens behind the first wrong one say nothing."""
+        self.accepted = self.accepted * _MEMORY + accepted
+        self.checked = self.checked * _MEMORY + min(drafted, accepted + 1)
+
+    def forget(self) -> None:
+        self.accepted *= _FORGETTING
+        self.checked *= _FORGETTING
+
+
+@dataclass(slots=True)
+class _BatchSizeStats:
+    """Measurements and the current mode of one range of batch sizes."""
+
+    is_on: bool = True
+    until_trial: int = _FIRST_TRIAL
+    trial_gap: int = _FIRST_TRIAL
+    trial_left: int = 0
+    unsettled: int = 0
+    rates: dict[bool, Mean] = field(default_factory=lambda: {True: Mean(), False: Mean()})  # tokens per second, by mode
+    plain: Mean = field(default_factory=Mean)  # seconds of a step without drafts while drafting is on
+    per_token: Mean = field(default_factory=Mean)  # seconds that one more token takes
+    since_plain: int = 0
+
+    @property
+    def mode(self) -> bool:
+        """Whether drafting is on now: the better mode, or the other one during a trial."""
+        return self.is_on != (self.trial_left > 0)
+
+    def record_rate(self, was_on: bool, rate: float) -> None:
+        if was_on != self.mode:
+            return  # the step began before the mode changed
+        if self.unsettled > 0:
+            self.unsettled -= 1
+            return
+        self.rates[was_on].add(rate)
+        if self.trial_left > 0:
+            self.trial_left -= 1
+            if self.trial_left == 0:
+                self._end_trial()
+            return
+        self.until_trial -= 1
+        if self.until_trial <= 0:
+            self.trial_left, self.unsettled = _TRIAL_STEPS, _SETTLING_STEPS
+            self.rates[not self.is_on] = Mean()
+
+    def _end_trial(self) -> None:
+        self.unsettled = _SETTLING_STEPS
+        if self.rates[not self.is_on].value > _HYSTERESIS * self.rates[self.is_on].value:
+            self.is_on = not self.is_on
+            self.trial_gap = _FIRST_TRIAL
+            self.unsettled = 0
+        else:
+            self.trial_gap = min(2 * self.trial_gap, _LAST_TRIAL)
+        self.until_trial = self.trial_gap
+
+
+class Payoff:
+    """Call `is_on` and `draft_lengths` before a step of decodes alone, and `record` after it."""
+
+    def __init__(self, disable_by_batch_size: int | None = None) -> None:
+        self._limit = disable_by_batch_size
+        self._stats: dict[int, _BatchSizeStats] = {}
+
+    def is_on(self, num_seqs: int) -> bool:
+        """Whether steps of `num_seqs` sequences should have drafts."""
+        if self._limit is not None and num_seqs >= self._limit:
+            return False
+        return self._stats_of(num_seqs).mode
+
+    def draft_lengths(self, num_seqs: int, drafted: Mapping[str, tuple[int, float]], max_tokens: int) -> dict[str, int]:
+        """How many draft tokens of each sequence to compute, `max_tokens` at most in all.
+
+        num_seqs: of the step, with and without drafts. drafted: sequence → number of its draft tokens, its acceptance rate.
+        """
+        stats = self._stats_of(num_seqs)
+        stats.since_plain += 1
+        if stats.plain.count < _SAMPLES or stats.since_plain > _PLAIN_EVERY:
+            return {}  # measure a step without drafts
+        cost, seconds, gain = stats.per_token.value, stats.plain.value, float(num_seqs)
+        is_known = stats.per_token.count >= _SAMPLES
+        chances = sorted(
+            ((rate ** (j + 1), name) for name, (count, rate) in drafted.items() for j in range(count)),
+            key=lambda entry: -entry[0],
+        )[:max_tokens]
+        lengths: dict[str, int] = {}
+        for chance, name in chances:
+            if is_known:
+                if chance * seconds < cost * gain:
+                    break
+                seconds += cost
+                gain += chance
+            lengths[name] = lengths.get(name, 0) + 1
+        return lengths
+
+    def record(self, num_seqs: int, num_drafts: int, num_tokens: int, seconds: float, was_on: bool) -> None:
+        """A step of decodes alone took `seconds` and gave `num_tokens` tokens. num_drafts: draft tokens that it computed."""
+        if seconds <= 0.0:
+            return
+        stats = self._stats_of(num_seqs)
+        stats.record_rate(was_on, num_tokens / seconds)
+        if not was_on:
+            return
+        if num_drafts == 0:
+            stats.plain.add(seconds)
+            stats.since_plain = 0
+        elif stats.plain.count >= _SAMPLES:
+            stats.per_token.add(max(0.0, seconds - stats.plain.value) / num_drafts)
+
+    def _stats_of(self, num_seqs: int) -> _BatchSizeStats:
+        return self._stats.setdefault(num_seqs.bit_length(), _BatchSizeStats())

@@ -1,0 +1,165 @@
+"""One of several API processes (`--api-server-count`): the application on the shared port, its engine behind the coordinator.
+
+Process 0 also listens on a private Unix socket. The other processes pass on to it what one process must do alone: stored responses,
+and loading adapters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from compile_and_serve.runtime.child_process import (
+    EXIT_FAILURE,
+    describe_error,
+    exit_at_once,
+    read_bootstrap,
+    set_up_child,
+)
+from compile_and_serve.runtime.text.template_pool import TemplatePool
+from compile_and_serve.serve.adapters import ServedAdapters
+from compile_and_serve.serve.api_bootstrap import ApiBootstrap
+from compile_and_serve.serve.app import create_app
+from compile_and_serve.serve.coordinated_client import CoordinatedClient
+from compile_and_serve.serve.errors import error_response, path_of
+from compile_and_serve.serve.listener import open_socket, open_unix_socket
+from compile_and_serve.serve.middleware import body_too_large
+from compile_and_serve.serve.responses import until_disconnect
+from compile_and_serve.serve.server import _begin, _finish, _loop_factory, _read_files, _uvicorn_config, _wait_any
+from compile_and_serve.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import httpx
+
+logger = logging.getLogger(__name__)
+
+_HOP_HEADERS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"trailer"})
+
+
+class ForwardMiddleware:
+    """Passes requests with these path prefixes on to process 0, and its responses back, byte for byte."""
+
+    def __init__(self, app: ASGIApp, *, prefixes: tuple[str, ...], to: str, max_bytes: int) -> None:
+        import httpx  # slow, and most servers forward nothing
+
+        self.app = app
+        self._max_bytes = max_bytes
+        self._prefixes = prefixes
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=to, limits=httpx.Limits(max_connections=None)), timeout=None
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not path_of(scope).startswith(self._prefixes):
+            await self.app(scope, receive, send)
+            return
+        headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_HEADERS]
+        query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+        # Process 0 adds the prefix of a proxy again.
+        raw_path = scope["raw_path"].removeprefix(scope.get("root_path", "").encode())
+        url = f"http://first{raw_path.decode('latin-1')}{query}"
+        body, message = bytearray(), await receive()
+        while message["type"] == "http.request":
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                error = body_too_large(self._max_bytes)
+                response = error_response(error.status_code, error.detail, headers=error.headers, path=path_of(scope))
+                await response(scope, receive, send)
+                return
+            if not message.get("more_body"):
+                break
+            message = await receive()
+        request = self._http.build_request(scope["method"], url, headers=headers, content=bytes(body))
+        await until_disconnect(receive, self._answer(request, send))
+
+    async def _answer(self, request: httpx.Request, send: Send) -> None:
+        response = await self._http.send(request, stream=True)
+        try:
+            headers = [(name.lower(), value) for name, value in response.headers.raw]
+            kept = [pair for pair in headers if pair[0] not in _HOP_HEADERS and pair[0] not in (b"date", b"server")]
+            await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
+            async for part in response.aiter_raw():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await response.aclose()
+
+
+async def _serve(bootstrap: ApiBootstrap) -> None:
+    client = CoordinatedClient(
+        bootstrap.process, bootstrap.info, bootstrap.to_address, bootstrap.from_address
+    )  # fmt: skip
+    try:
+        try:
+            await _run(bootstrap, client)
+        except Exception as error:
+            logger.error("The API process failed.", exc_info=error)
+            await client.failed(str(error) if isinstance(error, ValueError) else describe_error(error))
+            raise
+    finally:
+        client.close()
+
+
+async def _run(bootstrap: ApiBootstrap, client: CoordinatedClient) -> None:
+    settings = bootstrap.settings
+    with closing(TemplatePool()) as templates:
+        tokenizer, settings = await asyncio.to_thread(_read_files, bootstrap.config, settings, templates)
+        adapters = ServedAdapters(client, settings.served_model_names, settings.lora_dir, loaded=bootstrap.adapters)
+        app = create_app(
+            client, tokenizer, settings, num_replicas=bootstrap.config.parallel.data_parallel_size,
+            templates=templates, adapters=adapters,
+        )  # fmt: skip
+        context = app.state.context
+        client.on_sleeping = context.engine.set_sleeping
+        client.on_adapter = adapters.changed
+        client.read_metrics = context.metrics.families
+        if bootstrap.listener_fd is None:
+            listener = open_socket(settings.host, settings.port, shared=True)
+        else:
+            listener = socket.socket(fileno=bootstrap.listener_fd)
+        first = Path(bootstrap.first_process)
+        if bootstrap.process == 0:
+            first_listener = open_unix_socket(first)
+        elif prefixes := forwarded_prefixes(settings):
+            app.add_middleware(ForwardMiddleware, prefixes=prefixes, to=str(first), max_bytes=settings.max_body_bytes)
+        server, serving = await _begin(_uvicorn_config(app, settings), listener)
+        private = None
+        if bootstrap.process == 0:
+            private, private_task = await _begin(_uvicorn_config(app, settings, plain=True), first_listener)
+        await client.ready()
+        await _wait_any(serving, client.stop)
+        await _finish(server, serving, context, client.hurry)
+        if private is not None:
+            private.should_exit = private.force_exit = True
+            await _wait_any(private_task, timeout=1.0)
+
+
+def forwarded_prefixes(settings: ServerSettings) -> tuple[str, ...]:
+    """Paths that only process 0 answers."""
+    prefixes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter") if settings.lora_dir is not None else ()
+    return (*prefixes, "/v1/responses") if settings.response_store_bytes else prefixes
+
+
+def main() -> NoReturn:
+    """Entry point of an API process."""
+    bootstrap: ApiBootstrap = read_bootstrap()
+    set_up_child(
+        who=f"API process {bootstrap.process}", log_level=bootstrap.log_level, folder=bootstrap.folder,
+        log_format=bootstrap.log_format,
+    )  # fmt: skip
+    status = 0
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(bootstrap))
+    except BaseException:
+        status = EXIT_FAILURE
+    with contextlib.suppress(Exception):
+        logging.shutdown()
+    exit_at_once(status)

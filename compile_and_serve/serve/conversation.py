@@ -1,0 +1,256 @@
+"""`Conversation`: the road from a chat request to the engine and back to parser events, for all APIs with conversations.
+
+A router translates its API's body to a `ChatCompletionRequest` and writes the events in its API's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import Request
+
+from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.runtime.structured.params import StructuredOutputsParams
+from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
+from compile_and_serve.serve.context import ServerContext
+from compile_and_serve.serve.engine import Generation
+from compile_and_serve.serve.errors import ApiError, to_api_error, user_errors
+from compile_and_serve.serve.generation import failure
+from compile_and_serve.serve.parsers.events import CallBegin, CallDropped, Content, Event
+from compile_and_serve.serve.parsers.selection import Parsers
+from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
+from compile_and_serve.serve.protocol.chunks import Usage
+from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
+from compile_and_serve.serve.tool_use import ToolUse
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """A checked request: the prompt and everything that its answer depends on.
+
+    request_id: the public id. model: its name in the answer. text, prompt: the rendered conversation and its token ids.
+    usage: counts the answer's tokens.
+    """
+
+    context: ServerContext
+    request_id: str
+    model: str
+    text: str
+    prompt: list[int]
+    params: SamplingParams
+    tools: ToolUse
+    usage: Usage
+    priority: int
+    cache_salt: str | None
+    lora: LoRARequest | None
+
+    @classmethod
+    async def create(
+        cls, body: ChatCompletionRequest, request: Request, context: ServerContext, request_id: str
+    ) -> Conversation:
+        """Check the whole request and render its prompt. Raises `ApiError`."""
+        context.check_generates()
+        tools = await context.prepare(request, lambda: context.tool_use(body))
+        await context.check_structure(body.structure() if tools.grammar is None else tools.grammar)
+        return await context.prepare(
+            request, lambda: cls._create(body, tools, request, context, request_id), renders=True
+        )
+
+    @classmethod
+    def _create(
+        cls, body: ChatCompletionRequest, tools: ToolUse, request: Request, context: ServerContext, request_id: str
+    ) -> Conversation:
+        model, lora = context.check_model(body.model)
+        check_fields(body)
+        context.check_priority(body.priority)
+        names = body.names()
+        params = sampling_params(
+            body,
+            context.settings.default_sampling,
+            max_tokens=body.max_new_tokens(),
+            logprobs=body.num_logprobs(),
+            names=names,
+        )
+        text = context.render(body, tools)
+        params = _with_parsers(params, text, tools, context.parsers, body.thinking_token_budget)
+        if tools.grammar is not None:
+            names = {**names, "structured_outputs": "tools"}
+        ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens), names=names)
+        with user_errors(names):
+            prompt, params = context.inputs.prepare(ids, params)
+        usage = context.usage(len(prompt))
+        if context.parsers.reasoning is not None:
+            usage.reasoning_tokens = 0
+        return cls(
+            context=context,
+            request_id=request_id,
+            model=model,
+            text=text,
+            prompt=prompt,
+            params=params,
+            tools=tools,
+            usage=usage,
+            priority=body.priority or 0,
+            cache_salt=context.cache_salt(body.cache_salt, request),
+            lora=lora,
+        )
+
+    @property
+    def id_length(self) -> int | None:
+        """Characters of a tool call's id; None: any."""
+        parser = self.context.parsers.tools if self.tools.parser is None else self.tools.parser
+        return None if parser is None else parser.id_length
+
+    async def submit(self) -> Generation:
+        """Send the request to the engine."""
+        return await self.context.engine.submit(prompts=[self.prompt], params=[self.params], **self.submit_options())
+
+    def submit_options(self) -> dict[str, Any]:
+        """Arguments of `AsyncEngine.submit` besides prompts and parameters."""
+        return {
+            "request_id": self.request_id,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "lora": self.lora,
+        }
+
+    def reader(self) -> EventReader:
+        """A reader of one completion."""
+        return EventReader(self)
+
+    def count(self, output: CompletionDelta | CompletionOutput) -> None:
+        """Add a completion's tokens, or those of a delta, to the usage."""
+        self.usage.add(output)
+        # All completions share the prompt, so its cached tokens are counted once, like its tokens.
+        if output.num_cached_tokens and output.index == 0:
+            self.usage.cached_tokens = output.num_cached_tokens
+
+
+class EventReader:
+    """Turns the text of one completion into parser events, and counts its reasoning tokens.
+
+    is_plain: there is nothing to find, so all text is content.
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        tools = conversation.tools
+        max_calls = None if tools.parallel else 1
+        parsers = conversation.context.parsers
+        self._parser = parsers.output_parser(conversation.text, tools.parser, tools.schemas, max_calls=max_calls)
+        self._usage = conversation.usage
+
+    @property
+    def is_plain(self) -> bool:
+        return self._parser is None
+
+    def feed(self, text: str, token_ids: Sequence[int], *, last: bool) -> list[Event]:
+        """The events that the next piece completes."""
+        parser = self._parser
+        if parser is None:
+            return [Content(text)] if text else []
+        counted = parser.num_reasoning_tokens
+        events = parser.feed(text, token_ids, last=last)
+        if self._usage.reasoning_tokens is not None:
+            self._usage.reasoning_tokens += parser.num_reasoning_tokens - counted
+        return events
+
+
+class EventWriter(Protocol):
+    """Writes the events of one completion in the form of an API. `stream` sends the bytes; `whole` reads `answer`."""
+
+    def begin(self) -> bytes: ...
+
+    def write(self, events: Sequence[Event]) -> bytes: ...
+
+    def finish(self, output: CompletionDelta | CompletionOutput) -> bytes: ...
+
+    def fail(self, error: ApiError) -> bytes:
+        """The end of a stream that has begun."""
+        ...
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer, after `finish`."""
+        ...
+
+
+async def stream(conversation: Conversation, generation: Generation, writer: EventWriter) -> AsyncIterator[bytes]:
+    """The bytes of a streamed answer of one completion."""
+    reader = conversation.reader()
+    yield writer.begin()
+    try:
+        async for deltas in generation:
+            parts: list[bytes] = []
+            for delta in deltas:
+                if delta.error is not None:
+                    yield b"".join(parts) + writer.fail(failure(conversation.context, delta))
+                    return
+                conversation.count(delta)
+                last = delta.finish_reason is not None
+                parts.append(writer.write(reader.feed(delta.text, delta.token_ids, last=last)))
+                if last:
+                    parts.append(writer.finish(delta))
+            if written := b"".join(parts):
+                yield written
+    except Exception as error:
+        yield writer.fail(to_api_error(error))
+
+
+def whole(conversation: Conversation, completion: CompletionOutput, writer: EventWriter) -> dict[str, Any]:
+    """The answer with one finished completion. Malformed calls are content."""
+    writer.begin()
+    conversation.count(completion)
+    events = conversation.reader().feed(completion.text, completion.token_ids, last=True)
+    writer.write(_without_dropped(events))
+    writer.finish(completion)
+    return writer.answer()
+
+
+def _without_dropped(events: Sequence[Event]) -> list[Event]:
+    """The events of a whole text, where a malformed call is content from its beginning."""
+    kept: list[Event] = []
+    begin = 0
+    for event in events:
+        if isinstance(event, CallBegin):
+            begin = len(kept)
+        if isinstance(event, CallDropped):
+            if event.begun:
+                del kept[begin:]
+            kept.append(Content(event.text))
+        else:
+            kept.append(event)
+    return kept
+
+
+def _with_parsers(
+    params: SamplingParams, text: str, tools: ToolUse, parsers: Parsers, budget: int | None
+) -> SamplingParams:
+    """The parameters with the grammar of the tools, which begins after the reasoning, and the tokens that parsers read.
+
+    text: the prompt. budget: tokens of the reasoning.
+    """
+    changes: dict[str, Any] = {}
+    structured = tools.grammar if tools.grammar is not None else params.structured_outputs
+    reasoning = parsers.reasoning
+    budget = None if budget == -1 else budget
+    if budget is not None and (reasoning is None or not parsers.reasoning_ends()):
+        sentence = "thinking_token_budget needs a reasoning parser: start the server with --reasoning-parser NAME."
+        raise ApiError(400, sentence, "thinking_token_budget")
+    if reasoning is not None and reasoning.begins_with_reasoning(text):
+        if budget is not None and structured is None:
+            structured = StructuredOutputsParams()
+        if structured is not None:
+            structured = msgspec.structs.replace(
+                structured,
+                begins_after=parsers.reasoning_ends(),
+                thinking_token_budget=budget,
+                thinking_starts=parsers.reasoning_start(text),
+            )
+    if structured is not None:
+        changes["structured_outputs"] = structured
+    if parsers.needs_special_tokens(tools.parser):
+        changes["skip_special_tokens"] = False
+    return msgspec.structs.replace(params, **changes) if changes else params

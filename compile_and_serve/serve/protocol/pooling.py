@@ -1,0 +1,139 @@
+"""Bodies of the routes for embeddings, pooling, classes, scores and reranking."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from compile_and_serve.runtime.pooling_params import PoolingParams
+from compile_and_serve.serve.errors import ApiError
+from compile_and_serve.serve.protocol.completions import PROMPT_SCHEMA, prompts_of
+from compile_and_serve.serve.protocol.fields import MAX_ID, RequestModel, Strings
+
+EXAMPLE: dict[str, Any] = {"input": ["The capital of France", "Paris"]}
+MAX_INPUTS = 2048  # of one request, as in OpenAI's API
+
+
+class PoolingFields(RequestModel):
+    """Fields that all these requests share. None means the default."""
+
+    truncate_prompt_tokens: int | None = Field(
+        default=None, description="Keep only this many tokens; -1: as many as fit."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Where tokens are cut off; by default left."
+    )
+    add_special_tokens: bool | None = True
+    request_id: str | None = Field(default=None, max_length=MAX_ID)
+    priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_ID)
+    user: str | None = Field(default=None, description="Accepted without effect.")
+    use_activation: bool | None = Field(
+        default=None, description="Normalize embeddings, turn class logits into scores; true by default."
+    )
+
+    def params(self) -> PoolingParams:
+        """The engine's parameters."""
+        return PoolingParams(
+            use_activation=self.use_activation is not False,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "left",
+        )
+
+
+class InputFields(PoolingFields):
+    """One or more inputs, each pooled by itself."""
+
+    # A union type would try each of its four forms on every token id.
+    input: Any = Field(
+        description="A text, a list of texts, a list of token ids, or a list of such lists.",
+        json_schema_extra=PROMPT_SCHEMA,
+    )
+
+    def inputs(self) -> list[str | list[int]]:
+        """The list of inputs. Raises a 400 for any other form."""
+        found = prompts_of(self.input, "input")
+        if len(found) > MAX_INPUTS:
+            raise ApiError(400, f"input has {len(found)} elements, but may have {MAX_INPUTS}.", "input")
+        return found
+
+
+class EmbeddingRequest(InputFields):
+    """OpenAI's embedding request with vLLM's additions."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default="float", description="base64: little-endian float32."
+    )
+    dimensions: int | None = Field(
+        default=None, description="Cut the embedding to this many numbers, then normalize it."
+    )
+    normalize: bool | None = Field(default=None, description="false: as the model computed it.")
+
+    def params(self) -> PoolingParams:
+        shared = super().params()
+        return PoolingParams(
+            use_activation=shared.use_activation and self.normalize is not False,
+            dimensions=self.dimensions,
+            truncate_prompt_tokens=shared.truncate_prompt_tokens,
+            truncation_side=shared.truncation_side,
+        )
+
+
+class PoolingRequest(EmbeddingRequest):
+    """`/pooling`: any task of the model."""
+
+    task: Literal["embed", "token_embed", "classify"] | None = Field(
+        default=None, description="By default embed or classify, as the model does."
+    )
+
+
+class ClassifyRequest(InputFields):
+    """`/classify`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+
+class ScoreRequest(PoolingFields):
+    """`/score`: one text with many, or as many with as many."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"text_1": "a cat", "text_2": ["a dog", "the sea"]}]})
+
+    text_1: str | Strings | None = None
+    text_2: str | Strings | None = None
+    queries: str | Strings | None = Field(default=None, description="Another name of text_1.")
+    documents: str | Strings | None = Field(default=None, description="Another name of text_2.")
+
+    def texts(self) -> tuple[str | list[str], str | list[str]]:
+        """Both sides. Raises a 400 if one is missing."""
+        first = self.text_1 if self.text_1 is not None else self.queries
+        second = self.text_2 if self.text_2 is not None else self.documents
+        if first is None or second is None:
+            name = "text_1" if first is None else "text_2"
+            raise ApiError(400, f"The field {name} is missing.", name)
+        return first, second
+
+
+class RerankRequest(PoolingFields):
+    """`/rerank`, as in Jina's and Cohere's API."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"query": "a cat", "documents": ["a dog", "the sea"]}]})
+
+    query: str
+    # A union type would give two errors for every wrong element.
+    documents: Any = Field(
+        description='Texts, or objects with "text".',
+        json_schema_extra={"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}},
+    )
+    top_n: int | None = Field(default=None, ge=0, description="Return only the best top_n documents; 0 or null: all.")
+    return_documents: bool | None = True
+
+    def texts(self) -> list[str]:
+        """The documents' texts. Raises a 400 for another form."""
+        given = self.documents if isinstance(self.documents, list) else []
+        texts = [one.get("text") if isinstance(one, dict) else one for one in given]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ApiError(400, 'documents must be a list of texts or of objects with "text".', "documents")
+        return [str(text) for text in texts]

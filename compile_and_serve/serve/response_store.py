@@ -1,0 +1,98 @@
+"""`ResponseStore`: answers of `/v1/responses` that clients may fetch or continue. In memory, bounded in bytes and time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+# Bytes of a stored response with its conversation. Decoding one holds up the event loop, and conversations grow with each response.
+MAX_RESPONSE_BYTES = 4 << 20
+
+
+class StoredResponse(msgspec.Struct):
+    """A response, and the items of the conversation that it answers: those of earlier responses and of its own input."""
+
+    response: dict[str, Any]
+    items: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    encoded: bytes
+    stored: float
+
+
+class ResponseStore:
+    """Responses by owner and id. Each is dropped after `seconds`; to keep within `max_bytes`, the oldest of the owner with most bytes.
+
+    tasks: those that generate background responses, by the response's id.
+    owner: identifies the API key of a request; other keys' responses do not exist for it. clock: in seconds.
+    """
+
+    def __init__(self, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._max_bytes = max_bytes
+        self._max_response_bytes = min(max_bytes, MAX_RESPONSE_BYTES)
+        self._seconds = seconds
+        self._clock = clock
+        # Of each owner, the oldest first.
+        self._entries: defaultdict[str | None, OrderedDict[str, _Entry]] = defaultdict(OrderedDict)
+        self._sizes: Counter[str | None] = Counter()  # bytes of each owner
+
+    def __len__(self) -> int:
+        self._drop_expired()
+        return sum(map(len, self._entries.values()))
+
+    def put(self, response_id: str, owner: str | None, stored: StoredResponse) -> None:
+        """Store a response, also in place of its earlier state. One that is too large is not kept."""
+        self._remove(response_id, owner)
+        self._drop_expired()
+        entry = _Entry(msgspec.json.encode(stored), self._clock())
+        if len(entry.encoded) > self._max_response_bytes:
+            logger.warning(
+                "A response of %d bytes with its conversation is not stored: the limit is %d.",
+                len(entry.encoded), self._max_response_bytes,
+            )  # fmt: skip
+            return
+        self._entries[owner][response_id] = entry
+        self._sizes[owner] += len(entry.encoded)
+        while self._sizes.total() > self._max_bytes:
+            [(largest, _)] = self._sizes.most_common(1)
+            self._remove_oldest(largest)
+        if response_id not in self._entries[owner]:
+            logger.warning("A response of %d bytes is not stored: its API key has most bytes.", len(entry.encoded))
+
+    def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        """The response, if it is stored and belongs to `owner`."""
+        self._drop_expired()
+        entry = self._entries[owner].get(response_id)
+        return None if entry is None else msgspec.json.decode(entry.encoded, type=StoredResponse)
+
+    def delete(self, response_id: str, owner: str | None) -> bool:
+        """Whether there was such a response."""
+        self._drop_expired()
+        return self._remove(response_id, owner)
+
+    def _remove(self, response_id: str, owner: str | None) -> bool:
+        entry = self._entries[owner].pop(response_id, None)
+        if entry is not None:
+            self._sizes[owner] -= len(entry.encoded)
+        return entry is not None
+
+    def _remove_oldest(self, owner: str | None) -> None:
+        self._remove(next(iter(self._entries[owner])), owner)
+
+    def _drop_expired(self) -> None:
+        end = self._clock() - self._seconds
+        for owner, entries in self._entries.items():
+            while entries and next(iter(entries.values())).stored <= end:
+                self._remove_oldest(owner)

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its requests as chat requests, and parser events as its events."""

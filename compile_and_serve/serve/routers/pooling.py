@@ -1,0 +1,242 @@
+"""`POST /v1/embeddings`, `/pooling`, `/classify`, `/score` and `/rerank`."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from compile_and_serve.runtime.llm_pooling import pairs_of
+from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.pooling import cosine, prepare, rows_of, with_rows
+from compile_and_serve.runtime.pooling_params import PoolingParams, PoolingTask
+from compile_and_serve.runtime.sampling_params import SamplingParams
+from compile_and_serve.serve.context import Context, ServerContext
+from compile_and_serve.serve.errors import ApiError, ShuttingDownError, user_errors
+from compile_and_serve.serve.generation import failure
+from compile_and_serve.serve.json_body import JsonRoute
+from compile_and_serve.serve.protocol.completions import MAX_PROMPT_TOKENS
+from compile_and_serve.serve.protocol.fields import check_fields
+from compile_and_serve.serve.protocol.pooling import (
+    MAX_INPUTS,
+    ClassifyRequest,
+    EmbeddingRequest,
+    InputFields,
+    PoolingFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from compile_and_serve.serve.responses import (
+    client_gone_response,
+    json_response,
+    until_disconnect,
+)
+from compile_and_serve.serve.routers.common import ERROR_RESPONSES
+
+router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
+MAX_TOKEN_NUMBERS = 1 << 22  # numbers of the task token_embed in one answer
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    **ERROR_RESPONSES,
+    501: {"description": "The model cannot do this task"},
+}
+
+Prompts = Sequence[tuple[str | list[int], str | None]]  # each with the second text of a pair
+Write = Callable[[int, np.ndarray], Any]  # (index of the prompt, float32 [N, D]) → what the answer needs of it
+
+
+@router.post("/v1/embeddings", summary="Embeddings", responses=RESPONSES)
+async def create_embedding(body: EmbeddingRequest, request: Request, context: Context) -> Response:
+    """A vector for each input, of length 1 unless `normalize` is false."""
+    return await _answer_inputs(
+        body, request, context, "embed", "embd", _embedding_writer(body, "embedding", "embedding")
+    )
+
+
+@router.post("/pooling", summary="Pooled hidden states", responses=RESPONSES)
+async def create_pooling(body: PoolingRequest, request: Request, context: Context) -> Response:
+    """Whatever the model pools of each input; `task` token_embed gives a vector for each token."""
+    info = context.engine.client.info.pooling
+    task = body.task or ("classify" if info is not None and info.kind == "classify" else "embed")
+    return await _answer_inputs(body, request, context, task, "pool", _embedding_writer(body, "pooling", "data"))
+
+
+@router.post("/classify", summary="Classes", responses=RESPONSES)
+async def classify(body: ClassifyRequest, request: Request, context: Context) -> Response:
+    """The scores of the model's classes for each input."""
+
+    def write(index: int, rows_ND: np.ndarray) -> msgspec.Raw:
+        probs = rows_ND[0].tolist()
+        best = int(np.argmax(rows_ND[0]))
+        labels = context.check_task("classify").labels
+        label = labels[best] if labels else str(best)
+        return _raw({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+
+    return await _answer_inputs(body, request, context, "classify", "classify", write)
+
+
+@router.post("/score", summary="Similarity of texts", responses=RESPONSES)
+@router.post("/v1/score", include_in_schema=False)
+async def score(body: ScoreRequest, request: Request, context: Context) -> Response:
+    """A score for each pair of texts: the cosine of their embeddings, or the score of a classifier of pairs."""
+    first, second = body.texts()
+    with user_errors():
+        pairs = pairs_of(first, second)
+
+    def answer(scores: list[float], head: Mapping[str, Any], num_tokens: int) -> Response:
+        data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+        return json_response({**head, "object": "list", "data": data, "usage": _usage(num_tokens)})
+
+    return await _answer_pairs(body, request, context, pairs, "score", answer)
+
+
+@router.post("/rerank", summary="Documents by relevance", responses=RESPONSES)
+@router.post("/v1/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+async def rerank(body: RerankRequest, request: Request, context: Context) -> Response:
+    """The documents in the order of their relevance to the query."""
+    texts = body.texts()
+
+    def answer(scores: list[float], head: Mapping[str, Any], num_tokens: int) -> Response:
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+        results: list[dict[str, Any]] = []
+        for index in order:
+            document = {"document": {"text": texts[index]}} if body.return_documents is not False else {}
+            results.append({"index": index, **document, "relevance_score": scores[index]})
+        return json_response({**head, "results": results, "usage": _usage(num_tokens)})
+
+    return await _answer_pairs(body, request, context, [(body.query, text) for text in texts], "rerank", answer)
+
+
+async def _answer_inputs(
+    body: InputFields, request: Request, context: ServerContext, task: PoolingTask, prefix: str, write: Write
+) -> Response:
+    context.check_task(task)
+    params = with_rows(body.params(), task)
+
+    def complete(found: list[Any], head: Mapping[str, Any], num_tokens: int) -> Response:
+        return json_response({**head, "object": "list", "data": found, "usage": _usage(num_tokens)})
+
+    def prompts() -> Prompts:
+        return [(one, None) for one in body.inputs()]
+
+    return await _run(body, request, context, prompts, params, prefix, write, complete)
+
+
+async def _answer_pairs(
+    body: PoolingFields, request: Request, context: ServerContext, pairs: list[tuple[str, str]], prefix: str,
+    answer: Callable[[list[float], Mapping[str, Any], int], Response],
+) -> Response:  # fmt: skip
+    info = context.check_task("score")
+    if len(pairs) > MAX_INPUTS:
+        raise ApiError(400, f"The request has {len(pairs)} pairs, but may have {MAX_INPUTS}.", None)
+    params = body.params()
+    if info.kind == "classify":
+        return await _run(
+            body, request, context, lambda: pairs, params, prefix, lambda _, rows_ND: float(rows_ND[0, 0]), answer
+        )
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+
+    def complete(rows: list[np.ndarray], head: Mapping[str, Any], num_tokens: int) -> Response:
+        by_text = dict(zip(texts, rows, strict=True))
+        return answer([cosine(by_text[first], by_text[second]) for first, second in pairs], head, num_tokens)
+
+    prompts = [(text, None) for text in texts]
+    return await _run(body, request, context, lambda: prompts, params, prefix, lambda _, rows_ND: rows_ND[0], complete)
+
+
+async def _run(
+    body: PoolingFields,
+    request: Request,
+    context: ServerContext,
+    prompts: Callable[[], Prompts],
+    params: PoolingParams,
+    prefix: str,
+    write: Write,
+    complete: Callable[[list[Any], Mapping[str, Any], int], Response],
+) -> Response:
+    """Check the request, pool its prompts, and answer. A client's disconnect ends its requests.
+
+    Each result is written as it arrives: writing all at the end would hold up the event loop.
+    """
+    ids, sampling, head, lora = await context.prepare(
+        request, lambda: _prepare(body, request, context, prompts(), params, prefix)
+    )
+    info = context.engine.client.info.pooling
+    assert info is not None
+
+    async def work() -> Response:
+        generation = await context.engine.submit(
+            head["id"], ids, sampling, priority=body.priority or 0,
+            cache_salt=context.cache_salt(body.cache_salt, request), lora=lora, pooling=params,
+        )  # fmt: skip
+        found: list[Any] = [None] * len(ids)
+        try:
+            async for deltas in generation:
+                for delta in deltas:
+                    if delta.error is not None:
+                        raise failure(context, delta)
+                    if delta.finish_reason == "abort":
+                        raise ShuttingDownError
+                    if delta.pooled is not None:
+                        found[delta.index] = write(delta.index, rows_of(delta.pooled, params, info))
+            return complete(found, head, sum(map(len, ids)))
+        finally:
+            generation.close()
+
+    return await until_disconnect(request.receive, work()) or client_gone_response()
+
+
+def _prepare(
+    body: PoolingFields, request: Request, context: ServerContext, prompts: Prompts, params: PoolingParams, prefix: str
+) -> tuple[list[list[int]], list[SamplingParams], dict[str, Any], LoRARequest | None]:
+    model, lora = context.check_model(body.model)
+    check_fields(body)
+    context.check_priority(body.priority)
+    ids, sampling, num_tokens = [], [], 0
+    for prompt, pair in prompts:
+        with user_errors({"prompt": "input"} if isinstance(body, InputFields) else None):
+            one, one_sampling = prepare(
+                context.inputs, prompt, params, add_special_tokens=body.add_special_tokens is not False, pair=pair
+            )
+        ids.append(one)
+        sampling.append(one_sampling)
+        num_tokens += len(one)
+        if num_tokens > MAX_PROMPT_TOKENS:
+            raise ApiError(
+                413, f"The inputs have more than {MAX_PROMPT_TOKENS} tokens together: send fewer per request."
+            )
+    info = context.engine.client.info.pooling
+    if params.pooling == "all" and info is not None and num_tokens * info.width > MAX_TOKEN_NUMBERS:
+        limit = MAX_TOKEN_NUMBERS // info.width
+        raise ApiError(
+            413, f"The task token_embed takes {limit} tokens per request, got {num_tokens}: send fewer.", "input"
+        )
+    head = {"id": context.request_id(prefix, body.request_id, request), "created": int(time.time()), "model": model}
+    return ids, sampling, head, lora
+
+
+def _embedding_writer(body: EmbeddingRequest, kind: str, field: str) -> Write:
+    def write(index: int, rows_ND: np.ndarray) -> msgspec.Raw:
+        values = rows_ND if isinstance(body, PoolingRequest) and body.task == "token_embed" else rows_ND[0]
+        encoded: Any = values.tolist()
+        if body.encoding_format == "base64":
+            little_endian = values if sys.byteorder == "little" else values.byteswap()
+            encoded = base64.b64encode(np.ascontiguousarray(little_endian).tobytes()).decode()
+        return _raw({"index": index, "object": kind, field: encoded})
+
+    return write
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}

@@ -1,0 +1,48 @@
+"""Speculation on a trained model: greedy tokens are those without it, up to ties, over 200 prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile_and_serve import LLM, SamplingParams
+from tests.support.drafters import check_every_draft
+
+TIE = 0.02  # between the two likeliest tokens, in float32
+FORMS = (
+    "{}", "{} {}", "Repeat this: {}\n{}", "{} And again: {}", "Q: {}\nA:", "# {}\n", "- {}\n- {}\n-", "\"{}\", he said. \"{}",
+    "In short: {}", "{}\n\n{}\n\n",
+)  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48, logprobs=2, ignore_eos=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_200_prompts(method: str, smollm2_dir: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
+    with LLM(str(smollm2_dir), **options) as llm:
+        tokenizer = llm.get_tokenizer()
+        texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
+        asked = [form.format(text, text) for form in FORMS for text in texts]
+        assert len(asked) == 200
+        plain = llm.generate(asked, GREEDY, use_tqdm=False)
+    check_every_draft(monkeypatch)
+    with LLM(str(smollm2_dir), speculative_config={"method": method}, **options) as llm:
+        drafted = llm.generate(asked, GREEDY, use_tqdm=False)
+        stats = llm.engine.core.stats()
+    assert stats.spec_decode_num_accepted_tokens > 1000
+    ties = 0
+    for with_drafts, without in zip(drafted, plain, strict=True):
+        got, expected = with_drafts.outputs[0], without.outputs[0]
+        if got.token_ids == expected.token_ids:
+            continue
+        at = next(i for i, pair in enumerate(zip(got.token_ids, expected.token_ids, strict=True)) if pair[0] != pair[1])
+        assert expected.logprobs is not None
+        chances = expected.logprobs[at]
+        assert got.token_ids[at] in chances, with_drafts.prompt
+        gap = chances[expected.token_ids[at]].logprob - chances[got.token_ids[at]].logprob
+        assert gap < TIE, f"token {at} behind {with_drafts.prompt!r}: {gap:.4f} apart"
+        ties += 1
+    assert ties <= 4

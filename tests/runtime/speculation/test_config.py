@@ -1,0 +1,54 @@
+"""`--speculative-config`: vLLM's keys, and one sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from compile_and_serve.runtime.speculation.config import SpeculativeConfig, parse_speculative_config
+
+
+def test_json_and_mapping_say_the_same() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 6, "prompt_lookup_min": 2}
+    config = parse_speculative_config(given)
+    assert config == parse_speculative_config(json.dumps(given))
+    assert config == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=4, prompt_lookup_max=6, prompt_lookup_min=2
+    )
+    assert config.ngram_lengths == (2, 6)
+    assert config.num_tokens == 4
+    assert parse_speculative_config(None) is None
+
+
+def test_defaults() -> None:
+    ngram, suffix = (SpeculativeConfig(method="ngram"), SpeculativeConfig(method="suffix"))
+    assert (ngram.num_tokens, ngram.ngram_lengths, suffix.num_tokens) == (5, (3, 5), 24)
+    assert SpeculativeConfig(method="ngram", prompt_lookup_max=4).ngram_lengths == (4, 4)
+    assert SpeculativeConfig(method="ngram", prompt_lookup_min=2).ngram_lengths == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{", "must be a JSON object"),
+        ("[1]", "must be an object like"),
+        ({"method": "ngram", "num_tokens": 3, "draft": 1}, "has no key num_tokens, draft: known are method, num_spec"),
+        ({}, "method must be one of ngram, suffix, got None"),
+        ({"method": "magic"}, "method must be one of ngram, suffix, got 'magic'"),
+        ({"method": "eagle3"}, "the method 'eagle3' is not supported yet; use one of ngram, suffix"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 64, got 0"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer from 1 to 64, got True"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min must be at most prompt_l"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "must be a number from 0 to 1, got 2"),
+        ({"method": "suffix", "synthetic_acceptance_rate": "x"}, "must be a number from 0 to 1, got 'x'"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": Infinity}', "must be a number from 0 to 64, got inf"),
+        ({"method": "suffix", "disable_by_batch_size": 0}, "disable_by_batch_size must be an integer at least 1, got 0"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="speculative_config") as error:
+        parse_speculative_config(given)
+    assert message in str(error.value)
+    assert str(error.value).count("\n") == 0

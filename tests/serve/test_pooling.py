@@ -1,0 +1,157 @@
+"""The routes for embeddings, classes and scores, on a scripted engine."""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from compile_and_serve.runtime.pooling import cosine
+from compile_and_serve.runtime.pooling_params import PoolingInfo
+from tests.serve.conftest import Server, StartServer
+from tests.support.fake_engine import fake_rows
+
+WIDTH = 6
+EMBEDS = PoolingInfo(kind="embed", width=WIDTH)
+CLASSIFIES = PoolingInfo(kind="classify", width=3, activation="softmax", labels=["a", "b", "c"])
+RANKS = PoolingInfo(kind="classify", width=1, activation="sigmoid")
+
+
+def embedding(server: Server, text: str, dimensions: int = WIDTH) -> np.ndarray:
+    row = fake_rows(server.tokenizer.encode(text), WIDTH)[-1][:dimensions]
+    return row / np.linalg.norm(row)
+
+
+async def post(server: Server, path: str, **body: Any) -> Any:
+    response = await server.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_embeddings_have_openais_shape(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": EMBEDS})
+    answer = await post(server, "/v1/embeddings", input=["Hello", "there"])
+    assert (answer["object"], answer["model"]) == ("list", "test-model")
+    assert [one["index"] for one in answer["data"]] == [0, 1]
+    for one, text in zip(answer["data"], ["Hello", "there"], strict=True):
+        assert one["object"] == "embedding"
+        np.testing.assert_allclose(one["embedding"], embedding(server, text), atol=1e-6)
+    count = sum(len(server.tokenizer.encode(text)) for text in ("Hello", "there"))
+    assert answer["usage"] == {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
+
+
+async def test_base64_dimensions_and_token_ids(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": EMBEDS})
+    ids = server.tokenizer.encode("Hello")
+    answer = await post(server, "/v1/embeddings", input=[ids], encoding_format="base64", dimensions=4)
+    values = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), dtype="<f4")
+    np.testing.assert_allclose(values, embedding(server, "Hello", 4), atol=1e-6)
+    answer = await post(server, "/v1/embeddings", input=ids, normalize=False)
+    np.testing.assert_allclose(answer["data"][0]["embedding"], fake_rows(ids, WIDTH)[-1], atol=1e-6)
+
+
+async def test_token_embed(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": EMBEDS})
+    answer = await post(server, "/pooling", input="Hello", task="token_embed", normalize=False)
+    rows = fake_rows(server.tokenizer.encode("Hello"), WIDTH)
+    np.testing.assert_allclose(answer["data"][0]["data"], rows, atol=1e-6)
+    answer = await post(server, "/pooling", input="Hello")
+    np.testing.assert_allclose(answer["data"][0]["data"], embedding(server, "Hello"), atol=1e-6)
+
+
+async def test_classes(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": CLASSIFIES})
+    [one] = (await post(server, "/classify", input="Hello"))["data"]
+    powers = np.exp(fake_rows(server.tokenizer.encode("Hello"), 3)[-1])
+    np.testing.assert_allclose(one["probs"], powers / powers.sum(), atol=1e-6)
+    assert (one["label"], one["num_classes"]) == ("abc"[int(np.argmax(powers))], 3)
+    [pooled] = (await post(server, "/pooling", input="Hello"))["data"]
+    assert pooled["data"] == one["probs"]
+
+
+async def test_scores_of_embeddings(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": EMBEDS})
+    texts = ["the quick", "brown", "fox"]
+    answer = await post(server, "/v1/score", text_1="Hello", text_2=texts)
+    wanted = [cosine(embedding(server, "Hello"), embedding(server, text)) for text in texts]
+    assert [one["score"] for one in answer["data"]] == pytest.approx(wanted, abs=1e-6)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        ranked = await post(server, path, query="Hello", documents=texts, top_n=2)
+        order = sorted(range(3), key=lambda i: -wanted[i])[:2]
+        assert [one["index"] for one in ranked["results"]] == order
+        assert [one["document"]["text"] for one in ranked["results"]] == [texts[i] for i in order]
+
+
+async def test_scores_of_pairs(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": RANKS})
+    answer = await post(server, "/rerank", query="Hello", documents=[{"text": "fox"}], return_documents=False)
+    ids = server.tokenizer.encode_pair("Hello", "fox")
+    assert server.engine.requests[0].prompt_token_ids == ids
+    [result] = answer["results"]
+    assert result["relevance_score"] == pytest.approx(1 / (1 + np.exp(-fake_rows(ids, 1)[-1][0])), abs=1e-6)
+    assert "document" not in result
+
+
+@pytest.mark.parametrize(
+    ("pooling", "path", "body"),
+    [
+        (None, "/v1/embeddings", {"input": "a"}),
+        (None, "/pooling", {"input": "a"}),
+        (None, "/classify", {"input": "a"}),
+        (None, "/score", {"text_1": "a", "text_2": "b"}),
+        (None, "/rerank", {"query": "a", "documents": ["b"]}),
+        (EMBEDS, "/classify", {"input": "a"}),
+        (CLASSIFIES, "/v1/embeddings", {"input": "a"}),
+        (CLASSIFIES, "/score", {"text_1": "a", "text_2": "b"}),
+        (EMBEDS, "/v1/completions", {"prompt": "a"}),
+        (EMBEDS, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_what_the_model_cannot_do_is_501(
+    start_server: StartServer, pooling: PoolingInfo | None, path: str, body: dict[str, Any]
+) -> None:
+    server = await start_server(engine={"pooling": pooling})
+    response = await server.http.post(path, json=body)
+    assert response.status_code == 501
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("not_implemented_error", 501)
+    assert not server.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/embeddings", {}, "input", "missing"),
+        ("/v1/embeddings", {"input": []}, "input", "input must be"),
+        ("/v1/embeddings", {"input": [1, "a"]}, "input", "input must be"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "2049 elements"),
+        ("/v1/embeddings", {"input": [[-1]]}, "input", "token id -1"),
+        ("/v1/embeddings", {"input": [[1] * 257]}, "input", "257 tokens"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 7}, "dimensions", r"in \[1, 6\], got 7"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "float"),
+        ("/score", {"text_1": "a"}, "text_2", "missing"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, None, "2 texts to compare with 1"),
+        ("/rerank", {"query": "a", "documents": []}, "documents", "list of texts"),
+        ("/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents", "list of texts"),
+    ],
+)
+async def test_wrong_requests(
+    start_server: StartServer, path: str, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    server = await start_server(engine={"pooling": EMBEDS})
+    response = await server.http.post(path, json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert re.search(message, error["message"]), error["message"]
+
+
+async def test_truncation(start_server: StartServer) -> None:
+    server = await start_server(engine={"pooling": EMBEDS})
+    ids = [3 + i % 200 for i in range(297)]
+    await post(server, "/v1/embeddings", input=ids, truncate_prompt_tokens=-1)
+    await post(server, "/v1/embeddings", input=ids, truncate_prompt_tokens=3, truncation_side="right")
+    assert [request.prompt_token_ids for request in server.engine.requests] == [ids[-256:], ids[:3]]
