@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,8 @@ class Server:
     http: httpx.AsyncClient
     tokenizer: Tokenizer
     deaths: list[str]
+    close: Callable[[], Awaitable[None]]
+    """Ends the application's lifespan before the test is over."""
 
     async def chat(self, **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100, **fields}
@@ -84,10 +86,11 @@ async def start_server(tokenizer: Tokenizer, templates: TemplatePool) -> AsyncIt
             app = create_app(
                 client, with_tokenizer, ServerSettings(**options), on_engine_death=deaths.append, templates=templates
             )
-            await stack.enter_async_context(_running(app))
+            running = await stack.enter_async_context(AsyncExitStack())
+            await running.enter_async_context(_running(app))
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://server"))
-            return Server(app, client, http, tokenizer, deaths)
+            return Server(app, client, http, tokenizer, deaths, running.aclose)
 
         yield start
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import sys
 import threading
@@ -66,7 +65,7 @@ async def test_a_request_is_a_span(start_server: StartServer, collector: Collect
         assert (await server.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
     assert (await server.http.post("/v1/completions", json={"prompt": 1.5})).status_code == 400
     await server.http.get("/health")
-    await asyncio.to_thread(server.app.state.context.tracing.close)
+    await server.close()
     whole, streamed, wrong = collector.spans
     for span in (whole, streamed):
         found = attributes(span)
