@@ -2,6 +2,7 @@
 #include <omp.h>
 
 #include "kernels.h"
+#include "linear_tiles.h"
 #include "simd.h"
 
 namespace cas {
@@ -12,25 +13,20 @@ constexpr int64_t kParallelElements = 16 << 10;  // below this, waking threads t
 template <class T>
 void add_rms_norm_row(const CasAddRmsNorm& a, int64_t row) {
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-    const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
     const T* weight = static_cast<const T*>(a.norm_weight);
-    T* sum = static_cast<T*>(a.sum) + row * a.num_features;
     T* out = static_cast<T*>(a.out) + row * a.num_features;
-    f32x16 squares{};
+    if (a.residual) {
+        const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
+        T* sum = static_cast<T*>(a.sum) + row * a.num_features;
+        int64_t i = 0;
+        for (; i + kLanes <= a.num_features; i += kLanes) store16(sum + i, load16(x + i) + load16(residual + i));
+        for (; i < a.num_features; ++i) store_scalar(sum + i, to_float(x[i]) + to_float(residual[i]));
+        x = sum;  // rounded to T
+    }
+    const float scale = inverse_rms(x, a.num_features, a.eps);
     int64_t i = 0;
-    for (; i + kLanes <= a.num_features; i += kLanes) {
-        store16(sum + i, load16(x + i) + load16(residual + i));
-        const f32x16 v = load16(sum + i);  // rounded to T
-        squares += v * v;
-    }
-    float total = sum16(squares);
-    for (; i < a.num_features; ++i) {
-        store_scalar(sum + i, to_float(x[i]) + to_float(residual[i]));
-        total += to_float(sum[i]) * to_float(sum[i]);
-    }
-    const float scale = 1.0f / __builtin_sqrtf(total / float(a.num_features) + a.eps);
-    for (i = 0; i + kLanes <= a.num_features; i += kLanes) store16(out + i, load16(sum + i) * scale * load16(weight + i));
-    for (; i < a.num_features; ++i) store_scalar(out + i, to_float(sum[i]) * scale * to_float(weight[i]));
+    for (; i + kLanes <= a.num_features; i += kLanes) store16(out + i, load16(x + i) * scale * load16(weight + i));
+    for (; i < a.num_features; ++i) store_scalar(out + i, to_float(x[i]) * scale * to_float(weight[i]));
 }
 
 template <class T>
