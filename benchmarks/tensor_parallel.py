@@ -118,20 +118,22 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     if not has_devices:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.size))
     join_groups(rank=rank, size=args.size, init_method=f"file://{folder}/meeting", device=device)
-    chosen = None
+    chosen = chosen_quantized = None
     if has_devices:
         start = time.perf_counter()
         how = choose_allreduce(num_features=args.hidden, dtype=torch.bfloat16, max_rows=max(args.tokens), device=device,
-                               tuner=Tuner(device_name(device), [Path(folder)]), kernels=ALL_KERNELS)  # fmt: skip
-        chosen = None if (fused := fused_allreduce()) is None else fused.choice
+                               tuner=Tuner(device_name(device), [Path(folder)]), kernels=ALL_KERNELS, quantizes=True)  # fmt: skip
+        fused = fused_allreduce()
+        chosen = None if fused is None else fused.choice
+        chosen_quantized = None if fused is None else fused.quantized_choice
         if rank == 0:
             seconds = round(time.perf_counter() - start, 2)
             print(json.dumps({"choice": how, "seconds": seconds} | environment()), flush=True)
     for tokens in args.tokens:
         operands = make_operands(rank, tokens, args.hidden, device)
-        kernel = NCCL if chosen is None else chosen.kernel(tokens)
         variants = {"steps": None, "fused": FORCED[NCCL]} | _over_symmetric_memory(tokens, chosen)
-        variants |= {f"{name}_quantize": choice for name, choice in variants.items()}
+        quantized = {"steps": None, "fused": FORCED[NCCL]} | _over_symmetric_memory(tokens, chosen_quantized)
+        variants |= {f"{name}_quantize": choice for name, choice in quantized.items()}
         for variant, choice in variants.items():
             microseconds, error = measure(operands, variant, choice)
             row = {
@@ -140,7 +142,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
                 "relative_error": error, "device": torch.cuda.get_device_name(device) if has_devices else "cpu",
             }  # fmt: skip
             if variant.startswith("chosen"):
-                row["kernel"] = kernel
+                row["kernel"] = NCCL if choice is None else choice.kernel(tokens)
             if rank == 0:
                 print(json.dumps(row | environment()), flush=True)
     leave_groups()

@@ -10,11 +10,13 @@ linear's kernel for one token reads it and quantizes it itself.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch.fx import GraphModule, Node
 
 import compile_and_serve.custom_ops.collectives.allreduce_norm  # noqa: F401 (defines the op)
+from compile_and_serve.compiler.config import CompileConfig
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED, why_no_kernel
 from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
 from compile_and_serve.compiler.rewrite.graph_pass import (
@@ -26,12 +28,14 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     is_call,
     tensor_of,
 )
+from compile_and_serve.custom_ops.quantization import QuantizedWeight, StoredWeight
 
+NAME = "fuse_allreduce_quantize"
 FUSED_QUANTIZE = torch.ops.cas.allreduce_add_rms_norm_quantize.default
 
 
 class FuseAllreduceQuantize(BasePass):
-    name = "fuse_allreduce_quantize"
+    name = NAME
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
         return why_no_kernel("allreduce_add_rms_norm_quantize", ctx)
@@ -48,6 +52,15 @@ class FuseAllreduceQuantize(BasePass):
                 _replace(gm, fused, readers, ctx)
                 matched += 1
         return PassResult(matched=matched, near_misses=tuple(near_misses))
+
+
+def may_quantize(config: CompileConfig, stored: Mapping[str, StoredWeight]) -> bool:
+    """Whether a model may have sites of this pass. stored: the checkpoint's quantized weights."""
+    weights = (one for one in stored.values() if isinstance(one, QuantizedWeight))
+    is_float8 = config.quantization == "fp8" or any(
+        one.dtype == torch.float8_e4m3fn and one.activations == "dynamic" and not one.per_block for one in weights
+    )
+    return is_float8 and NAME not in config.disabled_passes
 
 
 def _quantizes(reader: Node) -> bool:

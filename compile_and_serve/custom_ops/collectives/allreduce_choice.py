@@ -31,6 +31,7 @@ from compile_and_serve.custom_ops.collectives.symmetric_memory import (
     map_symmetric_memory,
 )
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+from compile_and_serve.custom_ops.quantization import Quantized
 from compile_and_serve.custom_ops.tuning.timer import call_seconds
 from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tuner, tuner_of
 
@@ -92,20 +93,31 @@ class AllreduceChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedAllreduce:
-    """How all-reduces before a norm run in a group: over symmetric memory, each kernel up to its number of rows."""
+    """How all-reduces before a norm run in a group: over symmetric memory, each kernel up to its number of rows.
+
+    quantized_choice: for those that also quantize the norm.
+    """
 
     group: RankGroup
     memory: SymmetricMemory
     choice: AllreduceChoice
+    quantized_choice: AllreduceChoice
 
 
 _fused: FusedAllreduce | None = None
 
 
-def use_symmetric_memory(memory: SymmetricMemory, choice: AllreduceChoice) -> None:
-    """From now on, all-reduces before a norm run as `choice` says. Every rank calls it with the same choice."""
+def use_symmetric_memory(
+    memory: SymmetricMemory, choice: AllreduceChoice, quantized_choice: AllreduceChoice | None = None
+) -> None:
+    """From now on, all-reduces before a norm run as `choice` says. Every rank calls it with the same choices.
+
+    quantized_choice: for those that also quantize the norm; None: `choice`.
+    """
     global _fused
-    _fused = FusedAllreduce(group=rank_group(), memory=memory, choice=choice)
+    _fused = FusedAllreduce(
+        group=rank_group(), memory=memory, choice=choice, quantized_choice=quantized_choice or choice
+    )
 
 
 def fused_allreduce(group: str = TENSOR) -> FusedAllreduce | None:
@@ -135,13 +147,14 @@ def best_choice(seconds: Mapping[str, Sequence[float]], sizes: Sequence[int]) ->
 
 def choose_allreduce(
     *, num_features: int, dtype: torch.dtype, max_rows: int, device: torch.device, tuner: Tuner | None = None,
-    kernels: Sequence[str] = ALL_KERNELS,
+    kernels: Sequence[str] = ALL_KERNELS, quantizes: bool = False,
 ) -> str:  # fmt: skip
     """Let the group's all-reduces before a norm use the fastest kernels from now on. Every rank calls it, outside of a capture.
 
     num_features, dtype: D and the dtype of the messages. max_rows: of the largest one. tuner: rank 0's is asked; None: the device's.
-    kernels: to choose among, NCCL first. → a sentence about the choice, with the reason where NCCL runs all. Raises `RuntimeError`
-    where a kernel never ends: the process has to end then.
+    kernels: to choose among, NCCL first. quantizes: whether some also quantize the norm to float8; they are measured on their own, because
+    they write other amounts. → a sentence about the choices, with the reason where NCCL runs all. Raises `RuntimeError` where a kernel
+    never ends: the process has to end then.
     """
     from compile_and_serve.custom_ops.triton_common import num_sms
 
@@ -160,40 +173,48 @@ def choose_allreduce(
     name = f"{group.size} ranks, {num_features} x {dtype}, {layout.max_rows} rows, {', '.join(kernels)}"
     is_new = False
 
-    def measure() -> Measurement:
-        nonlocal is_new
-        is_new = True
-        return _measured(group, memory, num_features, dtype, device, kernels)
-
     def of_rank_0(kept: Measurement | None) -> Measurement | None:
         values = [kept]
         dist.broadcast_object_list(values, src=0, group=group.process_group, device=device)
         return values[0]
 
-    measured = tuner.measure(Problem(kind="allreduce", name=name), kernels, measure, of_rank_0)
-    assert measured is not None, "NCCL runs"
-    sizes = _sizes(memory)
-    choice = best_choice(measured.seconds, sizes)
-    if choice != AllreduceChoice():  # otherwise the memory is freed
-        use_symmetric_memory(memory, choice)
-    sentence = choice.sentence() + ("" if is_new else ", as measured at an earlier start")
+    def best(*, quantized: bool) -> AllreduceChoice:
+        def measure() -> Measurement:
+            nonlocal is_new
+            is_new = True
+            return _measured(group, memory, num_features, dtype, device, kernels, quantized)
+
+        problem = Problem(kind="allreduce", name=f"{name}, quantized to float8" if quantized else name)
+        measured = tuner.measure(problem, kernels, measure, of_rank_0)
+        assert measured is not None, "NCCL runs"
+        return best_choice(measured.seconds, _sizes(memory))
+
+    choice = best(quantized=False)
+    quantized_choice = best(quantized=True) if quantizes else choice
+    if {choice, quantized_choice} != {AllreduceChoice()}:  # otherwise the memory is freed
+        use_symmetric_memory(memory, choice, quantized_choice)
+    sentence = choice.sentence()
+    if quantized_choice != choice:
+        sentence += f"; with the norm quantized to float8 {quantized_choice.sentence()}"
+    sentence += "" if is_new else ", as measured at an earlier start"
     if group.rank == 0:
         log.info("All-reduces before a norm go %s.", sentence)
     return sentence
 
 
 def runs(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, memory: SymmetricMemory
-) -> dict[str, Run]:
-    """One call of each kernel that takes the message, → (s, y)."""
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, memory: SymmetricMemory,
+    quantized: Quantized | None = None,
+) -> dict[str, Run]:  # fmt: skip
+    """One call of each kernel that takes the message, → (s, y). quantized: receives y quantized, and its scales."""
     from compile_and_serve.custom_ops.collectives import triton_allreduce
     from compile_and_serve.custom_ops.collectives.triton_allreduce_stores import two_shot_stores_allreduce_add_rms_norm
     from compile_and_serve.custom_ops.linear.triton_elementwise import add_rms_norm
 
-    args = (x_TD, residual_TD, weight_D, eps, memory)
+    args = (x_TD, residual_TD, weight_D, eps, memory, quantized)
 
     def over_nccl() -> tuple[torch.Tensor, torch.Tensor]:
-        normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, weight_D, eps)
+        normed_TD, total_TD = add_rms_norm(all_reduce(x_TD), residual_TD, weight_D, eps, quantized)
         return total_TD, normed_TD
 
     all_runs: dict[str, Run] = {NCCL: over_nccl}
@@ -231,9 +252,12 @@ def _sizes(memory: SymmetricMemory) -> list[int]:
 
 def _measured(
     group: RankGroup, memory: SymmetricMemory, num_features: int, dtype: torch.dtype, device: torch.device,
-    kernels: Sequence[str],
+    kernels: Sequence[str], quantized: bool,
 ) -> Measurement:  # fmt: skip
-    """The times of the slowest rank, for each kernel and size. A kernel whose results differ from NCCL's is left out."""
+    """The times of the slowest rank, for each kernel and size. A kernel whose results differ from NCCL's is left out.
+
+    quantized: the kernels also quantize the norm to float8.
+    """
     sizes = _sizes(memory)
     shared = torch.Generator(device).manual_seed(0)
     own = torch.Generator(device).manual_seed(1 + group.rank)
@@ -243,7 +267,8 @@ def _measured(
     messages = [x_TD * factor for factor in MESSAGES]
 
     def calls(size: int) -> dict[str, list[Run]]:
-        all_runs = [runs(x_TD[:size], residual_TD[:size], weight_D, EPS, memory) for x_TD in messages]
+        outputs = float8_like(x_TD[:size]) if quantized else None
+        all_runs = [runs(x_TD[:size], residual_TD[:size], weight_D, EPS, memory, outputs) for x_TD in messages]
         return {kernel: [by_kernel[kernel] for by_kernel in all_runs] for kernel in kernels if kernel in all_runs[0]}
 
     seconds: dict[str, list[float]] = {kernel: [] for kernel in kernels}
@@ -277,8 +302,15 @@ def _measured(
             kernel: {n: round(s * 1e6, 1) for n, s in zip(sizes, times, strict=True) if math.isfinite(s)}
             for kernel, times in seconds.items()
         }
-        log.info("Microseconds of an all-reduce with addition and norm, by rows of %d: %s", num_features, table)
+        what = "addition, norm and float8" if quantized else "addition and norm"
+        log.info("Microseconds of an all-reduce with %s, by rows of %d: %s", what, num_features, table)
     return Measurement(seconds=seconds)
+
+
+def float8_like(x_TD: torch.Tensor) -> Quantized:
+    """Uninitialized tensors for x quantized to float8_e4m3fn, [T, D], and its scales, float32 [T, 1]."""
+    scale_T1 = x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.float32)
+    return x_TD.new_empty(x_TD.shape, dtype=torch.float8_e4m3fn), scale_T1
 
 
 def _wait(kernel: str, event: TimedEvent) -> None:

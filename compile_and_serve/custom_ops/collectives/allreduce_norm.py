@@ -17,6 +17,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_choice import (
     PUSHED,
     TWO_SHOT,
     TWO_SHOT_STORES,
+    float8_like,
     fused_allreduce,
 )
 from compile_and_serve.custom_ops.collectives.collectives import (
@@ -61,7 +62,8 @@ def _allreduce_add_rms_norm_cuda(
 
     fused = fused_allreduce(group)
     if fused is not None and triton_allreduce.takes(x_TD, fused.memory):
-        kernel = fused.choice.kernel(x_TD.shape[0])
+        choice = fused.choice if quantized is None else fused.quantized_choice
+        kernel = choice.kernel(x_TD.shape[0])
         args = (x_TD, residual_TD, norm_weight_D, eps, fused.memory, quantized)
         if kernel == PUSHED and triton_allreduce.takes_pushed(x_TD, fused.memory):
             return triton_allreduce.pushed_allreduce_add_rms_norm(*args)
@@ -98,19 +100,14 @@ def _allreduce_add_rms_norm_quantize(
 def _allreduce_add_rms_norm_quantize_cuda(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> Four:
-    quantized = _quantized_like(x_TD)
+    quantized = float8_like(x_TD)
     return *_allreduce_add_rms_norm_cuda(x_TD, residual_TD, norm_weight_D, eps, group, quantized), *quantized
 
 
 def _quantize_fake(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, norm_weight_D: torch.Tensor, eps: float, group: str = TENSOR
 ) -> Four:
-    return *_fake(x_TD, residual_TD, norm_weight_D, eps, group), *_quantized_like(x_TD)
-
-
-def _quantized_like(x_TD: torch.Tensor) -> Quantized:
-    """Uninitialized tensors for x quantized and its scales."""
-    return x_TD.new_empty(x_TD.shape, dtype=FLOAT8), x_TD.new_empty(x_TD.shape[0], 1, dtype=torch.float32)
+    return *_fake(x_TD, residual_TD, norm_weight_D, eps, group), *float8_like(x_TD)
 
 
 _op = define(

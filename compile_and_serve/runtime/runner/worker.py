@@ -28,6 +28,7 @@ from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import PlainRunner, StepModel
 from compile_and_serve.compiler.model import CompiledModel, Model
+from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quantize
 from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.compiler.weights.adapter_slots import adapter_sites
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
@@ -357,6 +358,7 @@ class Worker:
             dtype=self._dtype,
             max_rows=self._config.scheduler.token_budget,
             device=self.device,
+            quantizes=may_quantize(self._config.compile, spec.quantized_weights),
         )
         self._stage("all-reduce", start, how)
         return how

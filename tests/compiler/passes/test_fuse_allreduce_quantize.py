@@ -13,7 +13,11 @@ from torch.fx import GraphModule, Node
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.passes.fuse_allreduce_add_rms_norm import FUSED
-from compile_and_serve.compiler.passes.fuse_allreduce_quantize import FUSED_QUANTIZE, FuseAllreduceQuantize
+from compile_and_serve.compiler.passes.fuse_allreduce_quantize import (
+    FUSED_QUANTIZE,
+    FuseAllreduceQuantize,
+    may_quantize,
+)
 from compile_and_serve.compiler.passes.quantize_linears import QUANTIZED_LINEAR
 from compile_and_serve.compiler.rewrite.graph_pass import PassResult, SkipReason
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
@@ -21,7 +25,7 @@ from compile_and_serve.custom_ops.collectives.allreduce_norm import (
     allreduce_add_rms_norm,
     allreduce_add_rms_norm_quantize,
 )
-from compile_and_serve.custom_ops.quantization import quantize_activations
+from compile_and_serve.custom_ops.quantization import QuantizedWeight, quantize_activations
 from tests.compiler.passes.test_fuse_allreduce_add_rms_norm import operands
 from tests.compiler.passes.test_tensor_parallel import KERNELS, LAYERS, rewrite
 from tests.compiler.passes.test_tensor_parallel_ranks import PROMPT
@@ -50,6 +54,20 @@ def run(quantization: Any = "fp8", kernels: frozenset[str] = WITH_IT, ranks: int
 
 def calls(gm: GraphModule, target: Any) -> list[Node]:
     return list(gm.graph.find_nodes(op="call_function", target=target))
+
+
+def test_who_may_have_sites_is_known_before_the_model_is_compiled() -> None:
+    def stored(dtype: torch.dtype, activations: Any, *, per_block: bool = False) -> dict[str, QuantizedWeight]:
+        return {
+            "w": QuantizedWeight(dtype=dtype, scale="s", scale_shape=(1,), activations=activations, per_block=per_block)
+        }
+
+    float8, plain = torch.float8_e4m3fn, CompileConfig()
+    assert may_quantize(CompileConfig(quantization="fp8"), {})
+    assert may_quantize(plain, stored(float8, "dynamic"))
+    assert not may_quantize(CompileConfig(quantization="fp8", disabled_passes=frozenset({NAME})), {})
+    others = {}, stored(torch.int8, "dynamic"), stored(float8, "static"), stored(float8, "dynamic", per_block=True)
+    assert not any(may_quantize(plain, weights) for weights in others)
 
 
 def test_the_fake_takes_any_group() -> None:

@@ -104,7 +104,7 @@ def test_sizes_between_the_measured_ones_go_by_the_bounds() -> None:
     assert AllreduceChoice(one_shot_rows=0, two_shot_rows=0).sentence() == "over NCCL"
 
 
-def choose(rank: int, folder: Path) -> tuple[list[str], AllreduceChoice | None, int]:
+def choose(rank: int, folder: Path) -> tuple[list[str], tuple[AllreduceChoice, AllreduceChoice], int]:
     """Starts of two ranks that measure the same, as they do after they have told each other; their stores differ."""
     asked = 0
 
@@ -112,7 +112,10 @@ def choose(rank: int, folder: Path) -> tuple[list[str], AllreduceChoice | None, 
         nonlocal asked
         asked += 1
         sizes = [size for size in allreduce_choice.SIZES if size <= memory.layout.max_rows]
-        return Measurement(seconds={NCCL: [2.0] * len(sizes), ONE_SHOT: [1.0 if s <= 64 else math.inf for s in sizes]})
+        largest = 16 if rest[-1] else 64  # quantized
+        return Measurement(
+            seconds={NCCL: [2.0] * len(sizes), ONE_SHOT: [1.0 if s <= largest else math.inf for s in sizes]}
+        )
 
     def mapped(rank: int, layout: BufferLayout, group: object, device: torch.device) -> SymmetricMemory:
         return symmetric_memory(rank, layout, [0, 0], device, owned=None)
@@ -124,24 +127,29 @@ def choose(rank: int, folder: Path) -> tuple[list[str], AllreduceChoice | None, 
         said = [
             choose_allreduce(
                 num_features=features, dtype=torch.bfloat16, max_rows=300, device=torch.device("cpu"),
-                tuner=Tuner("a device", [folder / f"store-of-rank-{rank}"]),
+                tuner=Tuner("a device", [folder / f"store-of-rank-{rank}"]), quantizes=quantizes,
             )
-            for features in (64, 64, 128)
+            for features, quantizes in ((64, False), (64, False), (128, False), (64, True), (64, True))
         ]  # fmt: skip
     fused = fused_allreduce()
-    return said, fused.choice if fused else None, asked
+    assert fused is not None
+    return said, (fused.choice, fused.quantized_choice), asked
 
 
 def test_what_rank_0_kept_holds_for_all(tmp_path: Path) -> None:
     by_rank = run_ranks(2, choose, tmp_path, folder=tmp_path)
-    said, choice, asked = by_rank[0]
+    said, (choice, quantized_choice), asked = by_rank[0]
     assert by_rank[1] == by_rank[0]
     assert said[0] == said[2] == "in one shot up to 64 rows, then over NCCL"
     assert said[1] == f"{said[0]}, as measured at an earlier start"
-    assert asked == 2
+    float8 = "; with the norm quantized to float8 in one shot up to 16 rows, then over NCCL"
+    assert said[3] == said[0] + float8
+    assert said[4] == f"{said[3]}, as measured at an earlier start"
+    assert asked == 3
     assert choice == AllreduceChoice(one_shot_rows=64, two_shot_rows=64, two_shot_stores_rows=64)
+    assert quantized_choice == AllreduceChoice(one_shot_rows=16, two_shot_rows=16, two_shot_stores_rows=16)
     [file] = stored_files(tmp_path / "store-of-rank-0")
-    assert (file.kind, file.device, file.num_problems, file.is_current) == ("allreduce", "a device", 2, True)
+    assert (file.kind, file.device, file.num_problems, file.is_current) == ("allreduce", "a device", 3, True)
     assert not (tmp_path / "store-of-rank-1").exists()
 
 
