@@ -147,7 +147,7 @@ class EngineConfig:
     attention_backend: None is the first one that supports the model, the device and the dtype.
     num_threads: CPU threads of a rank; None divides the cores among all ranks and replicas.
     max_cpu_loras: LoRA adapters in host memory; None is as many as on the device (`CompileConfig.max_loras`).
-    speculative: how tokens are drafted; None: one token of a sequence per step.
+    speculative: how tokens are drafted; None: one token of a sequence per step. drafter_path: local files of `speculative.model`.
     """
 
     model: ModelConfig
@@ -160,6 +160,7 @@ class EngineConfig:
     num_threads: int | None = None
     max_cpu_loras: int | None = None
     speculative: SpeculativeConfig | None = None
+    drafter_path: Path | None = None
 
     @property
     def max_drafted_rows(self) -> int:

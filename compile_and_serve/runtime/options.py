@@ -144,6 +144,7 @@ def make_engine_config(
             "profile_tokens runs pieces on a single rank, but with tensor_parallel_size > 1 they wait for the other ranks: "
             "set tensor_parallel_size to 1."
         )
+    speculative = parse_speculative_config(speculative_config)
     return EngineConfig(
         model=ModelConfig(
             model=model,
@@ -204,7 +205,8 @@ def make_engine_config(
         attention_backend=attention_backend,
         num_threads=num_threads,
         max_cpu_loras=max_cpu_loras,
-        speculative=parse_speculative_config(speculative_config),
+        speculative=speculative,
+        drafter_path=None if speculative is None or speculative.model is None else resolve_model(speculative.model),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compile_and_serve import LLM, SamplingParams
+from compile_and_serve.runtime.llm import RequestOutput
 from tests.support.drafters import check_every_draft
 
 TIE = 0.02  # between the two likeliest tokens, in float32
@@ -33,6 +35,32 @@ def test_200_prompts(method: str, smollm2_dir: Path, prompts: list[list[int]], m
         drafted = llm.generate(asked, GREEDY, use_tqdm=False)
         stats = llm.engine.core.stats()
     assert stats.spec_decode_num_accepted_tokens > 1000
+    assert_equal_up_to_ties(drafted, plain)
+
+
+@pytest.mark.slow
+def test_its_first_layers_draft_for_a_model(
+    smollm2_dir: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((smollm2_dir / "config.json").read_text())
+    for file in smollm2_dir.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 20}))
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
+    given: Any = [{"prompt_token_ids": prompt} for prompt in prompts[:6]]
+    with LLM(str(smollm2_dir), **options) as llm:
+        plain = llm.generate(given, GREEDY, use_tqdm=False)
+    check_every_draft(monkeypatch)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with LLM(str(smollm2_dir), speculative_config=speculation, **options) as llm:
+        drafted = llm.generate(given, GREEDY, use_tqdm=False)
+        stats = llm.engine.core.stats()
+    assert stats.spec_decode_num_accepted_tokens > 5
+    assert_equal_up_to_ties(drafted, plain)
+
+
+def assert_equal_up_to_ties(drafted: list[RequestOutput], plain: list[RequestOutput]) -> None:
     ties = 0
     for with_drafts, without in zip(drafted, plain, strict=True):
         got, expected = with_drafts.outputs[0], without.outputs[0]

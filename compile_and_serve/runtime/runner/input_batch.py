@@ -197,6 +197,15 @@ class InputBatch:
         """Tokens of the prompt of a request that is held."""
         return self._requests[request_id].num_prompt_tokens
 
+    def draft_ends(self, request_id: str) -> frozenset[int]:
+        """Tokens at which drafts of a request that is held end."""
+        structured = self._requests[request_id].params.structured_outputs
+        return frozenset() if structured is None else structured.draft_ends
+
+    def lengths(self, slots_S: np.ndarray) -> np.ndarray:
+        """int64 [S]: tokens of the slots' sequences that are computed once the step prepared last has run."""
+        return self._computed[slots_S]
+
     def append_blocks(self, request_id: str, block_ids: list[list[int]]) -> None:
         """The request's sequence goes on in `block_ids`, a list for each paged group."""
         request = self._requests[request_id]
@@ -329,7 +338,9 @@ class InputBatch:
             for row in range(layout.num_decodes):
                 known = (self._last_tokens[slots_S[row], None], self._drafts[slots_S[row]])
                 token_ids_T[starts[row] : starts[row + 1]] = np.concatenate(known)[: counts_S[row]]
-            if layout.query_len > self.query_len:
+            if (
+                self.query_len == 1
+            ):  # where a draft is shorter than the step has room for, -1 stands for its other tokens
                 self._unmap(buffers, np.flatnonzero(token_ids_T < 0))
                 np.maximum(token_ids_T, 0, out=token_ids_T)
         for row in range(layout.num_decodes, num_seqs):

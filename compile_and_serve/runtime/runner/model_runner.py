@@ -24,6 +24,8 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device
 from compile_and_serve.runtime.runner.device import num_cores
+from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
+from compile_and_serve.runtime.runner.draft_runner import DraftRunner
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, HeldRequest, InputBatch
 from compile_and_serve.runtime.runner.pending_step import OnAccepted, PendingStep, PromptResult
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
@@ -73,10 +75,11 @@ class ModelRunner:
         max_model_len: int | None = None,
         plain_steps: StepRunner | None = None,
         drafted_steps: StepRunner | None = None,
+        drafter: CompiledDrafter | None = None,
     ) -> None:
         """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the
         config's, or the model's. plain_steps: runs the steps that use no optional input; None: `steps` does. drafted_steps: runs those
-        whose sequences all have the same number of drafts, of the scheduler's; None: they are not padded to it.
+        whose sequences all have the same number of drafts, of the scheduler's; None: they are not padded to it. drafter: makes these.
         """
         scheduler = config.scheduler
         self.spec = spec
@@ -106,6 +109,7 @@ class ModelRunner:
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
             max_padded_drafts=0 if drafted_steps is None else drafted_steps.max_padded_size // self._drafted_len,
         )  # fmt: skip
+        self.drafter = None if drafter is None else DraftRunner(drafter, self.batch, num_pages, device)
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
         self.sampler = Sampler(
@@ -160,6 +164,7 @@ class ModelRunner:
         logits_LV = result.outputs[LOGITS]
         num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
         if num_sampled == 0:
+            self._follow(layout)
             return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
         logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
         drawn = None
@@ -178,6 +183,7 @@ class ModelRunner:
             batch.host_last_tokens[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
+        self._follow(layout)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         counts = scheduled.num_scheduled_tokens
         on_accepted = self._on_accepted(layout, result.outputs, counts) if batch.query_len > 1 else None
@@ -188,6 +194,11 @@ class ModelRunner:
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
             self._structured_step = pending
         return pending
+
+    def _follow(self, layout: BatchLayout) -> None:
+        if self.drafter is not None:
+            assert self._last_step is not None
+            self.drafter.follow(self._last_step, layout)
 
     def drafted_step(self, size: int) -> DecodeStep:
         """As `decode_step`, where each sequence has the most draft tokens that the scheduler gives."""
@@ -261,6 +272,8 @@ class ModelRunner:
 
     def _correct(self, last_tokens: Mapping[str, tuple[int, int]], new_drafts: Mapping[str, list[int]]) -> None:
         """Go on from the tokens that were accepted. last_tokens, new_drafts: of `SchedulerOutput`."""
+        if self.drafter is not None and new_drafts:
+            new_drafts = self.drafter.propose(last_tokens, new_drafts)
         slots = [self.batch.slot_of(request_id) for request_id in last_tokens]
         gained: dict[int, list[int]] = {}
         for (request_id, (num_tokens, token)), slot in zip(last_tokens.items(), slots, strict=True):

@@ -191,6 +191,8 @@ def graph_memory(graphs: GraphRunners) -> str:
 def _run(runner: ModelRunner, step: Step) -> None:
     for steps in dict.fromkeys((runner.steps, runner.plain_steps)):
         steps.run(step)
+    if runner.drafter is not None:
+        runner.drafter.follow(step, None)
     runner.platform.synchronize()
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
@@ -44,8 +43,7 @@ from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig, Rank
 from compile_and_serve.runtime.lora.device_adapters import DeviceAdapters, adapter_targets
-from compile_and_serve.runtime.pooling_files import does_pool, pooling_type_of
-from compile_and_serve.runtime.pooling_params import PoolingInfo
+from compile_and_serve.runtime.pooling_files import does_pool
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
@@ -55,7 +53,15 @@ from compile_and_serve.runtime.runner.device import (
     resolve_kv_cache_dtype,
     use_threads,
 )
+from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
+from compile_and_serve.runtime.runner.model_facts import (
+    check_speculation,
+    flat_report,
+    max_model_len,
+    pooling_info,
+    prefix_caching_unsupported,
+)
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
@@ -123,9 +129,12 @@ class Worker:
             requantize=config.compile.quantization is not None,
         )  # fmt: skip
         self._pools = spec.pooling is not None
-        self._max_model_len = _max_model_len(config, spec)
+        self._max_model_len = max_model_len(config, spec)
+        drafter = None
         if config.speculative is not None:
-            _check_speculation(spec)
+            check_speculation(spec)
+            drafter = build_drafter(config, spec, dtype)
+            spec = spec if drafter is None else drafter.target
         backends = self._backends = backends_of_model(spec, config, device, dtype)
         self._backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"
         architecture = (spec.config.get("architectures") or ["?"])[0]
@@ -161,7 +170,14 @@ class Worker:
                 dtype=dtype, seed=config.model.seed, rank=tensor_rank,
             )  # fmt: skip
             self._loaded = load_all()
-            self._sleeping_weights = SleepingWeights(model.weight_memory(), load_all)
+            self._drafter = None
+            if drafter is not None:
+                self._drafter = compile_drafter(
+                    config, drafter, self._max_model_len, device=device, dtype=dtype, rank=tensor_rank,
+                    on_stage=on_stage,
+                )  # fmt: skip
+                self._drafter.load()
+            self._sleeping_weights = self._sleeping(load_all)
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
 
         self._adapters = self._device_adapters(model, spec, tensor_rank)
@@ -191,11 +207,18 @@ class Worker:
                 if group.paged
             ],
             num_draft_tokens=0 if spec.drafter is None else spec.drafter.num_tokens,
-            prefix_caching_unsupported=_prefix_caching_unsupported(spec),
+            prefix_caching_unsupported=prefix_caching_unsupported(spec),
             adapter_targets=None if self._adapters is None else dict(self._adapters.targets),
-            compile_report=_flat_report(model.report) | facts | self._memory_facts(),
-            pooling=_pooling_info(config, spec),
+            compile_report=flat_report(model.report) | facts | self._memory_facts() | self._drafter_facts(),
+            pooling=pooling_info(config, spec),
         )
+
+    def _sleeping(self, load: Callable[[], object]) -> SleepingWeights:
+        drafter = self._drafter
+        if drafter is None:
+            return SleepingWeights(self._model.weight_memory(), load)
+        tensors = [*self._model.weight_memory(), *drafter.model.weight_memory()]
+        return SleepingWeights(tensors, lambda: (load(), drafter.load()))
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache of `num_blocks` blocks and run every kind of step once."""
@@ -307,6 +330,13 @@ class Worker:
                 logger.info("Awake after %.2f s. %s", time.perf_counter() - start, detail)
 
     @property
+    def _all_pages(self) -> PageLayout:
+        """With what the drafter keeps under each page's number."""
+        drafter = self._drafter
+        added = 0 if drafter is None else drafter.page_bytes(self._pages.tokens_per_page)
+        return replace(self._pages, page_bytes=self._pages.page_bytes + added)
+
+    @property
     def adapters(self) -> DeviceAdapters:
         """The rank's LoRA adapters."""
         assert self._adapters is not None, "the engine takes no adapters"
@@ -315,7 +345,7 @@ class Worker:
     def _allocate_cache(self) -> int:
         """Make the runner with its cache. Returns the cache's bytes."""
         slots = self._config.scheduler.max_num_seqs + 1
-        cache_bytes = self._num_blocks_started * self._pages.page_bytes + slots * self._pages.slot_bytes
+        cache_bytes = self._num_blocks_started * self._all_pages.page_bytes + slots * self._pages.slot_bytes
         with memory_for(f"allocating a KV cache of {cache_bytes / GIB:.2f} GiB", self.device, memory.KV_CACHE):
             self.runner = self._new_runner(self._num_blocks_started)
         return cache_bytes
@@ -377,6 +407,7 @@ class Worker:
             max_model_len=self._max_model_len,
             plain_steps=runners[-1],
             drafted_steps=None if graphs is None else graphs.drafted,
+            drafter=self._drafter,
         )
         if graphs is not None:
             graphs.bind(runner.decode_step, lambda size: made_up_step(runner, size, 1), runner.drafted_step)
@@ -393,7 +424,7 @@ class Worker:
             return plan_num_pages(
                 cache,
                 self._spec.state,
-                self._pages,
+                self._all_pages,
                 max_model_len=self._max_model_len,
                 max_num_seqs=self._config.scheduler.max_num_seqs,
                 max_step_tokens=self._config.scheduler.token_budget,
@@ -403,6 +434,9 @@ class Worker:
         except KVCacheTooSmallError:
             self._say_memory(0, 0, is_mine=True)
             raise
+
+    def _drafter_facts(self) -> dict[str, int | float | str]:
+        return {} if self._drafter is None else flat_report({"drafter": self._drafter.model.report})
 
     def _memory_facts(self) -> dict[str, int | float | str]:
         plan = {} if self._memory_plan is None else asdict(self._memory_plan)
@@ -465,52 +499,3 @@ class Worker:
 
     def _stage(self, stage: str, start: float, detail: str) -> None:
         self._on_stage(stage, time.perf_counter() - start, detail)
-
-
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    wanted = config.model.max_model_len
-    if wanted is None:
-        return spec.max_model_len
-    if wanted > spec.max_model_len:
-        raise ValueError(
-            f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len."
-        )
-    return wanted
-
-
-def _pooling_info(config: EngineConfig, spec: ModelSpec) -> PoolingInfo | None:
-    pooling = spec.pooling
-    if pooling is None:
-        return None
-    return PoolingInfo(
-        kind=pooling.kind, width=pooling.width, activation=pooling.activation, labels=list(pooling.labels),
-        pooling=pooling_type_of(config.model),
-    )  # fmt: skip
-
-
-def _check_speculation(spec: ModelSpec) -> None:
-    if spec.pooling is not None:
-        raise ValueError("A pooling model generates no tokens: remove speculative_config.")
-    if spec.drafter is not None:
-        raise ValueError("The model brings a drafter of its own: remove speculative_config.")
-    recurrent = ", ".join(group.name for group in spec.state if not group.paged)
-    if recurrent:
-        raise ValueError(
-            f"The model keeps recurrent state ({recurrent}), from which rejected tokens cannot be removed: remove speculative_config."
-        )
-
-
-def _prefix_caching_unsupported(spec: ModelSpec) -> str | None:
-    recurrent = ", ".join(group.name for group in spec.state if not group.paged)
-    return f"the model keeps recurrent state ({recurrent}), which no other request can take up" if recurrent else None
-
-
-def _flat_report(report: dict[str, Any]) -> dict[str, int | float | str]:
-    """Numbers and strings of a compile report; those of a nested dict as `outer.inner`."""
-    flat: dict[str, int | float | str] = {}
-    for name, value in report.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in _flat_report(value).items()}
-        elif isinstance(value, (int, float, str)):
-            flat[name] = value
-    return flat

@@ -96,8 +96,7 @@ class Request:
 
         structured = params.structured_outputs
         # Where a grammar begins only the runner knows, so no draft goes beyond the end of a marker.
-        markers = [] if structured is None else [*structured.begins_after, structured.thinking_starts]
-        self.draft_ends = frozenset(marker[-1] for marker in markers if marker)
+        self.draft_ends = frozenset() if structured is None else structured.draft_ends
         self.can_draft = params.speculate and (structured is None or structured.thinking_token_budget is None)
 
         self.status = RequestStatus.WAITING

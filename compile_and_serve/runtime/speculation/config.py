@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 HostMethod = Literal["ngram", "suffix"]
-MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa")  # known to vLLM, not supported yet
+DeviceMethod = Literal["draft_model"]
+Method = Literal[HostMethod, DeviceMethod]
+METHODS: tuple[str, ...] = (*get_args(HostMethod), *get_args(DeviceMethod))
 MAX_DRAFT_TOKENS = 64
-_DEFAULT_DRAFT_TOKENS: Mapping[str, int] = {"ngram": 5, "suffix": 24}
+_DEFAULT_DRAFT_TOKENS: Mapping[str, int] = {"ngram": 5, "suffix": 24, "draft_model": 4}
+_NEEDS_MODEL: frozenset[str] = frozenset({"draft_model"})
 _DEFAULT_NGRAM = (3, 5)
 
 
@@ -19,8 +22,9 @@ class SpeculativeConfig:
     """How tokens are drafted. The names are vLLM's.
 
     method: "ngram" copies what followed the last tokens earlier in the same sequence; "suffix" also looks in the outputs of earlier
-    requests, and weighs all places where the longest suffix occurred.
-    num_speculative_tokens: the most draft tokens of a sequence in one step. None: 5 for ngram, 24 for suffix.
+    requests, and weighs all places where the longest suffix occurred; "draft_model" is a smaller model of the same vocabulary.
+    model: the drafter: a folder, a .gguf file, a known name or a Hub id.
+    num_speculative_tokens: the most draft tokens of a sequence in one step. None: 5 for ngram, 24 for suffix, 4 for a draft model.
     prompt_lookup_min, prompt_lookup_max: lengths of the suffixes that ngram looks up, the longest first; None: 3 and 5. If only one is
     given, it is both.
     suffix_decoding_max_tree_depth: the longest suffix that is compared, in tokens. suffix_decoding_max_cached_requests: how many past
@@ -31,7 +35,8 @@ class SpeculativeConfig:
     given the one before it, whatever the model says. The output is meaningless.
     """
 
-    method: HostMethod
+    method: Method
+    model: str | None = None
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -46,6 +51,11 @@ class SpeculativeConfig:
     def num_tokens(self) -> int:
         """The most draft tokens of a sequence in one step."""
         return self.num_speculative_tokens or _DEFAULT_DRAFT_TOKENS[self.method]
+
+    @property
+    def device_method(self) -> DeviceMethod | None:
+        """The method, if the runner drafts with a model; None: the scheduler drafts from token histories."""
+        return None if self.method in get_args(HostMethod) else cast(DeviceMethod, self.method)
 
     @property
     def ngram_lengths(self) -> tuple[int, int]:
@@ -72,20 +82,18 @@ def parse_speculative_config(given: Mapping[str, Any] | str | None) -> Speculati
     if unknown:
         raise ValueError(f"speculative_config has no key {', '.join(unknown):.200}: known are {', '.join(known)}.")
     method = given.get("method")
-    if method in MODEL_METHODS:
-        raise ValueError(
-            f"speculative_config: the method {method!r} is not supported yet; use one of {', '.join(get_args(HostMethod))}."
-        )
-    if method not in get_args(HostMethod):
-        raise ValueError(
-            f"speculative_config: method must be one of {', '.join(get_args(HostMethod))}, got {method!r:.200}."
-        )
+    if method not in METHODS:
+        raise ValueError(f"speculative_config: method must be one of {', '.join(METHODS)}, got {method!r:.200}.")
     config = SpeculativeConfig(**given)
     _check(config)
     return config
 
 
 def _check(config: SpeculativeConfig) -> None:
+    if config.method in _NEEDS_MODEL:
+        _require(bool(config.model) and isinstance(config.model, str), "model", "a folder or a Hub id", config.model)
+    elif config.model is not None:
+        raise ValueError(f"speculative_config: the method {config.method!r} takes no model: remove it.")
     _integer("num_speculative_tokens", config.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
     for name in ("prompt_lookup_min", "prompt_lookup_max", "disable_by_batch_size"):
         _integer(name, getattr(config, name), 1)

@@ -1,4 +1,4 @@
-"""`HostDrafter`: what drafts from token histories. Drafters that read the model's outputs are `custom_ops.step.Drafter`."""
+"""`HostDrafter`: what drafts from token histories. A model that drafts is run by `runtime/runner/draft_runner.py`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ class RepeatDrafter:
 
     def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         return [token_ids[-1]] * max_tokens
+
+    def forget(self, request_id: str, output_ids: Sequence[int]) -> None:
+        pass
+
+
+class Placeholders:
+    """Asks for as many draft tokens as fit, all of them -1. The runner has a model that makes the tokens."""
+
+    def propose(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        return [-1] * max_tokens
 
     def forget(self, request_id: str, output_ids: Sequence[int]) -> None:
         pass

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from compile_and_serve.runtime.speculation.config import SpeculativeConfig
-from compile_and_serve.runtime.speculation.drafter import HostDrafter, RepeatDrafter
+from compile_and_serve.runtime.speculation.drafter import HostDrafter, Placeholders, RepeatDrafter
 from compile_and_serve.runtime.speculation.ngram import NgramDrafter
 from compile_and_serve.runtime.speculation.payoff import Acceptance, Payoff
 from compile_and_serve.runtime.speculation.suffix import SuffixDrafter
@@ -23,6 +23,8 @@ LOG_SECONDS = 10.0
 
 def make_drafter(config: SpeculativeConfig) -> HostDrafter:
     """The drafter of a config's method."""
+    if config.device_method is not None:
+        return Placeholders()
     if config.synthetic_acceptance_rate is not None:
         return RepeatDrafter()
     if config.method == "ngram":

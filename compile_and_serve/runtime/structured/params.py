@@ -49,3 +49,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     thinking_starts: list[int] = []
     is_free: bool = False
     compiled: str | None = None
+
+    @property
+    def draft_ends(self) -> frozenset[int]:
+        """Tokens at which a draft ends, themselves excluded: behind them a grammar or a budget may begin."""
+        return frozenset(marker[-1] for marker in [*self.begins_after, self.thinking_starts] if marker)

@@ -43,6 +43,8 @@ def compile_model_command(
         resolve_kv_cache_dtype,
         use_threads,
     )
+    from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter
+    from compile_and_serve.runtime.runner.model_facts import max_model_len
     from compile_and_serve.runtime.weights import read_config
 
     config = make_engine_config(model, **(engine_options | ({} if output is None else {"cache_dir": output})))
@@ -55,6 +57,8 @@ def compile_model_command(
             read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl,
             requantize=config.compile.quantization is not None,
         )  # fmt: skip
+        drafter = build_drafter(config, spec, dtype)
+        spec = spec if drafter is None else drafter.target
         backends = backends_of_model(spec, config, device, dtype)
         detail = f"{spec.config['architectures'][0]}, {str(dtype).removeprefix('torch.')} on {platform_of(device).name}"
         stages("read", time.perf_counter() - started, detail)
@@ -69,11 +73,21 @@ def compile_model_command(
             kv_cache_dtype=resolve_kv_cache_dtype(config.cache.dtype, dtype),
             on_stage=stages,
         )
+        if drafter is not None:
+            compiled_drafter = compile_drafter(
+                config, drafter, max_model_len(config, spec), device=device, dtype=dtype, on_stage=stages
+            )
         if output is not None:
             start = time.perf_counter()
-            if count := keep_built_modules(backends, spec, device, dtype, output):
+            count = keep_built_modules(backends, spec, device, dtype, output)
+            if drafter is not None:
+                count += keep_built_modules(compiled_drafter.backends, drafter.spec, device, dtype, output)
+            if count:
                 stages("attention", time.perf_counter() - start, f"{count} kernel modules stored")
     _print_report(compiled.report, time.perf_counter() - started, output)
+    if drafter is not None:
+        report = compiled_drafter.model.report
+        error_console().print(f"Drafter: {report['pieces']} pieces, {report['distinct_pieces']} distinct")
 
 
 def _print_report(report: dict[str, Any], seconds: float, output: Path | None) -> None:

@@ -1,0 +1,63 @@
+"""What the options and a model's spec say about each other: limits, refusals, and facts for the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.config import EngineConfig
+from compile_and_serve.runtime.pooling_files import pooling_type_of
+from compile_and_serve.runtime.pooling_params import PoolingInfo
+
+
+def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """The longest sequence in tokens. Raises `ValueError` if the positions end before the length that was asked for."""
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return spec.max_model_len
+    if wanted > spec.max_model_len:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model's positions end at {spec.max_model_len}: lower --max-model-len."
+        )
+    return wanted
+
+
+def pooling_info(config: EngineConfig, spec: ModelSpec) -> PoolingInfo | None:
+    """What a pooling model computes; None for a model that generates."""
+    pooling = spec.pooling
+    if pooling is None:
+        return None
+    return PoolingInfo(
+        kind=pooling.kind, width=pooling.width, activation=pooling.activation, labels=list(pooling.labels),
+        pooling=pooling_type_of(config.model),
+    )  # fmt: skip
+
+
+def check_speculation(spec: ModelSpec) -> None:
+    """Raise `ValueError` with one sentence for a model that cannot check drafts."""
+    if spec.pooling is not None:
+        raise ValueError("A pooling model generates no tokens: remove speculative_config.")
+    if spec.drafter is not None:
+        raise ValueError("The model brings a drafter of its own: remove speculative_config.")
+    recurrent = ", ".join(group.name for group in spec.state if not group.paged)
+    if recurrent:
+        raise ValueError(
+            f"The model keeps recurrent state ({recurrent}), from which rejected tokens cannot be removed: remove speculative_config."
+        )
+
+
+def prefix_caching_unsupported(spec: ModelSpec) -> str | None:
+    """Why other requests cannot reuse the model's cache, as a sentence; None: they can."""
+    recurrent = ", ".join(group.name for group in spec.state if not group.paged)
+    return f"the model keeps recurrent state ({recurrent}), which no other request can take up" if recurrent else None
+
+
+def flat_report(report: dict[str, Any]) -> dict[str, int | float | str]:
+    """Numbers and strings of a compile report; those of a nested dict as `outer.inner`."""
+    flat: dict[str, int | float | str] = {}
+    for name, value in report.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in flat_report(value).items()}
+        elif isinstance(value, (int, float, str)):
+            flat[name] = value
+    return flat
