@@ -3,7 +3,9 @@
     python -m benchmarks.tool_calls --url http://127.0.0.1:8000 --data FOLDER [--sample 40] [--max-tokens 512]
 
 FOLDER has the files BFCL_v4_*.json: `bfcl_eval/data` of the package bfcl-eval (`pip download --no-deps bfcl-eval`, then unzip it).
-Prints a JSON line for every answer that is wrong and one with the counts. "length" counts answers that max_tokens cut off.
+All its simple and parallel sets are sent, also the "live" ones, which users wrote.
+Prints a JSON line for every answer that is wrong or that max_tokens cut off, and one with the counts, in all and by set. "length" counts
+the cut off ones.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from typing import Any
 import httpx
 import jsonschema
 
-from benchmarks.common import environment
+from benchmarks.common import cpu_name, environment
 
-SETS = ("simple_python", "simple_java", "simple_javascript", "parallel", "parallel_multiple")
+SETS = (
+    "simple_python", "simple_java", "simple_javascript", "parallel", "parallel_multiple",
+    "live_simple", "live_parallel", "live_parallel_multiple",
+)  # fmt: skip
 # BFCL's names of types, which come from several languages → JSON's; "" is any type.
 _TYPES = {
     "dict": "object", "hashmap": "object", "float": "number", "double": "number", "long": "integer", "tuple": "array",
@@ -45,7 +50,7 @@ def to_schema(value: Any) -> Any:
             schema[key] = {name: to_schema(child) for name, child in part.items()}
         elif key == "items":
             schema[key] = to_schema(part)
-        elif key in ("required", "enum", "description"):
+        elif key in ("required", "enum", "description", "default", "format", "maximum"):
             schema[key] = part
     return schema
 
@@ -59,8 +64,12 @@ def read_questions(folder: Path) -> Iterator[dict[str, Any]]:
                 {"type": "function", "function": {**function, "parameters": to_schema(function["parameters"])}}
                 for function in entry["function"]
             ]
-            parallel = name.startswith("parallel")
-            yield {"id": entry["id"], "messages": entry["question"][0], "tools": tools, "parallel_tool_calls": parallel}
+            yield {
+                "id": entry["id"],
+                "messages": entry["question"][0],
+                "tools": tools,
+                "parallel_tool_calls": "parallel" in name,
+            }
 
 
 def problem(answer: Mapping[str, Any], tools: list[dict[str, Any]]) -> str | None:
@@ -106,15 +115,25 @@ def main() -> None:
             found: str | None = f"{response.status_code}: {response.json()['error']['message']}"
         else:
             found = problem(response.json(), question["tools"])
-        if found not in (None, "length"):
+        if found is not None:
             print(json.dumps({"id": question["id"], "problem": found}), flush=True)
         return "valid" if found is None else "length" if found == "length" else "wrong"
 
     started = time.perf_counter()
-    with httpx.Client(base_url=options.url, timeout=600) as http, ThreadPoolExecutor(options.concurrency) as pool:
-        counts = Counter(pool.map(ask, questions))
+    with httpx.Client(base_url=options.url, timeout=3600) as http, ThreadPoolExecutor(options.concurrency) as pool:
+        model = http.get("/v1/models").json()["data"][0]["id"]
+        kinds = list(pool.map(ask, questions))
     seconds = round(time.perf_counter() - started, 1)
-    print(json.dumps({"figure": "bfcl", "questions": len(questions), **counts, "seconds": seconds, **environment()}))
+    sets: dict[str, Counter[str]] = {}
+    for question, kind in zip(questions, kinds, strict=True):
+        sets.setdefault(question["id"].rpartition("_")[0], Counter())[kind] += 1
+    line = {
+        "figure": "bfcl", "model": model, "tool_choice": options.tool_choice, "max_tokens": options.max_tokens,
+        "frequency_penalty": options.frequency_penalty, "questions": len(questions),
+        **{kind: kinds.count(kind) for kind in ("valid", "length", "wrong")}, "sets": sets,
+        "seconds": seconds, "cpu": cpu_name(), **environment(),
+    }  # fmt: skip
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":
