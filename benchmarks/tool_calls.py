@@ -105,7 +105,7 @@ def main() -> None:
     if options.sample:
         questions = random.Random(0).sample(questions, options.sample)
 
-    def ask(question: dict[str, Any]) -> str | None:
+    def ask(question: dict[str, Any]) -> str:
         body = {key: value for key, value in question.items() if key != "id"}
         body |= {"tool_choice": options.tool_choice, "max_tokens": options.max_tokens}
         # A small model repeats itself for ever without a penalty.

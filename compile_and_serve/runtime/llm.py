@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +17,11 @@ import numpy as np
 from compile_and_serve.runtime.beam_search import BeamSearch, BeamSearchParams
 from compile_and_serve.runtime.llm_beams import BeamSearchOutput, beam_search_output
 from compile_and_serve.runtime.llm_pooling import PooledPrompt, PoolingMethods
+from compile_and_serve.runtime.llm_tools import ChatTools
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import EngineInfo, FinishReason, StepData, TokenLogprobs
 from compile_and_serve.runtime.options import make_engine_config
+from compile_and_serve.runtime.parsers.events import Call
 from compile_and_serve.runtime.pooling import check_generates
 from compile_and_serve.runtime.pooling_params import PoolingParams
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -59,6 +62,7 @@ class CompletionOutput:
     """One completion.
 
     cumulative_logprob: sum over the chosen tokens. logprobs: for each token, token id → `Logprob`, the chosen token first.
+    tool_calls: the complete calls in the text of `LLM.chat` with tools.
     """
 
     index: int
@@ -68,6 +72,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    tool_calls: list[Call] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -163,32 +168,50 @@ class LLM(PoolingMethods):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """`generate` for conversations.
 
-        messages: one list of {"role": …, "content": …}, or a list of such lists. The other arguments are those of
-        `generate` and `render_chat`. Also raises `ChatTemplateError`, a `ValueError`. The template is the checkpoint's, so it
-        runs in a process with a deadline of 10 seconds a conversation and a memory limit.
+        messages: one list of {"role": …, "content": …}, or a list of such lists. tools, tool_choice, parallel_tool_calls: as in
+        OpenAI's API (docs/tool-calls.md). The calls are in `CompletionOutput.tool_calls`, and the text has them as generated.
+        The other arguments are those of `generate` and `render_chat`. Also raises `ChatTemplateError` and `ToolUseError`, which are
+        `ValueError`s. The template is the checkpoint's, so it runs in a process with a deadline of 10 seconds a conversation and a
+        memory limit.
         """
         if not messages:
             raise ValueError("messages must hold at least one message.")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self._inputs.require_tokenizer("a conversation")
+        given = _params(sampling_params, len(conversations))
+        use: ChatTools | None = None
+        if tools or tool_choice is not None:
+            use = ChatTools(tokenizer, tools, tool_choice, parallel=parallel_tool_calls, chat_template=chat_template)
         prompts: list[Prompt] = []
-        for conversation in conversations:
+        texts, params = list[str](), list[SamplingParams]()
+        for conversation, wanted in zip(conversations, given, strict=True):
+            shown, shown_tools = (conversation, ()) if use is None else use.show(conversation)
             text = self._template_pool().render(
                 tokenizer,
-                conversation,
+                shown,
                 template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=tools,
+                tools=shown_tools or None,
                 template_kwargs=chat_template_kwargs,
             )
+            texts.append(text)
+            params.append(wanted if use is None else use.params(wanted, text))
             prompts.append({"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        with nullcontext() if use is None else use.errors():
+            results = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+        if use is not None:
+            for text, result in zip(texts, results, strict=True):
+                for output in result.outputs:
+                    output.tool_calls = use.calls(text, output.text)
+        return results
 
     def beam_search(
         self,

@@ -23,7 +23,6 @@ from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from compile_and_serve.serve.openapi import describe_errors
 from compile_and_serve.serve.orca import OrcaMiddleware
-from compile_and_serve.serve.parsers.selection import select_parsers
 from compile_and_serve.serve.playground import router as playground
 from compile_and_serve.serve.request_scope import REQUEST_ID_HEADER, RequestMiddleware
 from compile_and_serve.serve.response_store import ResponseStore
@@ -41,6 +40,7 @@ from compile_and_serve.serve.routers import (
     sleep,
     tokens,
 )
+from compile_and_serve.serve.served_parsers import served_parsers
 from compile_and_serve.serve.settings import ServerSettings
 from compile_and_serve.serve.throughput import ThroughputLog
 from compile_and_serve.serve.tracing import Tracing
@@ -80,7 +80,7 @@ def create_app(
     if num_replicas > 1:
         metrics.describe_replicas(num_replicas)
     engine = AsyncEngine(client, inputs, metrics, on_death=on_engine_death)
-    parsers = select_parsers(tokenizer, settings)
+    parsers = served_parsers(tokenizer, settings)
     pool = templates or TemplatePool()
 
     tracing = None

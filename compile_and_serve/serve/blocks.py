@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from compile_and_serve.serve.parsers.events import (
+from compile_and_serve.runtime.parsers.events import (
     CallArguments,
     CallBegin,
     CallDropped,

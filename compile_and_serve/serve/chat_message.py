@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from compile_and_serve.runtime.messages import FinishReason
-from compile_and_serve.serve.parsers.events import (
+from compile_and_serve.runtime.parsers.events import (
     CallArguments,
     CallBegin,
     CallDropped,

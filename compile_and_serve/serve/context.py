@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
 from compile_and_serve import __version__
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.parsers.selection import Parsers
 from compile_and_serve.runtime.pooling import check_generates, check_task
 from compile_and_serve.runtime.pooling_params import PoolingInfo, PoolingTask
 from compile_and_serve.runtime.sampling_params import SamplingParams
@@ -21,18 +22,17 @@ from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.input_processor import InputProcessor
 from compile_and_serve.runtime.text.template_pool import TemplatePool
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
+from compile_and_serve.runtime.tool_prompt import show_tools
+from compile_and_serve.runtime.tool_use import ToolUse, tool_use
 from compile_and_serve.serve.adapters import ServedAdapters
 from compile_and_serve.serve.engine import AsyncEngine
 from compile_and_serve.serve.errors import ApiError, user_errors
 from compile_and_serve.serve.metrics import Metrics
 from compile_and_serve.serve.middleware import tenant_of
-from compile_and_serve.serve.parsers.selection import Parsers
 from compile_and_serve.serve.protocol.chat import ChatFields
 from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.settings import ServerSettings
-from compile_and_serve.serve.tool_prompt import describe_tools
-from compile_and_serve.serve.tool_use import ToolUse, tool_use
 
 T = TypeVar("T")
 
@@ -112,16 +112,14 @@ class ServerContext:
     def tool_use(self, body: ChatFields, *, only_prompt: bool = False) -> ToolUse:
         """How the answer may use the request's tools. only_prompt: there is no answer. Raises a 400."""
         parallel = body.parallel_tool_calls is not False
-        return tool_use(body.tools, body.tool_choice, self.parsers, parallel=parallel, only_shown=only_prompt)
+        with user_errors():
+            return tool_use(body.tools, body.tool_choice, self.parsers, parallel=parallel, only_shown=only_prompt)
 
     def render(self, body: ChatFields, use: ToolUse) -> str:
         """The text of a conversation with its tools. Raises a 400."""
-        messages: Sequence[Any] = body.messages
-        tools = use.shown
+        messages, tools = show_tools(body.messages, use, self.parsers)
         with user_errors():
             tokenizer = self.inputs.require_tokenizer("a conversation")
-            if tools and not self.parsers.template_uses_tools and use.parser is not None:
-                messages, tools = describe_tools(messages, tools, use.parser), ()
             return self.templates.render(
                 tokenizer,
                 messages,

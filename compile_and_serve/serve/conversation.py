@@ -9,23 +9,21 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
 from fastapi import Request
 
 from compile_and_serve.runtime.lora.request import LoRARequest
+from compile_and_serve.runtime.parsers.events import CallBegin, CallDropped, Content, Event
+from compile_and_serve.runtime.parsers.selection import Parsers
 from compile_and_serve.runtime.sampling_params import SamplingParams
-from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
+from compile_and_serve.runtime.tool_use import ToolUse, parsed_params
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.engine import Generation
 from compile_and_serve.serve.errors import ApiError, to_api_error, user_errors
 from compile_and_serve.serve.generation import failure
-from compile_and_serve.serve.parsers.events import CallBegin, CallDropped, Content, Event
-from compile_and_serve.serve.parsers.selection import Parsers
 from compile_and_serve.serve.protocol.chat import ChatCompletionRequest
 from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.protocol.fields import check_fields, sampling_params
-from compile_and_serve.serve.tool_use import ToolUse
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,7 +74,8 @@ class Conversation:
             names=names,
         )
         text = context.render(body, tools)
-        params = _with_parsers(params, text, tools, context.parsers, body.thinking_token_budget)
+        budget = _thinking_budget(body.thinking_token_budget, context.parsers)
+        params = parsed_params(params, text, tools, context.parsers, thinking_token_budget=budget)
         if tools.grammar is not None:
             names = {**names, "structured_outputs": "tools"}
         ids = context.encode(text, params, add_special_tokens=bool(body.add_special_tokens), names=names)
@@ -225,32 +224,11 @@ def _without_dropped(events: Sequence[Event]) -> list[Event]:
     return kept
 
 
-def _with_parsers(
-    params: SamplingParams, text: str, tools: ToolUse, parsers: Parsers, budget: int | None
-) -> SamplingParams:
-    """The parameters with the grammar of the tools, which begins after the reasoning, and the tokens that parsers read.
-
-    text: the prompt. budget: tokens of the reasoning.
-    """
-    changes: dict[str, Any] = {}
-    structured = tools.grammar if tools.grammar is not None else params.structured_outputs
-    reasoning = parsers.reasoning
-    budget = None if budget == -1 else budget
-    if budget is not None and (reasoning is None or not parsers.reasoning_ends()):
+def _thinking_budget(budget: int | None, parsers: Parsers) -> int | None:
+    """The tokens that the reasoning may have; None: no limit. Raises a 400 if nothing can tell where it ends."""
+    if budget is None or budget == -1:
+        return None
+    if parsers.reasoning is None or not parsers.reasoning_ends():
         sentence = "thinking_token_budget needs a reasoning parser: start the server with --reasoning-parser NAME."
         raise ApiError(400, sentence, "thinking_token_budget")
-    if reasoning is not None and reasoning.begins_with_reasoning(text):
-        if budget is not None and structured is None:
-            structured = StructuredOutputsParams()
-        if structured is not None:
-            structured = msgspec.structs.replace(
-                structured,
-                begins_after=parsers.reasoning_ends(),
-                thinking_token_budget=budget,
-                thinking_starts=parsers.reasoning_start(text),
-            )
-    if structured is not None:
-        changes["structured_outputs"] = structured
-    if parsers.needs_special_tokens(tools.parser):
-        changes["skip_special_tokens"] = False
-    return msgspec.structs.replace(params, **changes) if changes else params
+    return budget

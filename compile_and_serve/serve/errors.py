@@ -23,6 +23,7 @@ from compile_and_serve.runtime.pooling import UnsupportedTaskError
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import PromptTooLongError
+from compile_and_serve.runtime.tool_use import ToolUseError
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def user_errors(names: Mapping[str, str] | None = None) -> Iterator[None]:
         yield
     except ValueError as error:
         message, param = str(error), "messages" if isinstance(error, ChatTemplateError) else None
-        if isinstance(error, (SamplingParamsError, PromptTooLongError)):
+        if isinstance(error, (SamplingParamsError, PromptTooLongError, ToolUseError)):
             param = (names or {}).get(error.param, error.param)
             message = message.replace(f"{error.param} must", f"{param} must")
             if message.startswith(f"{error.param}:"):

@@ -31,7 +31,7 @@ from compile_and_serve.serve.app import create_app
 from compile_and_serve.serve.context import ServerContext
 from compile_and_serve.serve.http_protocol import limited_protocol
 from compile_and_serve.serve.listener import ServerStartError, bind_problem, inode_of, open_socket, open_unix_socket
-from compile_and_serve.serve.parsers.selection import select_parsers
+from compile_and_serve.serve.served_parsers import served_parsers
 from compile_and_serve.serve.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ def _read_files(
 ) -> tuple[Tokenizer | None, ServerSettings]:
     settings = complete_settings(config, settings, templates)
     if config.model.skip_tokenizer_init:
-        select_parsers(None, settings)
+        served_parsers(None, settings)
         return None, settings
     given = config.model.tokenizer
     tokenizer = load_tokenizer(config.model.path if given is None else Path(given))
@@ -323,7 +323,7 @@ def _read_files(
             templates.check(tokenizer.chat_templates["default"])
         except ChatTemplateError as error:  # completions need no template
             logger.warning("Chat requests will be refused unless you set another --chat-template. %s", error)
-    select_parsers(tokenizer, settings)  # raises now, not after the engine's start
+    served_parsers(tokenizer, settings)  # raises now, not after the engine's start
     return tokenizer, settings
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from compile_and_serve import LLM, SamplingParams
+from compile_and_serve import LLM, SamplingParams, StructuredOutputsParams
 from compile_and_serve.runtime.sampling_params import SamplingParamsError
 from compile_and_serve.runtime.text.chat_template import ChatTemplateError
 from compile_and_serve.runtime.text.input_processor import PromptTooLongError
+from compile_and_serve.runtime.tool_use import ToolUseError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama_dir: Path) -> Iterator[LLM]:
-    options = {"max_num_seqs": 8, "max_model_len": 64, "num_kv_blocks": 64, "num_threads": 1}
+    options = {"max_num_seqs": 8, "max_model_len": 96, "num_kv_blocks": 64, "num_threads": 1}
     with LLM(str(tiny_llama_dir), dtype="float32", device="cpu", enforce_eager=True, **options) as llm:
         yield llm
 
@@ -88,6 +92,65 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     many = llm.chat([messages, messages], GREEDY, use_tqdm=False)
     assert one[0].prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert [o.outputs[0].token_ids for o in many] == [one[0].outputs[0].token_ids] * 2
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]},
+        },
+    }
+    for name in ("up", "down")
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", {"up", "down"}), ({"type": "function", "function": {"name": "down"}}, {"down"})]
+)
+def test_chat_forces_tool_calls(llm: LLM, choice: Any, names: set[str]) -> None:
+    tokenizer = llm.get_tokenizer()
+    spaces = {token: -100.0 for token in range(tokenizer.vocab_size) if not tokenizer.decode([token]).strip()}
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=None, logit_bias=spaces)
+    messages = [{"role": "user", "content": "Go."}]
+    template = "{% for m in messages %}{{ m.role }}\n{% endfor %}"  # a short prompt: the description is not in it
+    tools, no_parallel = TOOLS, {"parallel_tool_calls": False, "use_tqdm": False, "chat_template": template}
+    [result] = llm.chat(messages, params, tools=tools, tool_choice=choice, **no_parallel)
+    for output in result.outputs:
+        assert output.finish_reason == "stop"
+        [call] = output.tool_calls
+        assert call.name in names
+        assert json.loads(call.arguments)["n"] in (1, 2)
+        assert output.text.startswith("<tool_call>")
+
+
+def test_chat_describes_tools_that_the_template_does_not_know(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(llm, "generate", lambda *given, **_: seen.append(given) or [SimpleNamespace(outputs=[])])
+    messages = [{"role": "user", "content": "Go."}]
+    for options in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {}):
+        llm.chat(messages, GREEDY, **options)
+    described, none, plain = (prompts[0]["prompt"] for prompts, _ in seen)
+    assert "<tool_call>" in described
+    assert '"name": "down"' in described
+    assert none == plain
+    assert [params[0].structured_outputs for _, params in seen] == [None] * 3  # free text may hold calls
+
+
+def test_chat_refuses_wrong_tools(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Go."}]
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nothing"}}}}}]
+    structured = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
+    for options, message in (
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].function must be"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "left"}}}, "names 'left'"),
+        ({"tools": bad, "tool_choice": "required"}, r"^tools: .*\.a\.type\)"),
+        ({"tools": TOOLS, "tool_choice": "required", "sampling_params": structured}, "cannot both"),
+    ):
+        with pytest.raises(ToolUseError, match=message):
+            llm.chat(messages, use_tqdm=False, chat_template="{{ messages[0].role }}", **options)
 
 
 def test_a_hostile_chat_template_has_a_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def serve_command(
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat and completions API, metrics and health checks."""
     from compile_and_serve.runtime.options import make_engine_config
-    from compile_and_serve.serve.parsers.registry import check_names
+    from compile_and_serve.runtime.parsers.registry import check_names
     from compile_and_serve.serve.server import run
     from compile_and_serve.serve.settings import ServerSettings
 

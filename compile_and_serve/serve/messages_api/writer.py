@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from compile_and_serve.runtime.parsers.events import Event
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.blocks import BlockBegin, BlockEnd, BlockEvent, Blocks, BlockText
 from compile_and_serve.serve.chat_message import call_id
 from compile_and_serve.serve.conversation import Conversation
 from compile_and_serve.serve.errors import ApiError, ShuttingDownError, anthropic_error_body
-from compile_and_serve.serve.parsers.events import Event
 from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.responses import named_event
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from compile_and_serve.runtime.parsers.events import ParsedMessage
 from compile_and_serve.runtime.text.output_processor import CompletionDelta, CompletionOutput
 from compile_and_serve.serve.beam_search import answer_with_beams, check_beam_search
 from compile_and_serve.serve.chat_message import MessageDeltas, whole_message
@@ -17,7 +18,6 @@ from compile_and_serve.serve.conversation import Conversation
 from compile_and_serve.serve.engine import Generation
 from compile_and_serve.serve.generation import failure_event
 from compile_and_serve.serve.json_body import JsonRoute
-from compile_and_serve.serve.parsers.events import ParsedMessage
 from compile_and_serve.serve.protocol.chat import RESPONSE_EXAMPLE, ChatCompletionRequest
 from compile_and_serve.serve.protocol.chunks import ChunkWriter
 from compile_and_serve.serve.protocol.logprobs import LogprobsWriter

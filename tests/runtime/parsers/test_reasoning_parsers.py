@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_and_serve.serve.parsers.events import ParsedMessage
-from compile_and_serve.serve.parsers.output import OutputParser
-from compile_and_serve.serve.parsers.reasoning.base import ReasoningParser
-from compile_and_serve.serve.parsers.reasoning.granite import GraniteReasoningParser
-from compile_and_serve.serve.parsers.reasoning.harmony import HarmonyParser
-from compile_and_serve.serve.parsers.reasoning.think import DeepseekR1Parser, Qwen3Parser
-from compile_and_serve.serve.parsers.tools.hermes import HermesParser
+from compile_and_serve.runtime.parsers.events import ParsedMessage
+from compile_and_serve.runtime.parsers.output import OutputParser
+from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
+from compile_and_serve.runtime.parsers.reasoning.granite import GraniteReasoningParser
+from compile_and_serve.runtime.parsers.reasoning.harmony import HarmonyParser
+from compile_and_serve.runtime.parsers.reasoning.think import DeepseekR1Parser, Qwen3Parser
+from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
 
 PARSERS = (DeepseekR1Parser, Qwen3Parser, GraniteReasoningParser, HarmonyParser)
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compile_and_serve.serve.parsers.tools.base import mentions
-from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
+from compile_and_serve.runtime.parsers.tools.base import mentions
+from compile_and_serve.runtime.parsers.tools.json_calls import JsonCallsParser
 
 
 class Llama3JsonParser(JsonCallsParser):

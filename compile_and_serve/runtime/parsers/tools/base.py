@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from compile_and_serve.serve.parsers.events import (
+from compile_and_serve.runtime.parsers.events import (
     CallArguments,
     CallBegin,
     CallDropped,
@@ -15,8 +15,8 @@ from compile_and_serve.serve.parsers.events import (
     Content,
     Event,
 )
-from compile_and_serve.serve.parsers.json_scanner import ObjectReader
-from compile_and_serve.serve.parsers.text import find_marker
+from compile_and_serve.runtime.parsers.json_scanner import ObjectReader
+from compile_and_serve.runtime.parsers.text import find_marker
 
 Schemas = Mapping[str, Mapping[str, Any]]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from compile_and_serve.serve.parsers.json_scanner import CallReader, to_json
-from compile_and_serve.serve.parsers.text import may_become
-from compile_and_serve.serve.parsers.tools.base import Schemas, ToolParser
+from compile_and_serve.runtime.parsers.json_scanner import CallReader, to_json
+from compile_and_serve.runtime.parsers.text import may_become
+from compile_and_serve.runtime.parsers.tools.base import Schemas, ToolParser
 
 
 class JsonCallsParser(ToolParser):

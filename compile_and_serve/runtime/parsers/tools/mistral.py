@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from compile_and_serve.serve.parsers.json_scanner import ObjectReader
-from compile_and_serve.serve.parsers.tools.base import Schemas
-from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
+from compile_and_serve.runtime.parsers.json_scanner import ObjectReader
+from compile_and_serve.runtime.parsers.tools.base import Schemas
+from compile_and_serve.runtime.parsers.tools.json_calls import JsonCallsParser
 
 _HEAD = re.compile(r"\s*([^\s\[\]{}\"]{1,256})\s*(\[CALL_ID\][A-Za-z0-9]{0,64})?(\[ARGS\])?\s*(?=\{)")
 _MAX_HEAD = 400

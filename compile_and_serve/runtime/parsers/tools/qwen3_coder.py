@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from compile_and_serve.serve.parsers.json_scanner import to_json
-from compile_and_serve.serve.parsers.text import find_marker, may_become
-from compile_and_serve.serve.parsers.tools.base import Schemas, ToolParser, mentions
+from compile_and_serve.runtime.parsers.json_scanner import to_json
+from compile_and_serve.runtime.parsers.text import find_marker, may_become
+from compile_and_serve.runtime.parsers.tools.base import Schemas, ToolParser, mentions
 
 _FUNCTION = "<function="
 _NAME = re.compile(r"([^\s<>]{1,256})>")

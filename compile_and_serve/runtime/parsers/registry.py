@@ -8,19 +8,19 @@ from importlib.metadata import entry_points
 from inspect import isabstract
 from typing import TypeVar
 
-from compile_and_serve.serve.parsers.reasoning.base import ReasoningParser
-from compile_and_serve.serve.parsers.reasoning.granite import GraniteReasoningParser
-from compile_and_serve.serve.parsers.reasoning.harmony import HarmonyParser
-from compile_and_serve.serve.parsers.reasoning.think import DeepseekR1Parser, Qwen3Parser
-from compile_and_serve.serve.parsers.tools.base import ToolParser
-from compile_and_serve.serve.parsers.tools.deepseek_v3 import DeepseekV3Parser
-from compile_and_serve.serve.parsers.tools.granite import GraniteParser
-from compile_and_serve.serve.parsers.tools.hermes import HermesParser
-from compile_and_serve.serve.parsers.tools.llama3_json import Llama3JsonParser
-from compile_and_serve.serve.parsers.tools.mistral import MistralParser
-from compile_and_serve.serve.parsers.tools.phi4 import Phi4Parser
-from compile_and_serve.serve.parsers.tools.pythonic import PythonicParser
-from compile_and_serve.serve.parsers.tools.qwen3_coder import Qwen3CoderParser
+from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
+from compile_and_serve.runtime.parsers.reasoning.granite import GraniteReasoningParser
+from compile_and_serve.runtime.parsers.reasoning.harmony import HarmonyParser
+from compile_and_serve.runtime.parsers.reasoning.think import DeepseekR1Parser, Qwen3Parser
+from compile_and_serve.runtime.parsers.tools.base import ToolParser
+from compile_and_serve.runtime.parsers.tools.deepseek_v3 import DeepseekV3Parser
+from compile_and_serve.runtime.parsers.tools.granite import GraniteParser
+from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
+from compile_and_serve.runtime.parsers.tools.llama3_json import Llama3JsonParser
+from compile_and_serve.runtime.parsers.tools.mistral import MistralParser
+from compile_and_serve.runtime.parsers.tools.phi4 import Phi4Parser
+from compile_and_serve.runtime.parsers.tools.pythonic import PythonicParser
+from compile_and_serve.runtime.parsers.tools.qwen3_coder import Qwen3CoderParser
 
 TOOL_ENTRY_POINTS = "compile_and_serve.tool_parsers"
 REASONING_ENTRY_POINTS = "compile_and_serve.reasoning_parsers"

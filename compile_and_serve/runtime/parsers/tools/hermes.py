@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from compile_and_serve.serve.parsers.json_scanner import to_json
-from compile_and_serve.serve.parsers.tools.base import mentions
-from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
+from compile_and_serve.runtime.parsers.json_scanner import to_json
+from compile_and_serve.runtime.parsers.tools.base import mentions
+from compile_and_serve.runtime.parsers.tools.json_calls import JsonCallsParser
 
 
 class HermesParser(JsonCallsParser):

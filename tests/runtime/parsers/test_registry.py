@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from compile_and_serve.serve.parsers.reasoning.think import Qwen3Parser
-from compile_and_serve.serve.parsers.registry import (
+from compile_and_serve.runtime.parsers.reasoning.think import Qwen3Parser
+from compile_and_serve.runtime.parsers.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     ParserError,
@@ -17,7 +17,7 @@ from compile_and_serve.serve.parsers.registry import (
     reasoning_parser,
     tool_parser,
 )
-from compile_and_serve.serve.parsers.tools.hermes import HermesParser
+from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
 
 # The parts of the families' templates that tell their formats.
 TOOL_TEMPLATES = {
@@ -58,8 +58,8 @@ def test_ambiguous_and_unknown_templates_have_no_parser() -> None:
 
 def test_plug_in_is_loaded_only_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_parsers.py").write_text(
-        "from compile_and_serve.serve.parsers.tools.hermes import HermesParser\nclass Mine(HermesParser):\n    name = 'mine'\n"
-        "from compile_and_serve.serve.parsers.tools.base import ToolParser\nclass Abstract(ToolParser): pass\n"
+        "from compile_and_serve.runtime.parsers.tools.hermes import HermesParser\nclass Mine(HermesParser):\n    name = 'mine'\n"
+        "from compile_and_serve.runtime.parsers.tools.base import ToolParser\nclass Abstract(ToolParser): pass\n"
     )
     (tmp_path / "my_broken.py").write_text("raise SystemError('loaded')\n")
     info = tmp_path / "my_parsers-1.dist-info"

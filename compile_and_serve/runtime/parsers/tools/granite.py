@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compile_and_serve.serve.parsers.tools.json_calls import JsonCallsParser
+from compile_and_serve.runtime.parsers.tools.json_calls import JsonCallsParser
 
 
 class GraniteParser(JsonCallsParser):

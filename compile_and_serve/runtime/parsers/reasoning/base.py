@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from compile_and_serve.serve.parsers.events import Content, Event, Reasoning
-from compile_and_serve.serve.parsers.text import find_marker, may_become
+from compile_and_serve.runtime.parsers.events import Content, Event, Reasoning
+from compile_and_serve.runtime.parsers.text import find_marker, may_become
 
 
 class ReasoningParser:

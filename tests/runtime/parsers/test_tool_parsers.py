@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_and_serve.serve.parsers.events import CallArguments, CallBegin, Event, ParsedMessage
-from compile_and_serve.serve.parsers.tools.base import ToolParser
-from tests.serve.parsers.formats import FORMATS, SCHEMAS, Calls, Format
+from compile_and_serve.runtime.parsers.events import CallArguments, CallBegin, Event, ParsedMessage
+from compile_and_serve.runtime.parsers.tools.base import ToolParser
+from tests.runtime.parsers.formats import FORMATS, SCHEMAS, Calls, Format
 
 formats = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compile_and_serve.serve.parsers.reasoning.base import ReasoningParser
+from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
 
 
 class DeepseekR1Parser(ReasoningParser):

@@ -6,9 +6,9 @@ import ast
 import re
 from typing import Any
 
-from compile_and_serve.serve.parsers.json_scanner import to_json
-from compile_and_serve.serve.parsers.text import may_become
-from compile_and_serve.serve.parsers.tools.base import Schemas, ToolParser
+from compile_and_serve.runtime.parsers.json_scanner import to_json
+from compile_and_serve.runtime.parsers.text import may_become
+from compile_and_serve.runtime.parsers.tools.base import Schemas, ToolParser
 
 _OPENERS = ("<|python_start|>", "<|python_tag|>")
 _CLOSER = "<|python_end|>"

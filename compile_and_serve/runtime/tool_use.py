@@ -7,18 +7,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
+from compile_and_serve.runtime.parsers.selection import Parsers
+from compile_and_serve.runtime.parsers.tools.base import ToolParser
+from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
+from compile_and_serve.runtime.parsers.tools.json_list import JsonListParser
+from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
-from compile_and_serve.serve.errors import MAX_ECHO, ApiError
-from compile_and_serve.serve.parsers.selection import Parsers
-from compile_and_serve.serve.parsers.tools.base import ToolParser
-from compile_and_serve.serve.parsers.tools.hermes import HermesParser
-from compile_and_serve.serve.parsers.tools.json_list import JsonListParser
 
 logger = logging.getLogger(__name__)
 
 MAX_TOOLS = 512
 _MAX_NAME = 256
+_MAX_ECHO = 200  # characters of a request's own content that an error message repeats
 _warned: set[str] = set()
+
+
+class ToolUseError(ValueError):
+    """The tools of a request are wrong. param: "tools" or "tool_choice". The message is one sentence."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ def tool_use(
     parallel: bool,
     only_shown: bool = False,
 ) -> ToolUse:
-    """The checked use of tools. only_shown: no answer is generated, so no parser is needed. Raises a 400."""
+    """The checked use of tools. only_shown: no answer is generated, so no parser is needed. Raises `ToolUseError`."""
     known = _tools(tools or ())
     mode, name = _choice(choice, known)
     if mode == "none" or not known:
@@ -70,7 +81,7 @@ def tool_use(
         else:
             tag = _triggered(parser, allowed, parallel=parallel) if any(tool.strict for tool in allowed) else None
     except RecursionError:
-        raise ApiError(400, "The schemas of the tools are nested too deeply.", "tools") from None
+        raise ToolUseError("The schemas of the tools are nested too deeply.", "tools") from None
     grammar = None
     if tag is not None:
         grammar = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag})
@@ -85,28 +96,54 @@ def tool_use(
     )
 
 
+def parsed_params(
+    params: SamplingParams, prompt: str, use: ToolUse, parsers: Parsers, *, thinking_token_budget: int | None = None
+) -> SamplingParams:
+    """The parameters with the grammar of the tools, which begins after the reasoning, and the tokens that parsers read.
+
+    prompt: the rendered conversation. thinking_token_budget: tokens of the reasoning; None: no limit.
+    """
+    changes: dict[str, Any] = {}
+    structured = use.grammar if use.grammar is not None else params.structured_outputs
+    if parsers.reasoning is not None and parsers.reasoning.begins_with_reasoning(prompt):
+        if thinking_token_budget is not None and structured is None:
+            structured = StructuredOutputsParams()
+        if structured is not None:
+            structured = msgspec.structs.replace(
+                structured,
+                begins_after=parsers.reasoning_ends(),
+                thinking_token_budget=thinking_token_budget,
+                thinking_starts=parsers.reasoning_start(prompt),
+            )
+    if structured is not None:
+        changes["structured_outputs"] = structured
+    if parsers.needs_special_tokens(use.parser):
+        changes["skip_special_tokens"] = False
+    return msgspec.structs.replace(params, **changes) if changes else params
+
+
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
     if len(given) > MAX_TOOLS:
-        raise ApiError(400, f"tools has {len(given)} entries, but at most {MAX_TOOLS} are accepted.", "tools")
+        raise ToolUseError(f"tools has {len(given)} entries, but at most {MAX_TOOLS} are accepted.", "tools")
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given)]
 
 
 def _tool(given: Mapping[str, Any], where: str) -> Tool:
     if given.get("type", "function") != "function":
-        sentence = f"{where}.type must be 'function', got {given['type']!r:.{MAX_ECHO}}."
-        raise ApiError(400, sentence, "tools")
+        sentence = f"{where}.type must be 'function', got {given['type']!r:.{_MAX_ECHO}}."
+        raise ToolUseError(sentence, "tools")
     function = given.get("function")
     if not isinstance(function, Mapping):
-        raise ApiError(400, f"{where}.function must be an object with a name.", "tools")
+        raise ToolUseError(f"{where}.function must be an object with a name.", "tools")
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
         sentence = f"{where}.function.name must be a text of 1 to {_MAX_NAME} printable characters."
-        raise ApiError(400, sentence, "tools")
+        raise ToolUseError(sentence, "tools")
     schema = function.get("parameters")
     if schema is None:
         schema = {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping):
-        raise ApiError(400, f"{where}.function.parameters must be a JSON schema, which is an object.", "tools")
+        raise ToolUseError(f"{where}.function.parameters must be a JSON schema, which is an object.", "tools")
     return Tool(name, {"type": "object", **schema}, strict=function.get("strict") is True)
 
 
@@ -119,19 +156,19 @@ def _choice(
     if isinstance(choice, str):
         if choice not in ("none", "auto", "required"):
             sentence = "tool_choice must be 'none', 'auto', 'required' or an object that names a function."
-            raise ApiError(400, sentence, "tool_choice")
+            raise ToolUseError(sentence, "tool_choice")
         if choice == "required" and not tools:
-            raise ApiError(400, "tool_choice needs tools.", "tool_choice")
+            raise ToolUseError("tool_choice needs tools.", "tool_choice")
         return choice, None  # type: ignore[return-value]
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if choice.get("type", "function") != "function" or not isinstance(name, str):
         sentence = "tool_choice must be like {'type': 'function', 'function': {'name': …}}."
-        raise ApiError(400, sentence, "tool_choice")
+        raise ToolUseError(sentence, "tool_choice")
     if not tools:
-        raise ApiError(400, "tool_choice needs tools.", "tool_choice")
+        raise ToolUseError("tool_choice needs tools.", "tool_choice")
     if name not in {tool.name for tool in tools}:
-        raise ApiError(400, f"tool_choice names {name!r:.{MAX_ECHO}}, which is not one of the tools.", "tool_choice")
+        raise ToolUseError(f"tool_choice names {name!r:.{_MAX_ECHO}}, which is not one of the tools.", "tool_choice")
     return "required", name
 
 
@@ -139,8 +176,7 @@ def _parser(parsers: Parsers, *, forced: bool) -> type[ToolParser] | None:
     if parsers.reasoning is not None and parsers.reasoning.parses_tools and not forced:
         return None
     if parsers.tools is None and not forced:
-        raise ApiError(
-            400,
+        raise ToolUseError(
             "tool_choice 'auto' needs a tool parser, which could not be detected from the model's chat template: start the server "
             "with --enable-auto-tool-choice --tool-call-parser NAME, or set tool_choice to 'required', 'none' or a function.",
             "tool_choice",
@@ -150,8 +186,7 @@ def _parser(parsers: Parsers, *, forced: bool) -> type[ToolParser] | None:
         parser = JsonListParser if parsers.template_uses_tools else HermesParser
     if parser.call_format("name") is None and (forced or not parsers.template_uses_tools):
         if not parsers.template_uses_tools:
-            raise ApiError(
-                400,
+            raise ToolUseError(
                 f"The chat template does not know tools, and the format {parser.name!r} is not known well enough to describe "
                 "it: start the server with --chat-template, or with --tool-call-parser hermes.",
                 "tools",
@@ -173,8 +208,10 @@ def _tags(parser: type[ToolParser], tools: Sequence[Tool], *, only_strict: bool)
 def _enforced(tool: Tool) -> Any:
     kind = tool.schema["type"]
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        sentence = f"The parameters of {tool.name!r:.{MAX_ECHO}} must have the type 'object', got {kind!r:.{MAX_ECHO}}."
-        raise ApiError(400, sentence, "tools")
+        sentence = (
+            f"The parameters of {tool.name!r:.{_MAX_ECHO}} must have the type 'object', got {kind!r:.{_MAX_ECHO}}."
+        )
+        raise ToolUseError(sentence, "tools")
     return closed({**tool.schema, "type": "object"})
 
 

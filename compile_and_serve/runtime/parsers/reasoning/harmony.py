@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from compile_and_serve.serve.parsers.events import (
+from compile_and_serve.runtime.parsers.events import (
     CallArguments,
     CallBegin,
     CallDropped,
@@ -14,9 +14,9 @@ from compile_and_serve.serve.parsers.events import (
     Event,
     Reasoning,
 )
-from compile_and_serve.serve.parsers.json_scanner import ObjectReader
-from compile_and_serve.serve.parsers.reasoning.base import ReasoningParser
-from compile_and_serve.serve.parsers.text import find_marker
+from compile_and_serve.runtime.parsers.json_scanner import ObjectReader
+from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
+from compile_and_serve.runtime.parsers.text import find_marker
 
 _MESSAGE = "<|message|>"
 _BODY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")

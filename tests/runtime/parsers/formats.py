@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compile_and_serve.serve.parsers.tools.base import ToolParser
-from compile_and_serve.serve.parsers.tools.deepseek_v3 import DeepseekV3Parser
-from compile_and_serve.serve.parsers.tools.granite import GraniteParser
-from compile_and_serve.serve.parsers.tools.hermes import HermesParser
-from compile_and_serve.serve.parsers.tools.json_list import JsonListParser
-from compile_and_serve.serve.parsers.tools.llama3_json import Llama3JsonParser
-from compile_and_serve.serve.parsers.tools.mistral import MistralParser
-from compile_and_serve.serve.parsers.tools.phi4 import Phi4Parser
-from compile_and_serve.serve.parsers.tools.pythonic import PythonicParser
-from compile_and_serve.serve.parsers.tools.qwen3_coder import Qwen3CoderParser
+from compile_and_serve.runtime.parsers.tools.base import ToolParser
+from compile_and_serve.runtime.parsers.tools.deepseek_v3 import DeepseekV3Parser
+from compile_and_serve.runtime.parsers.tools.granite import GraniteParser
+from compile_and_serve.runtime.parsers.tools.hermes import HermesParser
+from compile_and_serve.runtime.parsers.tools.json_list import JsonListParser
+from compile_and_serve.runtime.parsers.tools.llama3_json import Llama3JsonParser
+from compile_and_serve.runtime.parsers.tools.mistral import MistralParser
+from compile_and_serve.runtime.parsers.tools.phi4 import Phi4Parser
+from compile_and_serve.runtime.parsers.tools.pythonic import PythonicParser
+from compile_and_serve.runtime.parsers.tools.qwen3_coder import Qwen3CoderParser
 
 SCHEMAS: dict[str, Any] = {
     "get_weather": {

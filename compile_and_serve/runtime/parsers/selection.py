@@ -1,4 +1,4 @@
-"""Which parsers a server uses, from its options and the model's chat template."""
+"""Which parsers read a model's output, by name or from its chat template."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compile_and_serve.runtime.text.tokenizer import Tokenizer
-from compile_and_serve.serve.parsers.output import OutputParser
-from compile_and_serve.serve.parsers.reasoning.base import ReasoningParser
-from compile_and_serve.serve.parsers.registry import (
-    ParserError,
+from compile_and_serve.runtime.parsers.output import OutputParser
+from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
+from compile_and_serve.runtime.parsers.registry import (
     detect_reasoning_parser,
     detect_tool_parser,
     reasoning_parser,
     tool_parser,
 )
-from compile_and_serve.serve.parsers.tools.base import ToolParser, uses_tools
-from compile_and_serve.serve.settings import ServerSettings
+from compile_and_serve.runtime.parsers.tools.base import ToolParser, uses_tools
+from compile_and_serve.runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """The parsers of one server. template_uses_tools: whether the chat template renders tools."""
+    """The parsers of one model. template_uses_tools: whether the chat template renders tools."""
 
     tools: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
@@ -74,25 +72,24 @@ class Parsers:
         )
 
 
-def select_parsers(tokenizer: Tokenizer | None, settings: ServerSettings) -> Parsers:
-    """The parsers that the settings name, or else those whose formats the chat templates use.
+def select_parsers(
+    tokenizer: Tokenizer | None,
+    *,
+    chat_template: str | None = None,
+    tools: str | None = None,
+    reasoning: str | None = None,
+) -> Parsers:
+    """The parsers of these names, or else those whose formats the chat templates use.
 
-    Raises `ParserError` for an unknown name, and if the settings require a tool parser and none is found.
+    chat_template: replaces the tokenizer's. Raises `ParserError` for an unknown name.
     """
-    tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
     templates: list[str] = []
-    if settings.chat_template is not None:
-        templates = [settings.chat_template]
+    if chat_template is not None:
+        templates = [chat_template]
     elif tokenizer is not None:
         templates = list(tokenizer.chat_templates.values())
-    found = tool_parser(tools) if tools is not None else detect_tool_parser(templates)
-    if settings.enable_auto_tool_choice and found is None:
-        raise ParserError(
-            "--enable-auto-tool-choice needs a tool parser, and none was detected from the chat template: name it with "
-            "--tool-call-parser."
-        )
     return Parsers(
-        tools=found,
+        tools=tool_parser(tools) if tools is not None else detect_tool_parser(templates),
         reasoning=reasoning_parser(reasoning) if reasoning is not None else detect_reasoning_parser(templates),
         template_uses_tools=any(map(uses_tools, templates)),
         tokenizer=tokenizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compile_and_serve.serve.parsers.events import (
+from compile_and_serve.runtime.parsers.events import (
     CallArguments,
     CallBegin,
     CallDropped,
@@ -13,8 +13,8 @@ from compile_and_serve.serve.parsers.events import (
     Event,
     Reasoning,
 )
-from compile_and_serve.serve.parsers.reasoning.base import ReasoningParser
-from compile_and_serve.serve.parsers.tools.base import ToolParser
+from compile_and_serve.runtime.parsers.reasoning.base import ReasoningParser
+from compile_and_serve.runtime.parsers.tools.base import ToolParser
 
 
 class OutputParser:

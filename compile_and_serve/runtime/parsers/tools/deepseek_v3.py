@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from compile_and_serve.serve.parsers.json_scanner import ObjectReader
-from compile_and_serve.serve.parsers.text import may_become
-from compile_and_serve.serve.parsers.tools.base import Schemas, ToolParser
+from compile_and_serve.runtime.parsers.json_scanner import ObjectReader
+from compile_and_serve.runtime.parsers.text import may_become
+from compile_and_serve.runtime.parsers.tools.base import Schemas, ToolParser
 
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -9,10 +9,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compile_and_serve.serve.parsers.tools.base import ToolParser
+from compile_and_serve.runtime.parsers.selection import Parsers
+from compile_and_serve.runtime.parsers.tools.base import ToolParser
+from compile_and_serve.runtime.tool_use import ToolUse
 
 
-def describe_tools(messages: Sequence[Any], tools: Sequence[Mapping[str, Any]], parser: type[ToolParser]) -> list[Any]:
+def show_tools(
+    messages: Sequence[Any], use: ToolUse, parsers: Parsers
+) -> tuple[Sequence[Any], Sequence[Mapping[str, Any]]]:
+    """The messages and the tools for the chat template."""
+    if use.shown and not parsers.template_uses_tools and use.parser is not None:
+        return _describe_tools(messages, use.shown, use.parser), ()
+    return messages, use.shown
+
+
+def _describe_tools(messages: Sequence[Any], tools: Sequence[Mapping[str, Any]], parser: type[ToolParser]) -> list[Any]:
     """The messages with the tools in the system message, and without tool calls and results."""
     converted = [_convert(message, parser) for message in messages]
     first = converted[0] if converted else None
