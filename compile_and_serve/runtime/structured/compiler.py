@@ -9,11 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import llguidance
 
-from compile_and_serve.runtime.structured.grammar import limits, why_unsatisfiable
+from compile_and_serve.runtime.structured.distinct_items import DistinctGrammar, TokenTexts
+from compile_and_serve.runtime.structured.grammar import limits, split, why_unsatisfiable
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,15 @@ MAX_THREADS = 2
 # The grammar was checked on smaller stacks (`check_worker`).
 _STACK_BYTES = 64 << 20
 
-Grammar = Future[llguidance.LLMatcher]
+
+class CompiledGrammar(NamedTuple):
+    """matcher: at the beginning; must be copied. distinct: the arrays whose items must differ."""
+
+    matcher: llguidance.LLMatcher
+    distinct: DistinctGrammar | None
+
+
+Grammar = Future[CompiledGrammar]
 
 
 class Vocabulary(Protocol):
@@ -44,6 +53,7 @@ class GrammarCompiler:
         self._load = load
         self._vocab_size = vocab_size
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._texts: TokenTexts | None = None
         self._grammars: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()  # all that are alive
         self._recent: OrderedDict[str, Grammar] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
@@ -51,7 +61,7 @@ class GrammarCompiler:
         self._num_threads = self._num_queued = 0
 
     def compile(self, grammar: str) -> Grammar:
-        """The compiled grammar, whose state must be copied before it is used. The result may raise `ValueError`.
+        """The compiled grammar. The result may raise `ValueError`.
 
         A grammar stays compiled as long as the caller keeps the result.
         """
@@ -99,7 +109,8 @@ class GrammarCompiler:
             with self._lock:
                 self._num_queued -= 1
 
-    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+    def _compile(self, grammar: str) -> CompiledGrammar:
+        grammar, rules = split(grammar)
         with self._loading:
             if self._tokenizer is None:
                 vocabulary = self._load()
@@ -108,8 +119,11 @@ class GrammarCompiler:
                     n_vocab=max(self._vocab_size, vocabulary.vocab_size),
                     eos_token=vocabulary.eos_token_ids,
                 )
+            if rules and self._texts is None:
+                self._texts = TokenTexts.of(self._tokenizer)
+            texts = self._texts
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
         error = matcher.get_error() or why_unsatisfiable(matcher)
         if error:
             raise ValueError(f"The structured output's grammar is not supported: {error.splitlines()[0][:300]}.")
-        return matcher
+        return CompiledGrammar(matcher, DistinctGrammar.create(rules, texts) if rules and texts is not None else None)

@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from compile_and_serve.runtime.structured.distinct import Rules, distinct_strings
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
 from compile_and_serve.runtime.structured.json_schema import locate, original_path, parse_json, rewrite
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
@@ -19,6 +20,7 @@ MAX_BYTES = 1 << 20  # of a JSON schema or a structural tag
 MAX_TEXT_BYTES = 1 << 16  # of a regex or an EBNF grammar
 MAX_CHOICES = 4096
 ANY_TEXT = json.dumps({"grammars": [{"lark_grammar": "start: /(.|\\n)*/"}]})  # any output
+_RULES = "distinct_items"  # beside the library's grammars
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 # Enough for indented JSON. Without a bound, small models go on with whitespace for ever.
@@ -46,15 +48,17 @@ def to_grammar(params: StructuredOutputsParams, special: Mapping[str, int]) -> s
     """
     kind = check_kind(params)
     value = getattr(params, kind)
+    rules: Rules = {}
     if kind == "structural_tag":
         tag = parse_json(_bounded(value, kind), kind) if isinstance(value, str) else value
         _bounded(_dump(tag, kind), kind)
-        tags = StructuralTag(special, lambda part, content, path: _part(part, content, path, params))
+        tags = StructuralTag(special, lambda part, content, path: _part(part, content, path, params, None))
         grammar = json.dumps({"grammars": tags.build(tag)})
         if error := _why_invalid(grammar):
             raise GrammarError(_first_line(error))
         return grammar
-    grammar = json.dumps({"grammars": [_part(kind, value, "$", params)]})
+    parts: dict[str, Any] = {"grammars": [_part(kind, value, "$", params, rules)]}
+    grammar = json.dumps({**parts, _RULES: rules} if rules else parts)
     if kind in ("json", "json_object"):  # `_part` has checked it
         return grammar
     if error := _why_invalid(grammar):
@@ -81,13 +85,22 @@ def forms_of(params: StructuredOutputsParams) -> list[str]:
     ]
 
 
-def _part(kind: str, value: Any, path: str, params: StructuredOutputsParams) -> dict[str, Any]:
-    """One of the library's grammars. path: of `value`."""
+def split(grammar: str) -> tuple[str, Rules]:
+    """The library's grammar, and the rules for distinct items."""
+    if f'"{_RULES}"' not in grammar:
+        return grammar, {}
+    parts = json.loads(grammar)
+    rules: Rules = parts.pop(_RULES, {})
+    return json.dumps(parts), rules
+
+
+def _part(kind: str, value: Any, path: str, params: StructuredOutputsParams, rules: Rules | None) -> dict[str, Any]:
+    """One of the library's grammars. path: of `value`. rules: gets those for distinct items; None: they cannot be enforced."""
     if kind == "json":
         schema = parse_json(_bounded(value, "The schema"), "The schema") if isinstance(value, str) else value
-        return {"json_schema": _schema(schema, path, params)}
+        return {"json_schema": _schema(schema, path, params, rules)}
     if kind == "json_object":
-        return {"json_schema": _schema({"type": "object"}, path, params)}
+        return {"json_schema": _schema({"type": "object"}, path, params, None)}
     if kind == "regex":
         if len(value) > MAX_TEXT_BYTES:
             raise GrammarError(f"A regex may have at most {MAX_TEXT_BYTES} characters, this one has {len(value)}", path)
@@ -104,8 +117,14 @@ def _part(kind: str, value: Any, path: str, params: StructuredOutputsParams) -> 
         raise GrammarError(f"The grammar is invalid: {_first_line(str(error))}", path) from None
 
 
-def _schema(given: Any, path: str, params: StructuredOutputsParams) -> Any:
+def _schema(given: Any, path: str, params: StructuredOutputsParams, rules: Rules | None) -> Any:
     _bounded(_dump(given, "The schema"), "The schema")
+    if rules is not None:
+        try:
+            given, found = distinct_strings(given)
+        except RecursionError:
+            raise GrammarError("The schema is nested too deeply", path) from None
+        rules.update(found)
     schema = rewrite(given, path)
     options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
     if params.disable_any_whitespace:
@@ -181,6 +200,7 @@ def _why_invalid(grammar: str) -> str | None:
 
 def first_masks(grammar: str, count: int = 4) -> None:
     """Compute masks along some output, so that a grammar that would overflow the stack does so here."""
+    grammar, _ = split(grammar)
     if "<[" in grammar:
         return
     matcher = llguidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=limits())

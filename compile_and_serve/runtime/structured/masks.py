@@ -17,6 +17,8 @@ import torch
 
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.sampling.token_masks import mask_tokens
+from compile_and_serve.runtime.structured.compiler import CompiledGrammar
+from compile_and_serve.runtime.structured.distinct_items import DistinctItems
 from compile_and_serve.runtime.structured.grammar_error import GRAMMAR_FAILED
 
 _PARALLEL_ROWS = 4  # fewer rows are not worth the threads
@@ -33,6 +35,7 @@ class GrammarSequence:
     __slots__ = (
         "_begins_after",
         "_budget",
+        "_distinct",
         "_is_free",
         "_recent",
         "_starts",
@@ -48,7 +51,7 @@ class GrammarSequence:
 
     def __init__(
         self,
-        grammar: llguidance.LLMatcher,
+        grammar: CompiledGrammar,
         begins_after: Sequence[Sequence[int]],
         min_tokens: int,
         stop_ids: Sequence[int],
@@ -57,7 +60,8 @@ class GrammarSequence:
         thinking_starts: Sequence[int] = (),
         is_free: bool = False,
     ) -> None:
-        self.matcher = grammar.deep_copy()
+        self.matcher = grammar.matcher.deep_copy()
+        self._distinct = None if grammar.distinct is None else DistinctItems(grammar.distinct)
         self.min_tokens = min_tokens
         self.stop_ids = np.array(list(stop_ids), dtype=np.int64)
         self.num_tokens = 0
@@ -104,8 +108,23 @@ class GrammarSequence:
                 return
             if not self.matcher.consume_token(token):
                 self.error = self.error or describe(self.matcher)
+            if self._distinct is not None:
+                self._distinct.advance(token)
             # After an end token, steps in flight sample on.
             self.has_ended = self.matcher.is_stopped() and self.matcher.is_accepting() and token in self.stop_ids
+
+    def exclude_repeated(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Clear the bits of tokens that would repeat an item which must be distinct. masks: int32 [1 + len(drafts), W]."""
+        if self._distinct is None:
+            return
+        state = self._distinct.copy() if drafts else self._distinct
+        for mask_W, draft in zip(masks, [*drafts, None], strict=True):
+            state.exclude(mask_W)
+            if not mask_W.any():
+                self.error = f"{GRAMMAR_FAILED}: no token can follow without repeating an item."
+                mask_W[:] = -1
+            if draft is not None:
+                state.advance(draft)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +187,9 @@ class TokenMasks:
             if matcher.is_error():
                 sequence.error = describe(matcher)
                 masks[row : row + 1 + len(rows.drafts)] = -1
-            elif sequence.num_tokens < sequence.min_tokens:
+                continue
+            sequence.exclude_repeated(masks[row : row + 1 + len(rows.drafts)], rows.drafts)
+            if sequence.num_tokens < sequence.min_tokens:
                 for offset in range(min(1 + len(rows.drafts), sequence.min_tokens - sequence.num_tokens)):
                     _exclude(masks[row + offset], sequence.stop_ids)
         return count

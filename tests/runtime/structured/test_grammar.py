@@ -103,7 +103,7 @@ def test_special_tokens_in_a_tag_stand_for_their_ids() -> None:
         ({"type": "strng"}, "$.type"),
         ({"properties": {"a b": {"items": {"type": "foo"}}}}, '$.properties["a b"].items.type'),
         ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [STRING, {"not": STRING}]}}}, "$.$defs.x.anyOf[1].not"),
-        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "$.properties.a.uniqueItems"),
+        ({"properties": {"a": {"items": {"type": "number"}, "uniqueItems": True}}}, "$.properties.a.uniqueItems"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "$.properties.a.pattern"),
         ({"properties": {"a": {"$ref": "https://example.com/x"}}}, "$.properties.a.$ref"),
         ({"properties": {"a": {"$ref": "#/definitions/q"}}}, "$.properties.a.$ref"),
@@ -233,7 +233,12 @@ def test_long_one_of_is_refused_in_bounded_time() -> None:
 
 def test_place_in_a_rewritten_schema_is_that_of_the_original() -> None:
     with pytest.raises(GrammarError) as caught:
-        to_grammar(Params(json={"items": {"oneOf": [STRING, {"type": "array", "uniqueItems": True}]}}), {})
+        to_grammar(
+            Params(
+                json={"items": {"oneOf": [STRING, {"type": "array", "items": {"type": "object"}, "uniqueItems": True}]}}
+            ),
+            {},
+        )
     assert caught.value.path == "$.items.oneOf[1].uniqueItems"
 
 

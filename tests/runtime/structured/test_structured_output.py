@@ -70,6 +70,16 @@ def test_output_satisfies_its_schema(llm: LLM, temperature: float) -> None:
         check(completion.text)
 
 
+def test_items_are_distinct_where_the_schema_says_so(llm: LLM) -> None:
+    items = {"type": "array", "items": {"enum": ["a", "b", "c"]}, "minItems": 3}
+    form = StructuredOutputsParams(json={**items, "uniqueItems": True}, disable_any_whitespace=True)
+    free = StructuredOutputsParams(json={**items, "maxItems": 3}, disable_any_whitespace=True)
+    params = [SamplingParams(seed=5, n=6, max_tokens=60, structured_outputs=one) for one in (form, free)]
+    distinct, repeated = ([len(set(json.loads(c.text))) for c in output.outputs] for output in generate(llm, *params))
+    assert distinct == [3] * 6
+    assert min(repeated) < 3
+
+
 def test_free_and_structured_requests_share_steps(llm: LLM) -> None:
     free = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     tag = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[ab]"}, "end": ">"}
