@@ -4,8 +4,8 @@
 
 One JSON line a case `sequences:adapters`: ms per decode step (the least of the rounds), and its ratio to the base of the same number of
 sequences. `base` is an engine without `enable_lora`; `unused` one with it whose requests have no adapter. Weights and adapters are random:
-only the config is read. Adapters change all linears but the output head. The time of a step is that of generating many tokens less that of
-generating one.
+only the config is read. Adapters change all linears but the output head and experts. The time of a step is that of generating many
+tokens less that of generating one.
 
 --loading N: then N short requests with N adapters join base requests that fill all but one batch slot, so that each adapter is read and
 copied into a slot while the others decode; and the same requests once more with one adapter, which is loaded already. One line each: the
@@ -33,7 +33,7 @@ PROMPT_TOKENS = 16
 
 
 def write_adapter(folder: Path, targets: Mapping[str, Any], rank: int) -> None:
-    """A random adapter of rank `rank` for all linears."""
+    """A random adapter of rank `rank` for all targets. targets: module → target."""
     folder.mkdir()
     tensors = {}
     for module, target in targets.items():
@@ -126,9 +126,12 @@ def main() -> None:
         with LLM(args.model, **options) as llm:
             targets = llm.engine.core.adapters.targets
             assert targets is not None
-            targets = {module: target for module, target in targets.items() if not module.endswith("lm_head")}
+            linears = {
+                module: one for module, (one, *_) in targets.items()
+                if not (module.endswith("lm_head") or one.is_embedding or one.num_experts)
+            }  # fmt: skip
             for i in range(max(most_adapters, args.loading)):
-                write_adapter(Path(folder) / str(i), targets, args.rank)
+                write_adapter(Path(folder) / str(i), linears, args.rank)
             adapters: list[LoRARequest | None] = [
                 LoRARequest(str(i), i + 1, f"{folder}/{i}") for i in range(most_adapters)
             ]

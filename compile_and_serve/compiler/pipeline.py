@@ -48,7 +48,7 @@ from compile_and_serve.compiler.reports.profile import profile_model
 from compile_and_serve.compiler.rewrite.graph_pass import GraphPass, PassContext, PassError
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from compile_and_serve.compiler.rewrite.user_passes import with_user_passes
-from compile_and_serve.compiler.rewrite.verify import PassVerifier
+from compile_and_serve.compiler.rewrite.verify import PassVerifier, key_orders
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import is_quantized
@@ -313,7 +313,7 @@ class _Compilation:
             kernels=self.kernels, tuner=tuner, library_tuner=self._library_tuner(),
             quantized_weights=self.spec.quantized_weights,
             tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
-            has_plain_plan=bool(for_optional), declared=declarations_by_name(
+            declared=declarations_by_name(
                 (*self.spec.inputs, *(one for one in self.added if isinstance(one, StepInput))),
                 (*self.spec.state, *(one for one in self.added if isinstance(one, StateGroup))),
             ),
@@ -327,6 +327,7 @@ class _Compilation:
             records += run_passes(gm, self.passes[shared:], ctx, disabled, verifier, after_pass)
             rest = [one for one in self.passes[shared:] if not one.for_optional]
             run_passes(plain[0], rest, plain[1], disabled, plain[2])
+            assert key_orders(gm) == key_orders(plain[0]), "both plans read one KV cache"
         self._stage("passes", time.perf_counter() - start, f"{len(records)} passes, {len(gm.graph.nodes)} nodes")
 
         start = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from compile_and_serve import LLM, LoRARequest, SamplingParams
 from compile_and_serve.runtime.llm import RequestOutput
 from tests.support.adapters import ALL, merge, write_adapter
 from tests.support.group_checkpoints import write_grouped
+from tests.support.moe_models import write_moe
 from tests.support.transformers_models import load_reference, write_random_model
 
 PROMPTS = [[5, 17, 200, 31], [7, 8, 9, 10, 11, 12, 13, 14, 15], [44], [5, 17, 200, 31], [5, 17, 200, 31]]
@@ -30,13 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of ranks 8, 16 and 64; the last with rsLoRA and patterns, on some linears and on the output head."""
+    """Of ranks 8, 16 and 64; the last with rsLoRA and patterns, on the embedding, linears and the output head."""
     folder = tmp_path_factory.mktemp("adapters")
     return [
         write_adapter(folder / "r8", model, 8, seed=1),
         write_adapter(folder / "r16", model, 16, seed=2, targets=("q_proj", "v_proj")),
         write_adapter(
-            folder / "r64", model, 64, seed=3, targets=(*ALL, "lm_head"), use_rslora=True, rank_pattern={"down_proj": 3},
+            folder / "r64", model, 64, seed=3, targets=(*ALL, "lm_head", "embed_tokens"), use_rslora=True, rank_pattern={"down_proj": 3},
             alpha_pattern={"down_proj": 2.0}, target_modules=r".*\.(self_attn|mlp)\..*|lm_head",
         ),
     ]  # fmt: skip
@@ -79,8 +81,8 @@ def test_one_batch_mixes_the_base_and_ranks(
     paths = [None, *adapters, None]
     with make_llm(model, tmp_path, verify_passes=not options, **options) as llm:
         report = llm.info.compile_report
-        assert report["pass_sites.apply_lora.matched"] == 3 * len(ALL) + 1  # and the head
-        assert report["pass_sites.apply_lora.expected"] == 3 * len(ALL) + 1
+        assert report["pass_sites.apply_lora.matched"] == 3 * len(ALL) + 2  # and the embedding and the head
+        assert report["pass_sites.apply_lora.expected"] == 3 * len(ALL) + 2
         outputs = generate(llm, PROMPTS, requests)
         assert outputs[0].outputs[0].token_ids != outputs[3].outputs[0].token_ids  # equal prompts, other adapters
         assert outputs[0].outputs[0].token_ids == outputs[4].outputs[0].token_ids
@@ -182,7 +184,35 @@ def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
     assert llm.info.compile_report["artifact"] == "hit"
 
 
-def test_wrong_adapters_are_refused_and_the_engine_goes_on(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Qwen3MoeForCausalLM", {}),
+        pytest.param("MixtralForCausalLM", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "two ranks"],
+)
+def test_adapters_of_single_experts(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """By the names of a checkpoint that has each expert's linears; some experts keep the base's."""
+    model = write_moe(tmp_path / "model", family)
+    leaves = ("w1", "w3", "w2") if family.startswith("Mixtral") else ALL[-3:]
+    some = [f"experts.{expert}.{leaf}" for expert in (0, 2, 3, 5) for leaf in leaves]
+    paths = [
+        None,
+        write_adapter(tmp_path / "a", model, 8, seed=1, size=1.5, targets=("o_proj", *some)),
+        write_adapter(tmp_path / "b", model, 4, seed=2, size=1.5, targets=some[1:5]),
+    ]
+    requests = [None if path is None else LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths)]
+    with make_llm(model, tmp_path / "cache", max_loras=2, max_lora_rank=8, verify_passes=not options, **options) as llm:
+        outputs = generate(llm, [PROMPTS[1]] * 3, requests)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 3
+    for output, path in zip(outputs, paths, strict=True):
+        check(output, model, path, 1e-3)
+
+
+def test_wrong_adapters_are_refused_and_the_engine_goes_on(
+    model: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with make_llm(model, tmp_path, max_lora_rank=16) as llm:
         before = generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids
         for adapter, message in (
@@ -195,7 +225,14 @@ def test_wrong_adapters_are_refused_and_the_engine_goes_on(model: Path, adapters
         generate(llm, PROMPTS[:1], [LoRARequest("good", 3, str(adapters[0]))])
         with pytest.raises(ValueError, match="give each load its own"):
             generate(llm, PROMPTS[:1], [LoRARequest("other", 3, str(adapters[1]))])
-        llm.engine.core.utility("unload_adapter", LoRARequest("good", 3, ""))
+        core, unreadable = llm.engine.core, Future[Any]()
+        with monkeypatch.context() as patch:
+            patch.setattr(core._executor, "load_adapter", lambda _: unreadable)
+            core.utility("load_adapter", LoRARequest("pinned", 9, str(adapters[0]), pinned=True))
+        assert core._scheduler.adapter_slots.is_pinned(9)
+        unreadable.set_exception(OSError("the disk is gone"))
+        assert not core._scheduler.adapter_slots.is_pinned(9)
+        core.utility("unload_adapter", LoRARequest("good", 3, ""))
         with pytest.raises(ValueError, match="not a new positive number"):
             generate(llm, PROMPTS[:1], [LoRARequest("good", 3, str(adapters[0]))])
         assert generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids == before
@@ -218,6 +255,7 @@ def test_both_plans_read_one_cache_with_partial_rotary_embeddings(tmp_path: Path
     )
     adapter = write_adapter(tmp_path / "adapter", model, 8)
     with make_llm(model, tmp_path / "cache", max_loras=1, max_lora_rank=8) as llm:
+        assert llm.info.compile_report["pass_sites.fuse_rope_attention.matched"] == 3
         # The second request comes with an adapter while the first, without one, decodes.
         request = LoRARequest("a", 1, str(adapter))
         outputs = generate(llm, [PROMPTS[1], PROMPTS[0]], [None, request])

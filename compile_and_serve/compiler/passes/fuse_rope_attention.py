@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 import compile_and_serve.custom_ops.attention.attention
-import compile_and_serve.custom_ops.attention.rope_attention  # noqa: F401 (defines the ops)
+import compile_and_serve.custom_ops.attention.rope_attention
+import compile_and_serve.custom_ops.lora.lora_add  # noqa: F401 (these define the ops)
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
     NearMiss,
@@ -37,11 +38,13 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     weight_of,
 )
 from compile_and_serve.compiler.rewrite.rope_layout import Angles, Rotation, order_of_dimensions, permuted, whole_head
+from compile_and_serve.compiler.weights.adapter_slots import ROPE_ROWS
 from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
 
 SIZE = torch.ops.aten.sym_size.int
 ATTENTION = torch.ops.cas.attention.default
 ROPE_ATTENTION = torch.ops.cas.rope_attention.default
+LORA_ADD = torch.ops.cas.lora_add.default
 
 
 class _Mismatch(Exception):
@@ -102,8 +105,6 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
     )
     cos, sin, norms = q.cos.node, q.sin.node, (q.norm_weight, k.norm_weight)
     if not q.rotation.is_plain(head_dim):
-        if ctx.has_plain_plan:
-            raise _Mismatch("keys of a model with adapters are cached in their own order")
         if qkv is None:
             raise _Mismatch("queries, keys and values do not come from one linear, whose rows could be permuted")
         _permute(gm, ctx, qkv, (num_heads + num_kv_heads) * head_dim, head_dim, q)
@@ -130,6 +131,11 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
 def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_dim: int, q: _Heads) -> None:
     """Permute the rows of the linear `qkv`, so that whole heads are rotated by halves."""
     assert q.rotation is not None
+    slots = None
+    if is_call(qkv, LORA_ADD):
+        slots, linear = qkv.args[3], qkv.args[0]
+        assert isinstance(linear, Node)
+        qkv = linear
     weight, bias = (*arguments(qkv), None)[1:3] if is_call(qkv, F.linear) else (None, None)
     if weight_of(weight) is None or (bias is not None and weight_of(bias) is None):
         raise _Mismatch("queries, keys and values do not come from one linear, whose rows could be permuted")
@@ -144,6 +150,8 @@ def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_d
     ]
     qkv.args = (qkv.args[0], *made)
     qkv.kwargs = {}
+    if isinstance(slots, Node):  # an adapter's rows are permuted when it is loaded
+        ctx.replace_weight(slots, ROPE_ROWS, head_dim, num_rows, q.rotation.num_pairs, int(q.rotation.interleaved))
 
 
 def _parameters(weight: Node, ctx: PassContext) -> list[str]:

@@ -86,7 +86,6 @@ class PassContext:
     library_tuner: measures whether linears keep the plain weight for the library's product; None: none does.
     tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
     quantized_weights: the checkpoint's quantized parameters.
-    has_plain_plan: the model gets a second plan over the same state, so passes must not change the state's layout.
     declared: the declaration of each tensor of a step that `argument` can read: of the model, and what passes add.
     """
 
@@ -101,7 +100,6 @@ class PassContext:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     quantized_weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     declared: Mapping[str, StepInput | StateGroup] = field(default_factory=dict)
-    has_plain_plan: bool = False
     _weight_nodes: dict[str, Node] = field(default_factory=dict)
     _values: dict[Any, Any] = field(default_factory=dict)  # results of calls on equal shapes, because layers repeat
 

@@ -261,7 +261,7 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
         })
         for rank in range(num_ranks)
     ]  # fmt: skip
-    orders = _key_orders(gm)
+    orders = key_orders(gm)
     for rank in ranks:
         for name, order in orders.items():
             _reorder_keys(rank.inputs[name], order)
@@ -302,7 +302,7 @@ def evaluate(gm: GraphModule, weights: RandomWeights, seed: int = 0, *, num_rank
     return outcome
 
 
-def _key_orders(gm: GraphModule) -> dict[str, list[int]]:
+def key_orders(gm: GraphModule) -> dict[str, list[int]]:
     """KV caches whose keys a pass keeps in another order of dimensions, which it leaves in the attention's meta["key_order"]."""
     orders: dict[str, list[int]] = {}
     for node in gm.graph.nodes:

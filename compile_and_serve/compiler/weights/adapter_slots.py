@@ -3,6 +3,7 @@
 No checkpoint has these weights of the plan: their expressions consist of constants. A compiled model fills them with
 zeros, and loading an adapter copies into one slot. Linears that were merged into one share its two tensors. Names and constants say
 which linears they are and how they are sharded, so that a stored plan is enough to load adapters.
+Embeddings: `embedding_slots.py`. Experts: `expert_slots.py`.
 
 Shape legend: S slots, R the largest rank, P merged linears, I and O input and output features (a rank's share where they are sharded).
 """
@@ -21,12 +22,21 @@ from compile_and_serve.custom_ops.lora.limits import COLUMNS
 from compile_and_serve.custom_ops.quantization import dtype_name
 
 A, B = ".lora_a", ".lora_b"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OF_PART = 3  # constants of B for each merged linear
 
 
+ROPE_ROWS = "adapter_rope_rows"  # B of queries, keys and values whose rows `fuse_rope_attention` permutes
+
+
+@weight_function(ROPE_ROWS)
+def _as_it_is(slots: torch.Tensor, *_: int) -> torch.Tensor:
+    """Slots whose adapters are permuted when they are loaded: see `LinearSite.order`."""
+    return slots
+
+
 def _zeros(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Slots of A. sizes: its three dimensions, then what `AdapterSite` says, which does not matter here."""
+    """Slots of A. sizes: its three dimensions, then what `LinearSite` says, which does not matter here."""
     return torch.zeros(sizes[:3], dtype=dtype)
 
 
@@ -35,7 +45,7 @@ def _zero_blocks(num_slots: int, rank: int, out_features: int, *_: int, dtype: t
     return torch.zeros(num_slots, -(-out_features // COLUMNS), rank, COLUMNS, dtype=dtype)
 
 
-for _dtype in _DTYPES:
+for _dtype in DTYPES:
     weight_function(f"adapter_slots_{dtype_name(_dtype)}")(partial(_zeros, dtype=_dtype))
     weight_function(f"adapter_blocks_{dtype_name(_dtype)}")(partial(_zero_blocks, dtype=_dtype))
 
@@ -54,11 +64,11 @@ def slot_weights(
     num_slots: int, rank: int, in_features: int, parts: Sequence[tuple[str, int, Expression]], dtype: torch.dtype
 ) -> SlotWeights:
     """parts: of each merged linear its module, its output features, and its weight's expression."""
-    columns = {base[-1] if _is_sharded(base, "shard_columns") else 0 for _, _, base in parts}
+    columns = {base[-1] if is_sharded(base, "shard_columns") else 0 for _, _, base in parts}
     assert len(columns) == 1, "linears that were merged are sharded alike"
     constants: list[int] = []
     for _, out_features, base in parts:
-        constants += [out_features, *(base[-2:] if _is_sharded(base, "shard_rows") else (0, 0))]
+        constants += [out_features, *(base[-2:] if is_sharded(base, "shard_rows") else (0, 0))]
     name = "+".join(module for module, _, _ in parts)
     return SlotWeights(
         a=name + A,
@@ -74,16 +84,17 @@ def slot_weights(
     )
 
 
-def _is_sharded(base: Expression, how: str) -> TypeGuard[tuple[Any, ...]]:
+def is_sharded(base: Expression, how: str) -> TypeGuard[tuple[Any, ...]]:
     return isinstance(base, tuple) and base[0] == how
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterSite:
+class LinearSite:
     """A linear that adapters can change.
 
     module: its name. in_features, out_features: of the whole linear. a, b: names of the model's weights. first_row: of its A in a slot.
-    columns: of its B in a slot. shards: ranks that share the input features, the number of different parts of the output features, and
+    columns: of its B in a slot. order: (head_dim, num_rows, num_pairs, interleaved) of `rope_rows`, if the linear's rows are permuted by
+    it. shards: ranks that share the input features, the number of different parts of the output features, and
     ranks that share these; 0: not sharded.
     """
 
@@ -95,6 +106,7 @@ class AdapterSite:
     first_row: int
     columns: slice
     shards: tuple[int, int, int]
+    order: tuple[int, ...] = ()
 
     def fill(
         self, slot_a: torch.Tensor, slot_b: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, rank: int
@@ -105,12 +117,19 @@ class AdapterSite:
             a_RI = evaluate(("shard_columns", "a", by_columns), {"a": a_RI}, rank)
         if by_rows:
             b_OR = evaluate(("shard_rows", "b", parts, by_rows), {"b": b_OR}, rank)
+        if self.order and self.columns.stop <= self.order[1]:
+            b_OR = evaluate(("rope_rows", "b", self.order[0], len(b_OR), *self.order[2:]), {"b": b_OR}, rank)
         slot_a[self.first_row : self.first_row + len(a_RI)].copy_(a_RI)
-        columns = torch.arange(self.columns.start, self.columns.stop)
-        slot_b[columns // COLUMNS, : b_OR.shape[1], columns % COLUMNS] = b_OR.to(slot_b.dtype)
+        fill_columns(slot_b, b_OR, self.columns.start)
 
 
-def adapter_sites(transforms: Sequence[WeightTransform]) -> tuple[AdapterSite, ...]:
+def fill_columns(slot_b: torch.Tensor, b_OR: torch.Tensor, first: int) -> None:
+    """Copy B [O, R] into the outputs from `first` on of a slot [C, largest R, 16]."""
+    columns = torch.arange(first, first + len(b_OR))
+    slot_b[columns // COLUMNS, : b_OR.shape[1], columns % COLUMNS] = b_OR.to(slot_b.dtype)
+
+
+def linear_sites(transforms: Sequence[WeightTransform]) -> list[LinearSite]:
     """The linears of a plan that adapters can change, in the plan's order."""
     slots = {one.target: one.expression for one in transforms if one.target.endswith((A, B)) and not one.sources}
     sites = []
@@ -121,15 +140,18 @@ def adapter_sites(transforms: Sequence[WeightTransform]) -> tuple[AdapterSite, .
         of_b = slots[name + B]
         assert isinstance(of_a, tuple)
         assert isinstance(of_b, tuple)
+        order: tuple[int, ...] = ()
+        if of_b[0] == ROPE_ROWS:
+            of_b, order = of_b[1], of_b[2:]
         rank, constants, begin = of_b[2], of_b[4:], 0
         for part, module in enumerate(name.split("+")):
             columns, parts, by_rows = constants[_OF_PART * part : _OF_PART * (part + 1)]
             sites.append(
-                AdapterSite(
+                LinearSite(
                     module=module, in_features=of_a[3] * (of_a[4] or 1), out_features=columns * (parts or 1), a=target,
                     b=name + B, first_row=part * rank, columns=slice(begin, begin + columns),
-                    shards=(of_a[4], parts, by_rows),
+                    shards=(of_a[4], parts, by_rows), order=order,
                 )
             )  # fmt: skip
             begin += columns
-    return tuple(sites)
+    return sites

@@ -6,11 +6,13 @@ Weights of experts are stacked, gate rows before up rows. There are two layouts:
 - plain [X, 2F, D] and [X, D, F];
 - packed, one dimension more: `pack_linear_weight` of each expert's matrix, for the C++ kernels of the CPU.
 Quantized weights come with scales: MXFP4 as checkpoints hold it (uint8) or in the Triton layout (int16) of `quantized/mxfp4.py`.
+LoRA adapters: `moe/expert_adapters.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,20 +20,13 @@ import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.library import OpKind, define
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
+from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate
+from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters, expert_adapters
 from compile_and_serve.custom_ops.moe.expert_load import count_call
 from compile_and_serve.custom_ops.quantization import LARGEST, dequantize_weight
 from compile_and_serve.custom_ops.quantized.mxfp4 import dequantize_mxfp4
 
-ACTIVATIONS = ("silu", "clamped_swiglu")
-CLAMPED_SWIGLU_ALPHA = 1.702
-
-
-def activate(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float) -> torch.Tensor:
-    """silu(gate) · up; or with "clamped_swiglu" min(gate, limit) · σ(1.702 · min(gate, limit)) · (clamp(up, ±limit) + 1)."""
-    if activation == "silu":
-        return F.silu(gate) * up
-    gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(CLAMPED_SWIGLU_ALPHA * gate) * (up.clamp(-limit, limit) + 1)
+NUM_OPERANDS = 14  # arguments of the op before those of adapters
 
 
 def pack_expert_weights(weight_XOI: torch.Tensor) -> torch.Tensor:
@@ -83,6 +78,39 @@ def _expert_mlp(
     return of_packed if is_packed else of_plain
 
 
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """One linear of all experts, in either layout, with its biases [X, O] and scales. out_features: O."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None
+    out_features: int
+
+    def run(self, x_PI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Rows that are sorted by expert, with `counts` rows of each. → [P, O]"""
+        is_packed = self.weight.dim() == 4 and self.weight.is_floating_point()
+        out = [x_PI.new_empty(0, self.out_features)]
+        for expert, x_RI in enumerate(x_PI.split(counts)):
+            bias = None if self.bias is None else self.bias[expert]
+            if len(x_RI) and is_packed:
+                out.append(fused_linear(x_RI, self.weight[expert], self.out_features, bias_O=bias))
+            elif len(x_RI):
+                out.append(F.linear(x_RI, _matrix(self.weight, self.scale, expert, x_RI.dtype), bias))
+        return torch.cat(out)
+
+
+def _adapted_mlps(
+    x_PD: torch.Tensor, counts: list[int], gate_up: Linears, down: Linears, activation: str, limit: float, adapters: ExpertAdapters,
+    slots_P: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The gated MLPs of pairs that are sorted by expert, with adapters. counts: pairs of each expert. → [P, D]"""
+    y_PO = adapters.add_to_gate_up(gate_up.run(x_PD, counts), x_PD, slots_P)
+    gate, up = y_PO.to(torch.promote_types(x_PD.dtype, torch.float32)).chunk(2, dim=-1)
+    h_PF = activate(gate, up, activation, limit).to(x_PD.dtype)
+    return adapters.add_to_down(down.run(h_PF, counts), h_PF, slots_P)
+
+
 def _experts(
     x_TD: torch.Tensor,
     ids_TK: torch.Tensor,
@@ -98,23 +126,33 @@ def _experts(
     eps: float = 1e-6,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
+    *adapter_tensors: torch.Tensor | None,
 ) -> torch.Tensor:
     count_call(ids_TK, down)
+    adapters = expert_adapters(*adapter_tensors) if adapter_tensors else None
     num_tokens, top_k = ids_TK.shape
     math_dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    run = _expert_mlp(gate_up, down, gate_up_bias, down_bias, activation, limit, gate_up_scale, down_scale)
     flat_ids = ids_TK.reshape(-1)
     order = flat_ids.argsort(stable=True)
     counts = flat_ids.bincount(minlength=gate_up.shape[0]).tolist()
     if norm_weight_D is not None:
         x_TD = F.rms_norm(x_TD, (x_TD.shape[1],), norm_weight_D, eps)
     x_PD = x_TD.index_select(0, order // top_k)
-    y_PD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1], dtype=math_dtype)
-    begin = 0
-    for expert, count in enumerate(counts):
-        if count:
-            y_PD[begin : begin + count] = run(x_PD[begin : begin + count], expert)
-            begin += count
+    if adapters is None:
+        run = _expert_mlp(gate_up, down, gate_up_bias, down_bias, activation, limit, gate_up_scale, down_scale)
+        y_PD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1], dtype=math_dtype)
+        begin = 0
+        for expert, count in enumerate(counts):
+            if count:
+                y_PD[begin : begin + count] = run(x_PD[begin : begin + count], expert)
+                begin += count
+    else:
+        linears = (
+            Linears(gate_up, gate_up_bias, gate_up_scale, adapters.gate_up_outputs),
+            Linears(down, down_bias, down_scale, x_TD.shape[1]),
+        )
+        slots_P = adapters.slots_of_pairs(ids_TK)[order]
+        y_PD = _adapted_mlps(x_PD, counts, *linears, activation, limit, adapters, slots_P).to(math_dtype)
     y_PD *= weights_TK.to(math_dtype).reshape(-1)[order, None]
     by_pair = torch.empty_like(y_PD).index_copy_(0, order, y_PD)
     out_TD = by_pair.view(num_tokens, top_k, -1).sum(1)
@@ -127,20 +165,22 @@ def _experts_fake(x_TD: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def _experts_cuda(*args: Any) -> torch.Tensor:
     # imported here, because Triton may be missing
+    from compile_and_serve.custom_ops.moe.adapted_cuda_experts import adapted_experts
     from compile_and_serve.custom_ops.moe.cuda_experts import experts as cuda_experts
     from compile_and_serve.custom_ops.moe.triton_experts import Operands
 
-    operands = Operands(*args)
+    operands, adapters = Operands(*args[:NUM_OPERANDS]), expert_adapters(*args[NUM_OPERANDS:])
     count_call(operands.ids_TK, operands.down)
-    return cuda_experts(operands)
+    return cuda_experts(operands) if adapters is None else adapted_experts(operands, adapters)
 
 
 _experts_op = define(
     "experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     'Tensor? down_bias=None, str activation="silu", float limit=0.0, Tensor? residual=None, '
-    "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor",
+    "Tensor? norm_weight=None, float eps=1e-6, Tensor? gate_up_scale=None, Tensor? down_scale=None, Tensor? gate_up_a=None, "
+    "Tensor? gate_up_b=None, Tensor? down_a=None, Tensor? down_b=None, Tensor? adapter_index=None) -> Tensor",
     kind=OpKind.CAPTURABLE,
-    version=2,
+    version=3,
     fake=_experts_fake,
     CompositeExplicitAutograd=_experts,
     CUDA=_experts_cuda,
@@ -163,13 +203,14 @@ def experts(
     eps: float = 1e-6,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
 
     x_TD: [T, D]. ids_TK: integers [T, K], a token's ids differ. weights_TK: floating [T, K]. gate_up: [X, 2F, D], gate rows before up rows;
     down: [X, D, F]; both plain, both packed or both quantized; gate_up_scale, down_scale: of quantized ones.
     gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].
-    norm_weight_D: x is rms_norm(x) · norm_weight before the products.
+    norm_weight_D: x is rms_norm(x) · norm_weight before the products. adapters: of the experts' linears.
     → [T, D] in x's dtype
     Products and sums are in float32; f's result, each expert's result and the output are rounded to x's dtype.
     """
@@ -189,4 +230,5 @@ def experts(
         eps,
         gate_up_scale,
         down_scale,
+        *(() if adapters is None else (getattr(adapters, field.name) for field in fields(adapters))),
     )

@@ -456,19 +456,28 @@ def _grouped_gate_up(tiles: Tiles, operands: Operands, gate_up: torch.Tensor, or
 
 
 def _grouped_down(tiles: Tiles, operands: Operands, h_PF: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
-    hidden, features = operands.x_TD.shape[1], h_PF.shape[1]
-    y_PD = h_PF.new_empty(operands.num_pairs, hidden)
-    pdl = supports_pdl(h_PF.device)
+    y_PD = multiply_pairs(
+        tiles, h_PF, operands.down, operands.down_scale, operands.down_bias, order, operands.weights_TK
+    )
+    return add_results_of_pairs(operands, y_PD)
+
+
+def multiply_pairs(
+    tiles: Tiles, x_PI: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None,
+    order: ExpertOrder, weights_TK: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Each pair's row times its expert's matrix [X, O, I], times the pair's weight. → [P, O]"""
+    (num_pairs, inputs), outputs = x_PI.shape, weight.shape[1]
+    y_PO = x_PI.new_empty(num_pairs, outputs)
+    pdl = supports_pdl(x_PI.device)
     launch(
-        _grouped_down_kernel, (cdiv(hidden, tiles.block_o), order.max_blocks),
-        h_PF, order.pairs, order.experts, operands.weights_TK, operands.down,
-        operands.down_scale, operands.down_bias, y_PD, operands.num_pairs,
-        hidden, features,
-        HAS_BIAS=operands.down_bias is not None, BLOCK_P=tiles.block_p, BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth,
-        STAGES=tiles.stages, WHOLE_F=features % tiles.depth == 0, SCALES=operands.scales, PDL=pdl,
+        _grouped_down_kernel, (cdiv(outputs, tiles.block_o), order.max_blocks),
+        x_PI, order.pairs, order.experts, weights_TK, weight, scale, bias, y_PO, num_pairs, outputs, inputs,
+        HAS_BIAS=bias is not None, BLOCK_P=tiles.block_p, BLOCK_O=tiles.block_o, BLOCK_F=tiles.depth,
+        STAGES=tiles.stages, WHOLE_F=inputs % tiles.depth == 0, SCALES=0 if scale is None else scale.dim() - 1, PDL=pdl,
         num_warps=tiles.warps, **launch_options(pdl),
     )  # fmt: skip
-    return add_results_of_pairs(operands, y_PD)
+    return y_PO
 
 
 def add_results_of_pairs(operands: Operands, y_PD: torch.Tensor) -> torch.Tensor:

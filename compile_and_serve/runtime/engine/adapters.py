@@ -20,7 +20,7 @@ class Adapters:
     """
 
     def __init__(
-        self, executor: Executor, targets: Mapping[str, AdapterTarget] | None, *, max_rank: int, max_on_host: int,
+        self, executor: Executor, targets: Mapping[str, list[AdapterTarget]] | None, *, max_rank: int, max_on_host: int,
         is_used: Callable[[int], bool],
     ) -> None:  # fmt: skip
         self._executor, self.targets, self._is_used = executor, targets, is_used

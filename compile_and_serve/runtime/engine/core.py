@@ -171,11 +171,19 @@ class EngineCore:
         was_pinned = slots.is_pinned(adapter.lora_int_id)
         slots.pin(adapter.lora_int_id)
         try:
-            return self.adapters.load(adapter)
+            loading = self.adapters.load(adapter)
         except Exception:
             if not was_pinned:
                 slots.unpin(adapter.lora_int_id)
             raise
+        if not was_pinned:
+
+            def unpin_failed(loaded: Future[Any]) -> None:
+                if loaded.cancelled() or loaded.exception() is not None:
+                    slots.unpin(adapter.lora_int_id)
+
+            loading.add_done_callback(unpin_failed)
+        return loading
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without an output; unknown ids are ignored."""

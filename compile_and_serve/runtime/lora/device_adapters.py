@@ -12,23 +12,49 @@ from pathlib import Path
 
 import torch
 
-from compile_and_serve.compiler.weights.adapter_slots import AdapterSite
+from compile_and_serve.compiler.weights.adapter_sites import AdapterSite
+from compile_and_serve.compiler.weights.embedding_slots import EmbeddingSite
+from compile_and_serve.compiler.weights.expert_slots import ExpertSite
 from compile_and_serve.custom_ops.platform import platform_of
+from compile_and_serve.models.spec import TensorPart
 from compile_and_serve.runtime.lora.peft_files import open_adapter
 from compile_and_serve.runtime.lora.request import AdapterTarget, LoRARequest
 
 HostAdapter = dict[str, torch.Tensor]  # name of the weight → one slot's values
 
 
-def adapter_targets(sites: Sequence[AdapterSite], weight_map: Mapping[str, str | None]) -> dict[str, AdapterTarget]:
-    """The linears that adapters may change, by their names in the checkpoint. weight_map: of the model's spec."""
-    by_module = {site.module: AdapterTarget(site.module, site.in_features, site.out_features) for site in sites}
-    renamed = {
-        name.removesuffix(".weight"): parameter.removesuffix(".weight")
-        for name, parameter in weight_map.items()
-        if parameter is not None and name.endswith(".weight")
-    }
-    return by_module | {name: by_module[module] for name, module in renamed.items() if module in by_module}
+def adapter_targets(
+    sites: Sequence[AdapterSite], weight_map: Mapping[str, str | None], parts: Mapping[str, TensorPart]
+) -> dict[str, list[AdapterTarget]]:
+    """What adapters may change, by names in the checkpoint; one of several targets is told by its shape.
+
+    weight_map, parts: of the model's spec. In the names of one expert's linears, {} stands for the expert's number. The stacked
+    weights of a module are found by the module's name, as PEFT saves them.
+    """
+    found: dict[str, list[AdapterTarget]] = {}
+    stacked: dict[str, ExpertSite] = {}
+    for site in sites:
+        if isinstance(site, ExpertSite):
+            stacked[site.module] = site
+            target = AdapterTarget(site.module, site.in_features, site.out_features, num_experts=site.num_experts)
+            found.setdefault(site.module.rpartition(".")[0], []).append(target)
+        else:
+            is_embedding = isinstance(site, EmbeddingSite)
+            found[site.module] = [AdapterTarget(site.module, site.in_features, site.out_features, is_embedding)]
+    for name, parameter in weight_map.items():
+        module = None if parameter is None else parameter.removesuffix(".weight")
+        if module in found and name.endswith(".weight"):
+            found[name.removesuffix(".weight")] = found[module]
+    for name, part in parts.items():
+        if part.index == 0 and part.parameter in stacked:
+            site = stacked[part.parameter]
+            before, _, after = name.removesuffix(".weight").rpartition(".0.")
+            found[f"{before}.{{}}.{after}"] = [
+                AdapterTarget(
+                    site.module, site.in_features, part.num_rows, num_experts=site.num_experts, first_row=part.first_row
+                )
+            ]
+    return found
 
 
 class DeviceAdapters:
@@ -38,7 +64,7 @@ class DeviceAdapters:
     """
 
     def __init__(
-        self, sites: Sequence[AdapterSite], targets: Mapping[str, AdapterTarget], weights: Mapping[str, torch.Tensor],
+        self, sites: Sequence[AdapterSite], targets: Mapping[str, list[AdapterTarget]], weights: Mapping[str, torch.Tensor],
         max_rank: int, *, device: torch.device, dtype: torch.dtype, rank: int,
     ) -> None:  # fmt: skip
         self.targets = targets
@@ -84,5 +110,9 @@ class DeviceAdapters:
         }
         for part, a_RI, b_OR in file.tensors():
             site = self._sites[part.target.module]
-            site.fill(adapter[site.a], adapter[site.b], a_RI, b_OR, self._rank)
+            slots = adapter[site.a], adapter[site.b]
+            if isinstance(site, ExpertSite):
+                site.fill(*slots, a_RI, b_OR, self._rank, part.expert, part.target.first_row)
+            else:
+                site.fill(*slots, a_RI, b_OR, self._rank)
         return adapter

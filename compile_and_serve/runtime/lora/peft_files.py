@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,13 +21,19 @@ if TYPE_CHECKING:
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_CONFIG = 1 << 20  # bytes
-_TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+_TENSOR_NAME = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B)(?:\.default)?\.weight|lora_embedding_(A|B)(?:\.default)?)"
+)
+# What PEFT saves of an embedding that it adapts: the base model's own weight, which did not change.
+_BASE_WEIGHT = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
+_NESTED = ".base_layer"  # one parameter of a module is adapted inside of another one's adapter
+_EXPERT_NUMBER = re.compile(r"(?<=\.)\d+(?=\.[^.]+$)")
 # Initializations that also change the base model's weights, which stay as they are here.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
 # Options that change what an adapter computes, if they are set.
 _UNSUPPORTED = {
     "use_dora": "DoRA", "modules_to_save": "modules_to_save", "lora_bias": "lora_bias", "fan_in_fan_out": "fan_in_fan_out",
-    "layer_replication": "layer_replication", "target_parameters": "target_parameters", "alora_invocation_tokens": "aLoRA",
+    "layer_replication": "layer_replication", "alora_invocation_tokens": "aLoRA",
     "trainable_token_indices": "trainable_token_indices", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA",
 }  # fmt: skip
 
@@ -38,13 +44,17 @@ class AdapterError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPart:
-    """An adapter's tensors for one linear. a_name, b_name: in the file, [R, I] and [O, R]. scale: of B A x."""
+    """An adapter's tensors for one target. a_name, b_name: in the file, [R, I] and [O, R]. scale: of B A x.
+
+    expert: its number; None for other targets than experts, and for all X experts together, whose tensors are [R * X, I] and [O, R * X].
+    """
 
     target: AdapterTarget
     a_name: str
     b_name: str
     rank: int
     scale: float
+    expert: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +73,7 @@ class AdapterFile:
                 yield part, a_RI, b_OR * part.scale
 
 
-def open_adapter(path: Path, targets: Mapping[str, AdapterTarget], max_rank: int) -> AdapterFile:
+def open_adapter(path: Path, targets: Mapping[str, Sequence[AdapterTarget]], max_rank: int) -> AdapterFile:
     """Check an adapter's config, and the names and shapes of its tensors.
 
     targets: by the name of the module in the model's checkpoint. Raises `AdapterError`.
@@ -77,10 +87,16 @@ def open_adapter(path: Path, targets: Mapping[str, AdapterTarget], max_rank: int
     found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     with _open(tensor_file, "np") as file:  # "pt" would import torch, which an engine beside its ranks does without
         for name in file.keys():  # noqa: SIM118  (no mapping)
-            match = _TENSOR_NAME.fullmatch(name)
+            match, base = _TENSOR_NAME.fullmatch(name), _BASE_WEIGHT.fullmatch(name)
+            shape = tuple(file.get_slice(name).get_shape())
+            if base is not None and _is_vocabulary(base[1], shape, targets):
+                continue
             if match is None:
-                raise AdapterError(f"{tensor_file} has {name}, which is not the A or B of a LoRA adapter's linear.")
-            found.setdefault(match[1], {})[match[2]] = (name, tuple(file.get_slice(name).get_shape()))
+                raise AdapterError(
+                    f"{tensor_file} has {name}, which is not the A or B of a LoRA adapter: weights that replace the base model's are "
+                    "not supported."
+                )
+            found.setdefault(match[1], {})[match[2] or match[3]] = (name, shape)
     if not found:
         raise AdapterError(f"{tensor_file} holds no tensors.")
     parts = tuple(_part(module, pair, config, targets, max_rank, path) for module, pair in found.items())
@@ -125,20 +141,29 @@ def _pattern(config: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]
     return pattern
 
 
+def _is_vocabulary(module: str, shape: tuple[int, ...], targets: Mapping[str, Sequence[AdapterTarget]]) -> bool:
+    """Whether a base weight [vocabulary, features] has the shape of the model's own."""
+    return any(
+        shape in ((target.in_features, target.out_features), (target.out_features, target.in_features))
+        for target in targets.get(module, ())
+    )
+
+
 def _part(
     module: str, pair: Mapping[str, tuple[str, tuple[int, ...]]], config: Mapping[str, Any],
-    targets: Mapping[str, AdapterTarget], max_rank: int, path: Path,
+    targets: Mapping[str, Sequence[AdapterTarget]], max_rank: int, path: Path,
 ) -> AdapterPart:  # fmt: skip
-    target = targets.get(module)
-    if target is None:
-        raise AdapterError(
-            f"{path} changes {module}, but this model takes adapters only for linears such as {next(iter(targets), 'none')}."
-        )
+    is_embedding = any(".lora_embedding_" in name for name, _ in pair.values())
+    possible, expert = _targets(module, is_embedding, targets, path)
     if len(pair) < 2:
         raise AdapterError(f"{path} has only one of A and B for {module}.")
     (a_name, a_shape), (b_name, b_shape) = pair["A"], pair["B"]
-    rank = _value_for(module, config.get("rank_pattern") or {}, config["r"], path)
-    expected = ((rank, target.in_features), (target.out_features, rank))
+    fits = [one for one in possible if (a_shape[-1:], b_shape[:1]) == ((one.in_features,), (one.out_features,))]
+    target = (fits or possible)[0]
+    stacked = target.num_experts if expert is None and target.num_experts else 1
+    name = module.removesuffix(_NESTED) if stacked == 1 else target.module
+    rank = _value_for(name, config.get("rank_pattern") or {}, config["r"], path)
+    expected = ((rank * stacked, target.in_features), (target.out_features, rank * stacked))
     if (a_shape, b_shape) != expected:
         raise AdapterError(
             f"{path} has A {list(a_shape)} and B {list(b_shape)} for {module}, expected {list(expected[0])} and "
@@ -146,9 +171,28 @@ def _part(
         )
     if rank > max_rank:
         raise AdapterError(f"{path} has rank {rank}, but the engine takes at most {max_rank}: raise --max-lora-rank.")
-    alpha = _value_for(module, config.get("alpha_pattern") or {}, config["lora_alpha"], path)
+    alpha = _value_for(name, config.get("alpha_pattern") or {}, config["lora_alpha"], path)
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    return AdapterPart(target=target, a_name=a_name, b_name=b_name, rank=rank, scale=scale)
+    return AdapterPart(target=target, a_name=a_name, b_name=b_name, rank=rank, scale=scale, expert=expert)
+
+
+def _targets(
+    module: str, is_embedding: bool, targets: Mapping[str, Sequence[AdapterTarget]], path: Path
+) -> tuple[Sequence[AdapterTarget], int | None]:
+    """What an adapter's module may be, and the number of its expert, if it is a linear of one."""
+    expert = None
+    found = targets.get(module.removesuffix(_NESTED)) if module.endswith(_NESTED) else targets.get(module)
+    number = _EXPERT_NUMBER.search(module)
+    if found is None and number is not None:
+        found, expert = targets.get(_EXPERT_NUMBER.sub("{}", module)), int(number[0])
+    found = [one for one in found or () if one.is_embedding == is_embedding]
+    if not found:
+        raise AdapterError(
+            f"{path} changes {module}, but this model takes adapters only for modules such as {next(iter(targets), 'none')}."
+        )
+    if expert is not None and expert >= found[0].num_experts:
+        raise AdapterError(f"{path} changes {module}, but this model has {found[0].num_experts} experts in a layer.")
+    return found, expert
 
 
 def _value_for(module: str, pattern: Mapping[str, Any], default: Any, path: Path) -> Any:

@@ -20,8 +20,16 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 class AdapterTarget(msgspec.Struct, frozen=True, array_like=True):
-    """A linear that adapters may change. module: its name in our model, which may differ from the checkpoint's."""
+    """A linear, an embedding or stacked experts that adapters may change.
+
+    module: its name in our model, which may differ from the checkpoint's; of experts, the parameter's. in_features: of an embedding, the
+    tokens of its vocabulary. num_experts: of stacked experts, else 0. first_row: where the outputs begin in those of the module: up
+    projections of experts come after gate projections.
+    """
 
     module: str
     in_features: int
     out_features: int
+    is_embedding: bool = False
+    num_experts: int = 0
+    first_row: int = 0

@@ -29,7 +29,7 @@ from compile_and_serve.compiler.cudagraphs.runner import PlainRunner, StepModel
 from compile_and_serve.compiler.model import CompiledModel, Model
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quantize
 from compile_and_serve.compiler.reports.dump import add_to_report
-from compile_and_serve.compiler.weights.adapter_slots import adapter_sites
+from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
 from compile_and_serve.custom_ops.collectives.collectives import (
     join_groups,
@@ -357,7 +357,7 @@ class Worker:
         assert isinstance(model, CompiledModel)
         sites = adapter_sites(model.plan.transforms)
         return DeviceAdapters(
-            sites, adapter_targets(sites, spec.weight_map), model.weights, options.max_lora_rank,
+            sites, adapter_targets(sites, spec.weight_map, spec.parts), model.weights, options.max_lora_rank,
             device=self.device, dtype=self._dtype, rank=rank,
         )  # fmt: skip
 

@@ -143,7 +143,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True):
     groups: list[PagedGroup]
     prefix_caching_unsupported: str | None = None
     num_draft_tokens: int = 0
-    adapter_targets: dict[str, AdapterTarget] | None = None
+    adapter_targets: dict[str, list[AdapterTarget]] | None = None
     compile_report: dict[str, int | float | str]
     pooling: PoolingInfo | None = None
 

@@ -19,7 +19,7 @@ LINEARS = {
     "model.layers.1.mlp.up_proj": (6, 10),
     "model.layers.0.mlp.down_proj": (10, 6),
 }
-TARGETS = {name: AdapterTarget(name, *sizes) for name, sizes in LINEARS.items()}
+TARGETS = {name: [AdapterTarget(name, *sizes)] for name, sizes in LINEARS.items()}
 
 
 @pytest.fixture

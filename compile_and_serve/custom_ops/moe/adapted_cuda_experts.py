@@ -1,0 +1,70 @@
+"""`cas::experts` with LoRA adapters on CUDA: grouped products of pairs, each followed by `cas::lora_add`.
+
+Adapters change gate and up before the activation, so the kernels that compute both at once do not fit. Each linear is a grouped product
+over pairs (`_grouped_down_kernel` with weights of 1), and the host never waits for the device.
+
+Shape legend: T tokens, K experts of a token, P = T · K pairs, D hidden size, F intermediate size of an expert, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from compile_and_serve.custom_ops.lora.triton_lora import MAX_SORTED
+from compile_and_serve.custom_ops.moe.activation import activate
+from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters
+from compile_and_serve.custom_ops.moe.triton_experts import (
+    Operands,
+    Tiles,
+    add_results_of_pairs,
+    expanded,
+    grouped_tiles,
+    multiply_pairs,
+    normed,
+)
+from compile_and_serve.custom_ops.moe.triton_mxfp4_experts import dequantize as dequantize_mxfp4
+from compile_and_serve.custom_ops.moe.triton_order import order_by_expert
+from compile_and_serve.custom_ops.quantization import BLOCK
+
+
+def adapted_experts(operands: Operands, adapters: ExpertAdapters) -> torch.Tensor:
+    """`cas::experts` with the adapters of its tokens. → [T, D]"""
+    operands = normed(operands.normalized())
+    if operands.gate_up.dtype == torch.int16:
+        operands = expanded(dequantize_mxfp4, operands, operands.gate_up)
+    ids_TK, num_experts = operands.ids_TK, operands.gate_up.shape[0]
+    if len(ids_TK) == 0:
+        return operands.x_TD.new_empty(operands.x_TD.shape)
+    tiles = _tiles(operands)
+    order = order_by_expert(ids_TK, num_experts, tiles.block_p)
+    slots_P = adapters.slots_of_pairs(ids_TK)
+    x_PD = operands.x_TD.repeat_interleave(operands.top_k, 0)
+    ones_P = torch.ones(operands.num_pairs, dtype=torch.float32, device=ids_TK.device)
+    y_PO = multiply_pairs(tiles, x_PD, operands.gate_up, operands.gate_up_scale, operands.gate_up_bias, order, ones_P)
+    y_PO = _by_slot(adapters.add_to_gate_up, y_PO, x_PD, slots_P)
+    gate, up = y_PO.float().chunk(2, dim=-1)
+    h_PF = activate(gate, up, operands.activation, operands.limit).to(x_PD.dtype)
+    y_PD = multiply_pairs(tiles, h_PF, operands.down, operands.down_scale, operands.down_bias, order, ones_P)
+    y_PD = _by_slot(adapters.add_to_down, y_PD, h_PF, slots_P)
+    weighted_PD = (y_PD.float() * operands.weights_TK.reshape(-1, 1).float()).to(y_PD.dtype)
+    return add_results_of_pairs(operands, weighted_PD)
+
+
+def _tiles(operands: Operands) -> Tiles:
+    """The likely best tiles; unlike without adapters, none are measured."""
+    tiles = grouped_tiles(operands.num_pairs, operands.gate_up.shape[0])[0]
+    return replace(tiles, depth=min(tiles.depth, BLOCK))
+
+
+def _by_slot(
+    add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], y_PO: torch.Tensor, x_PI: torch.Tensor,
+    slots_P: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """`add(y, x, slots)`, on rows sorted by slot where `lora_add` takes rows in their own order: neighbours have different experts."""
+    if len(slots_P) <= MAX_SORTED:
+        return add(y_PO, x_PI, slots_P)
+    order_P = slots_P.argsort(stable=True)
+    return torch.empty_like(y_PO).index_copy_(0, order_P, add(y_PO[order_P], x_PI[order_P], slots_P[order_P]))
