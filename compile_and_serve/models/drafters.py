@@ -1,32 +1,81 @@
-"""Models that draft tokens for another model, the target: what their steps take, and how the drafts come out."""
+"""Models that draft tokens for another model, the target: what their steps take, and how the drafts come out.
+
+Shape legend: T tokens, D hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import nn
 
-from compile_and_serve.custom_ops.step import INPUT_IDS, POSITIONS
-from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.registry import ModelImpl, build_model
-from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.custom_ops.step import (
+    DECODER_INPUTS,
+    HIDDEN_STATES,
+    INPUT_IDS,
+    KV_CACHES,
+    LOGITS,
+    LOGITS_INDICES,
+    POSITIONS,
+    ROWS,
+    TOKENS,
+    LatentCacheSpec,
+    StateGroup,
+    StepInput,
+    StepOutput,
+)
+from compile_and_serve.models.config import DecoderConfig, ModelConfigError, positive_int
+from compile_and_serve.models.deepseek import DeepseekConfig
+from compile_and_serve.models.deepseek_mtp import MtpForCausalLM, mtp_config
+from compile_and_serve.models.eagle import Eagle3ForCausalLM, EagleForCausalLM
+from compile_and_serve.models.hidden_states import num_layers_of, with_hidden_states
+from compile_and_serve.models.medusa import MedusaHeads
+from compile_and_serve.models.quantization_config import expert_scale_parts, quantized_weights
+from compile_and_serve.models.registry import (
+    ARCHITECTURES,
+    DECODER_TP_PLAN,
+    LATENT_TP_PLAN,
+    ModelImpl,
+    build_model,
+    decoder_spec,
+    kv_cache_of,
+    on_meta,
+)
+from compile_and_serve.models.spec import ModelSpec, full_attention
 
-DrafterKind = Literal["tokens"]
+DrafterKind = Literal["tokens", "hidden", "heads"]
+DRAFT_TOKENS = "draft_tokens"  # the output of Medusa heads
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterSpec:
     """A model that drafts.
 
-    kind: "tokens" reads tokens alone: it is a decoder of its own.
-    target: the target's spec, which gives the outputs that the drafter reads.
+    kind: "tokens" is a decoder of its own. "hidden" takes a hidden state and the token behind it, and gives logits and a hidden state to
+    go on with. "heads" takes a hidden state and gives all draft tokens at once.
+    target: the target's spec, which gives the hidden states that the drafter reads.
+    hidden_size: of the hidden states that `spec` takes. combine: the target gives hidden states of several layers, and a linear
+    fc [hidden_size, D · layers] makes one of them.
+    maps_tokens: the drafter has a vocabulary of its own; draft token v is the target's token v + d2t[v].
+    max_tokens: draft tokens that it can make; None: any number.
+    borrowed_weights: parameter → names of the target's tensor that it is where the drafter's checkpoint has none.
+    prefix: the drafter's tensors in the checkpoint begin with it.
     """
 
     kind: DrafterKind
     spec: ModelSpec
     target: ModelSpec
+    hidden_size: int = 0
+    combine: bool = False
+    maps_tokens: bool = False
+    max_tokens: int | None = None
+    borrowed_weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    prefix: str = ""
 
 
 def draft_model(
@@ -36,33 +85,194 @@ def draft_model(
     spec = build_model(config, dtype=dtype, model_impl=model_impl)
     if spec.pooling is not None or spec.drafter is not None:
         raise ModelConfigError("The draft model must be a plain decoder: choose another one in speculative_config.")
-    if spec.vocab_size != target.vocab_size:
-        raise ModelConfigError(
-            f"The draft model has a vocabulary of {spec.vocab_size} tokens and the model one of {target.vocab_size}: choose a draft "
-            "model with the same tokenizer."
-        )
-    check_state(spec)
-    check_inputs(spec, target)
-    return DrafterSpec(kind="tokens", spec=spec, target=target)
-
-
-def check_state(spec: ModelSpec) -> None:
-    """Raise `ModelConfigError` for a drafter whose state cannot follow the target's blocks."""
+    _check_vocabulary(spec.vocab_size, target)
     recurrent = ", ".join(group.name for group in spec.state if not group.is_attention)
     if recurrent:
         raise ModelConfigError(
-            f"The drafter keeps recurrent state ({recurrent}), from which rejected tokens cannot be removed: choose another one."
+            f"The draft model keeps recurrent state ({recurrent}), from which rejected tokens cannot be removed: choose another one."
         )
-
-
-def check_inputs(spec: ModelSpec, target: ModelSpec) -> None:
-    """Raise `ModelConfigError` if a drafter takes other inputs than a plain decoder, or the target's steps lack them."""
-    given = {one.name: (one.dtype, one.dims) for one in target.inputs}
-    for one in (INPUT_IDS, POSITIONS):
-        if given.get(one.name) != (one.dtype, one.dims):
-            raise ModelConfigError(f"The model's steps have no {one.name} of one row, which a drafter reads.")
-    others = [one.name for one in spec.inputs if one.name not in (INPUT_IDS.name, POSITIONS.name, "logits_indices")]
+    others = [one.name for one in spec.inputs if one not in DECODER_INPUTS]
     if others:
         raise ModelConfigError(
             f"The draft model takes {', '.join(others)} too, which no draft has: choose another one."
         )
+    return DrafterSpec(kind="tokens", spec=spec, target=_checked(target))
+
+
+def eagle(
+    config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
+) -> DrafterSpec:
+    """An EAGLE-1 head. tensors: names and shapes of its checkpoint; empty for random weights. Raises `ModelConfigError`."""
+    if any(name.removeprefix("model.").startswith(("midlayer.", "d2t")) for name in tensors):
+        raise ModelConfigError("The drafter is an EAGLE-3 head: use the method eagle3 in speculative_config.")
+    decoder, size = DecoderConfig.from_dict({**config, "tie_word_embeddings": False}), _hidden_size(target)
+    if decoder.hidden_size != size:
+        raise ModelConfigError(
+            f"The EAGLE head's hidden size is {decoder.hidden_size} and the model's {size}: use a head that was trained for this model."
+        )
+    _check_vocabulary(decoder.vocab_size, target)
+    has_bias = any(name.endswith("fc.bias") for name in tensors)
+    state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
+    spec = decoder_spec(
+        on_meta(lambda: EagleForCausalLM(decoder, has_bias), dtype),
+        decoder, config, [state], {**DECODER_TP_PLAN, "model.fc": "replicated"},
+    )  # fmt: skip
+    return DrafterSpec(
+        kind="hidden",
+        spec=_reads_hidden(spec, decoder.hidden_size, dtype),
+        target=with_hidden_states(_checked(target), (num_layers_of(target),)),
+        hidden_size=decoder.hidden_size,
+        borrowed_weights={_EMBEDDING: (_EMBEDDING,), _HEAD: (_HEAD, _EMBEDDING)},
+    )
+
+
+def eagle3(
+    config: Mapping[str, Any], target: ModelSpec, tensors: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
+) -> DrafterSpec:
+    """An EAGLE-3 head. tensors: names and shapes of its checkpoint; empty for random weights. Raises `ModelConfigError`."""
+    if tensors and not any("midlayer." in name for name in tensors):
+        raise ModelConfigError(
+            "The drafter has no tensors of an EAGLE-3 head (midlayer.…): use the method eagle for an EAGLE-1 head, or another drafter."
+        )
+    config = {**config, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    decoder, num_layers = DecoderConfig.from_dict(config), num_layers_of(target)
+    _check_vocabulary(decoder.vocab_size, target)
+    draft_vocab_size = positive_int(config, "draft_vocab_size", decoder.vocab_size)
+    options = config.get("eagle_config") or config
+    taps = options.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
+    given = positive_int(config, "target_hidden_size", _hidden_size(target))
+    if given != _hidden_size(target):
+        raise ModelConfigError(
+            f"The EAGLE head reads hidden states of {given} features and the model has {_hidden_size(target)}: use a head that was "
+            "trained for this model."
+        )
+    plan = {name.replace("model.layers.*", "model.midlayer"): style for name, style in DECODER_TP_PLAN.items()}
+    spec = decoder_spec(
+        on_meta(lambda: Eagle3ForCausalLM(decoder, draft_vocab_size), dtype),
+        decoder, config, [full_attention([kv_cache_of(decoder)])], plan,
+    )  # fmt: skip
+    return DrafterSpec(
+        kind="hidden",
+        spec=_reads_hidden(spec, decoder.hidden_size, dtype),
+        target=with_hidden_states(_checked(target), tuple(taps)),
+        hidden_size=decoder.hidden_size,
+        combine=True,
+        maps_tokens=draft_vocab_size != decoder.vocab_size or "d2t" in tensors,
+        borrowed_weights={_EMBEDDING: (_EMBEDDING,)},
+    )
+
+
+def mtp(target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
+    """The layer for multi-token prediction of a DeepSeek-V3 checkpoint. Raises `ModelConfigError` where the target has none."""
+    config = target.config
+    architecture = (config.get("architectures") or ["?"])[0]
+    if architecture != "DeepseekV3ForCausalLM" or not config.get("num_nextn_predict_layers"):
+        raise ModelConfigError(
+            f"{architecture} brings no layer for multi-token prediction that is known here: it must be a DeepseekV3ForCausalLM with "
+            "num_nextn_predict_layers in its config."
+        )
+    names = ARCHITECTURES[architecture].experts
+    assert names is not None
+    parsed = mtp_config(DeepseekConfig.from_dict(config))
+    decoder = parsed.decoder
+    module = on_meta(lambda: MtpForCausalLM(parsed), dtype)
+    for name, parameter in module.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            parameter.data = parameter.data.float()
+    layer = LatentCacheSpec(latent_size=parsed.latent_size, rope_size=decoder.head_dim)
+    plan = {
+        **LATENT_TP_PLAN, "model.layers.*.embed_tokens": "vocab", "model.layers.*.eh_proj": "replicated",
+        "model.layers.*.shared_head.head": "vocab",
+    }  # fmt: skip
+    state = [StateGroup(name=KV_CACHES, layers=(layer,))]
+    spec = decoder_spec(module, decoder, config, state, plan, (names, parsed.moe))
+    quantized = quantized_weights(config, module)
+    spec = replace(spec, quantized_weights=quantized, parts={**spec.parts, **expert_scale_parts(spec.parts, quantized)})
+    prefix = f"model.layers.{decoder.num_hidden_layers}."
+    return DrafterSpec(
+        kind="hidden",
+        spec=_reads_hidden(spec, decoder.hidden_size, dtype),
+        target=with_hidden_states(_checked(target), (num_layers_of(target),)),
+        hidden_size=decoder.hidden_size,
+        borrowed_weights={f"{prefix}embed_tokens.weight": (_EMBEDDING,), f"{prefix}shared_head.head.weight": (_HEAD, _EMBEDDING)},
+        prefix=prefix,
+    )  # fmt: skip
+
+
+def medusa(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
+    """Medusa heads. Raises `ModelConfigError` with one sentence for a wrong config."""
+    size, num_heads = _hidden_size(target), positive_int(config, "medusa_num_heads")
+    blocks = positive_int(config, "medusa_num_layers", 1)
+    given = positive_int(config, "hidden_size", size), positive_int(config, "vocab_size", target.vocab_size)
+    if given != (size, target.vocab_size):
+        raise ModelConfigError(
+            f"The Medusa heads are for a hidden size of {given[0]} and {given[1]} tokens, and the model has {size} and "
+            f"{target.vocab_size}: use heads that were trained for this model."
+        )
+    module = on_meta(lambda: MedusaHeads(size, target.vocab_size, num_heads, blocks), dtype)
+    names = [name for name, _ in module.named_parameters()]
+    spec = ModelSpec(
+        module=module,
+        config={**config, "hidden_size": size, "vocab_size": target.vocab_size},
+        state=(),
+        vocab_size=target.vocab_size,
+        max_model_len=target.max_model_len,
+        weight_map={name.removeprefix("medusa_head."): name for name in names},
+        tp_plan={name: "replicated" for name, child in module.named_modules() if isinstance(child, nn.Linear)},
+        inputs=(_hidden_input(size, dtype),),
+        outputs=(StepOutput(name=DRAFT_TOKENS, dims=(TOKENS, num_heads)),),
+    )
+    return DrafterSpec(
+        kind="heads",
+        spec=spec,
+        target=with_hidden_states(_checked(target), (num_layers_of(target),)),
+        hidden_size=size,
+        max_tokens=num_heads,
+    )
+
+
+def _hidden_input(size: int, dtype: torch.dtype) -> StepInput:
+    """Hidden states [T, D]. The host has none: it fills zeros."""
+    return StepInput(
+        name=HIDDEN_STATES,
+        dtype=dtype,
+        dims=(TOKENS, size),
+        fill=lambda batch: np.zeros((len(batch.token_ids), size), dtype=np.float32),
+    )
+
+
+def _reads_hidden(spec: ModelSpec, size: int, dtype: torch.dtype) -> ModelSpec:
+    """A head's spec: it takes hidden states and gives some, and its checkpoint may leave out "model." before its names."""
+    parameters = [name for name, _ in spec.module.named_parameters()]
+    short = {name.removeprefix("model."): name for name in parameters if name.startswith("model.")}
+    unused: dict[str, str | None] = dict.fromkeys(("d2t", "t2d", "fc.weight", "fc.bias"))
+    return replace(
+        spec,
+        weight_map={**unused, **short, **spec.weight_map},
+        inputs=(INPUT_IDS, POSITIONS, _hidden_input(size, dtype), LOGITS_INDICES),
+        outputs=(StepOutput(name=LOGITS), StepOutput(name=HIDDEN_STATES, dims=(ROWS, size))),
+    )
+
+
+def _hidden_size(target: ModelSpec) -> int:
+    num_layers_of(target)  # which names a target without hidden states
+    return positive_int(target.config, "hidden_size")
+
+
+def _check_vocabulary(vocab_size: int, target: ModelSpec) -> None:
+    if vocab_size != target.vocab_size:
+        raise ModelConfigError(
+            f"The drafter has a vocabulary of {vocab_size} tokens and the model one of {target.vocab_size}: choose a drafter with the "
+            "same tokenizer."
+        )
+
+
+def _checked(target: ModelSpec) -> ModelSpec:
+    """The target, whose steps have what every drafter reads. Raises `ModelConfigError`."""
+    given = {one.name: (one.dtype, one.dims) for one in target.inputs}
+    for one in (INPUT_IDS, POSITIONS):
+        if given.get(one.name) != (one.dtype, one.dims):
+            raise ModelConfigError(
+                f"The model's steps have no {one.name} of one row, which a drafter reads: remove it."
+            )
+    return target

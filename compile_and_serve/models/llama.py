@@ -18,16 +18,17 @@ from compile_and_serve.models.layers import GatedMlp, RotaryEmbedding, apply_rop
 
 
 class LlamaAttention(nn.Module):
-    """group: the state group of the layer's cache."""
+    """group: the state group of the layer's cache. input_size: features of the input; None: D."""
 
-    def __init__(self, config: DecoderConfig, group: str = KV_CACHES) -> None:
+    def __init__(self, config: DecoderConfig, group: str = KV_CACHES, input_size: int | None = None) -> None:
         super().__init__()
+        input_size = input_size or config.hidden_size
         self.head_dim = config.head_dim
         self.scale, self.group = config.head_dim**-0.5, group
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.q_proj = nn.Linear(input_size, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
 
     def forward(

@@ -190,13 +190,13 @@ def _build_native(config: Mapping[str, Any], architecture: str, dtype: torch.dty
     if family.latent is not None and family.experts is not None:
         return _build_latent(family.module, family.latent(config), family.experts, config, dtype)
     decoder = DecoderConfig.from_dict(config, default_head_dim=family.default_head_dim)
-    state = full_attention([_kv_cache(decoder)] * decoder.num_hidden_layers)
+    state = full_attention([kv_cache_of(decoder)] * decoder.num_hidden_layers)
     if family.experts is None:
-        module = _on_meta(lambda: family.module(decoder), dtype)
-        return _spec(module, decoder, config, [state], DECODER_TP_PLAN)
+        module = on_meta(lambda: family.module(decoder), dtype)
+        return decoder_spec(module, decoder, config, [state], DECODER_TP_PLAN)
     moe = MoeConfig.from_dict(config)
-    module = _on_meta(lambda: family.module(decoder, moe), dtype)
-    return _spec(module, decoder, config, [state], MOE_TP_PLAN, (family.experts, moe))
+    module = on_meta(lambda: family.module(decoder, moe), dtype)
+    return decoder_spec(module, decoder, config, [state], MOE_TP_PLAN, (family.experts, moe))
 
 
 def _build_windowed(
@@ -206,7 +206,7 @@ def _build_windowed(
     dtype: torch.dtype,
 ) -> ModelSpec:
     decoder = parsed if isinstance(parsed, WindowedConfig) else parsed.decoder
-    layer = _kv_cache(decoder)
+    layer = kv_cache_of(decoder)
     scores = frozenset[ScoreFeature]() if isinstance(parsed, WindowedConfig) else parsed.scores
     groups = []
     for name in (KV_CACHES, WINDOW_CACHES):
@@ -216,7 +216,7 @@ def _build_windowed(
                 StateGroup(name=name, layers=(layer,) * len(numbers), window=decoder.windows[numbers[0]], scores=scores)
             )
     tp_plan = MOE_TP_PLAN if isinstance(parsed, GptOssConfig) else DECODER_TP_PLAN
-    return _spec(_on_meta(lambda: make(parsed), dtype), decoder, config, groups, tp_plan)
+    return decoder_spec(on_meta(lambda: make(parsed), dtype), decoder, config, groups, tp_plan)
 
 
 def _build_latent(
@@ -227,20 +227,21 @@ def _build_latent(
     dtype: torch.dtype,
 ) -> ModelSpec:
     decoder = parsed.decoder
-    module = _on_meta(lambda: make(parsed), dtype)
+    module = on_meta(lambda: make(parsed), dtype)
     for name, parameter in module.named_parameters():
         if name.endswith("e_score_correction_bias"):  # it decides between close scores
             parameter.data = parameter.data.float()
     layer = LatentCacheSpec(latent_size=parsed.latent_size, rope_size=decoder.head_dim)
     state = StateGroup(name=KV_CACHES, layers=(layer,) * decoder.num_hidden_layers)
-    return _spec(module, decoder, config, [state], LATENT_TP_PLAN, (names, parsed.moe))
+    return decoder_spec(module, decoder, config, [state], LATENT_TP_PLAN, (names, parsed.moe))
 
 
-def _kv_cache(decoder: DecoderConfig) -> KVCacheSpec:
+def kv_cache_of(decoder: DecoderConfig) -> KVCacheSpec:
+    """What each layer of a decoder keeps."""
     return KVCacheSpec(num_kv_heads=decoder.num_key_value_heads, head_dim=decoder.head_dim)
 
 
-def _spec(
+def decoder_spec(
     module: nn.Module,
     decoder: DecoderConfig,
     config: Mapping[str, Any],
@@ -248,6 +249,7 @@ def _spec(
     tp_plan: Mapping[str, ShardStyle],
     experts: tuple[ExpertNames, MoeConfig] | None = None,
 ) -> ModelSpec:
+    """The spec of a module with a decoder's inputs. experts: their names in the checkpoint, and which layers have them."""
     parts, renamed = ({}, {}) if experts is None else _expert_parts(*experts)
     ropes = {"model.rotary_emb.inv_freq": decoder.rope}
     if isinstance(decoder, WindowedConfig):
@@ -266,7 +268,8 @@ def _spec(
     )
 
 
-def _on_meta(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+def on_meta(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """`make()` on the meta device, with its parameters in `dtype`."""
     with torch.device("meta"):
         module = make()
     for parameter in module.parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ import torch
 from compile_and_serve.compiler import available_kernels, compile_model
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.step import StateGroup
-from compile_and_serve.models.drafters import DrafterSpec, draft_model
+from compile_and_serve.custom_ops.step import HIDDEN_STATES, StateGroup
+from compile_and_serve.models.drafters import DrafterSpec, draft_model, eagle, eagle3, medusa, mtp
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
-from compile_and_serve.runtime.weights import load_weights, read_config
-from compile_and_serve.runtime.weights.loader import LoadReport
+from compile_and_serve.runtime.speculation.config import DeviceMethod
+from compile_and_serve.runtime.weights import WeightError, load_weights, open_checkpoint, read_config
+from compile_and_serve.runtime.weights.checkpoint import Checkpoint
+from compile_and_serve.runtime.weights.joined import JoinedCheckpoint, open_drafter
 
 StageCallback = Callable[[str, float, str], None]
 
@@ -28,14 +31,32 @@ def build_drafter(config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -
     speculative = config.speculative
     if speculative is None or speculative.device_method is None:
         return None
-    assert config.drafter_path is not None
-    return draft_model(read_config(config.drafter_path), target, dtype=dtype, model_impl=config.model.model_impl)
+    drafter = _build(config, speculative.device_method, target, dtype)
+    if drafter.max_tokens is not None and speculative.num_tokens > drafter.max_tokens:
+        raise ValueError(
+            f"The drafter makes {drafter.max_tokens} tokens at a time, but num_speculative_tokens is {speculative.num_tokens}: lower it."
+        )
+    return drafter
+
+
+def _build(config: EngineConfig, method: DeviceMethod, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec:
+    path = config.drafter_path
+    if method == "mtp":
+        return mtp(target, dtype=dtype)
+    assert path is not None
+    given = read_config(path)
+    if method == "draft_model":
+        return draft_model(given, target, dtype=dtype, model_impl=config.model.model_impl)
+    if method == "medusa":
+        return medusa(given, target, dtype=dtype)
+    tensors = open_drafter(path).shapes if config.model.load_format == "auto" else {}
+    return (eagle if method == "eagle" else eagle3)(given, target, tensors, dtype=dtype)
 
 
 @dataclass(kw_only=True)
 class CompiledDrafter:
     """drafter: with the rank's part of its state. backends: by its attention groups. borrowed: its state group → the target's group whose
-    block tables it uses. tokens_per_page: of its groups.
+    block tables it uses. extras: the tensors outside of the model, "fc.weight", "fc.bias" and "d2t". load: fills all of it.
     """
 
     drafter: DrafterSpec
@@ -43,7 +64,8 @@ class CompiledDrafter:
     backends: Mapping[str, AttentionBackend]
     borrowed: Mapping[str, str]
     cache_dtype: torch.dtype
-    load: Callable[[], LoadReport]
+    extras: Mapping[str, torch.Tensor]
+    load: Callable[[], None]
 
     def page_bytes(self, tokens_per_page: Mapping[str, int]) -> int:
         """Bytes of its own that it keeps for each page. tokens_per_page: of the target's groups."""
@@ -51,6 +73,10 @@ class CompiledDrafter:
             group.bytes_per_token(self.cache_dtype) * tokens_per_page[self.borrowed[group.name]]
             for group in self.drafter.spec.state
         )
+
+    def weight_memory(self) -> list[torch.Tensor]:
+        """As of a model."""
+        return [*self.model.weight_memory(), *self.extras.values()]
 
 
 def compile_drafter(
@@ -68,7 +94,7 @@ def compile_drafter(
         )
     borrowed = {group.name: _borrowed(group, drafter.target) for group in spec.state}
     cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
-    backends = backends_of_model(spec, config, device, dtype)
+    backends = dict(backends_of_model(spec, config, device, dtype))
     dump_dir = config.compile.dump_dir
     options = replace(
         config.compile, max_loras=0, user_passes=(), quantization=None, quantization_exclude=None, profile_tokens=(),
@@ -80,20 +106,66 @@ def compile_drafter(
         attention_backends=backends, kv_cache_dtype=cache_dtype,
         on_stage=lambda stage, seconds, detail: on_stage(f"drafter {stage}", seconds, detail),
     )  # fmt: skip
-    path = config.drafter_path
-    assert path is not None
+    path = config.drafter_path or config.model.path
+    is_dummy = config.model.load_format == "dummy"
+    own = None if is_dummy else open_drafter(path)
+    extras = _extras(drafter, {} if own is None else own.shapes, path, device, dtype)
 
-    def load() -> LoadReport:
-        return load_weights(
+    def load() -> None:
+        checkpoint = None if own is None else _joined(own, drafter, config)
+        load_weights(
             model, spec, path, load_format=config.model.load_format, device=device, dtype=dtype, seed=config.model.seed,
-            rank=rank,
+            rank=rank, checkpoint=checkpoint,
         )  # fmt: skip
+        if own is None:
+            for name, tensor in extras.items():
+                tensor.zero_() if name == "d2t" else tensor.fill_(1.0 / tensor.shape[-1])
+        else:
+            for name, tensor in own.stream(set(extras)):
+                extras[name].copy_(tensor)
 
     size = config.num_ranks
     of_rank = replace(drafter, spec=replace(spec, state=tuple(group.of_rank(size) for group in spec.state)))
     return CompiledDrafter(
-        drafter=of_rank, model=model, backends=backends, borrowed=borrowed, cache_dtype=cache_dtype, load=load
+        drafter=of_rank,
+        model=model,
+        backends=backends,
+        borrowed=borrowed,
+        cache_dtype=cache_dtype,
+        extras=extras,
+        load=load,
     )
+
+
+def _joined(own: Checkpoint, drafter: DrafterSpec, config: EngineConfig) -> JoinedCheckpoint:
+    """The drafter's tensors, with those of the target that it lacks."""
+    weight_map = drafter.spec.weight_map
+    present = {weight_map.get(name, name) for name in own.shapes}
+    lacking = {name: held for name, held in drafter.borrowed_weights.items() if name not in present}
+    return JoinedCheckpoint(
+        own, lambda: open_checkpoint(config.model.path), lambda name: name.startswith(drafter.prefix), lacking
+    )
+
+
+def _extras(
+    drafter: DrafterSpec, shapes: Mapping[str, tuple[int, ...]], path: Path, device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if drafter.combine:
+        size = next(one for one in drafter.target.outputs if one.name == HIDDEN_STATES).dims[1]
+        expected["fc.weight"] = ((drafter.hidden_size, int(size)), dtype)
+        if "fc.bias" in shapes:
+            expected["fc.bias"] = ((drafter.hidden_size,), dtype)
+    if drafter.maps_tokens:
+        head = drafter.spec.module.get_parameter("lm_head.weight")
+        expected["d2t"] = ((head.shape[0],), torch.int64)
+    for name, (shape, _) in expected.items():
+        if shapes and shapes.get(name) != shape:
+            found = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
+            raise WeightError(
+                f"{name} in {path} {found}, but must have shape {list(shape)}: use a drafter of this model."
+            )
+    return {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in expected.items()}
 
 
 def _borrowed(group: StateGroup, target: ModelSpec) -> str:

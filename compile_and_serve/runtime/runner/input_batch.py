@@ -202,6 +202,10 @@ class InputBatch:
         structured = self._requests[request_id].params.structured_outputs
         return frozenset() if structured is None else structured.draft_ends
 
+    def known_tokens(self, request_id: str) -> np.ndarray:
+        """int64: the tokens that a request that is held came with."""
+        return self._requests[request_id].token_ids
+
     def lengths(self, slots_S: np.ndarray) -> np.ndarray:
         """int64 [S]: tokens of the slots' sequences that are computed once the step prepared last has run."""
         return self._computed[slots_S]

@@ -23,7 +23,7 @@ from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.decode_step import DecodeStep, advances_on_device
-from compile_and_serve.runtime.runner.device import num_cores
+from compile_and_serve.runtime.runner.device import model_dtype, num_cores
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, HeldRequest, InputBatch
@@ -109,7 +109,11 @@ class ModelRunner:
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
             max_padded_drafts=0 if drafted_steps is None else drafted_steps.max_padded_size // self._drafted_len,
         )  # fmt: skip
-        self.drafter = None if drafter is None else DraftRunner(drafter, self.batch, num_pages, device)
+        self.drafter = (
+            None
+            if drafter is None
+            else DraftRunner(drafter, self.batch, num_pages, device, model_dtype(config, device))
+        )
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
         self.sampler = Sampler(
@@ -164,7 +168,7 @@ class ModelRunner:
         logits_LV = result.outputs[LOGITS]
         num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
         if num_sampled == 0:
-            self._follow(layout)
+            self._follow(layout, result, None)
             return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
         logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
         drawn = None
@@ -183,7 +187,7 @@ class ModelRunner:
             batch.host_last_tokens[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
-        self._follow(layout)
+        self._follow(layout, result, sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         counts = scheduled.num_scheduled_tokens
         on_accepted = self._on_accepted(layout, result.outputs, counts) if batch.query_len > 1 else None
@@ -195,10 +199,10 @@ class ModelRunner:
             self._structured_step = pending
         return pending
 
-    def _follow(self, layout: BatchLayout) -> None:
+    def _follow(self, layout: BatchLayout, result: StepResult, tokens_S: torch.Tensor | None) -> None:
         if self.drafter is not None:
             assert self._last_step is not None
-            self.drafter.follow(self._last_step, layout)
+            self.drafter.follow(self._last_step, layout, result.outputs, tokens_S)
 
     def drafted_step(self, size: int) -> DecodeStep:
         """As `decode_step`, where each sequence has the most draft tokens that the scheduler gives."""

@@ -190,9 +190,9 @@ def graph_memory(graphs: GraphRunners) -> str:
 
 def _run(runner: ModelRunner, step: Step) -> None:
     for steps in dict.fromkeys((runner.steps, runner.plain_steps)):
-        steps.run(step)
+        outputs = steps.run(step).outputs
     if runner.drafter is not None:
-        runner.drafter.follow(step, None)
+        runner.drafter.follow(step, None, outputs, None)
     runner.platform.synchronize()
 
 

@@ -217,8 +217,13 @@ class Worker:
         drafter = self._drafter
         if drafter is None:
             return SleepingWeights(self._model.weight_memory(), load)
-        tensors = [*self._model.weight_memory(), *drafter.model.weight_memory()]
-        return SleepingWeights(tensors, lambda: (load(), drafter.load()))
+        tensors = [*self._model.weight_memory(), *drafter.weight_memory()]
+
+        def load_both() -> None:
+            load()
+            drafter.load()
+
+        return SleepingWeights(tensors, load_both)
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache of `num_blocks` blocks and run every kind of step once."""

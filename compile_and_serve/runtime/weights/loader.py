@@ -15,7 +15,7 @@ import torch
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, select, source_of
 from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight, Mxfp4Weight, QuantizedWeight
 from compile_and_serve.models.spec import ModelSpec
-from compile_and_serve.runtime.weights.checkpoint import open_checkpoint
+from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from compile_and_serve.runtime.weights.dummy import dummy_tensors
 from compile_and_serve.runtime.weights.errors import WeightError
 
@@ -63,12 +63,14 @@ def load_weights(
     dtype: torch.dtype,
     seed: int,
     rank: int = 0,
+    checkpoint: Checkpoint | None = None,
 ) -> LoadReport:
     """Load the folder or GGUF file at `path` into `compiled`; the load format "dummy" makes random values instead.
 
     Floating-point tensors are converted to `dtype` on `device` before they are transformed, except quantized values and
     their scales. A source is held only until its last transform has run. rank: of this process among those that share a
-    sharded model. Only the rank's part of a sharded tensor is read, converted and held.
+    sharded model. Only the rank's part of a sharded tensor is read, converted and held. checkpoint: what to read in place of the files
+    at `path`.
 
     Raises `WeightError` before any data is read if a file is missing or truncated, or a tensor is missing or has a wrong
     shape.
@@ -82,7 +84,7 @@ def load_weights(
         std = float(spec.config.get("initializer_range", 0.02))
         tensors = dummy_tensors(sources, device=device, seed=seed, std=std, quantized=spec.quantized_weights)
     else:
-        tensors, unexpected = _checked_stream(sources, spec, path)
+        tensors, unexpected = _checked_stream(sources, spec, path, checkpoint)
         tensors = _joined(tensors, sources, spec, device=device, dtype=dtype)
     num_tensors = 0
     with torch.no_grad():
@@ -115,13 +117,16 @@ def _quantized_names(spec: ModelSpec) -> set[str]:
 
 
 def _checked_stream(
-    specs: Mapping[str, TensorSpec], spec: ModelSpec, path: Path
+    specs: Mapping[str, TensorSpec], spec: ModelSpec, path: Path, checkpoint: Checkpoint | None
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], tuple[str, ...]]:
     """Check the checkpoint's names and shapes against the model's. Returns the stream under the model's names, and the names
     of unexpected tensors.
     """
     packed = frozenset(name for name, expected in specs.items() if expected.dtype == torch.uint8)
-    checkpoint, known_scales = open_checkpoint(path, packed), _quantized_names(spec) - spec.quantized_weights.keys()
+    checkpoint, known_scales = (
+        checkpoint or open_checkpoint(path, packed),
+        _quantized_names(spec) - spec.quantized_weights.keys(),
+    )
     wanted: dict[str, str] = {}  # checkpoint name → parameter name; of a part, its own name
     part_names: dict[str, set[str]] = {}  # parameter → names of its parts in the checkpoint
     unexpected: list[str] = []

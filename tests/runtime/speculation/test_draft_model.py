@@ -121,7 +121,7 @@ def test_it_sleeps_and_wakes(folder: Path, expected: dict[str, list[int]], monke
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 300}, "has a vocabulary of 300 tokens and the model one of 320: choose a draft model with the same"),
+        ({"vocab_size": 300}, "has a vocabulary of 300 tokens and the model one of 320: choose a drafter with the same"),
         ({"max_position_embeddings": 128}, "positions end at 128, but max_model_len is 256: lower --max-model-len"),
     ],
 )  # fmt: skip

@@ -1,0 +1,85 @@
+"""The layer for multi-token prediction that DeepSeek-V3's checkpoints bring behind their last layer (arXiv:2412.19437, section 2.2).
+
+Shape legend: T tokens, S rows whose logits are needed, D hidden size, V vocabulary.
+
+At position i it reads the hidden state of token i and the embedding of token i + 1, and says token i + 2, as an EAGLE head does. It drafts
+further tokens from its own output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from compile_and_serve.models.deepseek import DeepseekConfig, DeepseekMoe, DeepseekMoeLayer, LatentAttention
+from compile_and_serve.models.layers import RotaryEmbedding
+
+
+class SharedHead(nn.Module):
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        decoder = config.decoder
+        self.norm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.head = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False)
+
+    def forward(self, x_SD: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x_SD))
+
+
+class MtpLayer(DeepseekMoeLayer):
+    """A layer with experts, and what comes before and behind it."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        decoder = config.decoder
+        super().__init__(decoder, LatentAttention(config), DeepseekMoe(config))
+        self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.enorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.hnorm = nn.RMSNorm(decoder.hidden_size, eps=decoder.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * decoder.hidden_size, decoder.hidden_size, bias=False)
+        self.shared_head = SharedHead(config)
+
+    def joined(self, input_ids_T: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """The layer's input. [T, D]"""
+        return self.eh_proj(torch.cat((self.enorm(self.embed_tokens(input_ids_T)), self.hnorm(hidden_TD)), dim=-1))
+
+
+class MtpModel(nn.Module):
+    """The layer under the name that it has in the checkpoint."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        self.rotary_emb = RotaryEmbedding(config.decoder)
+        self.layers = nn.ModuleDict({str(config.decoder.num_hidden_layers): MtpLayer(config)})
+
+
+class MtpForCausalLM(nn.Module):
+    """forward(input_ids int64 [T], positions int64 [T], hidden_states [T, D], kv_caches, logits_indices int64 [S]) → logits [S, V] and
+    hidden states [S, D].
+    """
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        self.model = MtpModel(config)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+        logits_indices: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (layer,) = self.model.layers.values()
+        assert isinstance(layer, MtpLayer)
+        x_TD = layer.joined(input_ids, hidden_states)
+        cos_TR, sin_TR = self.model.rotary_emb(positions, x_TD.dtype)
+        hidden_SD = layer(x_TD, cos_TR, sin_TR, kv_caches[0])[logits_indices]
+        return layer.shared_head(hidden_SD), hidden_SD
+
+
+def mtp_config(config: DeepseekConfig) -> DeepseekConfig:
+    """The config whose only layer with experts is the one behind the last."""
+    layers = config.decoder.num_hidden_layers
+    return replace(config, moe=replace(config.moe, sparse_layers=(*(False,) * layers, True)))

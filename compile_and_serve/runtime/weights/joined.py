@@ -1,0 +1,74 @@
+"""Checkpoints of drafters: pickled files that older ones come in, and tensors that a drafter takes from its target."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkpoint
+from compile_and_serve.runtime.weights.errors import WeightError
+
+PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")
+
+
+class PickledCheckpoint:
+    """A `Checkpoint` in one file of torch.save. Only tensors are read from it, so it cannot run code."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise WeightError(
+                f"{file} is not a file of plain tensors ({reason:.200}): convert it to model.safetensors."
+            ) from None
+        if not isinstance(held, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
+            raise WeightError(f"{file} must hold tensors by name: convert it to model.safetensors.")
+        self._tensors = held
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+
+    def stream(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.items():
+            if name in names:
+                yield name, tensor
+
+
+def open_drafter(path: Path) -> Checkpoint:
+    """A drafter's checkpoint: safetensors, a .gguf file, or a pickled file of plain tensors. Raises `WeightError`."""
+    if path.is_dir() and not list(path.glob("*.safetensors*")):
+        for name in PICKLED_FILES:
+            if (path / name).exists():
+                return PickledCheckpoint(path / name)
+    return open_checkpoint(path)
+
+
+class JoinedCheckpoint:
+    """A drafter's tensors, and those that it borrows from its target.
+
+    is_own: whether one of the drafter's tensors is meant. borrowed: name → names of the target's tensor, the first that there is.
+    """
+
+    def __init__(
+        self, own: Checkpoint, target: Callable[[], Checkpoint], is_own: Callable[[str], bool], borrowed: Mapping[str, Sequence[str]]
+    ) -> None:  # fmt: skip
+        self._own = own
+        self.shapes = {name: shape for name, shape in own.shapes.items() if is_own(name)}
+        self._target = target() if borrowed else None
+        self._borrowed: dict[str, list[str]] = {}  # target's name → names here
+        for name, candidates in borrowed.items():
+            assert self._target is not None
+            found = next((one for one in candidates if one in self._target.shapes), None)
+            if found is not None:
+                self._borrowed.setdefault(found, []).append(name)
+                self.shapes[name] = tuple(self._target.shapes[found])
+
+    def stream(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        borrowed = {name for held in self._borrowed.values() for name in held}
+        yield from self._own.stream({name for name in names - borrowed if name in self.shapes})
+        if self._target is not None:
+            wanted = {source for source, held in self._borrowed.items() if names & set(held)}
+            for source, tensor in self._target.stream(wanted):
+                yield from ((name, tensor) for name in self._borrowed[source] if name in names)

@@ -1,0 +1,240 @@
+"""EAGLE, EAGLE-3, MTP and Medusa heads: they draft what their definition says, and change no token.
+
+Shape legend: T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from compile_and_serve.custom_ops.made_up_step import make_step, zero_state
+from compile_and_serve.custom_ops.step import running
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.models.spec import ModelSpec
+from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.runner.draft_runner import DraftRunner
+from compile_and_serve.runtime.speculation.payoff import Payoff
+from tests.runtime.speculation.test_lossless import hard_requests
+from tests.support.drafters import check_every_draft
+from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
+
+METHODS = ("eagle", "eagle3", "mtp", "medusa")
+D, V, DRAFT_V, HEADS = 64, 320, 80, 4
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": D, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "hidden_act": "silu", "initializer_range": 0.3,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 2,
+    "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+}  # fmt: skip
+HEAD_CONFIGS: dict[str, dict[str, Any]] = {
+    "eagle": {**LLAMA, "num_hidden_layers": 1},
+    "eagle3": {
+        **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_V,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    },
+    "medusa": {"medusa_num_heads": HEADS, "medusa_num_layers": 1},
+}  # fmt: skip
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.1 + (len(shape) == 1) if "norm" in name
+        else torch.randn(shape, generator=generator) * 0.3
+        for name, shape in shapes.items()
+    }  # fmt: skip
+
+
+def layer_shapes(prefix: str, inputs: int = D) -> dict[str, tuple[int, ...]]:
+    attention = {
+        f"{prefix}.self_attn.{name}_proj.weight": (size, inputs) for name, size in (("q", 64), ("k", 32), ("v", 32))
+    }
+    return attention | {
+        f"{prefix}.self_attn.o_proj.weight": (D, 64), f"{prefix}.mlp.gate_proj.weight": (96, D),
+        f"{prefix}.mlp.up_proj.weight": (96, D), f"{prefix}.mlp.down_proj.weight": (D, 96),
+        f"{prefix}.post_attention_layernorm.weight": (D,),
+    }  # fmt: skip
+
+
+def head_tensors(method: str) -> dict[str, torch.Tensor]:
+    """A head's tensors under their published names."""
+    if method == "eagle":
+        return random_tensors({"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D), **layer_shapes("layers.0")})
+    if method == "eagle3":
+        tensors = random_tensors({
+            "fc.weight": (D, 3 * D), **layer_shapes("midlayer", 2 * D), "midlayer.hidden_norm.weight": (D,),
+            "midlayer.input_layernorm.weight": (D,), "norm.weight": (D,), "lm_head.weight": (DRAFT_V, D),
+        })  # fmt: skip
+        own = torch.arange(DRAFT_V)
+        known = torch.zeros(V, dtype=torch.bool)
+        known[own * 4 + 1] = True
+        return tensors | {"d2t": own * 4 + 1 - own, "t2d": known}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(HEADS):
+        shapes |= {
+            f"medusa_head.{head}.0.linear.weight": (D, D), f"medusa_head.{head}.0.linear.bias": (D,),
+            f"medusa_head.{head}.1.weight": (V, D),
+        }  # fmt: skip
+    return random_tensors(shapes)
+
+
+def write_model(folder: Path, config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(tensors), folder / "model.safetensors")
+    return folder
+
+
+def target_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Of a checkpoint of the target, with its layer for multi-token prediction."""
+    spec = build_model(config, dtype=torch.float32)
+    tensors = checkpoint_of(spec)
+    if "num_nextn_predict_layers" in config:
+        layer = f"model.layers.{config['num_hidden_layers']}"
+        given = {
+            n.replace("model.layers.1.", f"{layer}."): t for n, t in tensors.items() if n.startswith("model.layers.1.")
+        }
+        more = random_tensors({
+            f"{layer}.enorm.weight": (D,), f"{layer}.hnorm.weight": (D,), f"{layer}.eh_proj.weight": (D, 2 * D),
+            f"{layer}.shared_head.norm.weight": (D,), f"{layer}.shared_head.head.weight": (V, D),
+        }, seed=7)  # fmt: skip
+        tensors |= {name: tensor.flip(0).contiguous() for name, tensor in given.items()} | more
+    return tensors
+
+
+def checkpoint_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Random tensors under the checkpoint's names."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in spec.module.named_parameters()}
+    parts = {one.parameter for one in spec.parts.values()}
+    whole = {name: shape for name, shape in shapes.items() if name not in parts}
+    for name, part in spec.parts.items():
+        whole[name] = (part.num_rows, shapes[part.parameter][-1])
+    return random_tensors(whole, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints: "llama", "deepseek", and those of the heads."""
+    root = tmp_path_factory.mktemp("heads")
+    made = {name: write_model(root / name, HEAD_CONFIGS[name], head_tensors(name)) for name in HEAD_CONFIGS}
+    for name, config in (("llama", LLAMA), ("deepseek", DEEPSEEK)):
+        made[name] = write_model(root / name, config, target_tensors(config))
+    return made
+
+
+def engine(
+    folders: Mapping[str, Path], method: str, num_tokens: int = 3, *, drafts: bool = True, **options: Any
+) -> EngineCore:
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": num_tokens}
+    if method != "mtp":
+        speculation["model"] = str(folders[method])
+    given: dict[str, Any] = {"load_format": "auto", "max_num_batched_tokens": 64} | options
+    if method == "mtp":
+        given["attention_backend"] = "torch"  # Triton's kernels would run in the interpreter
+    target = folders["deepseek" if method == "mtp" else "llama"]
+    return EngineCore(tiny_config(target, speculative_config=speculation if drafts else None, **given))
+
+
+def requests() -> list[EngineRequest]:
+    lengths = (5, 30, 90, 90, 17)
+    return [request(f"q{i}", prompt_of(i // 2, length), max_tokens=14 + 3 * i) for i, length in enumerate(lengths)]
+
+
+class Reference:
+    """A target and its head, which compute a whole sequence in one pass."""
+
+    def __init__(self, core: EngineCore) -> None:
+        worker = core._executor._worker  # type: ignore[attr-defined]
+        self.compiled = worker._drafter
+        self.target = worker._model
+
+    def pass_over(self, model: Any, tokens: np.ndarray, hidden: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Outputs at every position."""
+        spec, count = model.spec, len(tokens)
+        sizes = {group.name: count for group in spec.state}
+        step = make_step(
+            spec.inputs, spec.state, [(0, count)], state=zero_state(spec.state, 1, 1, sizes, torch.float32), tokens_per_page=sizes,
+            token_ids=tokens, row_indices=np.arange(count),
+        )  # fmt: skip
+        if hidden is not None:
+            step.inputs["hidden_states"] = hidden
+        with torch.no_grad(), running(step.metadata):
+            return model(step)
+
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """What the head says behind `tokens`."""
+        drafter, extras = self.compiled.drafter, self.compiled.extras
+        known = np.array(tokens, dtype=np.int64)
+        hidden = self.pass_over(self.target, known[:-1])["hidden_states"]
+        if drafter.kind == "heads":
+            return self.pass_over(self.compiled.model, known[-2:-1], hidden[-1:])["draft_tokens"][0, :count].tolist()
+        if drafter.combine:
+            hidden = F.linear(hidden, extras["fc.weight"])
+        drafts: list[int] = []
+        for _ in range(count):
+            given = self.pass_over(self.compiled.model, np.array([*tokens[1:], *drafts]), hidden)
+            draft = int(given["logits"][-1].argmax())
+            drafts.append(draft + int(extras["d2t"][draft]) if "d2t" in extras else draft)
+            hidden = torch.cat((hidden, given["hidden_states"][-1:]))
+        return drafts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_drafts_what_its_definition_says(
+    method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the steps before: chunks of prompts, prefix hits, preemptions, wrong and right drafts, none at all."""
+    steps = iter(range(10_000))
+    check_every_draft(monkeypatch)
+    monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs: next(steps) % 9 < 6)
+    proposed: list[tuple[str, int, list[int]]] = []
+    propose = DraftRunner.propose
+
+    def recorded(self: DraftRunner, last_tokens: Any, wanted: Any) -> dict[str, list[int]]:
+        drafts = propose(self, last_tokens, wanted)
+        proposed.extend((name, last_tokens[name][0], draft) for name, draft in drafts.items())
+        return drafts
+
+    monkeypatch.setattr(DraftRunner, "propose", recorded)
+    core = engine(folders, method, num_kv_blocks=90, async_scheduling=True)
+    given = requests()
+    outputs = tokens_of(run_requests(core, given))
+    reference = Reference(core)
+    whole = {one.request_id: [*one.prompt_token_ids, *outputs[one.request_id]] for one in given}
+    assert len(proposed) > 40
+    differ = 0
+    for name, length, draft in proposed[::2]:
+        differ += reference.drafts(whole[name][:length], len(draft)) != draft
+    # The last cached entry of a shared prefix was computed with the token behind it in the other sequence.
+    assert differ <= 2, f"{differ} of {len(proposed) // 2}"
+    assert core.stats().prefix_cache_hits > 0
+    core.shutdown()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_token_changes(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = engine(folders, method, drafts=False)
+    plain = tokens_of(run_requests(expected, hard_requests()))
+    expected.shutdown()
+    check_every_draft(monkeypatch)
+    core = engine(folders, method)
+    assert tokens_of(run_requests(core, hard_requests())) == plain
+    stats = core.stats()
+    assert stats.spec_decode_num_draft_tokens > 400
+    assert stats.num_free_blocks == stats.num_total_blocks
+    core.shutdown()
