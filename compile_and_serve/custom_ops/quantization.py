@@ -37,6 +37,8 @@ class QuantizedWeight:
     per_block: bool = False
     activations: Activations
     input_scale: str | None = None
+    scale_function: str = "scale_to_rows"
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,9 @@ class GroupedWeight:
     - codes: uint8 [O, I], less than 2^bits. scale: [O, G].
     - offset: [O, G], zero points as uint8, or minima as floating-point numbers; None: the zero point is 2^(bits − 1).
     - input_groups: int64 [I], the group of each input ("act-order"); None: groups are `group_size` adjacent inputs.
-    tensors: name → shape and dtype of the checkpoint's tensors that they use. scale_dtype: as stored.
+    tensors: name → shape and dtype of the checkpoint's tensors that they use.
+    table: a name of `custom_ops/quantized/group_layout.py`'s `TABLES`: weight = table[code] · scale, without offsets.
+    activations: dtype to which the checkpoint wants activations rounded, one scale per token.
     unused: names of further tensors of the weight that may be in the checkpoint.
     """
 
@@ -59,12 +63,14 @@ class GroupedWeight:
     scale: Any
     offset: Any = None
     input_groups: Any = None
+    table: str = ""
+    activations: torch.dtype | None = None
     unused: tuple[str, ...] = ()
 
     @property
     def container_bits(self) -> int:
-        """Bits of a code as the kernels store it. They take groups of 16 with 8 bits only."""
-        return 4 if self.bits <= 4 and self.group_size % 32 == 0 else 8
+        """Bits of a code as the kernels store it. They take integers in groups of 16 with 8 bits only."""
+        return 4 if self.bits <= 4 and (self.table or self.group_size % 32 == 0) else 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from compile_and_serve.custom_ops.quantization import GroupedWeight
 from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS
 from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.config_fields import as_list, integer, is_ignored, require
 
 PACKED_FORMAT = "pack-quantized"
 _WHOLE = 128  # one group per output is a group of the inputs, rounded up to this multiple
@@ -65,15 +66,15 @@ def gguf_weights(config: Mapping[str, Any], module: nn.Module) -> dict[str, Grou
 
 def _awq(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, GroupedWeight]:
     bits = config.get("bits", config.get("w_bit", 4))
-    _require("bits", bits, (4,))
-    _require("version", str(config.get("version", "gemm")).lower(), ("gemm",))
-    _require("zero_point", config.get("zero_point", True), (True,))
-    group_size = _integer(config, "group_size", config.get("q_group_size", 128))
+    require("bits", bits, (4,))
+    require("version", str(config.get("version", "gemm")).lower(), ("gemm",))
+    require("zero_point", config.get("zero_point", True), (True,))
+    group_size = integer(config, "group_size", config.get("q_group_size", 128))
     ignored = ["lm_head", *(config.get("modules_to_not_convert") or [])]
     return {
         f"{name}.weight": awq_weight(name, linear, group_size)
         for name, linear in linears.items()
-        if not _is_ignored(name, ignored)
+        if not is_ignored(name, ignored)
     }
 
 
@@ -98,18 +99,18 @@ def awq_weight(name: str, linear: nn.Linear, group_size: int) -> GroupedWeight:
 
 def _gptq(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, GroupedWeight]:
     file_format = config.get("checkpoint_format") or config.get("format") or "gptq"
-    _require("checkpoint_format", file_format, ("gptq", "gptq_v2"))
-    only = [name for names in config.get("modules_in_block_to_quantize") or [] for name in _as_list(names)]
+    require("checkpoint_format", file_format, ("gptq", "gptq_v2"))
+    only = [name for names in config.get("modules_in_block_to_quantize") or [] for name in as_list(names)]
     ignored = [*([] if config.get("lm_head") else ["lm_head"]), *(config.get("modules_to_not_convert") or [])]
     found: dict[str, GroupedWeight] = {}
     for name, linear in linears.items():
-        if _is_ignored(name, ignored) or (only and not any(name.endswith(f".{one}") for one in only)):
+        if is_ignored(name, ignored) or (only and not any(name.endswith(f".{one}") for one in only)):
             continue
         settings = _overridden(config, name)
         if settings is None:
             continue
         found[f"{name}.weight"] = gptq_weight(
-            name, linear, _bits(settings), _integer(settings, "group_size", 128), stores_less=file_format == "gptq",
+            name, linear, _bits(settings), integer(settings, "group_size", 128), stores_less=file_format == "gptq",
             act_order=bool(settings.get("desc_act", False)) and not settings.get("static_groups", False),
         )  # fmt: skip
     return found
@@ -158,8 +159,8 @@ def gptq_weight(
 def _auto_round(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, GroupedWeight]:
     packing = str(config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq")
     known = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_gptq", "auto_awq")
-    _require("packing_format", packing, known)
-    blocks = _as_list(config.get("block_name_to_quantize") or config.get("to_quant_block_names") or [])
+    require("packing_format", packing, known)
+    blocks = as_list(config.get("block_name_to_quantize") or config.get("to_quant_block_names") or [])
     found: dict[str, GroupedWeight] = {}
     extra = config.get("extra_config") or {}
     for name, linear in linears.items():
@@ -172,11 +173,11 @@ def _auto_round(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> 
         if settings.get("bits", 4) >= 16:
             continue
         if packing.endswith("auto_awq"):
-            _require("bits", settings.get("bits"), (4,))
-            found[f"{name}.weight"] = awq_weight(name, linear, _integer(settings, "group_size", 128))
+            require("bits", settings.get("bits"), (4,))
+            found[f"{name}.weight"] = awq_weight(name, linear, integer(settings, "group_size", 128))
         else:
             found[f"{name}.weight"] = gptq_weight(
-                name, linear, _bits(settings), _integer(settings, "group_size", 128), stores_less=True, act_order=False
+                name, linear, _bits(settings), integer(settings, "group_size", 128), stores_less=True, act_order=False
             )
     return found
 
@@ -190,14 +191,14 @@ def pack_quantized(
             f"compressed-tensors' input_activations with the format {PACKED_FORMAT} are not supported: use weight-only quantization."
         )
     bits: int = weights.get("num_bits", 0)
-    _require("config_groups.weights.num_bits", bits, (4, 8))
-    _require("config_groups.weights.type", weights.get("type", "int"), ("int",))
+    require("config_groups.weights.num_bits", bits, (4, 8))
+    require("config_groups.weights.type", weights.get("type", "int"), ("int",))
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
-    _require("config_groups.weights.strategy", strategy, ("group", "channel"))
+    require("config_groups.weights.strategy", strategy, ("group", "channel"))
     actorder = weights.get("actorder")
-    _require("config_groups.weights.actorder", actorder, (None, False, "weight", "static", "group", "dynamic"))
+    require("config_groups.weights.actorder", actorder, (None, False, "weight", "static", "group", "dynamic"))
     out_features, in_features = linear.weight.shape
-    size = -1 if strategy == "channel" else _integer(weights, "group_size", 128)
+    size = -1 if strategy == "channel" else integer(weights, "group_size", 128)
     group_size, groups = _groups(name, in_features, size)
     words, is_symmetric = -(-in_features * bits // 32), weights.get("symmetric", True)
     has_order = actorder in ("group", "dynamic") and groups > 1
@@ -238,23 +239,8 @@ def _groups(name: str, in_features: int, group_size: int) -> tuple[int, int]:
 
 
 def _bits(settings: Mapping[str, Any]) -> int:
-    _require("bits", settings.get("bits"), (2, 3, 4, 8))
+    require("bits", settings.get("bits"), (2, 3, 4, 8))
     return settings["bits"]
-
-
-def _integer(settings: Mapping[str, Any], field: str, default: Any) -> int:
-    value = settings.get(field, default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ModelConfigError(f"quantization_config's {field} is {value!r}: expected an integer.")
-    return value
-
-
-def _require(field: str, value: Any, known: Sequence[Any]) -> None:
-    if value not in known:
-        expected = " or ".join(repr(one) for one in known)
-        raise ModelConfigError(
-            f"quantization_config's {field} is {value!r}, which is not supported: expected {expected}."
-        )
 
 
 def _require_multiple(name: str, what: str, size: int, multiple: int) -> None:
@@ -262,19 +248,6 @@ def _require_multiple(name: str, what: str, size: int, multiple: int) -> None:
         raise ModelConfigError(f"{name} has {size} {what}, but its packed format needs a multiple of {multiple}.")
 
 
-def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
-    return any(
-        f".{name}.".endswith(f".{one}.") or f"{name}.".startswith(f"{one}.") or f".{one}." in f".{name}."
-        for one in ignored
-    )
-
-
 def _matches(pattern: str, name: str) -> bool:
     """Whether a key of extra_config is a regular expression for the module."""
     return any(character in pattern for character in "*+[(\\") and re.fullmatch(pattern, name) is not None
-
-
-def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        return [one.strip() for one in value.split(",")]
-    return [item for one in value for item in _as_list(one)] if isinstance(value, list | tuple) else [value]

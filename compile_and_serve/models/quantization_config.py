@@ -4,7 +4,8 @@ Supported are the formats that the kernels run without conversion:
 - `compressed-tensors` (llm-compressor): formats float-quantized, int-quantized and naive-quantized with 8 bits; pack-quantized with 4 or
   8 bits, per group or channel, symmetric or not;
 - Hugging Face's `fp8`: blocks of 128 × 128 with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` per tensor;
-- `awq`, `gptq` and `auto-round`: `models/grouped_config.py`.
+- `awq`, `gptq` and `auto-round`: `models/grouped_config.py`;
+- NVFP4, MXFP4, bitsandbytes, ModelOpt and Quark: `models/float4_config.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,19 @@ from torch import nn
 
 from compile_and_serve.custom_ops.quantization import BLOCK, Activations, QuantizedWeight, StoredWeight
 from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.float4_config import (
+    MXFP4_FORMAT,
+    NVFP4_FORMAT,
+    bitsandbytes_weights,
+    modelopt_weights,
+    packed_float4,
+    quark_weights,
+)
 from compile_and_serve.models.grouped_config import PACKED_FORMAT, gguf_weights, grouped_weights, pack_quantized
 from compile_and_serve.models.spec import TensorPart
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_ALL_FORMATS = (*_FORMATS, PACKED_FORMAT, NVFP4_FORMAT, MXFP4_FORMAT)
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts; they stay unquantized
 _DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
 
@@ -41,13 +51,19 @@ def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> Mapping[s
         return _compressed_tensors(quantization, _linears(module), config.get("torch_dtype") or config.get("dtype"))
     if method == "fp8":
         return _fp8(quantization, _linears(module)) | _fp8_experts(quantization, module)
+    if method in ("modelopt", "modelopt_fp4"):
+        return modelopt_weights(quantization, _linears(module))
+    if method == "quark":
+        return quark_weights(quantization, _linears(module))
+    if method == "bitsandbytes":
+        return bitsandbytes_weights(quantization, _linears(module))
     if method == "gguf":
         return gguf_weights(quantization, module)
     if (grouped := grouped_weights(quantization, _linears(module))) is not None:
         return grouped
     raise ModelConfigError(
         f"quantization_config's quant_method {method!r} is not supported: use a checkpoint in the format compressed-tensors, fp8, awq, "
-        "gptq or auto-round, or an unquantized one with --quantization."
+        "gptq, auto-round, bitsandbytes, modelopt or quark, or an unquantized one with --quantization."
     )
 
 
@@ -68,21 +84,24 @@ def _compressed_tensors(
     ignored = config.get("ignore") or []
     for group in (config.get("config_groups") or {}).values():
         file_format = group.get("format") or config.get("format")
-        if file_format not in (*_FORMATS, PACKED_FORMAT):
+        if file_format not in _ALL_FORMATS:
             raise ModelConfigError(
                 f"The checkpoint's compressed-tensors format {file_format!r} is not supported: expected one of "
-                f"{', '.join((*_FORMATS, PACKED_FORMAT))}."
+                f"{', '.join(_ALL_FORMATS)}."
             )
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        targets = group.get("targets") or []
+        chosen = {n: one for n, one in linears.items() if _is_target(n, targets) and not _is_target(n, ignored)}
+        if file_format in (NVFP4_FORMAT, MXFP4_FORMAT):
+            for name, linear in chosen.items():
+                found[f"{name}.weight"] = packed_float4(name, linear, file_format, weights, inputs)
+            continue
         if file_format == PACKED_FORMAT:
-            for name, linear in linears.items():
-                if _is_target(name, group.get("targets") or []) and not _is_target(name, ignored):
-                    found[f"{name}.weight"] = pack_quantized(name, linear, weights, inputs, model_dtype)
+            for name, linear in chosen.items():
+                found[f"{name}.weight"] = pack_quantized(name, linear, weights, inputs, model_dtype)
             continue
         dtype, activations, strategy = _scheme(weights, inputs)
-        for name, linear in linears.items():
-            if not _is_target(name, group.get("targets") or []) or _is_target(name, ignored):
-                continue
+        for name, linear in chosen.items():
             out_features, in_features = linear.weight.shape
             shapes = {"tensor": (1,), "channel": (out_features, 1), "block": _num_blocks(out_features, in_features)}
             found[f"{name}.weight"] = QuantizedWeight(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,11 @@ def packed_linear(
 
 
 def write_grouped(
-    plain: Path, folder: Path, config: dict[str, Any], skipped: tuple[str, ...] = ()
+    plain: Path,
+    folder: Path,
+    config: dict[str, Any],
+    skipped: tuple[str, ...] = (),
+    pack: Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]] = packed_linear,
 ) -> tuple[Path, Path]:
     """`plain`'s linears but the head and the skipped, quantized as `config` says. → the quantized checkpoint, its dequantized weights"""
     quantized: dict[str, torch.Tensor] = {}
@@ -113,7 +118,7 @@ def write_grouped(
         # Linears over one input have one order of inputs, as GPTQ's calibration gives them.
         layer = module.split(".")[2]
         seed = int(layer) * 4 + ("o_proj" in module) + 2 * ("mlp" in module) + ("down" in module)
-        tensors, dequantized[name] = packed_linear(module, tensor, config, seed)
+        tensors, dequantized[name] = pack(module, tensor, config, seed)
         quantized |= tensors
     out = []
     for kind, held in (("quantized", quantized), ("dequantized", dequantized)):

@@ -2,6 +2,7 @@
 
     F.linear(x, W, bias)  →  quantized_linear(x, pack(Q), scale, …)        W ≈ scale · Q, 8 bits
                           →  group_linear(x, pack(Q), scale, zero, …)      W = scale · (Q − zero) per group of inputs, 4 or 8 bits
+                                                                           W = scale · table[Q], 4 bits
 
 With `--quantization`, every linear that is not excluded is quantized while its weight is loaded. Without it, the linears whose weights
 are quantized in the checkpoint keep the checkpoint's values and scales. `compiler/weights/quantized_expressions.py` derives Q and the
@@ -96,7 +97,7 @@ def slow_reason(
     stored: the checkpoint's quantized weights. dtype: of the activations.
     """
     kinds = {(one.dtype, one.per_block) for one in stored.values() if isinstance(one, QuantizedWeight)}
-    group_sizes = {one.group_size for one in stored.values() if isinstance(one, GroupedWeight)}
+    groups = {(one.group_size, one.table) for one in stored.values() if isinstance(one, GroupedWeight)}
     if quantization is not None:
         scheme = SCHEMES[quantization]
         kinds.add((scheme.dtype, scheme.scales == "block"))
@@ -105,7 +106,8 @@ def slow_reason(
         for weight_dtype, per_block in sorted(kinds, key=str)
     ]
     reasons += [
-        group_linear_unsupported_reason(device=device, dtype=dtype, group_size=size) for size in sorted(group_sizes)
+        group_linear_unsupported_reason(device=device, dtype=dtype, group_size=size, table=table)
+        for size, table in sorted(groups)
     ]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -204,7 +206,9 @@ class QuantizeLinears(BasePass):
             raise CannotQuantizeError("its input is not [tokens, features]")
         grouped = grouped_expression(ctx.weights[weight].expression, ctx.weights.sources, ctx.quantized_weights)
         out_features, in_features = tensor_of(weight_node).shape
-        reason = group_linear_unsupported_reason(device=ctx.device, dtype=ctx.dtype, group_size=grouped.group_size)
+        reason = group_linear_unsupported_reason(
+            device=ctx.device, dtype=ctx.dtype, group_size=grouped.group_size, table=grouped.table
+        )
         if reason is not None:  # a product with the dequantized weight is faster than the torch reference
             raise CannotQuantizeError(reason)
         packed, scale, offset = self._group_weights(gm, weight, weight_node, grouped, in_features, ctx)
@@ -214,7 +218,7 @@ class QuantizeLinears(BasePass):
         with gm.graph.inserting_before(node):
             if order is not None:
                 x = ctx.call(gm, torch.index_select, x, 1, order, origin=node)
-            args = (x, packed, scale, offset, out_features, bits, size, None, 1e-6, bias, False, None)
+            args = (x, packed, scale, offset, out_features, bits, size, None, 1e-6, bias, False, None, grouped.table)
             replacement = ctx.call(gm, GROUP_LINEAR, *args, origin=node)
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)
@@ -248,11 +252,14 @@ class QuantizeLinears(BasePass):
     ) -> tuple[Node, Node, Node | None]:
         """The packed codes, scales and offsets of a weight."""
         bits, size, name = grouped.bits, grouped.group_size, f"{weight}.{grouped.bits}bits"
+        suffix = f".{grouped.table}" if grouped.table else ""
 
         def scales(of: str, values: Expression) -> Node:
-            return ctx.defined_weight(gm, f"{name}.{of}", ("pack_group_scales", values, in_features, size), near=near)
+            packing = (f"pack_group_scales{suffix}", values, in_features, size)
+            return ctx.defined_weight(gm, f"{name}.{of}", packing, near=near)
 
-        packed = ctx.defined_weight(gm, f"{name}.packed", ("pack_group_codes", grouped.codes, bits, size), near=near)
+        packing = (f"pack_group_codes{suffix}", grouped.codes, bits, size)
+        packed = ctx.defined_weight(gm, f"{name}.packed", packing, near=near)
         offset = None if grouped.offset is None else scales("offset", grouped.offset)
         return packed, scales("scale", grouped.scale), offset
 

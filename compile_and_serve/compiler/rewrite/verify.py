@@ -35,6 +35,7 @@ from compile_and_serve.custom_ops.collectives.collectives import REFERENCES
 from compile_and_serve.custom_ops.library import OPS, OpKind
 from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.quantization import LARGEST
+from compile_and_serve.custom_ops.quantized.group_formats import QUANT_STATE, padded_state
 from compile_and_serve.custom_ops.quantized.quantized_linear import exact_quantized_linear
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, running
 
@@ -177,7 +178,11 @@ class RandomWeights:
                 # The same order for all weights of this size, because merged weights must agree.
                 inputs = torch.randperm(spec.shape[0], generator=generator.manual_seed(spec.shape[0]))
                 return (inputs * self._num_groups(name) // spec.shape[0]).to(spec.dtype)
-            if name.endswith("_proj_scales"):  # exponents of MXFP4
+            if QUANT_STATE in name:
+                return padded_state(b'{"nested_offset": 0.03}')
+            if name.endswith("_proj_scales") or (
+                spec.dtype == torch.uint8 and name.endswith("weight_scale")
+            ):  # exponents of MXFP4
                 return torch.randint(117, 123, spec.shape, generator=generator, dtype=spec.dtype)
             limits = torch.iinfo(spec.dtype)
             largest = (
@@ -187,6 +192,8 @@ class RandomWeights:
         value = self._random(name, spec.shape)
         if spec.dtype in LARGEST:
             return (value * 200).round().clamp(-100, 100).to(spec.dtype)  # 10 on average
+        if name.endswith("weight_global_scale"):  # it divides
+            return 100 + value.abs()
         if name in self._weights.scales:
             return 0.01 * (1 + 4 * value.abs())
         if len(spec.shape) == 1:

@@ -52,7 +52,7 @@ from compile_and_serve.custom_ops.quantization import (
 )
 from compile_and_serve.custom_ops.quantized import group_formats
 from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS, GgufFormat
-from compile_and_serve.custom_ops.quantized.group_layout import dequantize_groups
+from compile_and_serve.custom_ops.quantized.group_layout import TABLES, dequantize_groups
 from compile_and_serve.custom_ops.quantized.group_linear import pack_group_codes, pack_group_scales
 from compile_and_serve.custom_ops.quantized.mxfp4 import (
     deinterleave_rows,
@@ -87,7 +87,7 @@ class GroupedExpression:
     """The form of an expression over group-quantized weights.
 
     codes: uint8 [O, I]. scale, offset: [O, G], as in `GroupedWeight`. input_order: int64 [I], the order of x's columns in which groups
-    are adjacent; None: as they are.
+    are adjacent; None: as they are. table, activations: as in `GroupedWeight`.
     """
 
     codes: Expression
@@ -96,6 +96,8 @@ class GroupedExpression:
     bits: int
     group_size: int
     input_order: Expression | None = None
+    table: str = ""
+    activations: torch.dtype | None = None
 
 
 for _dtype in LARGEST:
@@ -111,7 +113,13 @@ weight_function("deinterleave_rows")(deinterleave_rows)
 weight_function("swap_inputs_and_outputs")(swap_inputs_and_outputs)
 weight_function("pack_group_codes")(pack_group_codes)
 weight_function("pack_group_scales")(pack_group_scales)
-for _function in ("awq_codes", "gptq_codes", "gptq_zeros", "packed_rows", "packed_columns", "transposed"):
+for _table in TABLES:
+    weight_function(f"pack_group_codes.{_table}")(partial(pack_group_codes, table=_table))
+    weight_function(f"pack_group_scales.{_table}")(partial(pack_group_scales, table=_table))
+for _function in (
+    "awq_codes", "gptq_codes", "gptq_zeros", "packed_rows", "packed_columns", "transposed", "low_nibble_first", "high_nibble_first",
+    "scaled_scales", "divided_scales", "powers_of_two", "block_maxima", "nested_maxima",
+):  # fmt: skip
     weight_function(_function)(getattr(group_formats, _function))
 
 for _kind, _form in GGUF_FORMATS.items():
@@ -146,6 +154,21 @@ for _dtype in (torch.bfloat16, torch.float16, torch.float32):
             )
 
 
+def _dequantize_table(
+    codes_OI: torch.Tensor, scale_OG: torch.Tensor, bits: int, group_size: int, dtype: torch.dtype, table: str
+) -> torch.Tensor:
+    if scale_OG.dtype == torch.float64:  # the verification of passes
+        dtype = torch.float64
+    return dequantize_groups(codes_OI, scale_OG, None, bits, group_size, dtype, table=table)
+
+
+for _dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for _table in TABLES:
+        weight_function(f"dequantize_table.{dtype_name(_dtype)}.{_table}")(
+            partial(_dequantize_table, dtype=_dtype, table=_table)
+        )
+
+
 @weight_function("input_order")
 def _input_order(*input_groups: torch.Tensor) -> torch.Tensor:
     """The columns in the order of their groups. The parts of a merged weight must agree. int32 [I] each → int64 [I]"""
@@ -173,6 +196,12 @@ def _divide_groups(scale_OG: torch.Tensor, parts: int) -> torch.Tensor:
 def _scale_to_rows(scale: torch.Tensor, quantized_OI: torch.Tensor) -> torch.Tensor:
     """A checkpoint's scale of a tensor [1] or of its rows [O, 1], as one scale per row. → float32 [O]"""
     return scale.float().reshape(-1).expand(quantized_OI.shape[0]).contiguous()
+
+
+@weight_function("scb_to_rows")
+def _scb_to_rows(largest_O: torch.Tensor, quantized_OI: torch.Tensor) -> torch.Tensor:
+    """bitsandbytes' SCB, the largest magnitude of each row, as the scale of int8 values up to 127. → float32 [O]"""
+    return _scale_to_rows(largest_O, quantized_OI) / 127
 
 
 @weight_function("largest_scale")
@@ -207,6 +236,10 @@ def plain_expressions(specs: Mapping[str, TensorSpec], quantized: Mapping[str, S
         if isinstance(stored, Mxfp4Weight):
             expressions[name] = (f"dequantize_mxfp4.{dtype_name(specs[name].dtype)}", stored.codes, stored.scales)
             continue
+        if isinstance(stored, GroupedWeight) and stored.table:
+            function = f"dequantize_table.{dtype_name(specs[name].dtype)}.{stored.table}"
+            expressions[name] = (function, stored.codes, stored.scale, stored.bits, stored.group_size)
+            continue
         if isinstance(stored, GroupedWeight):
             others = [part for part in (stored.offset, stored.input_groups) if part is not None]
             kinds = f"{int(stored.offset is not None)}{int(stored.input_groups is not None)}"
@@ -218,7 +251,7 @@ def plain_expressions(specs: Mapping[str, TensorSpec], quantized: Mapping[str, S
         if len(specs[name].shape) == 3:
             expressions[name] = (f"dequantize_experts.{dtype_name(specs[name].dtype)}", name, stored.scale)
             continue
-        scale: Expression = stored.scale if stored.per_block else ("scale_to_rows", stored.scale, name)
+        scale: Expression = stored.scale if stored.per_block else (stored.scale_function, stored.scale, name)
         expressions[name] = (f"dequantize.{dtype_name(specs[name].dtype)}", name, scale)
     return expressions
 
@@ -287,14 +320,15 @@ def grouped_expression(
         parts.codes = ("take_columns", parts.codes, order)
     return GroupedExpression(
         codes=parts.codes, scale=parts.scale, offset=parts.offset, bits=grouped[0].container_bits, group_size=parts.group_size,
-        input_order=order,
+        input_order=order, table=grouped[0].table, activations=grouped[0].activations,
     )  # fmt: skip
 
 
 def storage_of(stored: GroupedWeight) -> tuple[Any, ...]:
     """Equal for weights that can be merged into one."""
     offset = None if stored.offset is None else stored.offset[0]
-    return stored.container_bits, stored.group_size, stored.codes[0], offset, stored.input_groups is not None
+    layout = (stored.container_bits, stored.group_size, stored.codes[0], stored.table)
+    return *layout, offset, stored.input_groups is not None, stored.activations
 
 
 @dataclass(slots=True)
@@ -346,7 +380,9 @@ def _grouped(
 
 
 def _is_dequantized(expression: Expression) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(expression, tuple) and str(expression[0]).startswith(("dequantize.", "dequantize_groups."))
+    return isinstance(expression, tuple) and str(expression[0]).startswith(
+        ("dequantize.", "dequantize_groups.", "dequantize_table.")
+    )
 
 
 def _selects_rows(expression: Expression) -> bool:

@@ -83,11 +83,13 @@ void cas_float8_linear(const CasQuantizedLinear* args);
 // outputs; with 4 bits, a byte's high bits are the code of the next quad. scale, offset: [ceil(O / 16), ceil(I / 32) * split, 16].
 // offset: zero points (uint8), minima (in the scale's dtype), or null: the zero point is 2^(bits - 1).
 // scale_is_half: float16 scales and minima, else float32. split: groups per 32 inputs, 1, or with 8 bits 2.
+// table: with 4 bits, the weight may be table[code] * scale instead, without offsets; groups of 16 then have split 2.
 // Activations are quantized to 16 bits with one scale per 32 inputs.
+enum CasTable : int32_t { CAS_INTEGERS = 0, CAS_E2M1 = 1, CAS_NF4 = 2, CAS_FP4 = 3 };
 struct CasGroupLinear {
     CasLinear linear;
     const void *scale, *offset;
-    int32_t bits, split, scale_is_half, offset_is_zeros;
+    int32_t bits, split, scale_is_half, offset_is_zeros, table;
 };
 void cas_group_linear(const CasGroupLinear* args);
 

@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "kernels.h"
 #include "library_linear.h"
 
@@ -246,12 +248,18 @@ const void* group_values(const at::Tensor& tensor, int64_t out_blocks, int64_t p
 // Checks the weight of a group-quantized linear or embedding and fills in its fields, without x's and the result's.
 void fill_group_weight(
     CasGroupLinear& args, const at::Tensor& packed, const at::Tensor& scale, const OptionalTensor& offset, int64_t out_features,
-    int64_t in_features, int64_t bits, int64_t group_size
+    int64_t in_features, int64_t bits, int64_t group_size, c10::string_view table = ""
 ) {
     const int64_t out_blocks = (out_features + 15) / 16, blocks = (in_features + 31) / 32;
     TORCH_CHECK_VALUE(
-        (bits == 4 && group_size % 32 == 0) || (bits == 8 && (group_size == 16 || group_size % 32 == 0)), bits, " bits in groups of ",
-        group_size, " have no kernel");
+        group_size % 32 == 0 || (group_size == 16 && (bits == 8 || table == "e2m1")), bits, " bits in groups of ", group_size,
+        " have no kernel");
+    constexpr const char* kTables[]{"", "e2m1", "nf4", "fp4"};  // as CasTable
+    const auto found = std::find(std::begin(kTables), std::end(kTables), table);
+    TORCH_CHECK_VALUE(
+        found != std::end(kTables) && (table.empty() || (bits == 4 && !offset.has_value())), "no kernel has the table '", table, "' of ",
+        bits, "-bit codes");
+    args.table = int32_t(found - std::begin(kTables));
     TORCH_CHECK_VALUE(
         packed.dim() == 3 && packed.size(0) == out_blocks && packed.size(1) == blocks && packed.size(2) == bits * 64 &&
             packed.is_contiguous() && packed.scalar_type() == at::kByte,
@@ -273,18 +281,18 @@ void fill_group_weight(
 at::Tensor group_linear(
     const at::Tensor& x_TI, const at::Tensor& packed, const at::Tensor& scale, const OptionalTensor& offset, int64_t out_features,
     int64_t bits, int64_t group_size, const OptionalTensor& norm_weight_I, double eps, const OptionalTensor& bias_O, bool silu_mul,
-    const OptionalTensor& residual_TO
+    const OptionalTensor& residual_TO, c10::string_view table
 ) {
     if (packed.dim() == 2 || !has_kernels(x_TI) || group_kernel == nullptr) {
         static const auto reference =
             c10::Dispatcher::singleton().findSchemaOrThrow("cas::group_linear_reference", "").typed<decltype(group_linear)>();
         return reference.call(
-            x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO);
+            x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO, table);
     }
     at::Tensor out;
     CasGroupLinear args{};
     args.linear = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
-    fill_group_weight(args, packed, scale, offset, out_features, args.linear.in_features, bits, group_size);
+    fill_group_weight(args, packed, scale, offset, out_features, args.linear.in_features, bits, group_size, table);
     group_kernel(&args);
     return out;
 }

@@ -44,6 +44,7 @@ class GroupLinear:
     bias_O: torch.Tensor | None = None
     silu_mul: bool = False
     residual_TO: torch.Tensor | None = None
+    table: str = ""
 
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels that take this call; the first is the default without a measurement."""
@@ -62,6 +63,7 @@ class GroupLinear:
             dtype_name(self.x_TI.dtype),
             *(name.rpartition("_")[0] for name in kept if getattr(self, name) is not None),
             *(("silu_mul",) if self.silu_mul else ()),
+            *((self.table,) if self.table else ()),
         )
         return Problem(kind="group_linear", name=" ".join(parts), num_tokens=self.x_TI.shape[0])
 
@@ -80,7 +82,8 @@ class GroupLinear:
         if kernel == EXPANDED:
             in_features = self.x_TI.shape[1]
             weight_OI = dequantize(
-                packed, self.scale, self.offset, self.out_features, in_features, self.bits, self.group_size, self.x_TI.dtype
+                packed, self.scale, self.offset, self.out_features, in_features, self.bits, self.group_size, self.x_TI.dtype,
+                self.table,
             )  # fmt: skip
             return fused_linear(
                 self.x_TI, weight_OI, self.out_features, self.norm_weight_I, self.eps, self.bias_O, self.silu_mul,
@@ -91,9 +94,9 @@ class GroupLinear:
             x_TI = rms_norm(x_TI, self.norm_weight_I, self.eps)
         weight = (packed, self.scale, self.offset, self.out_features, self.bits, self.group_size)
         if self.silu_mul and self.out_features // 2 % TILE_OUTPUTS:
-            y_TO = silu_mul_rows(group_matmul(x_TI, *weight, self.bias_O, False, None))
+            y_TO = silu_mul_rows(group_matmul(x_TI, *weight, self.bias_O, False, None, table=self.table))
             return y_TO if self.residual_TO is None else y_TO + self.residual_TO
-        return group_matmul(x_TI, *weight, self.bias_O, self.silu_mul, self.residual_TO)
+        return group_matmul(x_TI, *weight, self.bias_O, self.silu_mul, self.residual_TO, table=self.table)
 
 
 def group_linear(
@@ -109,6 +112,7 @@ def group_linear(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
+    table: str = "",
 ) -> torch.Tensor:
     """As `compile_and_serve.custom_ops.quantized.group_linear.group_linear`, over a weight in the Triton layout."""
     if x_TI.stride(1) != 1:
@@ -119,6 +123,6 @@ def group_linear(
         return x_TI.new_empty(0, out_features // 2 if silu_mul else out_features)
     linear = GroupLinear(
         x_TI=x_TI, packed=packed, scale=scale, offset=offset, out_features=out_features, bits=bits, group_size=group_size,
-        norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul, residual_TO=residual_TO,
+        norm_weight_I=norm_weight_I, eps=eps, bias_O=bias_O, silu_mul=silu_mul, residual_TO=residual_TO, table=table,
     )  # fmt: skip
     return linear.run(linear.fastest())

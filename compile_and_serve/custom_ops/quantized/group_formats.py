@@ -1,12 +1,14 @@
-"""Decodes the packed tensors of group-quantized checkpoints: AWQ, GPTQ, compressed-tensors.
+"""Decodes the packed tensors of group-quantized checkpoints: AWQ, GPTQ, compressed-tensors, bitsandbytes, NVFP4, MXFP4.
 
 Shape legend: I input features, O output features, G groups of inputs.
 
 Sources: AutoAWQ's `awq/utils/packing_utils.py` (order of nibbles), AutoGPTQ's `qlinear_cuda_old.py` (bit stream, zero points minus 1),
-compressed-tensors' `pack_to_int32` (values + 2^(bits − 1)).
+compressed-tensors' `pack_to_int32` (values + 2^(bits − 1)), bitsandbytes' `functional.py` (`dequantize_4bit`, `QuantState`).
 """
 
 from __future__ import annotations
+
+import json
 
 import torch
 
@@ -61,3 +63,78 @@ def packed_columns(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 def transposed(scale: torch.Tensor) -> torch.Tensor:
     """[G, O] → [O, G]"""
     return scale.t().contiguous()
+
+
+def low_nibble_first(packed_OH: torch.Tensor) -> torch.Tensor:
+    """NVFP4 and MXFP4: two codes in a byte, the lower input in the lower bits. uint8 [O, I / 2] → [O, I]"""
+    return torch.stack((packed_OH & 15, packed_OH >> 4), 2).flatten(1)
+
+
+def high_nibble_first(packed: torch.Tensor, out_features: int, in_features: int) -> torch.Tensor:
+    """bitsandbytes: two codes in a byte, the first in the higher bits. uint8 [O · I / 2, 1] → [O, I]"""
+    return torch.stack((packed >> 4, packed & 15), 1).reshape(out_features, in_features)
+
+
+def scaled_scales(scale_OG: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """ModelOpt's NVFP4: float8 scales and `weight_scale_2`, one value. → float32 [O, G] (float64 of float64)"""
+    return _wide(scale_OG) * _wide(factor).reshape(1, 1)
+
+
+def divided_scales(scale_OG: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """compressed-tensors' NVFP4: float8 scales and `weight_global_scale`, one value. → float32 [O, G] (float64 of float64)"""
+    return _wide(scale_OG) / _wide(divisor).reshape(1, 1)
+
+
+def powers_of_two(exponent_OG: torch.Tensor) -> torch.Tensor:
+    """MXFP4's e8m0: 2^(exponent − 127). uint8 [O, G] → float32 [O, G]"""
+    return torch.ldexp(torch.ones_like(exponent_OG, dtype=torch.float32), exponent_OG.to(torch.int32) - 127)
+
+
+def block_maxima(absmax: torch.Tensor, out_features: int) -> torch.Tensor:
+    """bitsandbytes' `absmax` of blocks of 64, float32 [O · G] → [O, G]"""
+    return absmax.reshape(out_features, -1)
+
+
+def nested_maxima(
+    absmax: torch.Tensor, quant_map: torch.Tensor, nested_absmax: torch.Tensor, state: torch.Tensor, out_features: int
+) -> torch.Tensor:
+    """bitsandbytes' double quantization: quant_map[absmax] · nested_absmax + offset, with a nested scale for 256 blocks.
+
+    absmax: uint8 [O · G]; quant_map: float32 [256]; nested_absmax: float32 [ceil(O · G / 256)]; state: uint8, the JSON text of the
+    QuantState, which has the offset. → float32 [O, G] (float64 of float64)
+    """
+    is_real = type(state) is torch.Tensor  # not a tensor without data, of which only the shape is asked
+    offset = read_state(state)["nested_offset"] if is_real else 0.0
+    scale = nested_absmax.repeat_interleave(NESTED_BLOCK)[: absmax.numel()]
+    return (quant_map[absmax.to(torch.int32)] * scale + offset).reshape(out_features, -1)
+
+
+QUANT_STATE = ".quant_state.bitsandbytes__"  # in the names of such texts
+NESTED_BLOCK = 256  # blocks that share a nested scale
+STATE_BYTES = 1024  # the JSON text of a QuantState is padded to this length with spaces
+
+
+def padded_state(text: bytes) -> torch.Tensor:
+    """A JSON text, padded. → uint8 [STATE_BYTES]"""
+    return torch.frombuffer(bytearray(text.ljust(STATE_BYTES)), dtype=torch.uint8)
+
+
+def read_state(state: torch.Tensor) -> dict[str, float]:
+    """The QuantState of a 4-bit weight. Raises `ValueError` if it is none, or if its offset is missing."""
+    try:
+        found = json.loads(bytes(state.cpu().tolist()))
+        found["nested_offset"] = float(found["nested_offset"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"A quant_state of the checkpoint has no nested_offset ({type(error).__name__}: {error}): use the complete weights, or "
+            "bnb_4bit_use_double_quant as they were quantized."
+        ) from None
+    return found
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return (
+        values.float()
+        if values.dtype == torch.float8_e4m3fn
+        else values.to(torch.promote_types(values.dtype, torch.float32))
+    )

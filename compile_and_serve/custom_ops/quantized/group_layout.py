@@ -10,18 +10,36 @@ Shape legend: I input features, O output features, G groups of inputs.
   with 4 bits the high nibbles are the next 4 inputs. Scales and offsets: [ceil(O / 16), ceil(I / 32) · S, 16], where S = 1, or 2 for
   groups of 16.
 
-The layouts differ in the number of dimensions: 2, 4 and 3.
+The layouts differ in the number of dimensions: 2, 4 and 3. Codes of 4 bits may be indices of a table (`TABLES`) instead of integers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
+
+from compile_and_serve.custom_ops.quantized.mxfp4 import E2M1_VALUES
 
 TILE_OUTPUTS = 64  # outputs per tile of the Triton layout
 TILE_WORDS = 32  # int16 elements per output of a tile
 CPU_OUTPUTS = 16
 CPU_INPUTS = 32  # inputs per block of the C++ layout
+
+# The number that each 4-bit code means, by the table's name; "" stands for integers.
+# nf4: quantiles of the normal distribution (QLoRA, appendix E). fp4: bitsandbytes' own 4-bit float, unlike OCP's e2m1.
+TABLES: Mapping[str, tuple[float, ...]] = {
+    "e2m1": E2M1_VALUES,
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": tuple(
+        sign * steps / 192 for sign in (1, -1) for steps in (0, 1, 128, 192, 64, 96, 32, 48)
+    ),
+}  # fmt: skip
 
 
 def dequantize_groups(
@@ -32,10 +50,12 @@ def dequantize_groups(
     group_size: int,
     dtype: torch.dtype,
     input_groups_I: torch.Tensor | None = None,
+    table: str = "",
 ) -> torch.Tensor:
     """(code − zero point) · scale, or code · scale + minimum, in float32 (float64 for float64), rounded once to `dtype`. → [O, I]
 
     offset_OG: integers are zero points, floating-point numbers are minima; None: the zero point is 2^(bits − 1).
+    table: a name of `TABLES`: the weight is table[code] · scale, without offsets.
     """
     math_dtype = torch.promote_types(dtype, torch.float32)
     in_features = codes_OI.shape[1]
@@ -46,8 +66,11 @@ def dequantize_groups(
             return values_OG[:, input_groups_I]
         return values_OG.repeat_interleave(group_size, 1)[:, :in_features]
 
-    codes = codes_OI.to(math_dtype)
     scale = over_inputs(scale_OG)
+    if table:
+        values = torch.tensor(TABLES[table], dtype=math_dtype, device=codes_OI.device)
+        return (values[codes_OI.to(torch.int32)] * scale).to(dtype)
+    codes = codes_OI.to(math_dtype)
     if offset_OG is None:
         return ((codes - (1 << (bits - 1))) * scale).to(dtype)
     if offset_OG.is_floating_point():

@@ -2,8 +2,8 @@
 
 Shape legend: T tokens, I input features, O output features, G groups of inputs.
 
-weight = (code − zero point) · scale, or code · scale + minimum. Activations stay in their dtype, except that the C++ kernels convert them
-to 16-bit integers with one scale for 32 inputs. `group_layout.py` describes the layouts.
+weight = (code − zero point) · scale, code · scale + minimum, or table[code] · scale. Activations stay in their dtype, except that the C++
+kernels convert them to 16-bit integers with one scale for 32 inputs. `group_layout.py` describes the layouts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from compile_and_serve.custom_ops.quantized.group_layout import (
 log = logging.getLogger(__name__)
 
 
-def group_linear_unsupported_reason(*, device: torch.device, dtype: torch.dtype, group_size: int) -> str | None:
+def group_linear_unsupported_reason(
+    *, device: torch.device, dtype: torch.dtype, group_size: int, table: str = ""
+) -> str | None:
     """None when `group_linear` has a kernel for this combination, else the reason in one sentence. (The op itself runs anywhere.)
 
     dtype: of the activations.
     """
     if platform_of(device).runs_cpp_kernels and dtype not in (torch.bfloat16, torch.float32):
         return f"the CPU kernel takes bfloat16 and float32, not {dtype}"
-    return layout_unsupported_reason(device, group_size)
+    return layout_unsupported_reason(device, group_size, table)
 
 
 def group_embedding_unsupported_reason(*, device: torch.device, dtype: torch.dtype, group_size: int) -> str | None:
@@ -52,11 +54,11 @@ def group_embedding_unsupported_reason(*, device: torch.device, dtype: torch.dty
     return group_linear_unsupported_reason(device=device, dtype=dtype, group_size=group_size)
 
 
-def layout_unsupported_reason(device: torch.device, group_size: int) -> str | None:
+def layout_unsupported_reason(device: torch.device, group_size: int, table: str = "") -> str | None:
     """None when the device's kernels take weights with groups of this size, else the reason in one sentence."""
     platform = platform_of(device)
     if platform.runs_cuda_kernels:
-        if group_size % TILE_WORDS:
+        if group_size % TILE_WORDS and not (table and group_size == TILE_WORDS // 2):
             return f"the GPU kernels take groups of a multiple of {TILE_WORDS} inputs, not of {group_size}"
         return None
     if not platform.runs_cpp_kernels:
@@ -67,18 +69,18 @@ def layout_unsupported_reason(device: torch.device, group_size: int) -> str | No
     return quantized_cpu_kernels_status()
 
 
-def pack_group_codes(codes_OI: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+def pack_group_codes(codes_OI: torch.Tensor, bits: int, group_size: int, table: str = "") -> torch.Tensor:
     """Codes in the layout of `group_linear` on their device; the same tensor where that is the plain layout. uint8 [O, I] → see there"""
-    if layout_unsupported_reason(codes_OI.device, group_size) is not None:
+    if layout_unsupported_reason(codes_OI.device, group_size, table) is not None:
         return codes_OI
     if platform_of(codes_OI.device).runs_cuda_kernels:
         return pack_codes_triton(codes_OI, bits)
     return pack_codes_cpu(codes_OI, bits)
 
 
-def pack_group_scales(scale_OG: torch.Tensor, in_features: int, group_size: int) -> torch.Tensor:
+def pack_group_scales(scale_OG: torch.Tensor, in_features: int, group_size: int, table: str = "") -> torch.Tensor:
     """Scales or offsets in the layout of `group_linear` on their device. The C++ kernels take float16, float32 and uint8."""
-    if layout_unsupported_reason(scale_OG.device, group_size) is not None:
+    if layout_unsupported_reason(scale_OG.device, group_size, table) is not None:
         return scale_OG
     if platform_of(scale_OG.device).runs_cuda_kernels:
         return pack_scales_triton(scale_OG)
@@ -89,13 +91,13 @@ def pack_group_scales(scale_OG: torch.Tensor, in_features: int, group_size: int)
 
 def unpack_group_weight(
     packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, out_features: int, in_features: int, bits: int,
-    group_size: int, dtype: torch.dtype,
+    group_size: int, dtype: torch.dtype, table: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """The dequantized weight, from any layout. → `dtype` [O, I]"""
     step = min(group_size, CPU_INPUTS) if packed.dim() == 3 else group_size
     codes_OI = unpack_codes(packed, bits, out_features, in_features)
     offset_OG = None if offset is None else unpack_scales(offset, out_features)
-    return dequantize_groups(codes_OI, unpack_scales(scale, out_features), offset_OG, bits, step, dtype)
+    return dequantize_groups(codes_OI, unpack_scales(scale, out_features), offset_OG, bits, step, dtype, table=table)
 
 
 def _group_linear(
@@ -111,11 +113,14 @@ def _group_linear(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
+    table: str = "",
 ) -> torch.Tensor:
     dtype, math_dtype = x_TI.dtype, torch.promote_types(x_TI.dtype, torch.float32)
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
-    weight_OI = unpack_group_weight(packed, scale, offset, out_features, x_TI.shape[1], bits, group_size, math_dtype)
+    weight_OI = unpack_group_weight(
+        packed, scale, offset, out_features, x_TI.shape[1], bits, group_size, math_dtype, table
+    )
     y_TO = x_TI.to(math_dtype) @ weight_OI.T
     if bias_O is not None:
         y_TO = y_TO + bias_O
@@ -135,12 +140,14 @@ def _group_linear_fake(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
+    table: str = "",
 ) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
 
 
 def _group_linear_slowly(x_TI: torch.Tensor, packed: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    _warn_slow(group_linear_unsupported_reason(device=x_TI.device, dtype=x_TI.dtype, group_size=args[4]))
+    table = args[10] if len(args) > 10 else kwargs.get("table", "")
+    _warn_slow(group_linear_unsupported_reason(device=x_TI.device, dtype=x_TI.dtype, group_size=args[4], table=table))
     return _group_linear(x_TI, packed, *args, **kwargs)
 
 
@@ -161,21 +168,21 @@ def _warn_slow(reason: str | None) -> None:
 
 _ARGUMENTS = (
     "(Tensor x, Tensor packed, Tensor scale, Tensor? offset, int out_features, int bits, int group_size, Tensor? norm_weight=None, "
-    "float eps=1e-6, Tensor? bias=None, bool silu_mul=False, Tensor? residual=None) -> Tensor"
+    'float eps=1e-6, Tensor? bias=None, bool silu_mul=False, Tensor? residual=None, str table="") -> Tensor'
 )
 
 # The reference is an op too: the C++ op calls it for arguments that its kernels do not take, and verification runs it in float64.
 define(
     f"group_linear_reference{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=1,
+    version=2,
     fake=_group_linear_fake,
     CompositeExplicitAutograd=_group_linear,
 )
 _group_linear_op = define(
     f"group_linear{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=1,
+    version=2,
     fake=_group_linear_fake,
     CompositeExplicitAutograd=_group_linear_slowly,
     CUDA=_group_linear_cuda,
@@ -250,16 +257,30 @@ def group_linear(
     bias_O: torch.Tensor | None = None,
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
+    table: str = "",
 ) -> torch.Tensor:
     """out = f(rms_norm(x) Wᵀ + bias) + residual, where f is silu(first half) · second half with silu_mul.
 
     x_TI: [T, I], rows may be strided; packed: `pack_group_codes(codes uint8 [O, I])`; scale, offset: `pack_group_scales([O, G])`, offset as
     in `dequantize_groups`; out_features: O; bits: 4 or 8; group_size: inputs per group; norm_weight_I: [I]; bias_O: [O];
-    residual_TO: [T, O] (with silu_mul: [T, O / 2]). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
+    residual_TO: [T, O] (with silu_mul: [T, O / 2]); table: as in `dequantize_groups`.
+    → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
 
     Products are summed in float32, scaled in float32, and rounded once to x's dtype. The normalized x is rounded to x's dtype. For many
     tokens on CUDA, the weight is rounded to x's dtype, and products round before bias, SiLU-mul and residual. C++: see above.
     """
     return _group_linear_op(
-        x_TI, packed, scale, offset, out_features, bits, group_size, norm_weight_I, eps, bias_O, silu_mul, residual_TO
+        x_TI,
+        packed,
+        scale,
+        offset,
+        out_features,
+        bits,
+        group_size,
+        norm_weight_I,
+        eps,
+        bias_O,
+        silu_mul,
+        residual_TO,
+        table,
     )

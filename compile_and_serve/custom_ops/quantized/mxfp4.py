@@ -23,12 +23,13 @@ MAGNITUDE_AT = (6, 9, 12, 3)
 SIGN_AT = (15, 2, 1, 0)
 LARGEST_SCALE = 128  # of the Triton layout; weights of 12 and more have larger ones
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_MAGNITUDES, *(-one for one in _MAGNITUDES))  # of each code
 
 
 def dequantize_mxfp4(codes_XOGH: torch.Tensor, scales_XOG: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """e2m1 · 2^(scale − 127), with one rounding to `dtype`. uint8 [X, O, G, 16], uint8 [X, O, G] → [X, O, I]"""
     math_dtype = torch.promote_types(dtype, torch.float32)
-    values = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], dtype=math_dtype, device=codes_XOGH.device)
+    values = torch.tensor(E2M1_VALUES, dtype=math_dtype, device=codes_XOGH.device)
     pairs = torch.stack((codes_XOGH & 15, codes_XOGH >> 4), -1).flatten(-2)
     factors = torch.ldexp(torch.ones_like(scales_XOG, dtype=math_dtype), scales_XOG.to(torch.int32) - 127)
     return (values[pairs.to(torch.int32)] * factors[..., None]).to(dtype).flatten(-2)

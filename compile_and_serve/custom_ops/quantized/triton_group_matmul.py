@@ -5,7 +5,9 @@ Shape legend: T tokens, I input features, O output features (R: stored outputs, 
 The product multiplies tiles of the weight by xᵀ on the tensor cores, split over I where there are few rows. Codes become numbers of x's
 dtype in registers: OR puts a code into the low bits of a power of 2, which gives 128 + code (bfloat16) or 1024 + code (float16), and a
 subtraction removes the power and the zero point. Both instructions take two codes. Scales multiply the sums of one group, in float32.
-Minima multiply Σ x of the group, which is a product with ones, so that it has the layout of the sums.
+Minima multiply Σ x of the group, which is a product with ones, so that it has the layout of the sums. Codes may be indices of a table of
+16 numbers, which are rounded to x's dtype (e2m1: exact). Groups of 16 inputs are half a part of a block: their scales multiply the numbers,
+and the scaled numbers are rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
-from compile_and_serve.custom_ops.quantized.group_layout import TILE_OUTPUTS, TILE_WORDS
+from compile_and_serve.custom_ops.quantized.group_layout import TABLES, TILE_OUTPUTS, TILE_WORDS
 from compile_and_serve.custom_ops.quantized.triton_epilogue import add_splits, store_outputs
 from compile_and_serve.custom_ops.triton_common import (
     TRITON_TYPES,
@@ -45,14 +47,51 @@ def _number_instructions(power_bits: str, subtract: str) -> tuple[str, ...]:
 BFLOAT16_PTX = tl.constexpr(_number_instructions("0x43004300", "sub.rn.bf16x2"))  # 128 in both halves
 FLOAT16_PTX = tl.constexpr(_number_instructions("0x64006400", "sub.rn.f16x2"))  # 1024 in both halves
 AHEAD = tl.constexpr(3)  # blocks by which scales are prefetched
+_NF4, _FP4 = tl.constexpr(TABLES["nf4"]), tl.constexpr(TABLES["fp4"])
+
+
+@triton.jit
+def _e2m1(codes):
+    """The numbers of e2m1 codes, by float32's own bits. int32 → float32"""
+    magnitude = codes & 7
+    normal = ((magnitude + 252) << 22).to(tl.float32, bitcast=True)  # the exponent's bias is 1, float32's 127
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+    return tl.where(codes >= 8, -value, value)
+
+
+@triton.jit
+def _of_eight(codes, TABLE: tl.constexpr, FIRST: tl.constexpr):
+    """TABLE[FIRST + the lowest three bits of the codes], by seven selections."""
+    b0, b1 = (codes & 1) != 0, (codes & 2) != 0
+    low = tl.where(b1, tl.where(b0, TABLE[FIRST + 3], TABLE[FIRST + 2]), tl.where(b0, TABLE[FIRST + 1], TABLE[FIRST]))
+    high = tl.where(
+        b1, tl.where(b0, TABLE[FIRST + 7], TABLE[FIRST + 6]), tl.where(b0, TABLE[FIRST + 5], TABLE[FIRST + 4])
+    )
+    return tl.where((codes & 4) != 0, high, low)
+
+
+@triton.jit
+def _from_table(codes, TABLE: tl.constexpr):
+    """The numbers of codes 0 to 15. TABLE: a name of `TABLES`. int32 → float32"""
+    if TABLE == "e2m1":
+        return _e2m1(codes)
+    elif TABLE == "nf4":
+        return tl.where(codes >= 8, _of_eight(codes, _NF4, 8), _of_eight(codes, _NF4, 0))
+    else:
+        return tl.where(codes >= 8, _of_eight(codes, _FP4, 8), _of_eight(codes, _FP4, 0))
 
 
 @triton.jit
 def _numbers(
-    words, zeros, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, PTX: tl.constexpr
-):
-    """POWER + code PART of each word − zeros, in dtype DOT, exact. PTX: by PTX instructions, on two words at a time."""
-    if PTX and BITS == 4 and tl.bfloat16 == DOT:
+    words, zeros, PART: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr, POWER: tl.constexpr, PTX: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """POWER + code PART of each word − zeros, in dtype DOT, exact. PTX: by PTX instructions, on two words at a time.
+
+    TABLE: if not empty, the result is the number of code PART in the table, rounded to DOT.
+    """
+    if TABLE:
+        return _from_table((words.to(tl.int32) >> (BITS * PART)) & ((1 << BITS) - 1), TABLE).to(DOT)
+    elif PTX and BITS == 4 and tl.bfloat16 == DOT:
         return tl.inline_asm_elementwise(
             BFLOAT16_PTX[PART], "=r,r,r", [words, zeros], dtype=tl.bfloat16, is_pure=True, pack=2
         )
@@ -97,7 +136,9 @@ def _group_matmul_kernel(
     BITS: tl.constexpr, POWER: tl.constexpr, PARTS_PER_GROUP: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, DOT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, TILE_O: tl.constexpr, WORDS: tl.constexpr, PREFETCH_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    TABLE: tl.constexpr = "", HALF_PARTS: tl.constexpr = False,
 ):  # fmt: skip
+    """HALF_PARTS: groups of 16 inputs; a part has two, and PARTS_PER_GROUP is 1."""
     tile, split, token_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PARTS: tl.constexpr = 16 // BITS
     COLUMNS: tl.constexpr = PARTS * WORDS
@@ -162,18 +203,31 @@ def _group_matmul_kernel(
                 ok_TC = token_ok_T[:, None] & (here_C[None, :] < in_features)
                 x_TC = tl.load(x_ptr + safe_tokens_T[:, None] * x_stride + here_C[None, :], mask=ok_TC, other=0.0)
                 x_CT = tl.trans(x_TC.to(DOT))
-                numbers = _numbers(w, zeros_OC, part, BITS, DOT, POWER, PDL)
+                numbers = _numbers(w, zeros_OC, part, BITS, DOT, POWER, PDL, TABLE)
+                if HALF_PARTS:
+                    half_OC = tl.minimum((2 * (block * PARTS + part) + words_C // 16) * TILE_O, last_at)[None, :]
+                    scale_OC = tl.load(scale_ptr + scale_at_O[:, None] + half_OC).to(tl.float32)
+                    numbers = (numbers.to(tl.float32) * scale_OC).to(DOT)
                 sums_OT = tl.dot(numbers, x_CT, sums_OT, input_precision="ieee")
                 if SILU_MUL:
-                    numbers = _numbers(up, up_zeros_OC, part, BITS, DOT, POWER, PDL)
+                    numbers = _numbers(up, up_zeros_OC, part, BITS, DOT, POWER, PDL, TABLE)
+                    if HALF_PARTS:
+                        scale_OC = tl.load(scale_ptr + up_scale_at_O[:, None] + half_OC).to(tl.float32)
+                        numbers = (numbers.to(tl.float32) * scale_OC).to(DOT)
                     sums_up_OT = tl.dot(numbers, x_CT, sums_up_OT, input_precision="ieee")
                 if HAS_MINIMA:
                     totals_OT = tl.dot(ones_OC, x_CT, totals_OT, input_precision="ieee")
-            acc_OT += sums_OT * tl.load(scale_ptr + scale_at_O + at).to(tl.float32)[:, None]
+            if HALF_PARTS:
+                acc_OT += sums_OT
+            else:
+                acc_OT += sums_OT * tl.load(scale_ptr + scale_at_O + at).to(tl.float32)[:, None]
             if HAS_MINIMA:
                 acc_OT += totals_OT * tl.load(offset_ptr + scale_at_O + at).to(tl.float32)[:, None]
             if SILU_MUL:
-                acc_up_OT += sums_up_OT * tl.load(scale_ptr + up_scale_at_O + at).to(tl.float32)[:, None]
+                if HALF_PARTS:
+                    acc_up_OT += sums_up_OT
+                else:
+                    acc_up_OT += sums_up_OT * tl.load(scale_ptr + up_scale_at_O + at).to(tl.float32)[:, None]
                 if HAS_MINIMA:
                     acc_up_OT += totals_OT * tl.load(offset_ptr + up_scale_at_O + at).to(tl.float32)[:, None]
     last = True
@@ -193,8 +247,9 @@ def _group_matmul_kernel(
 def _dequantize_kernel(
     w_ptr, out_ptr, scale_ptr, offset_ptr, num_rows, in_features, num_blocks, num_groups, blocks_per_group,
     BITS: tl.constexpr, PARTS_PER_GROUP: tl.constexpr, TILE_O: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    TABLE: tl.constexpr = "", HALF_PARTS: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile: (code − zero point) · scale or code · scale + minimum, in float32, rounded once. num_rows: outputs."""
+    """One tile: (code − zero point) · scale, code · scale + minimum or table[code] · scale, in float32, rounded once. num_rows: outputs."""
     tile, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     PARTS: tl.constexpr = 16 // BITS
     spots_O, words_C = tl.arange(0, TILE_O), tl.arange(0, WORDS)
@@ -208,17 +263,24 @@ def _dequantize_kernel(
         group = block // blocks_per_group * (PARTS // PARTS_PER_GROUP) + part // PARTS_PER_GROUP
         at_O = (tile * num_groups + tl.minimum(group, num_groups - 1)) * TILE_O + spots_O
         scale_O1 = tl.load(scale_ptr + at_O).to(tl.float32)[:, None]
-        codes = ((words.to(tl.int32) >> (BITS * part)) & ((1 << BITS) - 1)).to(tl.float32)
-        if offset_ptr is None:
+        whole = (words.to(tl.int32) >> (BITS * part)) & ((1 << BITS) - 1)
+        codes = whole.to(tl.float32)
+        if HALF_PARTS:
+            half_C = tl.minimum(2 * (block * PARTS + part) + words_C // 16, num_groups - 1)
+            at_OC = (tile * num_groups + half_C[None, :]) * TILE_O + spots_O[:, None]
+            values = _from_table(whole, TABLE) * tl.load(scale_ptr + at_OC).to(tl.float32)
+        elif TABLE:
+            values = _from_table(whole, TABLE) * scale_O1
+        elif offset_ptr is None:
             values = (codes - (1 << (BITS - 1))) * scale_O1
         elif offset_ptr.dtype.element_ty == tl.uint8:
             values = (codes - tl.load(offset_ptr + at_O).to(tl.float32)[:, None]) * scale_O1
         else:
             values = codes * scale_O1 + tl.load(offset_ptr + at_O).to(tl.float32)[:, None]
         columns_C = block * (PARTS * WORDS) + part * WORDS + words_C
-        at_OC = out_ptr + rows_O[:, None] * in_features + columns_C[None, :]
+        out_OC = out_ptr + rows_O[:, None] * in_features + columns_C[None, :]
         ok_OC = (rows_O < num_rows)[:, None] & (columns_C < in_features)[None, :]
-        tl.store(at_OC, values.to(out_ptr.dtype.element_ty), mask=ok_OC)
+        tl.store(out_OC, values.to(out_ptr.dtype.element_ty), mask=ok_OC)
 
 
 def _shape_arguments(
@@ -226,7 +288,8 @@ def _shape_arguments(
 ) -> tuple[int, int, int, int]:
     """(blocks of a row, groups of a row, blocks per group, parts of a block per group)"""
     columns = TILE_WORDS * 16 // bits
-    return packed.shape[1], scale.shape[1], max(1, group_size // columns), min(group_size, columns) // TILE_WORDS
+    parts_per_group = max(1, min(group_size, columns) // TILE_WORDS)
+    return packed.shape[1], scale.shape[1], max(1, group_size // columns), parts_per_group
 
 
 def group_matmul_config(
@@ -262,11 +325,12 @@ def group_matmul(
     silu_mul: bool,
     residual_TO: torch.Tensor | None,
     config: tuple[int, int, int, int] | None = None,
+    table: str = "",
 ) -> torch.Tensor:
     """y = f(x Wᵀ + bias) + residual, where f is SiLU-mul with silu_mul. → x's dtype [T, R]
 
     x_TI: rows may be strided. packed, scale, offset: in the Triton layout. With silu_mul, O / 2 must be a multiple of 64.
-    config: replaces `group_matmul_config`'s.
+    config: replaces `group_matmul_config`'s. table: a name of `TABLES`, or "".
     """
     num_tokens, in_features = x_TI.shape
     device = x_TI.device
@@ -295,14 +359,14 @@ def group_matmul(
         HAS_MINIMA=offset is not None and offset.is_floating_point(), HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul, DOT=TRITON_TYPES[x_TI.dtype], BLOCK_T=block_t,
         BLOCK_O=block_o, SPLITS=splits, STAGES=stages, TILE_O=TILE_OUTPUTS, WORDS=TILE_WORDS, PREFETCH_BLOCKS=8, PDL=pdl,
-        num_warps=warps, **launch_options(pdl),
+        TABLE=table, HALF_PARTS=group_size < TILE_WORDS, num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
     return out
 
 
 def dequantize(
     packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, out_features: int, in_features: int, bits: int,
-    group_size: int, dtype: torch.dtype,
+    group_size: int, dtype: torch.dtype, table: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """The weight in `dtype`, from the Triton layout. → [O, I]"""
     out = torch.empty(out_features, in_features, dtype=dtype, device=packed.device)
@@ -311,7 +375,7 @@ def dequantize(
     launch(
         _dequantize_kernel, (num_blocks, packed.shape[0]),
         packed, out, scale, offset, out_features, in_features, num_blocks, num_groups, blocks_per_group,
-        BITS=bits, PARTS_PER_GROUP=parts_per_group, TILE_O=TILE_OUTPUTS, WORDS=TILE_WORDS, PDL=pdl, num_warps=4,
-        **launch_options(pdl),
+        BITS=bits, PARTS_PER_GROUP=parts_per_group, TILE_O=TILE_OUTPUTS, WORDS=TILE_WORDS, PDL=pdl,
+        TABLE=table, HALF_PARTS=group_size < TILE_WORDS, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return out

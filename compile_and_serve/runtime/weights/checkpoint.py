@@ -51,12 +51,23 @@ def read_config(path: Path) -> dict[str, Any]:
     if path.suffix == ".gguf":
         return read_gguf_config(path)
     file = path / "config.json"
+    if not file.is_file():
+        raise WeightError(f"{path} has no config.json: expected a model folder in Hugging Face layout.")
+    config = _read_object(file)
+    modelopt = path / "hf_quant_config.json"  # older files of ModelOpt
+    if "quantization_config" not in config and modelopt.is_file():
+        config["quantization_config"] = {
+            "quant_method": "modelopt",
+            **(_read_object(modelopt).get("quantization") or {}),
+        }
+    return config
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WeightError(f"{path} has no config.json: expected a model folder in Hugging Face layout.") from None
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise WeightError(f"{file} is not valid JSON ({error}): check that the file is complete.") from None
-    if not isinstance(config, dict):
-        raise WeightError(f"{file} must hold a JSON object, got a {type(config).__name__}.")
-    return config
+    if not isinstance(found, dict):
+        raise WeightError(f"{file} must hold a JSON object, got a {type(found).__name__}.")
+    return found

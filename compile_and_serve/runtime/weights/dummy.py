@@ -10,7 +10,10 @@ import torch
 
 from compile_and_serve.compiler.weights.transforms import TensorSpec
 from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight, Mxfp4Weight, QuantizedWeight, StoredWeight
+from compile_and_serve.custom_ops.quantized.group_formats import QUANT_STATE, padded_state
+from compile_and_serve.custom_ops.quantized.group_layout import TABLES
 
+_FLOAT8_SCALE = 64.0  # of a group in NVFP4
 _SPREAD_OF_E2M1 = 2.93  # standard deviation of random codes of MXFP4
 
 
@@ -28,12 +31,17 @@ def dummy_tensors(
     checkpoint would store it.
     """
     scales: dict[str, float] = {}
+    constants: dict[str, float] = {}
     mxfp4_scales, mxfp4_codes = set[str](), set[str]()
     group_sizes: dict[str, int] = {}  # by the name of the tensor with each input's group
     for stored in (quantized or {}).values():
         if isinstance(stored, GroupedWeight):  # the codes are random bits
             if stored.input_groups is not None:
                 group_sizes[stored.input_groups] = stored.group_size
+            if stored.table:
+                mxfp4_codes.add(stored.tensors[0][0])
+                constants |= _table_constants(stored, std)
+                continue
             scales |= {
                 tensor: _spread_of_bits(stored.bits) for tensor, _, dtype in stored.tensors if dtype.is_floating_point
             }
@@ -41,10 +49,14 @@ def dummy_tensors(
             mxfp4_scales.add(stored.tensors[1][0])
             mxfp4_codes.add(stored.tensors[0][0])
         elif isinstance(stored, QuantizedWeight):
-            scales[stored.scale] = _spread(stored.dtype)
+            scales[stored.scale] = _spread(stored.dtype) / (127 if stored.scale_function == "scb_to_rows" else 1)
     for name, spec in specs.items():
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        if name in group_sizes:
+        if QUANT_STATE in name:
+            tensor.copy_(padded_state(b'{"nested_offset": 0.0}'))
+        elif name in constants:
+            tensor.fill_(constants[name])
+        elif name in group_sizes:
             tensor.copy_(torch.arange(spec.shape[0], device=device) // group_sizes[name])
         elif name in mxfp4_scales:
             tensor.fill_(round(math.log2(std / _SPREAD_OF_E2M1)) + 127)
@@ -74,6 +86,30 @@ def dummy_tensors(
 def _generator(name: str, seed: int, device: torch.device) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1)
+
+
+def _table_constants(stored: GroupedWeight, std: float) -> dict[str, float]:
+    """The values of the scales of a weight whose codes are indices of a table, by the tensor's name."""
+    values = TABLES[stored.table]
+    scale = std / math.sqrt(sum(value * value for value in values) / len(values))
+    found = {}
+    for name, _, dtype in stored.tensors[1:]:
+        match name.rpartition(".")[2]:
+            case "weight_scale" if dtype == torch.uint8:
+                found[name] = float(round(math.log2(scale)) + 127)
+            case "weight_scale":
+                found[name] = _FLOAT8_SCALE
+            case "weight_scale_2":
+                found[name] = scale / _FLOAT8_SCALE
+            case "weight_global_scale":
+                found[name] = _FLOAT8_SCALE / scale
+            case "nested_quant_map":
+                found[name] = 1.0
+            case "absmax" if dtype == torch.uint8:
+                found[name] = 0.0
+            case "absmax" | "nested_absmax":
+                found[name] = scale
+    return found
 
 
 def _spread(dtype: torch.dtype) -> float:

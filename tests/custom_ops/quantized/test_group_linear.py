@@ -89,6 +89,33 @@ def test_against_float64(dtype, num_tokens, offset, bits, group_size, scale_dtyp
         assert ((y.double() - expected).norm() / expected.norm()).item() < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("table", "group_size"), [("e2m1", 16), ("e2m1", 32), ("e2m1", 128), ("nf4", 64), ("fp4", 64)])
+def test_tables_against_float64(dtype, table, group_size) -> None:
+    for num_tokens, out, inner, silu_mul in ((1, 64, 128, False), (7, 104, 608, False), (5, 104, 192, True)):
+        codes, scale, _ = weight(out, inner, 4, group_size, "none", torch.float32)
+        x, norm = torch.randn(num_tokens, inner).to(dtype), torch.rand(inner).to(dtype) + 0.5
+        packed = packed_of((codes, scale, None), 4, group_size)
+        y = group_linear(x, *packed, out, 4, group_size, norm, 1e-5, silu_mul=silu_mul, table=table)
+        plain = dequantize_groups(codes, scale, None, 4, group_size, torch.float64, table=table)
+        expected = F.linear(F.rms_norm(x, (inner,), norm, 1e-5).double(), plain)
+        if silu_mul:
+            gate, up = expected.chunk(2, dim=-1)
+            expected = F.silu(gate) * up
+        assert ((y.double() - expected).norm() / expected.norm()).item() < LIMITS[dtype]
+        reference = torch.ops.cas.group_linear_reference(
+            x, *packed, out, 4, group_size, norm, 1e-5, None, silu_mul, None, table
+        )
+        assert ((reference.double() - expected).norm() / expected.norm()).item() < LIMITS[dtype]
+
+
+def test_a_table_has_no_offsets_and_a_known_name() -> None:
+    packed = packed_of(weight(16, 32, 4, 32, "zeros", torch.float16), 4, 32)
+    for table, offset in (("e2m1", packed[2]), ("e3m0", None)):
+        with pytest.raises(ValueError, match=f"no kernel has the table '{table}'"):
+            group_linear(torch.randn(1, 32), packed[0], packed[1], offset, 16, 4, 32, table=table)
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     parts = packed_of(weight(80, 192, 4, 32, "minima", torch.float16), 4, 32)
     x = torch.randn(13, 192).bfloat16()

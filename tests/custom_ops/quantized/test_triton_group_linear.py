@@ -140,3 +140,29 @@ def test_expanded_weights_and_a_norm() -> None:
     )  # fmt: skip
     for kernel in linear.kernels():
         assert error_of(linear.run(kernel), reference.double()) < 1e-5
+
+
+@pytest.mark.parametrize(("table", "group_size"), [("e2m1", 16), ("e2m1", 32), ("nf4", 64), ("fp4", 128)])
+def test_tables(table: str, group_size: int) -> None:
+    """Codes that are indices of a table, with groups of half a part of a block, too."""
+    for num_tokens, out, silu_mul, dtype in ((3, 100, False, torch.float32), (2, 256, True, torch.float16)):
+        inner = 208
+        codes, scale, _ = weight(out, inner, 4, group_size, "none")
+        packed = (pack_codes_triton(codes, 4), pack_scales_triton(scale), None, out)
+        x, residual = torch.randn(num_tokens, inner).to(dtype), torch.randn(num_tokens, 100).to(dtype)
+        plain = dequantize_groups(codes, scale, None, 4, group_size, torch.float64, table=table)
+        expected = F.linear(x.double(), plain)
+        if silu_mul:
+            expected = F.silu(expected[:, : out // 2]) * expected[:, out // 2 :]
+        else:
+            expected += residual.double()
+        y = group_linear(
+            x, *packed, 4, group_size, silu_mul=silu_mul, residual_TO=None if silu_mul else residual, table=table
+        )
+        assert error_of(y, expected) < LIMITS[dtype]
+        for stored in LIMITS:
+            rounded = dequantize(*packed[:3], out, inner, 4, group_size, stored, table)
+            reference = dequantize_groups(codes, scale, None, 4, group_size, stored, table=table)
+            assert torch.allclose(rounded.float(), reference.float(), rtol=1e-6 if stored == torch.float32 else 1e-3)
+            if table == "e2m1":
+                assert torch.equal(rounded, reference)

@@ -6,10 +6,14 @@
 // where the minimum is stored, or −scale · zero point. Integer sums are exact and groups are added in order, so that a row's
 // result has the same bits in any batch.
 //
+// Codes may also be indices of a table of 16 numbers (tables.h). Each is written as one or two bytes, and each byte is a plane with
+// its own products.
+//
 // Names: T tokens, I inputs, O outputs. A block is 16 outputs by 32 inputs; a part is the 16 or 32 inputs of one scale.
 #include <bit>
 
 #include "../activations.h"
+#include "tables.h"
 
 namespace cas {
 
@@ -60,9 +64,10 @@ struct Weight {
     const char *scale, *offset;
 };
 
-// kSplit: parts of a block.
-template <class T, int kBits, int kSplit>
+// kSplit: parts of a block. Decode: `Integers`, or a table of tables.h.
+template <class T, int kBits, int kSplit, class Decode = Integers>
 struct GroupLinear {
+    static constexpr int kPlanes = Decode::kPlanes;
     using X = Quantized<kSplit>;
     using Dots = Codes<kBits>;
     static constexpr int kBlockBytes = kBits * 64;
@@ -113,6 +118,7 @@ struct GroupLinear {
     template <Offset kOffset>
     CAS_INLINE f32x16 minima(const Weight& w, f32x16 scale, int64_t part) const {
         if constexpr (kOffset == kMinima) return scales(w.offset, part);
+        if constexpr (Decode::kZero != 0) return scale * -Decode::kZero;
         if (!w.offset) return scale * -float(1 << (kBits - 1));
         return -scale * convert<f32x16>(load_raw<u8x16>(reinterpret_cast<const uint8_t*>(w.offset) + part * kLanes));
     }
@@ -130,40 +136,52 @@ struct GroupLinear {
             const X* here[kRows];
             unrolled<kRows>([&](auto r) CAS_INLINE { here[r] = x + r * self.blocks + block; });
             for (int part = 0; part < kSplit; ++part) {
-                i32x16 products[kRows][kBlocks][kDigits];
+                i32x16 products[kPlanes][kRows][kBlocks][kDigits];
                 unrolled<kRows>([&](auto r) CAS_INLINE {
                     unrolled<kBlocks>([&](auto b) CAS_INLINE {
-                        unrolled<kDigits>([&](auto d) CAS_INLINE { products[r][b][d] = i32x16{}; });
+                        unrolled<kDigits>([&](auto d) CAS_INLINE {
+                            unrolled<kPlanes>([&](auto p) CAS_INLINE { products[p][r][b][d] = i32x16{}; });
+                        });
                     });
                 });
 #pragma GCC unroll 1
                 for (int step = 0; step < kSteps; ++step) {
                     const int vector = part * kSteps + step;
-                    typename D::Weights low[kBlocks], high[kBlocks];
+                    typename D::Weights low[kPlanes][kBlocks], high[kPlanes][kBlocks];
                     unrolled<kBlocks>([&](auto b) CAS_INLINE {
                         const u32x16 bytes = load_raw<u32x16>(weights[b].codes + block * kBlockBytes + vector * 64);
-                        low[b] = std::bit_cast<typename D::Weights>(kBits == 4 ? bytes & 0x0f0f0f0fu : bytes);
-                        if constexpr (kBits == 4) high[b] = std::bit_cast<typename D::Weights>((bytes >> 4) & 0x0f0f0f0fu);
+                        unrolled<kPlanes>([&](auto p) CAS_INLINE {
+                            const auto decoded = [](u32x16 codes)
+                                CAS_INLINE { return std::bit_cast<typename D::Weights>(Decode::template bytes<decltype(p)::value>(codes)); };
+                            low[p][b] = decoded(kBits == 4 ? bytes & 0x0f0f0f0fu : bytes);
+                            if constexpr (kBits == 4) high[p][b] = decoded((bytes >> 4) & 0x0f0f0f0fu);
+                        });
                     });
                     unrolled<kRows>([&](auto r) CAS_INLINE {
                         unrolled<kDigits>([&](auto d) CAS_INLINE {
                             const int8_t* digits = here[r]->digits[d] + vector * (kBits == 4 ? 8 : 4);
                             const auto first = load_raw<int32_t>(digits);
-                            unrolled<kBlocks>([&](auto b) CAS_INLINE { products[r][b][d] = D::add(products[r][b][d], low[b], first); });
-                            if constexpr (kBits == 4) {
-                                const auto second = load_raw<int32_t>(digits + 4);
-                                unrolled<kBlocks>(
-                                    [&](auto b) CAS_INLINE { products[r][b][d] = D::add(products[r][b][d], high[b], second); });
-                            }
+                            const auto add = [&](auto& values, int32_t lane) CAS_INLINE {
+                                unrolled<kBlocks>([&](auto b) CAS_INLINE {
+                                    unrolled<kPlanes>([&](auto p) CAS_INLINE {
+                                        products[p][r][b][d] = D::add(products[p][r][b][d], values[p][b], lane);
+                                    });
+                                });
+                            };
+                            add(low, first);
+                            if constexpr (kBits == 4) add(high, load_raw<int32_t>(digits + 4));
                         });
                     });
                 }
                 unrolled<kBlocks>([&](auto b) CAS_INLINE {
-                    const f32x16 scale = self.scales(weights[b].scale, block * kSplit + part);
+                    const f32x16 scale = self.scales(weights[b].scale, block * kSplit + part) * Decode::kScale;
                     const f32x16 minimum = self.template minima<kOffset>(weights[b], scale, block * kSplit + part);
                     unrolled<kRows>([&](auto r) CAS_INLINE {
-                        const i32x16 product = (products[r][b][0] << 8) + products[r][b][1];
-                        sums[r][b] += convert<f32x16>(product) * (scale * here[r]->scale);
+                        const auto sum_of = [&](auto p)
+                            CAS_INLINE { return convert<f32x16>((products[p][r][b][0] << 8) + products[p][r][b][1]); };
+                        f32x16 product = sum_of(std::integral_constant<int, 0>{});
+                        if constexpr (kPlanes == 2) product = product * 256.0f + sum_of(std::integral_constant<int, 1>{});
+                        sums[r][b] += product * (scale * here[r]->scale);
                         sums[r][b] += minimum * here[r]->sums[part];
                     });
                 });
@@ -238,7 +256,7 @@ struct GroupLinear {
             const int count = int(std::min<int64_t>(kGroupRows, end - token));
             const X* first = x + token * blocks;
             int b = 0;
-            if constexpr (kGroupBlocks == 2)
+            if constexpr (kGroupBlocks == 2 && kPlanes == 1)
                 for (; b + 2 <= panel.blocks; b += 2)
                     multiply_rows<kOffset, 2>(*this, first, count, weights + b, tile + b * kLanes);
             for (; b < panel.blocks; ++b) multiply_rows<kOffset, 1>(*this, first, count, weights + b, tile + b * kLanes);
@@ -249,16 +267,21 @@ struct GroupLinear {
     }
 };
 
-template <class T, int kBits, int kSplit>
+template <class T, int kBits, int kSplit, class Decode = Integers>
 void run_kernel(const CasGroupLinear& args) {
-    const GroupLinear<T, kBits, kSplit> kernel{args};
-    if (args.offset && !args.offset_is_zeros) kernel.template run<kMinima>();
-    else kernel.template run<kZeros>();
+    const GroupLinear<T, kBits, kSplit, Decode> kernel{args};
+    if constexpr (std::is_same_v<Decode, Integers>)
+        if (args.offset && !args.offset_is_zeros) return kernel.template run<kMinima>();
+    kernel.template run<kZeros>();
 }
 
 template <class T>
 void run_bits(const CasGroupLinear& args) {
-    if (args.bits == 4) run_kernel<T, 4, 1>(args);
+    if (args.table == CAS_E2M1 && args.split == 2) run_kernel<T, 4, 2, E2m1>(args);
+    else if (args.table == CAS_E2M1) run_kernel<T, 4, 1, E2m1>(args);
+    else if (args.table == CAS_NF4) run_kernel<T, 4, 1, Nf4>(args);
+    else if (args.table == CAS_FP4) run_kernel<T, 4, 1, Fp4>(args);
+    else if (args.bits == 4) run_kernel<T, 4, 1>(args);
     else if (args.split == 2) run_kernel<T, 8, 2>(args);
     else run_kernel<T, 8, 1>(args);
 }

@@ -1,0 +1,46 @@
+"""Reads and checks fields of a config.json's `quantization_config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compile_and_serve.models.config import ModelConfigError
+
+
+def integer(settings: Mapping[str, Any], field: str, default: Any) -> int:
+    """An integer field of quantization_config. Raises `ModelConfigError`."""
+    value = settings.get(field, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ModelConfigError(f"quantization_config's {field} is {value!r}: expected an integer.")
+    return value
+
+
+def require(field: str, value: Any, known: Sequence[Any]) -> None:
+    """Raise `ModelConfigError` if a field of quantization_config has none of the known values."""
+    if value not in known:
+        expected = " or ".join(repr(one) for one in known)
+        raise ModelConfigError(
+            f"quantization_config's {field} is {value!r}, which is not supported: expected {expected}."
+        )
+
+
+def is_ignored(name: str, ignored: Sequence[str]) -> bool:
+    """Whether a list of modules has this module, one of its parents, or a part of its name from dot to dot."""
+    return any(
+        f".{name}.".endswith(f".{one}.") or f"{name}.".startswith(f"{one}.") or f".{one}." in f".{name}."
+        for one in ignored
+    )
+
+
+def as_list(value: Any) -> list[Any]:
+    """The items of a list, of a list of lists, or of a text with commas."""
+    if isinstance(value, str):
+        return [one.strip() for one in value.split(",")]
+    return [item for one in value for item in as_list(one)] if isinstance(value, list | tuple) else [value]
+
+
+def is_pattern_for(target: str, name: str) -> bool:
+    """Whether `re:` and a pattern for `re.match` fit the module's name."""
+    return target.startswith("re:") and re.match(target[3:], name) is not None
