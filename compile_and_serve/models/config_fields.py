@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compile_and_serve.models.config import ModelConfigError
+
+log = logging.getLogger(__name__)
 
 
 def integer(settings: Mapping[str, Any], field: str, default: Any) -> int:
@@ -44,3 +47,13 @@ def as_list(value: Any) -> list[Any]:
 def is_pattern_for(target: str, name: str) -> bool:
     """Whether `re:` and a pattern for `re.match` fit the module's name."""
     return target.startswith("re:") and re.match(target[3:], name) is not None
+
+
+_told: set[str] = set()
+
+
+def tell_once(sentence: str) -> None:
+    """Log a sentence the first time that it is said."""
+    if sentence not in _told:
+        _told.add(sentence)
+        log.info(sentence)

@@ -10,7 +10,6 @@ Activations stay in the model's dtype, also where a checkpoint was made for 4-bi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,9 +20,7 @@ from torch import nn
 from compile_and_serve.custom_ops.quantization import GroupedWeight, QuantizedWeight, StoredWeight
 from compile_and_serve.custom_ops.quantized.group_formats import NESTED_BLOCK, QUANT_STATE, STATE_BYTES
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.config_fields import is_ignored, is_pattern_for, require
-
-log = logging.getLogger(__name__)
+from compile_and_serve.models.config_fields import is_ignored, is_pattern_for, require, tell_once
 
 NVFP4_FORMAT, MXFP4_FORMAT = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 _NVFP4_GROUP, _MXFP4_GROUP, _BITSANDBYTES_BLOCK = 16, 32, 64
@@ -85,17 +82,11 @@ def packed_float4(
     return mxfp4_weight(name, linear, codes="weight_packed")
 
 
-_told: set[str] = set()
-
-
 def tell_about_activations(what: str, bits: Any) -> None:
     """Log once that activations are not quantized."""
-    if what not in _told:
-        _told.add(what)
-        log.info(
-            "%s weights are decoded in the kernels; activations stay in the model's dtype, although the checkpoint was made for %s bits.",
-            what, bits,
-        )  # fmt: skip
+    tell_once(
+        f"{what} weights are decoded in the kernels; activations stay in the model's dtype, although the checkpoint is for {bits} bits."
+    )
 
 
 def modelopt_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, StoredWeight]:
@@ -162,7 +153,7 @@ def quark_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -
 
 
 def bitsandbytes_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]) -> dict[str, StoredWeight]:
-    """The weights of bitsandbytes: NF4 and FP4, or LLM.int8's. Other than LLM.int8's, activations are not rounded to 8 bits."""
+    """The weights of bitsandbytes: NF4 and FP4, or LLM.int8's. Activations are not rounded to 8 bits, other than in LLM.int8."""
     in_4_bits, in_8_bits = config.get("load_in_4bit", False), config.get("load_in_8bit", False)
     if in_4_bits is in_8_bits:
         raise ModelConfigError("quantization_config needs one of load_in_4bit and load_in_8bit to be true.")
@@ -170,7 +161,7 @@ def bitsandbytes_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Lin
     skipped = ["lm_head"] if skipped is None else skipped
     kept = {name: linear for name, linear in linears.items() if not is_ignored(name, skipped)}
     if in_8_bits:
-        log.info(
+        tell_once(
             "LLM.int8 weights are multiplied with unquantized activations here, so that outliers need no second product."
         )
         return {f"{name}.weight": _llm_int8_weight(name, linear) for name, linear in kept.items()}

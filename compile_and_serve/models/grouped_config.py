@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_and_serve.custom_ops.quantization import GroupedWeight
+from compile_and_serve.custom_ops.quantization import GroupedWeight, dtype_name
 from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS
 from compile_and_serve.models.config import ModelConfigError
-from compile_and_serve.models.config_fields import as_list, integer, is_ignored, require
+from compile_and_serve.models.config_fields import as_list, integer, is_ignored, require, tell_once
 
 PACKED_FORMAT = "pack-quantized"
 _WHOLE = 128  # one group per output is a group of the inputs, rounded up to this multiple
@@ -186,10 +186,6 @@ def pack_quantized(
     name: str, linear: nn.Linear, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, model_dtype: Any
 ) -> GroupedWeight:
     """A linear in compressed-tensors' pack-quantized format. weights, inputs: the group's. model_dtype: the config's, which scales have."""
-    if inputs is not None:
-        raise ModelConfigError(
-            f"compressed-tensors' input_activations with the format {PACKED_FORMAT} are not supported: use weight-only quantization."
-        )
     bits: int = weights.get("num_bits", 0)
     require("config_groups.weights.num_bits", bits, (4, 8))
     require("config_groups.weights.type", weights.get("type", "int"), ("int",))
@@ -219,8 +215,25 @@ def pack_quantized(
         scale=f"{name}.weight_scale",
         offset=None if is_symmetric else zeros,
         input_groups=f"{name}.weight_g_idx" if has_order else None,
+        activations=None if inputs is None else _activations(inputs),
         unused=(f"{name}.weight_shape", f"{name}.weight_g_idx", f"{name}.weight_zero_point"),
     )
+
+
+def _activations(inputs: Mapping[str, Any]) -> torch.dtype:
+    """The dtype to which compressed-tensors' `input_activations` are rounded in W4A8."""
+    field = "config_groups.input_activations"
+    require(f"{field}.num_bits", inputs.get("num_bits"), (8,))
+    require(f"{field}.type", inputs.get("type"), ("int", "float"))
+    require(f"{field}.dynamic", inputs.get("dynamic"), (True,))
+    require(f"{field}.strategy", inputs.get("strategy"), ("token",))
+    require(f"{field}.symmetric", inputs.get("symmetric", True), (True,))
+    dtype = torch.int8 if inputs["type"] == "int" else torch.float8_e4m3fn
+    tell_once(
+        f"Activations of 4-bit linears are rounded to {dtype_name(dtype)} as the checkpoint wants, then multiplied by the kernels of "
+        "4-bit weights with unquantized activations."
+    )
+    return dtype
 
 
 def _groups(name: str, in_features: int, group_size: int) -> tuple[int, int]:

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-import compile_and_serve.custom_ops.moe.experts  # noqa: F401 (defines the op)
+import compile_and_serve.custom_ops.moe.experts
+import compile_and_serve.custom_ops.quantized.round_activations  # noqa: F401 (these define ops)
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.compiler.rewrite.graph_pass import (
     BasePass,
@@ -218,6 +219,8 @@ class QuantizeLinears(BasePass):
         with gm.graph.inserting_before(node):
             if order is not None:
                 x = ctx.call(gm, torch.index_select, x, 1, order, origin=node)
+            if grouped.activations is not None:
+                x = ctx.call(gm, torch.ops.cas.round_activations.default, x, grouped.activations, origin=node)
             args = (x, packed, scale, offset, out_features, bits, size, None, 1e-6, bias, False, None, grouped.table)
             replacement = ctx.call(gm, GROUP_LINEAR, *args, origin=node)
         node.replace_all_uses_with(replacement)

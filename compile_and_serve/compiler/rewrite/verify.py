@@ -37,6 +37,7 @@ from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.quantization import LARGEST
 from compile_and_serve.custom_ops.quantized.group_formats import QUANT_STATE, padded_state
 from compile_and_serve.custom_ops.quantized.quantized_linear import exact_quantized_linear
+from compile_and_serve.custom_ops.quantized.round_activations import keep_activations
 from compile_and_serve.custom_ops.step import StateGroup, Step, StepInput, running
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ MAX_TOKEN_ID = 32  # every vocabulary is larger
 # Ops that quantize their input by design, and what they compute without that.
 EXACT: Mapping[Any, Callable[..., Any]] = {
     torch.ops.cas.quantized_linear.default: exact_quantized_linear,
+    torch.ops.cas.round_activations.default: keep_activations,
 }
 
 _WIDENING_METHODS = frozenset({"float", "half", "bfloat16", "double"})

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.model import Model
-from compile_and_serve.models import float4_config
+from compile_and_serve.models import config_fields
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
@@ -160,7 +160,7 @@ def test_modules_that_are_not_quantized(plain: Path) -> None:
 
 def test_activations_that_are_not_quantized_are_told_once(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": FORMATS["nvfp4"]}
-    float4_config._told.clear()
+    config_fields._told.clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             build_model(settings, dtype=torch.float32)

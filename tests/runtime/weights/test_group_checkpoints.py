@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.model import Model
+from compile_and_serve.custom_ops.quantized.round_activations import round_activations
 from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import WeightError, load_weights, read_config
@@ -52,6 +53,16 @@ FORMATS: dict[str, dict[str, Any]] = {
     "w8a16-channel": w4a16(num_bits=8, strategy="channel", group_size=None),
     "w4a16-act-order": w4a16(actorder="group"),
 }
+
+
+def with_inputs(**inputs: Any) -> dict[str, Any]:
+    """W4A8."""
+    config = w4a16()
+    token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} | inputs
+    config["config_groups"]["group_0"]["input_activations"] = token
+    return config
+
+
 COMPILED = ("awq", "gptq-act-order", "gptq-8-bits", "gptq-3-bits", "w4a16")
 
 
@@ -116,6 +127,26 @@ def test_float16_end_to_end(plain: Path, tmp_path: Path) -> None:
     assert relative_error(logits(model, torch.float16), reference) < 5e-3
 
 
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_activations_of_8_bits(kind: str, plain: Path, tmp_path: Path) -> None:
+    """W4A8: every quantized linear's input is rounded, as the reference that rounds x in torch does it."""
+    config = with_inputs(type=kind)
+    quantized, dequantized = write_grouped(plain, tmp_path, config)
+    model = load(quantized, CompileConfig(cache_dir=tmp_path / "cache", verify_passes=kind == "int"))
+    row = next(row for row in model.report["passes"] if row["name"] == "quantize_linears")
+    assert (row["matched"], row["near_misses"]) == (4 * LAYERS, [])
+    dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
+    reference = load(dequantized, CompileConfig(mode="eager"))
+    for name, linear in reference.module.named_modules():  # type: ignore[attr-defined, union-attr]
+        if name.endswith("_proj"):
+            linear.register_forward_pre_hook(lambda _, inputs: (round_activations(inputs[0], dtype),))
+    expected = logits(reference)
+    unrounded = relative_error(logits(load(quantized, CompileConfig(mode="eager"))), expected)
+    assert unrounded > 3e-3
+    # Noise of 2e-5 changes the reference by a third of that: a value near the middle of two steps takes the other one.
+    assert relative_error(logits(model), expected) < 0.5 * unrounded
+
+
 def test_modules_that_are_not_quantized(plain: Path, tmp_path: Path) -> None:
     skipped = ("model.layers.1.self_attn.k_proj", "model.layers.0.mlp.down_proj")
     config = AWQ | {"modules_to_not_convert": list(skipped)}
@@ -148,6 +179,8 @@ def test_dummy_weights_are_random_bits(plain: Path, tmp_path: Path) -> None:
         (GPTQ | {"group_size": "big"}, "group_size is 'big': expected an integer"),
         (GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:gguf"}, "packing_format is"),
         (w4a16(num_bits=5), "num_bits is 5"),
+        (with_inputs(dynamic=False), "config_groups.input_activations.dynamic is False"),
+        (with_inputs(num_bits=4), "config_groups.input_activations.num_bits is 4"),
         (w4a16(strategy="tensor"), "strategy is 'tensor'"),
         ({"quant_method": "squeeze"}, "quant_method 'squeeze' is not supported"),
     ],
