@@ -89,7 +89,7 @@ def _numbers(
 
     TABLE: if not empty, the result is the number of code PART in the table, rounded to DOT.
     """
-    if TABLE:
+    if TABLE != "":
         return _from_table((words.to(tl.int32) >> (BITS * PART)) & ((1 << BITS) - 1), TABLE).to(DOT)
     elif PTX and BITS == 4 and tl.bfloat16 == DOT:
         return tl.inline_asm_elementwise(
@@ -269,7 +269,7 @@ def _dequantize_kernel(
             half_C = tl.minimum(2 * (block * PARTS + part) + words_C // 16, num_groups - 1)
             at_OC = (tile * num_groups + half_C[None, :]) * TILE_O + spots_O[:, None]
             values = _from_table(whole, TABLE) * tl.load(scale_ptr + at_OC).to(tl.float32)
-        elif TABLE:
+        elif TABLE != "":
             values = _from_table(whole, TABLE) * scale_O1
         elif offset_ptr is None:
             values = (codes - (1 << (BITS - 1))) * scale_O1
