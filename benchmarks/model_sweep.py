@@ -74,6 +74,7 @@ DTYPE_FIELDS = ("dtype", "torch_dtype")
 # What a rule by name does not get right, by model type.
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
+    "big_bird": {"attention_type": "original_full"},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * 4},
     "xmod": {"default_language": "en_XX"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},

@@ -29,6 +29,7 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler.compat import fake_mode_with_symbols
 from compile_and_serve.compiler.pieces.plan import symbolic_lengths
+from compile_and_serve.compiler.pieces.splitter import is_contiguous
 from compile_and_serve.custom_ops.platform import platform_of
 
 log = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ def fake_arguments(gm: GraphModule, device: torch.device) -> tuple[Any, list[Any
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return concrete(value)
-        assert value.is_contiguous(), "a strided tensor crosses a split point"
+        assert is_contiguous(value), "a strided tensor crosses a split point"
         return torch.empty([concrete(size) for size in value.shape], dtype=value.dtype, device=device)
 
     with mode:

@@ -20,12 +20,16 @@ from compile_and_serve.models.registry import ARCHITECTURES, ModelImpl, architec
 from compile_and_serve.models.spec import ModelSpec, PoolingSpec
 
 _GENERATES, _CLASSIFIES, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
+_OLDER_GENERATES = "LMHead"  # of GPT2LMHeadModel or XLMWithLMHeadModel, which end like a decoder without a head
 
 
 def is_pooling_architecture(config: Mapping[str, Any]) -> bool:
     """Whether a config.json names a class that cannot generate: a sequence classifier, or a decoder without an output head."""
     names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and str(names[0]).endswith((_CLASSIFIES, _BARE))
+    if not isinstance(names, list) or not names:
+        return False
+    name = str(names[0])
+    return name.endswith((_CLASSIFIES, _BARE)) and _OLDER_GENERATES not in name
 
 
 def build_pooling_model(

@@ -293,6 +293,9 @@ def state_groups(calls: list[AttentionCall], running: RunningForward) -> tuple[S
         for module, site in zip(modules, running.sites, strict=True):
             module.cas_site = site  # type: ignore[assignment]
             module.cas_cache = site[1]  # type: ignore[assignment]  # tells the capture that blocks differ
+    else:
+        for module in modules:
+            module.counts_calls = True  # type: ignore[assignment]  # tells the capture not to reuse a block's trace
     return tuple(groups)
 
 

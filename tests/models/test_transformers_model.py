@@ -99,6 +99,12 @@ def layer_ops(captured: CapturedGraph) -> list[str]:
         ("HeliumForCausalLM", {}, 2),
         ("StableLmForCausalLM", {"partial_rotary_factor": 0.25}, None),
         ("Ernie4_5ForCausalLM", {}, 2),
+        ("GPTNeoXForCausalLM", {}, None),  # partial; one linear makes each head's query, key and value
+        (
+            "GPTJForCausalLM",
+            {"rotary_dim": 8},
+            None,
+        ),  # partial, of neighbours; positions pick rows of a table of angles
     ],
 )
 def test_passes_are_correct_for_other_families(architecture: str, changes: dict[str, Any], norms: int | None) -> None:
@@ -193,6 +199,9 @@ def test_eager_is_the_plain_class(tmp_path: Path) -> None:
         ("BloomForCausalLM", {}),
         ("GPTJForCausalLM", {"rotary_dim": 8}),
         ("GPTNeoXForCausalLM", {}),  # a renamed output head
+        ("FalconForCausalLM", {"without": ("head_dim",)}),
+        ("MptForCausalLM", {"n_heads": 6, "d_model": 96, "n_layers": LAYERS, "max_seq_len": 256}),
+        ("XmodForCausalLM", {"is_decoder": True, "default_language": "en_XX", "languages": ["de_DE", "en_XX"]}),
     ],
 )
 def test_eager_tokens_equal_transformers(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -217,7 +226,8 @@ def test_eager_tokens_equal_transformers(architecture: str, changes: dict[str, A
         ("NoSuchForCausalLM", {}, "has no such model"),
         ("BertModel", {}, "it does not generate text"),
         ("BertLMHeadModel", {}, "its attention mask is 'bidirectional_mask_function', not causal"),
-        ("RoFormerForCausalLM", {"is_decoder": True}, "its attention does not go through the attention interface"),
+        ("RoFormerForCausalLM", {"is_decoder": True}, "its attention mask is 'bidirectional_mask_function', not causal"),
+        ("CpmAntForCausalLM", {"dim_head": 16}, "its attention does not go through the attention interface"),
         ("GptOssForCausalLM", {}, "the experts model.layers.0.mlp.experts have biases, no gate, or another layout"),
         ("DeepseekV3ForCausalLM", {"n_routed_experts": 1, "qk_rope_head_dim": 8}, "it keeps latent keys and values"),
         ("Qwen3_5ForCausalLM", {}, "it has recurrent state"),

@@ -24,10 +24,15 @@ def block_classes(module: nn.Module) -> list[type[nn.Module]]:
     """The classes whose blocks are repeated: an `nn.ModuleList` holds at least three of them, nothing else, and few kinds."""
     classes: dict[type[nn.Module], None] = {}
     for blocks in (list(child) for child in module.modules() if isinstance(child, nn.ModuleList)):
-        of_one_class = len({type(block) for block in blocks}) == 1
+        of_one_class = len({type(block) for block in blocks}) == 1 and not any(_counts_calls(b) for b in blocks)
         if of_one_class and len(blocks) > 2 and len({_plain_attributes(block) for block in blocks}) <= MAX_KINDS:
             classes[type(blocks[0])] = None
     return list(classes)
+
+
+def _counts_calls(block: nn.Module) -> bool:
+    """Whether the block says that its forward counts calls: Dynamo would reuse a trace although the count differs."""
+    return any(getattr(module, "counts_calls", False) for module in block.modules())
 
 
 def _plain_attributes(block: nn.Module) -> tuple[tuple[str, str, Any], ...]:

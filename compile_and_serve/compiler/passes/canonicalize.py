@@ -79,6 +79,9 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
     if is_call(node, operator.getitem) and (axis := _inserted_axis(node)) is not None:
         node.target, node.args = torch.unsqueeze, (node.args[0], axis)
         changed = True
+    if is_call(node, torch.permute) and (swapped := _swapped_axes(node)) is not None:
+        node.target, node.args = torch.transpose, (node.args[0], *swapped)
+        changed = True
     if node.kwargs.get("device") == torch.device(
         "meta"
     ):  # the graph is captured on the meta device and runs on a real one
@@ -124,6 +127,15 @@ def function_of_method(name: str) -> Callable[..., Any]:
 
 def _is_tensor_op(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _swapped_axes(node: Node) -> tuple[int, int] | None:
+    """The two axes that a permutation exchanges, if it does nothing else."""
+    order = node.args[1] if len(node.args) == 2 else None
+    if not isinstance(order, list | tuple) or not all(isinstance(axis, int) for axis in order):
+        return None
+    moved = [i for i, axis in enumerate(order) if axis % len(order) != i]
+    return (moved[0], moved[1]) if len(moved) == 2 else None
 
 
 def _inserted_axis(node: Node) -> int | None:

@@ -34,7 +34,7 @@ DIMENSIONS = {
     torch.cat: (1, 1), torch.stack: (1, 1), torch.repeat_interleave: (2, 1),
     torch.mean: (1, 1), torch.sum: (1, 1), torch.unsqueeze: (1, 1), torch.squeeze: (1, 1),
     torch.softmax: (1, 1), F.softmax: (1, 1), torch.unflatten: (1, 1), torch.chunk: (2, 1), torch.split: (2, 1),
-    torch.transpose: (1, 2), torch.flatten: (1, 2),
+    torch.transpose: (1, 2), torch.flatten: (1, 2), torch.gather: (1, 1),
 }  # fmt: skip
 SIZES = (torch.reshape, torch.Tensor.view, torch.Tensor.expand)
 
@@ -112,6 +112,11 @@ class _Rewriter:
             sizes = list(args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
             keeps_axis = sizes[0] == 1 and _sizes(node)[0] == "1"
             return (self._input(args[0]), tuple(sizes[1:] if keeps_axis else sizes)), {}
+        if target is torch.Tensor.repeat:
+            counts = args[1] if isinstance(args[1], list | tuple) else args[1:]
+            if counts[0] != 1 or len(counts) != len(_sizes(args[0])):
+                raise _NoRuleError
+            return (self._input(args[0]), *counts[1:]), {}
         if target is SIZE:
             if args[1] == 0:
                 raise _NoRuleError
@@ -124,7 +129,7 @@ class _Rewriter:
                 raise _NoRuleError  # it works along the batch axis
         elif target not in ROW_OPS and target not in BROADCASTING:
             raise _NoRuleError
-        rank = len(_sizes(node)) if target in BROADCASTING else None
+        rank = len(_sizes(node)) if target in BROADCASTING or target is torch.gather else None
         args = [self._input(arg, rank) for arg in args]
         return tuple(args), kwargs
 

@@ -5,8 +5,9 @@
 The kernel that computes the rotated keys writes them to the cache, so that they do not pass through memory between two kernels. The piece
 before the split ends at its last linear. The pass matches head views and the rotation `x·cos + rotate_half(x)·sin` in any spelling, of
 halves or of neighbours, of a whole head or of its first dimensions, on [tokens, heads, E], or on [heads, tokens, E] between two
-transpositions. Other rotations than that of a whole head's halves are brought to it by `rewrite/rope_layout.py`. Queries, keys and values
-that do not come from one linear (OLMo 2 normalizes them before) are concatenated.
+transpositions. Other rotations than that of a whole head's halves are brought to it by `rewrite/rope_layout.py`, and so is a linear whose
+outputs are each head's query, key and value (GPT-NeoX). Queries, keys and values that do not come from one linear (OLMo 2 normalizes them
+before) are concatenated.
 
 On two CPU cores the pass gains nothing (0.97 to 1.00 times the decode step's speed, `cpu-passes-smollm2-2026-11-20.jsonl`). It runs there
 to keep the graph the same as on CUDA.
@@ -37,9 +38,17 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.rewrite.rope_layout import Angles, Rotation, order_of_dimensions, permuted, whole_head
+from compile_and_serve.compiler.rewrite.rope_layout import (
+    Angles,
+    Rotation,
+    heads_by_part,
+    order_of_dimensions,
+    permuted,
+    whole_head,
+)
 from compile_and_serve.compiler.weights.adapter_slots import ROPE_ROWS
 from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
+from compile_and_serve.custom_ops.step import StepInput
 
 SIZE = torch.ops.aten.sym_size.int
 ATTENTION = torch.ops.cas.attention.default
@@ -86,9 +95,12 @@ class FuseRopeAttention(BasePass):
 
 
 def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
-    q_node, k_node, v_node, kv_cache, scale, group, soft_cap, sinks, alibi_slopes = arguments(node)
-    if alibi_slopes is not None:
+    if arguments(node)[8] is not None:
         raise _Mismatch("attention with ALiBi slopes has no rotation")
+    _separate_parts(gm, node, ctx)
+    q_node, k_node, v_node, kv_cache, scale, group, soft_cap, sinks, _ = arguments(node)
+    if _is_transposition(v_node) and _is_transposition(v_node.args[0]):
+        v_node = v_node.args[0].args[0]
     q, k, v = _rotated(q_node, ctx), _rotated(k_node, ctx), _Heads(_head_view(v_node))
     if (q.cos, q.sin, q.rotation) != (k.cos, k.sin, k.rotation):
         raise _Mismatch("queries and keys are rotated by different angles")
@@ -126,6 +138,49 @@ def _fuse(gm: GraphModule, node: Node, ctx: PassContext) -> None:
         if is_call(user, torch.flatten, torch.reshape, torch.Tensor.view) and tensor_of(user).dim() == 2:
             user.replace_all_uses_with(fused)
             gm.graph.erase_node(user)
+
+
+def _separate_parts(gm: GraphModule, attention: Node, ctx: PassContext) -> None:
+    """Let a linear over [heads, 3, E], of which the values are every third row of E, compute all queries, all keys, then all values."""
+    value = _transposed(arguments(attention)[2])
+    parts = value.args[0] if is_call(value, operator.getitem) else None
+    if not is_call(parts, torch.chunk) or arguments(parts)[1:] != (3, -1):
+        return
+    heads = _transposed(parts.args[0])
+    linear = heads.args[0] if is_call(heads, torch.Tensor.view, torch.reshape) else None
+    if not is_call(linear, F.linear) or tensor_of(linear).dim() != 2 or not _has_own_rows(linear, ctx):
+        return
+    if sum(not is_call(user, SIZE) for user in linear.users) > 1:
+        return
+    if any(isinstance(one, StepInput) and one.optional for one in ctx.declared.values()):
+        return  # adapters: the plan with them would keep keys in another order than the plan without
+    head_dim, heads_axis = tensor_of(value).shape[-1], 0 if _is_transposition(parts.args[0]) else 1
+    with gm.graph.inserting_before(linear):
+        rows = [
+            heads_by_part(gm, ctx, one, 3, head_dim) if isinstance(one, Node) else one for one in arguments(linear)[1:3]
+        ]
+        made = ctx.call(gm, F.linear, linear.args[0], *rows, origin=linear)
+        split = ctx.call(gm, torch.split, made, tensor_of(made).shape[1] // 3, -1, origin=linear)
+    for getitem in list(parts.users):
+        with gm.graph.inserting_before(getitem):
+            part = ctx.call(gm, operator.getitem, split, getitem.args[1], origin=getitem)
+            new = ctx.call(gm, torch.unflatten, part, -1, (-1, head_dim), origin=getitem)
+            if heads_axis == 0:
+                new = ctx.call(gm, torch.transpose, new, 0, 1, origin=getitem)
+        getitem.replace_all_uses_with(new)
+    for size in [user for user in linear.users if is_call(user, SIZE)]:
+        size.replace_input_with(linear, made)
+        made.append(size)
+    gm.graph.eliminate_dead_code()
+
+
+def _has_own_rows(linear: Node, ctx: PassContext) -> bool:
+    """Whether the rows of the linear's weight and bias may be permuted."""
+    weight, bias = (*arguments(linear), None)[1:3]
+    nodes = [node for node in (weight, bias) if node is not None]
+    if any(weight_of(node) is None for node in nodes):
+        return False
+    return not {name for node in nodes for name in _parameters(node, ctx)} & ctx.quantized_weights.keys()
 
 
 def _permute(gm: GraphModule, ctx: PassContext, qkv: Node, num_rows: int, head_dim: int, q: _Heads) -> None:

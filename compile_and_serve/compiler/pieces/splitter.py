@@ -6,7 +6,9 @@ earlier piece and an input of the later one. Weights are inputs too, so the piec
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -41,11 +43,16 @@ class SplitOp:
 
 Stage = Piece | SplitOp
 
+_AT_LEAST_ONE = re.compile(r"Max\(1, (\w+)\)")  # how fake tensors write a symbolic length in strides
 CAPTURABLE_NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "higher_order"})
 
 
 def split(gm: GraphModule) -> list[Stage]:
-    """The stages of the graph in execution order. Raises `SplitError`, with the source line, for an undeclared op."""
+    """The stages of the graph in execution order. Raises `SplitError`, with the source line, for an undeclared op.
+
+    Strided values that one piece makes and another reads become contiguous in `gm`: a piece is compiled for contiguous inputs.
+    """
+    _make_contiguous(gm)
     stages: list[Stage] = []
     current: list[Node] = []
     for node in gm.graph.nodes:
@@ -59,6 +66,66 @@ def split(gm: GraphModule) -> list[Stage]:
             current.append(node)
     _close(gm, current, stages)
     return stages
+
+
+def _make_contiguous(gm: GraphModule) -> None:
+    """Copy each strided value that crosses a split point, such as a layer's part of a tensor that the first piece makes for all.
+
+    A value of [heads, tokens, E] crosses as [tokens, heads, E]. Where tokens do not come first, the fake tensors' strides are only a
+    guess, because the number of tokens is not known, and Inductor's may be others.
+    """
+    number = 0
+    piece_of: dict[Node, int] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if _kind(node) is OpKind.SPLIT_POINT:
+            number += 1
+        else:
+            piece_of[node] = number
+    for node, own in piece_of.items():
+        value = node.meta["example_value"]
+        readers: dict[int, list[Node]] = {}
+        for user in node.users:
+            if (piece := piece_of.get(user, own)) != own:
+                readers.setdefault(piece, []).append(user)
+        if not readers or not isinstance(value, torch.Tensor):
+            continue
+        sizes = [i for i, size in enumerate(value.shape) if not (isinstance(size, int) and size == 1)]
+        symbolic = [i for i in sizes if not isinstance(value.shape[i], int)]
+        if is_contiguous(value) and (not symbolic or symbolic == sizes[:1]):
+            continue
+        first = symbolic[0] if symbolic else 0
+        with gm.graph.inserting_after(node):
+            moved = _call_like(gm, node, torch.movedim, node, first, 0)
+        with gm.graph.inserting_after(moved):
+            copied = _call_like(gm, node, torch.clone, moved, memory_format=torch.contiguous_format)
+        for users in readers.values():
+            with gm.graph.inserting_before(min(users)):
+                back = _call_like(gm, node, torch.movedim, copied, 0, first)
+            for user in users:
+                user.replace_input_with(node, back)
+
+
+def _call_like(gm: GraphModule, origin: Node, function: Any, source: Node, *args: Any, **kwargs: Any) -> Node:
+    """Insert `function(source, …)` with its computed value and the source line of `origin`."""
+    made = gm.graph.call_function(function, (source, *args), kwargs)
+    made.stack_trace = origin.stack_trace
+    value = function(source.meta["example_value"], *args, **kwargs)
+    made.meta |= {"stack_trace": origin.meta.get("stack_trace"), "example_value": value}
+    return made
+
+
+def is_contiguous(value: torch.Tensor) -> bool:
+    """Whether a tensor of symbolic sizes is contiguous for every value of them."""
+    expected: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if isinstance(size, int) and size == 1:
+            continue
+        if _AT_LEAST_ONE.sub(r"\1", str(stride)) != _AT_LEAST_ONE.sub(r"\1", str(expected)):
+            return False
+        expected = expected * size
+    return True
 
 
 def _kind(node: Node) -> OpKind:

@@ -1,4 +1,5 @@
-"""Partial and interleaved rotary embeddings in the layout of the fused op, which rotates the pairs (i, i + E/2) of a whole head.
+"""Partial and interleaved rotary embeddings in the layout of the fused op, which rotates the pairs (i, i + E/2) of a whole head, and
+projections in its layout: all queries, then all keys, then all values.
 
 Scores do not change if the dimensions of queries and keys are permuted alike. So the rows of their weights are permuted once, while the
 weights are loaded: first the first dimensions of all rotated pairs and half of the rest, then the second dimensions and the other half.
@@ -42,6 +43,17 @@ def _rope_rows(weight: torch.Tensor, head_dim: int, num_rows: int, num_pairs: in
     order = torch.tensor(order_of_dimensions(head_dim, num_pairs, bool(interleaved)), device=weight.device)
     heads = weight[:num_rows].unflatten(0, (-1, head_dim)).index_select(1, order).flatten(0, 1)
     return torch.cat([heads, weight[num_rows:]])
+
+
+@weight_function("heads_by_part")
+def _heads_by_part(weight: torch.Tensor, num_parts: int, head_dim: int) -> torch.Tensor:
+    """Rows of [heads, parts, E] in the order [parts, heads, E]."""
+    return weight.unflatten(0, (-1, num_parts, head_dim)).transpose(0, 1).flatten(0, 2)
+
+
+def heads_by_part(gm: GraphModule, ctx: PassContext, weight: Node, num_parts: int, head_dim: int) -> Node:
+    """The weight or bias of a linear whose outputs are [heads, parts, E], with all heads of one part together."""
+    return ctx.derived_weight(gm, f"{weight.meta['weight']}.by_part", "heads_by_part", weight, num_parts, head_dim)
 
 
 def order_of_dimensions(head_dim: int, num_pairs: int, interleaved: bool) -> list[int]:

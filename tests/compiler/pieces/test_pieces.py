@@ -12,7 +12,7 @@ from torch import nn
 from compile_and_serve.compiler.passes import default_passes
 from compile_and_serve.compiler.pieces.fingerprint import fingerprint, normalized_text
 from compile_and_serve.compiler.pieces.plan import ExecutionPlan, make_plan
-from compile_and_serve.compiler.pieces.splitter import Piece, SplitError, split
+from compile_and_serve.compiler.pieces.splitter import Piece, SplitError, is_contiguous, split
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext
 from compile_and_serve.compiler.rewrite.pass_manager import run_passes
 from compile_and_serve.custom_ops.attention.attention import attention
@@ -48,6 +48,34 @@ def test_distinct_pieces_do_not_grow_with_depth(architecture: str, kernels: froz
         distinct[layers] = {fingerprint(piece.gm) for piece in pieces}
     assert distinct[2] == distinct[5]
     assert len(distinct[2]) <= 4
+
+
+class _TwoAttentions(nn.Module):
+    """Attends twice with the queries of the first piece, and reads a strided part of a tensor that this piece makes."""
+
+    def forward(self, input_ids, positions, kv_caches, logits_indices):
+        table = torch.arange(16.0, device=positions.device)[:, None, None] + positions[None, None]
+        parts_TLE = table.transpose(0, 2).expand(-1, 2, -1)
+        parts_TLE = parts_TLE * torch.ones(1, 2, 16, device=positions.device)
+        q_HTE, part_TE = parts_TLE.transpose(0, 1) * 2, parts_TLE[:, 1]
+        for kv_cache in kv_caches:
+            q_THE = q_HTE.transpose(0, 1)
+            out = attention(q_THE, q_THE, q_THE, kv_cache, 0.25)
+        return (out[:, 0] + part_TE)[logits_indices]
+
+
+def test_values_between_pieces_are_contiguous_with_tokens_first() -> None:
+    captured = capture_decoder(_TwoAttentions(), torch.float32, heads=[(2, 16)] * 2)
+    run_passes(captured.gm, default_passes(), PassContext(
+        device=torch.device("cpu"), dtype=torch.float32, weights=captured.weights, fake_mode=captured.fake_mode,
+    ))  # fmt: skip
+    pieces = [stage for stage in split(captured.gm) if isinstance(stage, Piece)]
+    crossing = [node for piece in pieces[1:] for node in piece.inputs if node.op == "call_function"]
+    values = [node.meta["example_value"] for node in crossing if isinstance(node.meta["example_value"], torch.Tensor)]
+    assert len(values) >= 2
+    for value in values:
+        assert is_contiguous(value)
+        assert not isinstance(value.shape[0], int)
 
 
 @pytest.mark.slow

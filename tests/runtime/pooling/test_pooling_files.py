@@ -45,4 +45,5 @@ def test_without_files(tmp_path: Path) -> None:
     assert not does_pool(model, CONFIG)
     assert does_pool(model, {"architectures": ["Qwen3Model"]})
     assert does_pool(model, {"architectures": ["LlamaForSequenceClassification"]})
+    assert not does_pool(model, {"architectures": ["GPT2LMHeadModel"]})
     assert pooling_type_of(model) == "last"
