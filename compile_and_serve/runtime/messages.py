@@ -159,6 +159,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     padded_tokens: int = 0
     steps_on_device: int = 0
     graph_replays: dict[str, int] = {}  # mode → count
+    # What the engine has still to do beside serving: "captures" of CUDA graphs, "choices" of kernels, "builds" → count; none where 0.
+    to_come: dict[str, int] = {}
     host_gap_seconds: float = 0.0
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0

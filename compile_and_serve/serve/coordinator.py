@@ -133,7 +133,10 @@ class Coordinator:
             self.gone.set()
 
     async def _split(self, step: StepOutputs) -> None:
+        is_news = False  # for all processes
         if step.stats is not None:
+            before = self.stats.get(step.replica)
+            is_news = step.stats.to_come != (before.to_come if before is not None else {})
             self.stats[step.replica] = step.stats
         parts: list[list[RequestOutput]] = [[] for _ in self._outputs]
         num_ended = 0
@@ -148,7 +151,7 @@ class Coordinator:
         if num_ended:
             self._speed.finished(num_ended, time.monotonic(), in_flight=len(self._in_flight))
         for process, part in enumerate(parts):
-            if part or process == 0:
+            if part or process == 0 or is_news:
                 own = StepOutputs(outputs=part, stats=step.stats, replica=step.replica)
                 await self._send(process, Steps(own, len(self._in_flight)))
 

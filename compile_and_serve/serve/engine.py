@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -174,6 +175,14 @@ class AsyncEngine:
     def ready(self) -> bool:
         """Whether new requests are accepted."""
         return self.dead_reason is None and not self.draining and not self.sleeping
+
+    @property
+    def to_come(self) -> dict[str, int]:
+        """Work that the replicas have still to do beside serving, as of their last reports: kind → how many pieces are left."""
+        total = Counter[str]()
+        for stats in self.metrics.last_stats.values():
+            total.update(stats.to_come)
+        return dict(sorted(total.items()))
 
     def start(self) -> None:
         """Begin to read the engine's outputs. Must be called on the running event loop."""

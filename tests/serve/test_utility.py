@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from compile_and_serve.runtime.messages import EngineStats
 from compile_and_serve.runtime.pooling_params import PoolingInfo
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.text.tokenizer import Tokenizer
@@ -61,6 +62,17 @@ async def test_probes(server: Server) -> None:
         assert (await server.http.get(path)).status_code == 200
     assert (await server.http.post("/ping")).status_code == 200
     assert (await server.http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_ready_says_what_is_still_to_come(server: Server) -> None:
+    assert (await server.http.get("/ready")).json() == {"status": "ready"}
+    last = server.app.state.context.engine.metrics.last_stats
+    last[0] = EngineStats(to_come={"captures": 5, "builds": 1})
+    last[1] = EngineStats(to_come={"captures": 2, "choices": 3})
+    expected = {"status": "ready", "to_come": {"builds": 1, "captures": 7, "choices": 3}}
+    assert (await server.http.get("/ready")).json() == expected
+    last[0] = last[1] = EngineStats()
+    assert (await server.http.get("/ready")).json() == {"status": "ready"}
 
 
 async def test_health_is_503_with_the_engines_problem(server: Server) -> None:

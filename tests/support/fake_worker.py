@@ -3,6 +3,9 @@
 A JSON file in the model's folder tells it what to do besides answering steps:
 - "device": "cpu" or "cuda", the kind that it reports.
 - "record": a folder where each rank writes down its steps.
+- "timeline": a folder where each rank writes down in a file "replica-rank" when a step or an idle task begins.
+- "captures": "due" after each step.
+- "idle": the number of idle tasks, by default 2.
 - "devices": a folder where each rank writes which CUDA devices it sees, and which is its own.
 - "load", "step", "result": {rank: action}, or {"replica/rank": action} for one replica. Actions: "mistake", "error", "kill", "stop",
   "hang", "end" (with status 0). Those of "step" and "result" happen at step 3.
@@ -96,8 +99,9 @@ class Worker:
         self._orders = json.loads((config.model.path / ORDERS).read_text())
         self._rank, self._replica = rank.index, config.parallel.data_parallel_rank
         self.runner = None
-        self._idle_work = 2
-        is_gpu = self._orders.get("device", "cpu") != "cpu"  # then a thread waits for results
+        self._idle_work = self._orders.get("idle", 2)
+        self._num_launched = 0
+        self._is_gpu = is_gpu = self._orders.get("device", "cpu") != "cpu"  # then a thread waits for results
         self.platform = SimpleNamespace(is_asynchronous=is_gpu, make_current=lambda: None)
         on_stage("compile", 0.25, "a piece")
         if folder := self._orders.get("devices"):
@@ -119,6 +123,8 @@ class Worker:
         if folder := self._orders.get("record"):
             with (Path(folder) / str(self._rank)).open("a") as file:
                 file.write(f"{scheduled.step} {sorted(scheduled.num_scheduled_tokens)}\n")
+        self._note("step")
+        self._num_launched += 1
         for _ in range(self._orders.get("collectives", 1)):
             time.sleep(self._orders.get("pause", 0))
             _num_entered += 1
@@ -129,12 +135,24 @@ class Worker:
             scheduled.step, list(scheduled.num_scheduled_tokens), lambda: self._obey("result") if is_third else None
         )
 
-    def idle(self) -> bool:
+    def idle(self, *, requests_wait: bool = False) -> bool:
+        self._note("capture" if requests_wait else "idle")
+        if requests_wait:
+            return False
         self._idle_work -= 1
+        if self._idle_work >= 0:
+            time.sleep(self._orders.get("pause", 0))
         return self._idle_work >= 0
 
     def stats(self) -> WorkerStats:
-        return WorkerStats(padded_tokens=self._num_blocks)
+        to_come = {"captures": self._idle_work} if self._is_gpu and self._idle_work > 0 else {}
+        due = self._num_launched if self._orders.get("captures") == "due" else 0
+        return WorkerStats(padded_tokens=self._num_blocks, captures_due=due, to_come=to_come)
+
+    def _note(self, what: str) -> None:
+        if folder := self._orders.get("timeline"):
+            with (Path(folder) / f"{self._replica}-{self._rank}").open("a") as file:
+                file.write(what + "\n")
 
     def _obey(self, moment: str) -> None:
         orders = self._orders.get(moment, {})

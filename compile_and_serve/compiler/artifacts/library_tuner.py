@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -75,8 +76,11 @@ class CpuLibraryTuner:
         for num_tokens in SIZES:
             x_TI = random(num_tokens, inputs)
             residual_TO = random(num_tokens, columns) if shape.has_residual else None
-            args = (x_TI, packed, outputs, norm_I, 1e-6, bias_O, shape.silu_mul, residual_TO, False)
-            calls = [lambda _, args=args: fused_linear(*args), lambda _, args=args: fused_linear(*args, weight_OI, 1)]
+            ours = partial(
+                fused_linear, x_TI, packed, outputs, norm_I, bias_O=bias_O, silu_mul=shape.silu_mul, residual_TO=residual_TO
+            )  # fmt: skip
+            library = partial(ours, plain_OI=weight_OI, min_plain_tokens=1)
+            calls = [lambda _, run=run: run() for run in (ours, library)]
             rounds = call_seconds(calls, self._device, num_calls=1, num_rounds=ROUNDS)
             for name, times in zip(seconds, rounds, strict=True):
                 seconds[name].append(min(times))

@@ -69,6 +69,11 @@ class GraphRunners:
         """`CudaGraphRunner.captured_graph` of the plan that steps without optional inputs run."""
         return self.runners[-1].captured_graph(num_seqs)
 
+    @property
+    def num_to_capture(self) -> int:
+        """Captures still to come: full graphs, and sizes of piecewise graphs."""
+        return sum(runner.num_waiting + runner.num_piecewise_waiting for runner in self._all)
+
     def report(self) -> dict[str, Any]:
         """`CudaGraphRunner.report`, with the waiting graphs of all."""
         return self.runners[0].report() | {"waiting": sum(runner.num_waiting for runner in self._all)}

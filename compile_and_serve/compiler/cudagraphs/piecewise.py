@@ -148,6 +148,11 @@ class PiecewiseGraphs:
                 return size
         return None
 
+    @property
+    def num_wanted(self) -> int:
+        """Sizes that `want_next` has not named yet."""
+        return len(self._wanted)
+
     def kept_bytes(self, step: Step) -> int:
         """What the graphs of a step of this size keep for themselves, by one run without graphs: the static inputs, the outputs of ops
         and the values that the steps without graphs read. Everything else lies in memory that all sizes share.

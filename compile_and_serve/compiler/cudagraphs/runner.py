@@ -329,6 +329,11 @@ class CudaGraphRunner:
         """Full graphs still to be captured."""
         return len(self._waiting)
 
+    @property
+    def num_piecewise_waiting(self) -> int:
+        """Sizes whose piecewise graphs `next_piecewise_size` has not named yet."""
+        return 0 if self._piecewise is None else self._piecewise.num_wanted
+
     def captured_graph(self, num_seqs: int) -> Graph | None:
         """The full graph that a step of num_seqs decodes replays (to time it by itself); None where there is none."""
         size = self.padded_size(num_seqs * self.query_len, num_seqs, self.query_len)

@@ -219,7 +219,9 @@ def _replace(gm: GraphModule, site: _Site, ctx: PassContext, choices: _LibraryCh
     bias = site.linear.args[2] if len(site.linear.args) > 2 else site.linear.kwargs.get("bias")
     packed = ctx.derived_weight(gm, f"{weight_of(weight)}.packed", "pack_linear_weight", weight)
     out_features = tensor_of(weight).shape[0]
-    args = (site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual, site.gelu)
+    args: tuple[Any, ...] = (
+        site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual, site.gelu
+    )  # fmt: skip
     min_plain_tokens = choices.min_tokens(site, has_bias=bias is not None)
     if min_plain_tokens is not None:
         args = (*args, weight, min_plain_tokens)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 LOWEST = 19
 
+_threads: list[threading.Thread] = []
+
 
 def run_in_background(name: str, work: Callable[[], None]) -> threading.Thread:
     """Run work in a daemon thread. On Linux, the thread and the programs that it starts have the lowest priority."""
@@ -23,4 +25,12 @@ def run_in_background(name: str, work: Callable[[], None]) -> threading.Thread:
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
+    _threads.append(thread)
     return thread
+
+
+def num_running() -> int:
+    """How many of these threads still work."""
+    if _threads:
+        _threads[:] = [thread for thread in _threads if thread.is_alive()]
+    return len(_threads)

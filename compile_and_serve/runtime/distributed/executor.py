@@ -79,9 +79,10 @@ class Executor(Protocol):
         """Let every rank free an adapter's host memory."""
         ...
 
-    def idle(self) -> bool:
+    def idle(self, *, requests_wait: bool = False) -> bool:
         """Run one deferrable task on every rank; False if there was none. No step may be in flight.
 
+        requests_wait: only a task that is worth it to them: the capture of a CUDA graph that is due.
         Raises `RankFailedError` for a rank that is gone.
         """
         ...

@@ -58,9 +58,9 @@ class InProcessExecutor:
         """Free an adapter's host memory."""
         self.worker.adapters.drop(adapter_id)
 
-    def idle(self) -> bool:
-        """Capture one more CUDA graph; False if there is none to capture."""
-        return self.worker.idle()
+    def idle(self, *, requests_wait: bool = False) -> bool:
+        """Run one deferrable task of the worker; False if there was none."""
+        return self.worker.idle(requests_wait=requests_wait)
 
     def sleep(self, level: int) -> None:
         """Free the rank's memory."""

@@ -204,18 +204,20 @@ class DistributedExecutor:
         """Let every rank free an adapter's host memory."""
         self._broadcast(DropAdapter(adapter_id))
 
-    def idle(self) -> bool:
-        """Capture one more CUDA graph on every rank; False if there is none to capture.
+    def idle(self, *, requests_wait: bool = False) -> bool:
+        """Run one deferrable task on every rank; False if there was none.
 
         Raises `RankFailedError` for a rank that is gone.
         """
         self._check_ended()
-        if self._has_idle_tasks:
-            self._broadcast(RunIdleTask())
-            done = self._receive(IdleTaskDone)
-            self._stats = done.stats
+        if not self._has_idle_tasks:
+            return False
+        self._broadcast(RunIdleTask(requests_wait))
+        done = self._receive(IdleTaskDone)
+        self._stats = done.stats
+        if not requests_wait:  # otherwise other tasks may be left
             self._has_idle_tasks = done.did_work
-        return self._has_idle_tasks
+        return done.did_work
 
     def sleep(self, level: int) -> None:
         """Let every rank free its memory, and wait for that."""

@@ -44,7 +44,9 @@ class DropAdapter(msgspec.Struct, tag="drop adapter"):
 
 
 class RunIdleTask(msgspec.Struct, tag="idle"):
-    """Run one deferrable task, such as capturing a CUDA graph."""
+    """Run one deferrable task, such as capturing a CUDA graph. requests_wait: see `Worker.idle`."""
+
+    requests_wait: bool = False
 
 
 class SleepRank(msgspec.Struct, tag="sleep"):

@@ -37,6 +37,7 @@ from compile_and_serve.runtime.distributed.rank_messages import (
     RankLoaded,
     RankReady,
     RankStage,
+    RunIdleTask,
     RunStep,
     SleepChanged,
     SleepRank,
@@ -170,9 +171,9 @@ class RankProcess:
                 else:
                     worker.wake_up(weights=command.weights, kv_cache=command.kv_cache)
                 self._send(SleepChanged(self._rank, worker.stats()))
-            else:
+            elif isinstance(command, RunIdleTask):
                 results.wait_for_all()  # no other thread may wait for the device while a graph is captured
-                did_work = worker.idle()
+                did_work = worker.idle(requests_wait=command.requests_wait)
                 if self._rank == 0:
                     self._send(IdleTaskDone(did_work, worker.stats()))
 

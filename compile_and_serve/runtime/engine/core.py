@@ -209,7 +209,7 @@ class EngineCore:
         if executor.stats().captures_due > self._captures_due:
             depth = 1  # a graph can be captured only while nothing is in flight
             if not in_flight:
-                self.idle()
+                self._idle(requests_wait=True)
         while len(in_flight) < depth:
             with DeferInterrupt():  # on the CPU, launching a step computes it
                 scheduled = scheduler.schedule()
@@ -259,14 +259,17 @@ class EngineCore:
         return outputs
 
     def idle(self) -> bool:
-        """Run one deferrable task (capture one more CUDA graph); False if there is none or a step is in flight.
+        """Run one deferrable task (capture one more CUDA graph, measure kernels); False if there is none, or if requests are unfinished.
 
         Raises `RankFailedError` for a rank that is gone.
         """
-        if self._in_flight or self._asleep:
+        return not self.has_work() and self._idle(requests_wait=False)
+
+    def _idle(self, *, requests_wait: bool) -> bool:
+        if self._asleep:
             return False
         self._captures_due = self._executor.stats().captures_due
-        return self._executor.idle()
+        return self._executor.idle(requests_wait=requests_wait)
 
     def stats(self) -> EngineStats:
         """State after the last step, with `step_tokens` 0."""
@@ -274,6 +277,7 @@ class EngineCore:
         stats.padded_tokens = worker.padded_tokens
         stats.steps_on_device = worker.steps_on_device
         stats.graph_replays = worker.graph_replays
+        stats.to_come = worker.to_come
         stats.host_gap_seconds = self._host_gap
         return stats
 

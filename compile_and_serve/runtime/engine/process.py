@@ -85,6 +85,7 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._refused: list[RequestOutput] = []
         self._has_unreported_abort = False  # since the last stats were sent
+        self._told_to_come: dict[str, int] = {}  # of `EngineStats`, as sent last
         self._shutdown: Shutdown | None = None
         self._sleep_calls: list[UtilityCall] = []  # to sleep, once no request is left, and what came behind it
 
@@ -131,11 +132,20 @@ class EngineProcess:
                 outputs.outputs.extend(self._refused)
                 self._refused.clear()
             self._has_unreported_abort = False
-            self._send(outputs)
+            self._tell(outputs)
 
     def _idle(self) -> bool:
         with self._heartbeat.step():
-            return self._core.idle()
+            did_work = self._core.idle()
+        stats = self._core.stats()
+        if stats.to_come != self._told_to_come:
+            self._tell(StepOutputs(stats=stats))
+        return did_work
+
+    def _tell(self, outputs: StepOutputs) -> None:
+        if outputs.stats is not None:
+            self._told_to_come = outputs.stats.to_come
+        self._send(outputs)
 
     def _receive(self, *, wait: bool) -> None:
         """Handle the messages that have arrived, up to the one that fills RECEIVED_TOKENS. wait: for at least one, up to a

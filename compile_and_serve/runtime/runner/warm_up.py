@@ -66,11 +66,23 @@ class WarmUp:
         report = graphs.report()
         return f"{report['full_graphs']} CUDA graphs, {report['waiting']} to come; {graph_memory(graphs)}"
 
-    def idle(self) -> bool:
-        """Capture one more graph or measure one more range of token counts. Returns False if nothing is left to do."""
+    def to_come(self) -> dict[str, int]:
+        """What `idle` has still to do: sizes of CUDA graphs to capture, ranges of token counts to choose kernels for."""
+        return {
+            "captures": 0 if self._graphs is None else self._graphs.num_to_capture,
+            "choices": len(self._to_measure),
+        }
+
+    def idle(self, *, requests_wait: bool = False) -> bool:
+        """Capture one more graph or measure one more range of token counts. Returns False if nothing is left to do.
+
+        requests_wait: only capture the full graph that is wanted most; everything else would cost the requests more than it gives them.
+        """
         graphs = self._graphs
         if graphs is not None and graphs.capture_next():
             return True
+        if requests_wait:
+            return False
         if self._to_measure:
             count = self._to_measure.pop()
             self._measure(count)

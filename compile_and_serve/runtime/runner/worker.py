@@ -30,6 +30,7 @@ from compile_and_serve.compiler.model import CompiledModel, Model
 from compile_and_serve.compiler.passes.fuse_allreduce_quantize import may_quantize
 from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
+from compile_and_serve.custom_ops.build.background_thread import num_running
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
 from compile_and_serve.custom_ops.collectives.collectives import (
     join_groups,
@@ -267,15 +268,18 @@ class Worker:
         with tuning_off():
             return self.runner.launch(scheduled)
 
-    def idle(self) -> bool:
+    def idle(self, *, requests_wait: bool = False) -> bool:
         """Do one piece of work that can wait: measure linears or capture one more graph. Returns False if none is left.
 
-        No step may be in flight. The piece depends only on the steps so far, so that all ranks do the same.
+        No step may be in flight. The piece depends only on the steps so far, so that all ranks do the same. requests_wait: see
+        `WarmUp.idle`.
         """
         if self._is_asleep:
             return False
-        if self._warm_up.idle():
+        if self._warm_up.idle(requests_wait=requests_wait):
             return True
+        if requests_wait:
+            return False
         if self._graphs is not None and not self._said_all_captured and self.rank.index == 0:
             self._said_all_captured = True
             logger.info("CUDA graphs of all sizes are captured: %s.", graph_memory(self._graphs))
@@ -286,13 +290,19 @@ class Worker:
         if self._is_asleep:
             return self._stats_before_sleep
         if self._graphs is None:
-            return WorkerStats(padded_tokens=self.runner.padded_tokens)
+            return WorkerStats(padded_tokens=self.runner.padded_tokens, to_come=self._to_come())
         return WorkerStats(
             padded_tokens=self.runner.padded_tokens,
             captures_due=self.runner.captures_due,
             steps_on_device=self.runner.steps_on_device,
             graph_replays=self._graphs.stats.replays,
+            to_come=self._to_come(),
         )
+
+    def _to_come(self) -> dict[str, int]:
+        """Work that is done while the engine serves: kind → how many pieces are left."""
+        pieces = self._warm_up.to_come() | {"builds": num_running()}
+        return {kind: count for kind, count in pieces.items() if count}
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, the CUDA graphs and the weights, which level 1 copies to the host and level 2 drops.

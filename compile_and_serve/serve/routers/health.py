@@ -37,11 +37,16 @@ async def health(context: Context) -> Response:
     responses={503: {"description": "No new requests are accepted"}},
 )
 async def ready(context: Context) -> Response:
-    """200 while new requests are accepted, 503 while the server sleeps or shuts down or the engine is dead."""
+    """200 while new requests are accepted, 503 while the server sleeps or shuts down or the engine is dead.
+
+    `to_come`: what the engine still does between requests, after which it is at full speed: how many `captures` of CUDA graphs,
+    `choices` of kernels by measurement, and `builds` are left. Without it, nothing is left.
+    """
     if not context.engine.ready:
         what = "sleeps" if context.engine.sleeping else "is shutting down"
         return error_response(503, context.engine.dead_reason or f"The server {what}.")
-    return json_response({"status": "ready"})
+    to_come = context.engine.to_come
+    return json_response({"status": "ready"} | ({"to_come": to_come} if to_come else {}))
 
 
 @router.post("/ping", include_in_schema=False)

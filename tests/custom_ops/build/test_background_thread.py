@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from compile_and_serve.custom_ops.build.background_thread import LOWEST, run_in_background
+from compile_and_serve.custom_ops.build.background_thread import LOWEST, num_running, run_in_background
 from compile_and_serve.custom_ops.build.cpp import BuildError, run_all
 from tests.support.processes import is_running
 
@@ -23,7 +24,13 @@ def test_a_thread_and_its_programs_have_the_lowest_priority_and_the_process_keep
         code = "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"
         found.append(int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout))
 
+    go_on = threading.Event()
+    waiting = run_in_background("waiting", go_on.wait)
     run_in_background("test", work).join()
+    assert num_running() == 1
+    go_on.set()
+    waiting.join()
+    assert num_running() == 0
     assert found == [LOWEST]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 

@@ -104,6 +104,7 @@ def test_every_rank_gets_every_step_and_the_first_answers(
         assert all(tokens == [number - 1] for tokens in output.sampled_token_ids.values())
     assert executor.result(in_flight.pop()).sampled_token_ids == {"a": [7], "r7": [7]}
     assert executor.stats().padded_tokens == executor.info.num_blocks
+    assert not executor.idle(requests_wait=True)  # and what can wait is not lost
     assert [executor.idle() for _ in range(4)] == ([True, True, False, False] if device == "cuda" else [False] * 4)
     executor.shutdown()
     executor.shutdown()

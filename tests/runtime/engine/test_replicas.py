@@ -76,6 +76,32 @@ def prompt(seed: int) -> list[int]:
     return [(seed * 31 + position * position) % 300 for position in range(20)]
 
 
+async def test_what_can_wait_does_not_run_beside_requests(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas with captures and measurements left: between a replica's first and last step, it runs the captures alone that its
+    requests asked for. The client knows what is left.
+    """
+    use_fake_workers(
+        monkeypatch, model_dir, device="cuda", captures="due", idle=50, timeline=str(tmp_path), pause=0.005
+    )
+    async with started(model_dir) as (client, reader):
+        names = [f"r{i}" for i in range(24)]
+        for i, name in enumerate(names):
+            await client.add_request(request(name, prompt(i), max_tokens=8 + i))
+        await reader.finished(*names)
+        assert all(replica.stats.to_come for replica in client.replicas)
+        async with asyncio.timeout(PATIENCE):
+            while any(replica.stats.to_come for replica in client.replicas):
+                await asyncio.sleep(0.01)
+    for replica in range(2):
+        done = (tmp_path / f"{replica}-0").read_text().split()
+        first, last = done.index("step"), len(done) - 1 - done[::-1].index("step")
+        assert "idle" not in done[first:last]
+        assert "capture" in done[first:last]
+        assert done.count("idle") >= 50
+
+
 async def test_requests_spread_and_equal_prompts_go_to_the_same_replica(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
