@@ -149,6 +149,9 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_held: int = (
+        0  # that wait for any replica to have room; the client of several replicas fills it in, for replica 0
+    )
     kv_cache_usage: float = 0.0  # 0–1
     num_free_blocks: int = 0
     num_total_blocks: int = 0

@@ -24,7 +24,8 @@ class TokenCounts:
 def total_load(replicas: Collection[EngineStats]) -> tuple[int, int, float]:
     """Sequences that run, sequences that wait, and the mean share of the KV cache in use, 0 to 1."""
     kv_usage = sum(one.kv_cache_usage for one in replicas) / max(1, len(replicas))
-    return sum(one.num_running for one in replicas), sum(one.num_waiting for one in replicas), kv_usage
+    num_waiting = sum(one.num_waiting + one.num_held for one in replicas)
+    return sum(one.num_running for one in replicas), num_waiting, kv_usage
 
 
 class ThroughputLog:

@@ -144,6 +144,9 @@ class Worker:
             time.sleep(self._orders.get("pause", 0))
         return self._idle_work >= 0
 
+    def sleep(self, level: int) -> None:
+        """As if memory were freed."""
+
     def stats(self) -> WorkerStats:
         to_come = {"captures": self._idle_work} if self._is_gpu and self._idle_work > 0 else {}
         due = self._num_launched if self._orders.get("captures") == "due" else 0

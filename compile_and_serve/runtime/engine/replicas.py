@@ -19,11 +19,13 @@ from compile_and_serve.runtime.child_process import describe_error
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.executor import report_shared_stages
 from compile_and_serve.runtime.engine.client import AsyncEngineClient, EngineDeadError, EngineStartError
+from compile_and_serve.runtime.engine.held_requests import HeldRequests
 from compile_and_serve.runtime.engine.router import Router
 from compile_and_serve.runtime.lora.request import LoRARequest
 from compile_and_serve.runtime.messages import (
     EngineInfo,
     EngineRequest,
+    FinishReason,
     RequestOutput,
     StageCallback,
     StepOutputs,
@@ -54,8 +56,12 @@ class DataParallelClient:
             own = replace(config, parallel=parallel, compile=compile)
             own_stage = on_stage if index == 0 else report_shared_stages(on_stage, f"replica {index}")
             self.replicas.append(AsyncEngineClient(own, on_stage=own_stage))
+        # With priorities, a replica may preempt for a request, so it has to have it.
+        self._may_hold = config.scheduler.policy != "priority"
+        self._held = HeldRequests()
         self._steps: asyncio.Queue[StepOutputs | None] = asyncio.Queue()  # None: the end
         self._readers: list[asyncio.Task[None]] = []
+        self._num_dead = 0  # replicas whose outputs ended with their death
         self._info: EngineInfo | None = None
         self._router: Router
 
@@ -115,9 +121,19 @@ class DataParallelClient:
         return self._info
 
     async def add_request(self, request: EngineRequest) -> None:
-        """Send a request to the replica that the router chooses. Raises `EngineDeadError` if any replica is dead."""
+        """Send a request to the replica that the router chooses, or hold it back until one has room.
+
+        Raises `EngineDeadError` if any replica is dead.
+        """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
+        router, num_held = self._router, self._held.num_sequences
+        if self._may_hold and (num_held or not router.has_room(request)) and router.accepts(request, num_held):
+            self._held.add(request)
+        else:
+            await self._send(request)
+
+    async def _send(self, request: EngineRequest) -> None:
         index = self._router.route(request)
         try:
             await self.replicas[index].add_request(request)
@@ -129,6 +145,7 @@ class DataParallelClient:
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests on the replicas that run them."""
+        request_ids = self._held.abort(request_ids)
         by_replica: dict[int, list[str]] = {}
         for request_id in request_ids:
             index = self._router.replica_of(request_id)
@@ -140,6 +157,7 @@ class DataParallelClient:
                 await self.replicas[index].abort(ids)
             except EngineDeadError as error:
                 self._handle_death(index, str(error))
+        await self._hand_out()
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
         """The steps of all replicas, as they arrive, for a single reader.
@@ -160,6 +178,8 @@ class DataParallelClient:
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
+        if method == "sleep":  # the replicas must know what they have to finish, or to end
+            await self._hand_out(at_once=True)
         answers = await asyncio.gather(
             *(self._ask(index, method, adapter, options) for index in range(len(self.replicas)))
         )
@@ -169,6 +189,10 @@ class DataParallelClient:
 
     async def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """Stop all replicas; see `AsyncEngineClient.shutdown`. May be called more than once."""
+        if drain:
+            await self._hand_out(at_once=True)
+        else:
+            self._end_held("abort")
         await asyncio.gather(*(replica.shutdown(drain, timeout) for replica in self.replicas))
         if self._readers:
             await asyncio.gather(*self._readers)
@@ -199,19 +223,49 @@ class DataParallelClient:
                         router.finish(output.request_id)
                 if step.stats is not None:
                     router.observe(index, step.stats)
+                    step.stats.num_held = self._held.num_sequences if index == 0 else 0
                 self._steps.put_nowait(step)
+                await self._hand_out()
         except Exception as error:
             if not isinstance(error, EngineDeadError):
                 logger.error("Reading the outputs of replica %d failed.", index, exc_info=error)
                 error = EngineDeadError(f"Its outputs could not be read: {describe_error(error)}")
             self._handle_death(index, str(error))
-            if all(replica.dead_reason is not None for replica in self.replicas):
+            self._num_dead += 1
+            if self._num_dead == len(self.replicas):
                 self._steps.put_nowait(None)
 
+    async def _hand_out(self, *, at_once: bool = False) -> None:
+        """Send the requests that were held back and now have room. at_once: all, to wait in the replicas' queues."""
+        while self._held and self.dead_reason is None and (at_once or self._router.has_room(self._held.first())):
+            request, aborted = self._held.pop()
+            try:
+                await self._send(request)
+                if aborted:
+                    await self.abort(aborted)
+            except EngineDeadError as error:  # `_handle_death` has ended the others
+                outputs = [
+                    RequestOutput(request_id=request_id, finish_reason="error", error=str(error))
+                    for request_id in request.request_ids
+                    if request_id not in aborted
+                ]
+                self._steps.put_nowait(StepOutputs(outputs=outputs))
+
+    def _end_held(self, finish_reason: FinishReason, error: str | None = None) -> None:
+        outputs = [
+            RequestOutput(request_id=request_id, finish_reason=finish_reason, error=error)
+            for request, aborted in self._held.drain()
+            for request_id in request.request_ids
+            if request_id not in aborted
+        ]
+        if outputs:
+            self._steps.put_nowait(StepOutputs(outputs=outputs))
+
     def _handle_death(self, index: int, reason: str) -> None:
-        """Mark the replica as dead and end its requests with the reason."""
+        """Mark the replica as dead, and end its requests and those that were held back with the reason."""
         reason = f"Replica {index} of {len(self.replicas)}: {reason}"
         self.dead_reason = self.dead_reason or reason
+        self._end_held("error", reason)
         outputs = []
         for request_id in self._router.requests_of(index):
             self._router.finish(request_id)

@@ -5,6 +5,10 @@ of the KV cache (what the replica last reported, or the prompts sent to it, whic
 the beginning of the prompt before counts as less loaded, by AFFINITY times the share of the prompt that it has seen. So a
 prompt returns to its replica, and a prefix that all requests share spreads as replicas fill up. A request never waits for
 a batch slot while another replica has one free.
+
+Where all batch slots are taken, a replica gets a few requests more, which then start without a round trip to the client
+(AHEAD). For any more there is no room: the client holds them back until a replica has room again. A replica that reports
+waiting requests has no more slots than it uses, because its KV cache is full or its steps are.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from compile_and_serve.runtime.messages import EngineRequest, EngineStats
 from compile_and_serve.runtime.scheduler.prefix_keys import extend_keys, root_key
 
 AFFINITY = 0.125  # of a replica's capacity
+AHEAD = 8  # one request for this many batch slots, and one; more than the scheduler gives free slots to at once
 MAX_HASHED_BLOCKS = 256  # of a prompt; enough to find the replica that holds its prefix
 
 
@@ -25,6 +30,8 @@ class _Replica:
     requests: dict[str, int] = field(default_factory=dict)  # in flight → prompt tokens
     prompt_tokens: int = 0  # of the requests in flight
     kv_cache_usage: float = 0.0
+    num_running: int = 0  # as last reported, like the two around it
+    num_waiting: int = 0
     num_routed: int = 0
 
 
@@ -50,12 +57,35 @@ class Router:
         self._replica_of: dict[str, int] = {}
         self._max_num_seqs = max_num_seqs
         self._limits = [max_num_seqs] + ([] if max_waiting is None else [max_num_seqs + max_waiting])
+        self._max_ahead = max_num_seqs // AHEAD + 1
+        if max_waiting is not None:
+            self._max_ahead = min(self._max_ahead, max_waiting)
         self._block_size = block_size
         self._has_caches = enable_prefix_caching
         self._num_tokens = num_blocks * block_size
         # Block hash → bit mask of the replicas that were sent the block, least recently sent first.
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._max_seen = num_replicas * num_blocks
+
+    def has_room(self, request: EngineRequest) -> bool:
+        """Whether a replica would start the request now, or soon. More sequences than a replica can run always have room: they wait in
+        any case.
+        """
+        num_sequences = len(request.request_ids)
+        return num_sequences > self._max_num_seqs or any(
+            not one.requests or len(one.requests) + num_sequences <= self._num_slots(one) + self._max_ahead
+            for one in self._replicas
+        )
+
+    def _num_slots(self, replica: _Replica) -> int:
+        return min(self._max_num_seqs, replica.num_running) if replica.num_waiting else self._max_num_seqs
+
+    def accepts(self, request: EngineRequest, num_held: int) -> bool:
+        """Whether the replicas' queues together would take the request behind `num_held` sequences that are held back."""
+        if len(self._limits) == 1:
+            return True
+        in_flight = sum(len(one.requests) for one in self._replicas) + num_held + len(request.request_ids)
+        return in_flight <= len(self._replicas) * self._limits[1]
 
     def route(self, request: EngineRequest) -> int:
         """Choose a replica for all sequences of a request and return its index. Each counts as in flight there until its
@@ -104,15 +134,17 @@ class Router:
 
     def observe(self, index: int, stats: EngineStats) -> None:
         """Record a replica's stats."""
-        self._replicas[index].kv_cache_usage = stats.kv_cache_usage
+        replica = self._replicas[index]
+        replica.kv_cache_usage = stats.kv_cache_usage
+        replica.num_running, replica.num_waiting = stats.num_running, stats.num_waiting
 
     def forget_prefixes(self) -> None:
         """Forget all prompts, after the replicas have reset their prefix caches."""
         self._seen.clear()
 
     def _candidates(self, num_sequences: int) -> Sequence[int]:
-        """Replicas with free batch slots for all sequences, else those with room in the queue, else all."""
-        for limit in self._limits:
+        """Replicas with free batch slots for all sequences, else those with room ahead or in the queue, else all."""
+        for limit in (self._limits[0], self._limits[0] + self._max_ahead, *self._limits[1:]):
             limit -= num_sequences
             if available := [r for r, replica in enumerate(self._replicas) if len(replica.requests) <= limit]:
                 return available

@@ -134,6 +134,52 @@ async def test_requests_spread_and_equal_prompts_go_to_the_same_replica(
             await client.utility("dance")
 
 
+async def test_what_finds_no_room_goes_to_the_replica_that_has_room_first(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_workers(monkeypatch, model_dir, pause=0.004)
+    async with started(model_dir, max_num_seqs=1) as (client, reader):
+        names = [f"r{i}" for i in range(12)]
+        for i, name in enumerate(names):
+            await client.add_request(request(name, prompt(i), max_tokens=200 if i == 0 else 4))
+        [busy] = [index for index in range(2) if "r0" in client._router.requests_of(index)]
+        assert client._held.num_sequences == 8  # each replica runs one and has one ahead
+        await client.abort(["r10", "nobody"])
+        await reader.finished("r11")
+        assert "r0" not in {name for name, outputs in reader.outputs.items() if outputs[-1].finish_reason}
+        assert all(reader.replicas[name] == {1 - busy} for name in names[4:10])
+        assert "r10" not in reader.outputs
+        # sleeping waits for what is held back, too
+        for i in range(6):
+            await client.add_request(request(f"again{i}", prompt(i), max_tokens=4))
+        assert client._held.num_sequences > 0
+        await client.utility("sleep", None, {"level": 1, "mode": "wait"})
+        await reader.finished("r0", *(f"again{i}" for i in range(6)))
+
+
+@pytest.mark.parametrize("ending", ["drain", "stop", "kill"])
+async def test_requests_without_room_end_with_the_replicas(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    use_fake_workers(monkeypatch, model_dir, pause=0.004)
+    async with started(model_dir, max_num_seqs=1) as (client, reader):
+        names = [f"r{i}" for i in range(8)]
+        for i, name in enumerate(names):
+            await client.add_request(request(name, prompt(i), max_tokens=40))
+        assert client._held.num_sequences == 4
+        await client.abort(["r7"])
+        if ending == "kill":
+            for replica in client.replicas:
+                assert replica.pid is not None
+                os.kill(replica.pid, signal.SIGKILL)
+        else:
+            await client.shutdown(drain=ending == "drain")
+        await asyncio.wait_for(reader.task, PATIENCE)
+        expected = {"drain": "length", "stop": "abort", "kill": "error"}[ending]
+        assert {reader.outputs[name][-1].finish_reason for name in names[:7]} == {expected}
+        assert "r7" not in reader.outputs
+
+
 async def test_an_abort_goes_to_the_replica_of_its_request(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_workers(monkeypatch, model_dir, pause=0.01)
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 8, "max_waiting": 1}

@@ -93,6 +93,72 @@ def test_no_request_waits_or_is_refused_while_another_replica_has_room() -> None
     router.route(request("one too many", shared))  # either replica refuses it
 
 
+def test_room_is_what_a_replica_would_start_soon() -> None:
+    router = make_router(2, max_num_seqs=16, num_blocks=1_000_000)  # and 3 ahead of free slots
+    many = replace(request("many", prompt(99)), siblings=[Sibling(f"s{i}") for i in range(16)])
+    for i in range(2 * (16 + 3)):
+        one = request(f"r{i}", prompt(i))
+        assert router.has_room(one)
+        router.route(one)
+    assert not router.has_room(request("late", prompt(50)))
+    assert router.has_room(many)  # it would wait anywhere
+    assert router.accepts(request("late", prompt(50)), 1000)
+    router.finish("r7")
+    assert router.has_room(request("late", prompt(50)))
+    home = router.route(request("late", prompt(50)))
+    # a full KV cache: 4 run and the others wait
+    for index in range(2):
+        router.observe(index, EngineStats(num_running=4, num_waiting=15))
+    for name in router.requests_of(home)[:11]:
+        router.finish(name)
+    assert not router.has_room(request("later", prompt(51)))  # 8 in flight, 4 slots and 3 ahead
+    router.observe(home, EngineStats(num_running=6, num_waiting=2))
+    assert router.has_room(request("later", prompt(51)))
+
+
+def test_the_queues_of_all_replicas_limit_what_is_held_back() -> None:
+    router = make_router(2, max_num_seqs=4, max_waiting=2, num_blocks=1_000_000)
+    for i in range(10):
+        router.route(request(f"r{i}", prompt(i)))
+    assert not router.has_room(request("a", prompt(20)))
+    assert router.accepts(request("a", prompt(20)), 1)
+    assert not router.accepts(request("a", prompt(20)), 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_holding_back_ends_a_burst_sooner(seed: int) -> None:
+    """A simulation: 200 requests at once, a few of them long, on 2 replicas of 8 slots; a step takes 1 and serves all running."""
+    lengths = [400 if random.Random(100 * seed + i).random() < 0.05 else 20 for i in range(200)]
+
+    def simulated(*, holds: bool) -> tuple[int, int]:
+        """→ steps until all have ended, and steps in which one replica had free slots while requests waited elsewhere"""
+        router = make_router(2, max_num_seqs=8, num_blocks=1_000_000)
+        held = list(range(len(lengths)))
+        queues: list[list[int]] = [[], []]
+        left = dict(enumerate(lengths))
+        steps = wasted = 0
+        while left:
+            while held and (not holds or router.has_room(request(f"r{held[0]}", prompt(held[0])))):
+                i = held.pop(0)
+                queues[router.route(request(f"r{i}", prompt(i)))].append(i)
+            wasted += bool(held or max(map(len, queues)) > 8) and min(map(len, queues)) < 8
+            for queue in queues:
+                for i in queue[:8]:
+                    left[i] -= 1
+                    if not left[i]:
+                        del left[i]
+                        router.finish(f"r{i}")
+                queue[:] = [i for i in queue if i in left]
+            for index, queue in enumerate(queues):
+                router.observe(index, EngineStats(num_running=min(8, len(queue)), num_waiting=max(0, len(queue) - 8)))
+            steps += 1
+        return steps, wasted
+
+    (with_hold, wasted), (without, wasted_before) = simulated(holds=True), simulated(holds=False)
+    assert with_hold <= without
+    assert wasted <= 20 < wasted_before  # at most the time of what went ahead
+
+
 def test_the_load_that_a_replica_reports_counts() -> None:
     router = make_router(2)
     home = router.route(request("a", prompt(0)))
