@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from compile_and_serve.runtime.structured.grammar_error import GrammarError
+from compile_and_serve.runtime.structured.negation import ANNOTATIONS, negated
 from compile_and_serve.runtime.structured.one_of import Disjointness
 
 MAX_PROPERTIES = 1000  # of one object: the time to compile grows faster than their square
@@ -20,9 +21,6 @@ _ONE = (
 )  # fmt: skip
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_ANNOTATIONS = frozenset(
-    {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-)
 _DIALECTS = re.compile(r"https?://json-schema\.org/(?:(draft-0[4-7])|(draft/20(?:19-09|20-12)))/schema#?")
 _MAX_TRIES, _MAX_SECONDS = 200, 0.5  # of the search for the place of an error
 
@@ -47,7 +45,10 @@ def rewrite(schema: Any, path: str = "$") -> Any:
     - A `oneOf` whose alternatives exclude each other is an `anyOf`. `Disjointness.exclusive` narrows some for this. One of
       `required` lists of one name each says which of these properties are absent.
     - `dependencies`, `dependentRequired` and `dependentSchemas`: the property is absent, or the rest holds.
-    - `not` of `required`: an object without one of the properties. What nothing satisfies (`not: {}`) is `false`.
+    - `not` is the schema that `negated` makes of it. What nothing satisfies (`not: {}`) is `false`.
+    - `if`: the condition and `then`, or the negated condition and `else`.
+    - `propertyNames` of a pattern or an enumeration says which properties an object may have.
+    - `minProperties` of 1: one of the properties is required.
 
     Raises `GrammarError`.
     """
@@ -100,12 +101,41 @@ class _Rewriter:
         added: list[Any] = []
         self._rewrite_one_of(schema, result, added)
         _rewrite_dependencies(result, added)
-        if (absent := _absent(schema.get("not"))) is not None:
-            del result["not"]
-            added.append(absent)
+        self._rewrite_not(schema, result, added, path, depth)
+        self._rewrite_if(schema, result, added, path, depth)
+        _rewrite_names(result)
+        _rewrite_min_properties(result, added)
         if added and isinstance(result.get("allOf", []), list):
             result["allOf"] = [*result.get("allOf", []), *added]
         return result
+
+    def _rewrite_not(
+        self, schema: dict[str, Any], result: dict[str, Any], added: list[Any], path: str, depth: int
+    ) -> None:
+        if "not" in schema and (found := negated(schema["not"])) is not None:
+            del result["not"]
+            added.append(self.rewrite(found, f"{path}.not", depth + 1))
+
+    def _rewrite_if(
+        self, schema: dict[str, Any], result: dict[str, Any], added: list[Any], path: str, depth: int
+    ) -> None:
+        given = {name: result.get(name, True) for name in ("if", "then", "else")}
+        if "if" not in schema or not all(isinstance(part, dict | bool) for part in given.values()):
+            return
+        otherwise = negated(schema["if"])
+        if otherwise is None:
+            return
+        otherwise = self.rewrite(otherwise, f"{path}.if", depth + 1)
+        for name in given:
+            result.pop(name, None)
+        if given["else"] is True:  # what satisfies `then` need not satisfy the condition
+            branches = [given["then"], otherwise]
+        elif given["then"] is True:
+            branches = [given["if"], given["else"]]
+        else:
+            branches = [{"allOf": [given["if"], given["then"]]}, {"allOf": [otherwise, given["else"]]}]
+        if True not in [branch for branch in branches if isinstance(branch, bool)]:
+            added.append({"anyOf": [branch for branch in branches if branch is not False] or [False]})
 
     def _rewrite_one_of(self, schema: dict[str, Any], result: dict[str, Any], added: list[Any]) -> None:
         branches = schema.get("oneOf")
@@ -145,7 +175,7 @@ def _with(schema: Any, more: dict[str, Any]) -> Any:
 
 def _only_required(schema: Any) -> str | None:
     """The property if a schema only says that one property is required."""
-    if not isinstance(schema, dict) or schema.keys() - {"required", *_ANNOTATIONS}:
+    if not isinstance(schema, dict) or schema.keys() - {"required", *ANNOTATIONS}:
         return None
     names = schema.get("required")
     return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
@@ -162,25 +192,37 @@ def _rewrite_dependencies(result: dict[str, Any], added: list[Any]) -> None:
             added.append({"anyOf": [{"properties": {name: False}}, then]})
 
 
-def _absent(negated: Any) -> dict[str, Any] | None:
-    """`not` of a schema that only has `required`, or of an `anyOf` of these, as a schema without `not`."""
-    if not isinstance(negated, dict):
-        return None
-    rest = negated.keys() - _ANNOTATIONS
-    if rest == {"anyOf"} and isinstance(negated["anyOf"], list):
-        parts = [_absent(branch) for branch in negated["anyOf"]]
-        return None if None in parts or not parts else {"allOf": parts}
-    names = negated.get("required")
-    if (
-        rest != {"required"}
-        or not isinstance(names, list)
-        or not all(isinstance(name, str) for name in names)
-        or not names
-    ):
-        return None
-    # Values of other types satisfy every `required`.
-    branches = [{"type": "object", "properties": {name: False}} for name in names]
-    return branches[0] if len(branches) == 1 else {"anyOf": branches}
+def _rewrite_names(result: dict[str, Any]) -> None:
+    names = result.get("propertyNames")
+    if not isinstance(names, dict) or "properties" in result or "patternProperties" in result:
+        return
+    said = names.keys() - ANNOTATIONS - {"type"}
+    if names.get("type", "string") != "string" or not isinstance(result.get("additionalProperties", True), dict | bool):
+        return
+    values = result.get("additionalProperties", True)
+    if said == {"pattern"}:
+        result["patternProperties"] = {names["pattern"]: values}
+    elif said == {"enum"} and isinstance(names["enum"], list):
+        result["properties"] = {name: values for name in names["enum"] if isinstance(name, str)}
+    else:
+        return
+    del result["propertyNames"]
+    result["additionalProperties"] = False
+
+
+def _rewrite_min_properties(result: dict[str, Any], added: list[Any]) -> None:
+    properties, required = result.get("properties"), result.get("required", [])
+    if result.get("minProperties") != 1 or not isinstance(properties, dict) or not isinstance(required, list):
+        return
+    names = [name for name, child in properties.items() if child is not False]
+    if not names or set(names) <= set(required):
+        return
+    del result["minProperties"]
+    if not required:
+        # Values of other types may have been allowed: without `type`, each of these is an object.
+        types = result.get("type")
+        others = [] if types is None or isinstance(types, str) else [{"type": t} for t in types if t != "object"]
+        added.append({"anyOf": [*({"type": "object", "required": [name]} for name in names), *others]})
 
 
 def original_path(schema: Any, path: str) -> str:

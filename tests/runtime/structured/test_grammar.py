@@ -102,7 +102,7 @@ def test_special_tokens_in_a_tag_stand_for_their_ids() -> None:
     [
         ({"type": "strng"}, "$.type"),
         ({"properties": {"a b": {"items": {"type": "foo"}}}}, '$.properties["a b"].items.type'),
-        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [STRING, {"not": STRING}]}}}, "$.$defs.x.anyOf[1].not"),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [STRING, {"not": {"pattern": "a"}}]}}}, "$.$defs.x.anyOf[1].not"),
         ({"properties": {"a": {"items": {"type": "number"}, "uniqueItems": True}}}, "$.properties.a.uniqueItems"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "$.properties.a.pattern"),
         ({"properties": {"a": {"$ref": "https://example.com/x"}}}, "$.properties.a.$ref"),
@@ -154,6 +154,12 @@ A_OR_B = {
 }
 KINDS = {"$defs": {"x": fields(kind={"const": "x"}), "y": {"allOf": [fields(kind={"enum": ["y", "z"]})]}}}
 
+CASE = {
+    "type": "object", "properties": {"kind": {"enum": ["x", "y"]}, "n": {"type": "integer"}}, "additionalProperties": False,
+    "if": {"properties": {"kind": {"const": "x"}}, "required": ["kind"]},
+}  # fmt: skip
+X, X1, Y, Y1 = '{"kind": "x"}', '{"kind": "x", "n": 1}', '{"kind": "y"}', '{"kind": "y", "n": 1}'
+
 
 @pytest.mark.parametrize(
     "schema,good,bad",
@@ -168,6 +174,26 @@ KINDS = {"$defs": {"x": fields(kind={"const": "x"}), "y": {"allOf": [fields(kind
         (A_OR_B | {"not": {"required": ["a", "b"]}}, ["{}", '{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 1}']),
         (A_OR_B | {"not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}, ["{}"], ['{"a": 1}', '{"b": 1}']),
         ({"not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}', "1", "[]"]),
+        (
+            {"not": {"enum": ["a", "ab c", 1, True]}},
+            ['"b"', '"ab"', '"ab cd"', '""', "false", "null", "2", "[]"],
+            ['"a"', '"ab c"', "1", "true"],
+        ),
+        ({"not": {"not": STRING}}, ['"a"'], ["1"]),
+        ({"not": {"type": ["string", "integer"]}}, ["null", "{}"], ['"a"', "1"]),
+        (
+            {"type": "object", "not": {"anyOf": [{"properties": {"a": STRING}}, {"required": ["b"]}]}},
+            ['{"a": 1}'], ["{}", '{"a": 1, "b": 1}', '{"a": ""}'],
+        ),
+        (CASE | {"then": {"required": ["n"]}, "else": {"properties": {"n": False}}}, [X1, Y, "{}"], [X, Y1, '{"n": 1}']),
+        (CASE | {"then": {"required": ["n"]}}, [X1, Y, Y1, "{}"], [X]),
+        (CASE | {"else": {"required": ["n"]}}, [X, X1, Y1], [Y, "{}"]),
+        (
+            {"type": "object", "propertyNames": {"pattern": "^[a-z]$"}, "additionalProperties": {"type": "integer"}},
+            ["{}", '{"a": 1}'], ['{"A": 1}', '{"a": ""}'],
+        ),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, ["{}", '{"a": 1, "b": ""}'], ['{"c": 1}']),
+        (A_OR_B | {"minProperties": 1}, ['{"a": 1}', '{"b": 1}', '{"a": 1, "b": 1}'], ["{}"]),
         (A_OR_B | {"dependencies": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"a": 1, "b": 1}'], ['{"a": 1}']),
         (A_OR_B | {"dependentRequired": {"a": ["b"]}}, ["{}", '{"b": 1}', '{"a": 1, "b": 1}'], ['{"a": 1}']),
         (A_OR_B | {"dependentSchemas": {"a": {"properties": {"b": {"const": 2}}}}}, ['{"b": 1}', '{"a": 1, "b": 2}'], ['{"a": 1, "b": 1}']),

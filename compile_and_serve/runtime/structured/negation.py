@@ -1,0 +1,108 @@
+"""`negated`: a schema without `not` that only accepts what another schema refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+ANNOTATIONS = frozenset(
+    {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+)
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_MAX_CHARS = 4000  # of the strings that a pattern excludes
+_MAX_DEPTH = 16
+
+
+def negated(schema: Any, depth: int = 0) -> Any:
+    """Equivalent to `not` of the schema, or narrower. None if there is no such schema.
+
+    A value fails a schema if it fails one of its keywords. So keywords that cannot be negated are left out, if another one can.
+    """
+    if isinstance(schema, bool):
+        return not schema
+    # Up to draft 7, the keywords beside a reference are ignored.
+    if not isinstance(schema, dict) or "$ref" in schema or depth > _MAX_DEPTH:
+        return None
+    if not schema.keys() - ANNOTATIONS:
+        return False
+    found = [one for name, value in schema.items() for one in _keyword(name, value, depth + 1)]
+    return _any(found)
+
+
+def _any(found: Sequence[Any]) -> Any:
+    if True in [one for one in found if isinstance(one, bool)]:
+        return True
+    found = [one for one in found if one is not False] or list(found[:1])
+    return None if not found else found[0] if len(found) == 1 else {"anyOf": list(found)}
+
+
+def _keyword(name: str, value: Any, depth: int) -> Iterable[Any]:
+    """Schemas of which each refuses what satisfies one keyword."""
+    if name in ("const", "enum"):
+        values = [value] if name == "const" else value
+        return [] if not isinstance(values, list) else _none_of(values)
+    if name == "type":
+        names = value if isinstance(value, list) else [value]
+        excluded = {"number" if kind == "integer" else kind for kind in names}
+        return [{"type": [kind for kind in _TYPES if kind not in excluded]}] if excluded < set(_TYPES) else []
+    if name == "required" and isinstance(value, list):
+        return [{"type": "object", "properties": {key: False}} for key in value if isinstance(key, str)]
+    if name == "properties" and isinstance(value, dict):
+        parts = [(key, negated(child, depth)) for key, child in value.items()]
+        return [
+            {"type": "object", "properties": {key: part}, "required": [key]}
+            for key, part in parts
+            if part is not None and part is not False
+        ]
+    if name == "not":
+        return [value]
+    if name == "allOf" and isinstance(value, list):
+        return [part for part in (negated(child, depth) for child in value) if part is not None]
+    if name in ("anyOf", "oneOf") and isinstance(value, list) and value:
+        parts = [negated(child, depth) for child in value]
+        return [] if None in parts else [{"allOf": parts}]
+    return []
+
+
+def _none_of(values: list[Any]) -> list[Any]:
+    texts = [value for value in values if isinstance(value, str)]
+    if sum(map(len, texts)) > _MAX_CHARS:
+        return []
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    excluded = {_type_of(value) for value in values}
+    found: list[Any] = [{"type": [kind for kind in _TYPES if kind not in excluded]}] if excluded < set(_TYPES) else []
+    if texts:
+        found.append({"type": "string", "pattern": f"^{_other_texts(texts)}$"})
+    if numbers:
+        found += [
+            {"type": "number", "exclusiveMinimum": max(numbers)},
+            {"type": "number", "exclusiveMaximum": min(numbers)},
+        ]
+    booleans = [value for value in (True, False) if not any(given is value for given in values)]
+    if "boolean" in excluded and booleans:
+        found.append({"enum": booleans})
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def _other_texts(texts: Sequence[str]) -> str:
+    """A regex for all texts but these."""
+    ends = "" in texts
+    following: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            following.setdefault(text[0], []).append(text[1:])
+    listed = "".join(map(re.escape, following))
+    other = rf"[^{listed}](?s:.*)" if following else "(?s:.+)"
+    branches = [other, *(re.escape(char) + _other_texts(rest) for char, rest in following.items())]
+    return f"(?:{'|'.join(branches)}){'' if ends else '?'}"
