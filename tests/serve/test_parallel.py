@@ -145,3 +145,21 @@ def test_a_dead_replica_ends_the_server_and_the_others_requests_finish(tiny_llam
         assert server.wait() == 1
         assert "The engine is dead: Replica 1 of 2" in server.output
         assert not any(map(is_running, engines))
+
+
+@pytest.mark.slow
+def test_replicas_follow_grammars(tiny_llama_dir: Path, temporary: Path) -> None:
+    values = {"type": "array", "items": {"enum": ["a", "b", "c"]}, "minItems": 3, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"v": values}, "required": ["v"], "additionalProperties": False}
+    structured = {"json": schema, "disable_any_whitespace": True}
+    with started(str(tiny_llama_dir), *OPTIONS, *THREADS, "--enforce-eager", "-dp", "2") as server:
+        streams = Streams(server, 8, max_tokens=60, temperature=1, structured_outputs=structured)
+        with server.client() as client:
+            body = {"prompt": "x", "structured_outputs": {"json": {"properties": {"v": {"contains": {}}}}}}
+            refused = client.post("/v1/completions", json=body)
+            assert (refused.status_code, "(at $.properties.v.contains)" in refused.text) == (400, True)
+            streams.wait()
+            hits = [f'cas:replica_prefix_cache_queries{{model_name="{tiny_llama_dir}",replica="{r}"}}' for r in "01"]
+            assert all(metrics(client)[name] > 0 for name in hits)  # both replicas had requests
+    assert streams.ends == ["[DONE]"] * 8
+    assert [sorted(json.loads(text)["v"]) for text in streams.texts] == [["a", "b", "c"]] * 8
