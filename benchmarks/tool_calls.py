@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--frequency-penalty", type=float, default=0.2)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--tool-choice", default="required")
+    parser.add_argument("--body", type=json.loads, default={}, help="more fields of each request, as a JSON object")
     options = parser.parse_args()
     questions = list(read_questions(options.data))
     if options.sample:
@@ -109,7 +110,7 @@ def main() -> None:
         body = {key: value for key, value in question.items() if key != "id"}
         body |= {"tool_choice": options.tool_choice, "max_tokens": options.max_tokens}
         # A small model repeats itself for ever without a penalty.
-        body |= {"temperature": 0, "frequency_penalty": options.frequency_penalty}
+        body |= {"temperature": 0, "frequency_penalty": options.frequency_penalty, **options.body}
         response = http.post("/v1/chat/completions", json=body)
         if response.status_code != 200:
             found: str | None = f"{response.status_code}: {response.json()['error']['message']}"
@@ -129,7 +130,7 @@ def main() -> None:
         sets.setdefault(question["id"].rpartition("_")[0], Counter())[kind] += 1
     line = {
         "figure": "bfcl", "model": model, "tool_choice": options.tool_choice, "max_tokens": options.max_tokens,
-        "frequency_penalty": options.frequency_penalty, "questions": len(questions),
+        "frequency_penalty": options.frequency_penalty, "body": options.body, "questions": len(questions),
         **{kind: kinds.count(kind) for kind in ("valid", "length", "wrong")}, "sets": sets,
         "seconds": seconds, "cpu": cpu_name(), **environment(),
     }  # fmt: skip
