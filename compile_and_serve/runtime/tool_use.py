@@ -114,6 +114,7 @@ def parsed_params(
                 begins_after=parsers.reasoning_ends(),
                 thinking_token_budget=thinking_token_budget,
                 thinking_starts=parsers.reasoning_start(prompt),
+                may_end_before=parsers.reasoning.parses_tools and bool(use.shown) and not use.forced,
             )
     if structured is not None:
         changes["structured_outputs"] = structured

@@ -308,6 +308,7 @@ class ModelRunner:
             thinking_token_budget=structured.thinking_token_budget,
             thinking_starts=structured.thinking_starts,
             is_free=structured.is_free,
+            may_end_before=structured.may_end_before,
         )
         sequence.advance(output.tolist())
         self._sequences[request.slot] = sequence

@@ -23,10 +23,12 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     disable_any_whitespace: JSON is written without optional whitespace. whitespace_pattern: a regex for JSON's optional
     whitespace; by default up to 32 spaces, tabs and line ends at each place.
     begins_after: token id sequences. Tokens are free until the first of them was generated, and structured after it. Empty:
-    structured from the first token. A reasoning parser puts the ids of its end marker here.
+    structured from the first token. The output does not end before, unless may_end_before is set. A reasoning parser puts the
+    ids of its end marker here.
 
     thinking_token_budget: after so many free tokens the first of begins_after is forced, one token per step. None: no limit.
-    May be set without any form. thinking_starts: token ids after which the tokens count; empty: the first token counts.
+    May be set without any form. thinking_starts: token ids with which the free tokens must begin; an output that
+    begins otherwise is structured from its first token. Empty: the first token is free.
 
     is_free: nothing but the budget restricts the output. compiled: the checked grammar. `InputProcessor` puts both in place of
     the form for the engine.
@@ -47,6 +49,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     begins_after: list[list[int]] = []
     thinking_token_budget: int | None = None
     thinking_starts: list[int] = []
+    may_end_before: bool = False
     is_free: bool = False
     compiled: str | None = None
 

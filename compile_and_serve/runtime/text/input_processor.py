@@ -191,6 +191,7 @@ class InputProcessor:
             begins_after=structured.begins_after,
             thinking_token_budget=structured.thinking_token_budget if structured.begins_after else None,
             thinking_starts=structured.thinking_starts,
+            may_end_before=structured.may_end_before,
             is_free=is_free,
         )
 

@@ -334,6 +334,41 @@ class TestMasks:
         never.advance([1] * 50)
         assert never.forced_token is None
 
+    def test_the_structure_begins_at_once_without_a_start(
+        self, compiler: GrammarCompiler, tokenizer: Tokenizer
+    ) -> None:
+        [a, b, c] = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "abc")
+        [eos] = tokenizer.eos_token_ids
+        masks = TokenMasks(8, compiler.num_words, torch.device("cpu"), 1)
+
+        def allowed(sequence: GrammarSequence, *drafts: int) -> list[set[int]]:
+            logits = torch.zeros(1 + len(drafts), tokenizer.vocab_size)
+            count = masks.fill([MaskedRows(first_row=0, sequence=sequence, drafts=list(drafts))])
+            masks.apply(logits, count)
+            return [set(torch.isfinite(row).nonzero().flatten().tolist()) & {a, b, c, eos} for row in logits]
+
+        options = {"begins_after": [[b]], "thinking_starts": [c, c], "stop_ids": [eos]}
+        form = StructuredOutputsParams(regex="(a|ca)b")
+        sequence = self.sequence(compiler, form, **options)
+        assert allowed(sequence) == [{a, c}]
+        assert allowed(sequence, a) == [{a, c}, {b}]
+        # Neither the end of the free text nor the grammar may be skipped by guessed tokens.
+        assert allowed(sequence, c, c, a, b, c) == [{a, c}, {c}, {a, b, c}, {a, b, c}, {a, c}, {a}]
+        sequence.advance([c])
+        assert allowed(sequence) == [{a, c}]
+        sequence.advance([a])
+        assert allowed(sequence) == [{b}]
+        sequence.advance([b, eos])
+        assert (sequence.has_ended, sequence.error) == (True, None)
+        thinking = self.sequence(compiler, form, **options)
+        thinking.advance([c, c, a])
+        assert allowed(thinking) == [{a, b, c}]  # no end
+        thinking.advance([b])
+        assert allowed(thinking) == [{a, c}]
+        ended = self.sequence(compiler, form, **options, may_end_before=True)
+        ended.advance([c, c])
+        assert allowed(ended) == [{a, b, c, eos}]
+
     def test_tokens_after_the_end_are_ignored(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
         eos = tokenizer.eos_token_ids[0]
         [a] = tokenizer.encode("a", add_special_tokens=False)
