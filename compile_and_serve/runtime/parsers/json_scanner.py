@@ -12,6 +12,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")
 _MAX_DEPTH = 128
+_MAX_NUMBER = 4300  # characters; Python reads no longer integers
 
 _Expected = Literal["value", "value or end", "key", "key or end", "colon", "comma or end", "nothing"]
 
@@ -60,7 +61,7 @@ class JsonScanner:
         if self._word:
             if char.isascii() and (char.isalnum() or char in "+-."):
                 self._word += char
-                return len(self._word) <= 400
+                return len(self._word) <= _MAX_NUMBER
             if not (_NUMBER.fullmatch(self._word) or self._word in _LITERALS):
                 return False
             self._word = ""

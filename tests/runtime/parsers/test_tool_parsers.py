@@ -171,6 +171,7 @@ def test_arguments_stream_while_they_are_generated() -> None:
         ('{"name": "now", "arguments": "{\\"a\\": [1]}"}', {"a": [1]}),
         ('{"type": "function", "id": [{"x": 1}, 5], "name": "now", "parameters": {"a": "b"}, "z": 1}', {"a": "b"}),
         ('{"name": "now", "arguments": {"a": "line\nline"}}', {"a": "line\nline"}),
+        (f'{{"name": "now", "arguments": {{"a": {10**4200}}}}}', {"a": 10**4200}),
     ],
 )
 def test_variants_of_a_call(text: str, expected: dict[str, Any]) -> None:
