@@ -1,10 +1,12 @@
 """Tokens per second on the CPU: this project and its peers in one run, with the same weights, precision and threads.
 
     python -m benchmarks.cpu [--model smollm2-135m] [--engines compile-and-serve compile-and-serve:int8-weight-only llama.cpp …]
-                             [--llama-python PYTHON] [--vllm-python PYTHON]
+                             [--beside ENGINE] [--llama-python PYTHON] [--vllm-python PYTHON]
 
 Cases: decode of 1 × (128 + 256) and 16 × (128 + 128) tokens, prefill of 1 × 512. Each engine runs in its own process. Each case
-runs `--repeats` times; the medians are printed, one JSON line per engine and case. Run it on an idle machine.
+runs `--repeats` times, and the engines take turns, so that a change of the machine's speed meets all of them. The medians are
+printed, one JSON line per engine and case. Run it on an idle machine. If it is not idle, read only the ratios of `--threads 1`: they
+are of CPU time, which a thread does not spend while another process runs.
 
     decode tokens/s  = batch · (new − 1) / (time of `new` tokens − time of 1 token)
     output tokens/s  = batch · new / time of `new` tokens, prefill included
@@ -15,7 +17,8 @@ A quantization may follow an engine's name after ":". compile-and-serve accepts 
 
     python -m benchmarks.cpu --engines compile-and-serve:as-is llama.cpp:as-is --llama-python PYTHON
 
-If the engine ran in bfloat16 before, such a line also has each figure's ratio to bfloat16.
+If the engine ran in bfloat16, too, such a line also has each figure's ratio to bfloat16. With --beside, each line has the other engine's
+time divided by this engine's, turn by turn: [minimum, median, maximum] of wall time and of CPU time.
 
 llama.cpp runs if --llama-python (by default this Python) can import `llama_cpp`. To build it (about 8 minutes):
 
@@ -31,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -40,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, cpu_name, environment
+from compile_and_serve.runtime.quantize.source import write_weights
 
 WORKER = Path(__file__).with_name("cpu_engines.py")
 ENGINES = [
@@ -47,9 +52,6 @@ ENGINES = [
     "transformers", "llama.cpp", "llama.cpp:as-is",
 ]  # fmt: skip
 CASES = (("decode", 1, 128, 256), ("decode", 16, 128, 128), ("prefill", 1, 512, 1))
-
-
-Rates = dict[tuple[str, str], dict[str, float]]
 
 
 def make_cases(vocab_size: int, names: list[str]) -> list[dict[str, Any]]:
@@ -62,20 +64,6 @@ def make_cases(vocab_size: int, names: list[str]) -> list[dict[str, Any]]:
         if not names or kind in names:
             cases.append({"name": name, "batch": batch, "prompt": prompt, "new": new, "prompts": prompts})
     return cases
-
-
-def write_folder(model: Path, folder: Path) -> None:
-    """Write the model's weights in bfloat16 to `folder`, in Hugging Face layout."""
-    import torch
-    from safetensors.torch import save_file
-
-    from compile_and_serve.runtime.weights import iter_tensors, read_config
-
-    config = read_config(model) | {"dtype": "bfloat16"}
-    config.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in iter_tensors(model)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_bfloat16_gguf(model: Path, file: Path) -> None:
@@ -125,7 +113,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a known name or a GGUF file")
     parser.add_argument("--engines", nargs="+", default=ENGINES)
+    parser.add_argument("--beside", help="one of the engines, that the others are compared with")
     parser.add_argument("--cases", nargs="*", default=[], help="decode, prefill; by default both")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of activations, for compile-and-serve: bfloat16, float32 or auto"
+    )
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--threads", type=int, default=2)
@@ -141,10 +133,10 @@ def main() -> None:
         folder, gguf = Path(scratch) / "folder", Path(scratch) / "bf16.gguf"
         folder.mkdir()
         if {"compile-and-serve", "transformers", "vllm-cpu"} & set(args.engines):
-            write_folder(model, folder)
+            write_weights(model, folder)
         if "llama.cpp" in args.engines:
             write_bfloat16_gguf(model, gguf)
-        bfloat16: Rates = {}
+        workers = []
         for name in args.engines:
             engine, _, quantization = name.partition(":")
             job = {
@@ -153,12 +145,16 @@ def main() -> None:
                 "model": str(model),
                 "folder": str(folder),
                 "gguf": str(model if quantization else gguf),
-                "dtype": "bfloat16",
+                "dtype": args.dtype,
                 "threads": args.threads,
-                "repeats": args.repeats,
                 "cases": cases,
             }
-            run_engine(pythons.get(engine, sys.executable), job, args.model, bfloat16)
+            workers.append(Worker(name, pythons.get(engine, sys.executable), job))
+        for index, case in enumerate(cases):
+            take_turns(workers, index, case, args.repeats)
+            print_case(workers, case, args.model, args.beside)
+        for worker in workers:
+            worker.end()
 
 
 def speedups(values: dict[str, float], bfloat16: dict[str, float]) -> dict[str, float]:
@@ -167,44 +163,115 @@ def speedups(values: dict[str, float], bfloat16: dict[str, float]) -> dict[str, 
     return {key.replace("_tokens_per_second", "_speedup"): round(values[key] / bfloat16[key], 2) for key in rates}
 
 
-def run_engine(python: str, job: dict[str, Any], model: str, bfloat16: Rates) -> None:
-    """Run one engine's cases in its own process and print their lines. If the engine fails, print a line with its error.
+def ratios(own: list[tuple[float, float]], other: list[tuple[float, float]], new: int) -> list[float]:
+    """The other engine's time divided by this one's, turn by turn: [minimum, median, maximum]. Of decodes, or with new = 1 of prefills."""
 
-    bfloat16: (engine, case) → figures without quantization; runs without quantization fill it, runs with one read it.
+    def work(turn: tuple[float, float]) -> float:
+        return turn[1] - turn[0] if new > 1 else turn[0]
+
+    found = [work(b) / work(a) for a, b in zip(own, other, strict=True)]
+    return [round(value, 2) for value in (min(found), statistics.median(found), max(found))]
+
+
+class Worker:
+    """One engine in its process. rounds, cpu_rounds: of the current case, (seconds of 1 token, seconds of all new tokens).
+
+    An engine that fails keeps its error and takes no more turns.
     """
-    common = {
-        "benchmark": "cpu",
-        "engine": job["engine"],
-        "model": model,
-        "dtype": job["dtype"],
-        "quantization": job["quantization"],
-        "threads": job["threads"],
-    }
-    where = {"device": cpu_name(), **environment()}
-    # an environment variable, because OpenMP reads it before any engine can set its own option
-    variables = [f"OMP_NUM_THREADS={job['threads']}", f"PYTHONPATH={ROOT}"]
-    intel_openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
-    if job["engine"] == "vllm-cpu" and intel_openmp.exists():
-        variables.append(f"LD_PRELOAD={intel_openmp}")  # vLLM's manual advises this; it is faster
-    command = ["env", *variables, python, str(WORKER)]
-    result = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
-    cases = {case["name"]: case for case in job["cases"]}
-    for line in result.stdout.splitlines():
-        row = json.loads(line)
-        values = figures(cases[row["case"]], row["rounds"])
-        key = (job["engine"], row["case"])
-        if job["quantization"] is None:
-            bfloat16[key] = values
-        elif key in bfloat16:
-            values |= speedups(values, bfloat16[key])
-        spread = {"rounds": [[round(s, 4) for s in pair] for pair in row["rounds"]]}
-        print(
-            json.dumps({**common, "engine_version": row["version"], "case": row["case"], **values, **spread, **where}),
-            flush=True,
-        )
-    if result.returncode != 0:
-        last = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "no message")
-        print(json.dumps({**common, "error": last[:300], **where}), flush=True)
+
+    def __init__(self, name: str, python: str, job: dict[str, Any]) -> None:
+        self.name, self.job = name, job
+        self.error: str | None = None
+        self.rounds: list[tuple[float, float]] = []
+        self.cpu_rounds: list[tuple[float, float]] = []
+        self.resident_bytes = 0
+        # an environment variable, because OpenMP reads it before any engine can set its own option
+        variables = [f"OMP_NUM_THREADS={job['threads']}", f"PYTHONPATH={ROOT}"]
+        intel_openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
+        if job["engine"] == "vllm-cpu" and intel_openmp.exists():
+            variables.append(f"LD_PRELOAD={intel_openmp}")  # vLLM's manual advises this; it is faster
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            ["env", *variables, python, str(WORKER)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
+        about = self._ask(job)
+        self.version = about.pop("version", None)
+        self.memory = about
+
+    def run(self, case: int, new: int) -> tuple[float, float]:
+        """(wall seconds, CPU seconds) of one case with `new` tokens."""
+        answer = self._ask({"case": case, "new": new})
+        self.resident_bytes = answer.get("resident_bytes", 0)
+        return answer.get("seconds", 0.0), answer.get("cpu_seconds", 0.0)
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if self.error is not None:
+            return {}
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            return json.loads(line)
+        self._process.wait()
+        self._errors.seek(0)
+        last = next((text for text in reversed(self._errors.read().splitlines()) if text.strip()), "no message")
+        self.error = last[:300]
+        return {}
+
+
+def take_turns(workers: list[Worker], index: int, case: dict[str, Any], repeats: int) -> None:
+    """Run a case `repeats` times with each engine, after a shorter warm-up. Fills in the workers' rounds."""
+    for worker in workers:
+        worker.run(index, min(case["new"], 8))
+        worker.rounds, worker.cpu_rounds = [], []
+    for _ in range(repeats):
+        for worker in workers:
+            (first, first_cpu), (full, full_cpu) = worker.run(index, 1), worker.run(index, case["new"])
+            worker.rounds.append((first, full))
+            worker.cpu_rounds.append((first_cpu, full_cpu))
+
+
+def print_case(workers: list[Worker], case: dict[str, Any], model: str, beside: str | None) -> None:
+    """Print one line for each engine: its figures, or its error."""
+    by_name = {worker.name: worker for worker in workers if worker.error is None}
+    for worker in workers:
+        job = worker.job
+        common = {
+            "benchmark": "cpu",
+            "engine": job["engine"],
+            "model": model,
+            "dtype": job["dtype"],
+            "quantization": job["quantization"],
+            "threads": job["threads"],
+            "case": case["name"],
+        }
+        where = {"load_average": round(os.getloadavg()[1], 1), "device": cpu_name(), **environment()}
+        if worker.error is not None:
+            print(json.dumps({**common, "error": worker.error, **where}), flush=True)
+            continue
+        values: dict[str, Any] = figures(case, worker.rounds)
+        plain = by_name.get(job["engine"])
+        if plain is not None and plain is not worker:
+            values |= speedups(values, figures(case, plain.rounds))
+        other = by_name.get(beside or "")
+        if other is not None and other is not worker:
+            values["beside"] = beside
+            values["time_ratio"] = ratios(worker.rounds, other.rounds, case["new"])
+            values["cpu_time_ratio"] = ratios(worker.cpu_rounds, other.cpu_rounds, case["new"])
+        values |= {**worker.memory, "resident_bytes": worker.resident_bytes}
+        for name, rounds in (("rounds", worker.rounds), ("cpu_rounds", worker.cpu_rounds)):
+            values[name] = [[round(seconds, 4) for seconds in pair] for pair in rounds]
+        print(json.dumps({**common, "engine_version": worker.version, **values, **where}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""One engine of `benchmarks.cpu` in its own process: reads a job (JSON) from stdin, prints one JSON line per case.
+"""One engine of `benchmarks.cpu` in its own process.
+
+Reads a job (one line of JSON) from stdin and prints a line about itself. Then, for each further line {"case": index, "new": tokens},
+runs that case and prints its times, so that several engines can take turns.
 
 Imports only the standard library and the engine's package, so that the Python of another environment can run this file.
 Each engine generates `new` greedy tokens for a batch of prompts, without stopping early. The whole call is timed.
@@ -10,13 +13,18 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 
 class Engine(Protocol):
-    """version: of the engine's package. run: generate exactly `new` tokens for every prompt."""
+    """version: of the engine's package. run: generate exactly `new` tokens for every prompt.
+
+    memory: the bytes of the weights, and the KV cache's per token; empty if they are not known.
+    """
 
     version: str
+    memory: dict[str, int]
 
     def run(self, prompts: list[list[int]], new: int) -> None: ...
 
@@ -38,6 +46,12 @@ class Ours:
             quantization=None if quantization == "as-is" else quantization,
         )  # fmt: skip
         self.engine = SyncEngine(config)
+        info = self.engine.info
+        report, tokens = info.compile_report, info.num_kv_blocks * info.block_size
+        self.memory = {
+            "weight_bytes": int(report["loaded_bytes"]),
+            "kv_bytes_per_token": int(report["kv_cache_bytes"]) // tokens,
+        }
 
     def run(self, prompts: list[list[int]], new: int) -> None:
         from compile_and_serve.serve.cli.bench.offline import run_requests
@@ -54,6 +68,7 @@ class Transformers:
         import transformers
 
         self.version = transformers.__version__
+        self.memory: dict[str, int] = {}
         torch.set_num_threads(job["threads"])
         self.torch = torch
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -89,6 +104,13 @@ class LlamaCpp:
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
+        # Keys and values are float16 by default.
+        layers, heads = llama_cpp.llama_model_n_layer(self.model), llama_cpp.llama_model_n_head(self.model)
+        width = llama_cpp.llama_model_n_embd(self.model) // heads * llama_cpp.llama_model_n_head_kv(self.model)
+        self.memory = {
+            "weight_bytes": llama_cpp.llama_model_size(self.model),
+            "kv_bytes_per_token": 2 * 2 * layers * width,
+        }
 
     def run(self, prompts: list[list[int]], new: int) -> None:
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
@@ -130,6 +152,7 @@ class Vllm:
         import vllm
 
         self.version, self.vllm = vllm.__version__, vllm
+        self.memory: dict[str, int] = {}
         self.llm = vllm.LLM(
             job["folder"], dtype=job["dtype"], max_model_len=1024, max_num_seqs=16, enable_prefix_caching=False,
             skip_tokenizer_init=True, disable_log_stats=True,
@@ -149,22 +172,29 @@ ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {
 }
 
 
-def seconds_of(engine: Engine, prompts: list[list[int]], new: int) -> float:
-    start = time.perf_counter()
-    engine.run(prompts, new)
-    return time.perf_counter() - start
+def resident_bytes() -> int:
+    """Of this process, now."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmRSS")
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
     out, sys.stdout = sys.stdout, sys.stderr  # keeps what engines print out of the JSON lines
     engine = ENGINES[job["engine"]](job)
-    for case in job["cases"]:
-        prompts, new = case["prompts"], case["new"]
-        seconds_of(engine, prompts, min(new, 8))
-        rounds = [(seconds_of(engine, prompts, 1), seconds_of(engine, prompts, new)) for _ in range(job["repeats"])]
-        row = {"case": case["name"], "version": engine.version, "rounds": rounds}
-        print(json.dumps(row), file=out, flush=True)
+
+    def say(**values: Any) -> None:
+        print(json.dumps(values), file=out, flush=True)
+
+    say(version=engine.version, **engine.memory)
+    for line in sys.stdin:
+        turn = json.loads(line)
+        start, cpu = time.perf_counter(), time.process_time()
+        engine.run(job["cases"][turn["case"]]["prompts"], turn["new"])
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+        say(seconds=seconds, cpu_seconds=cpu_seconds, resident_bytes=resident_bytes())
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.common import cpu_name, environment
-from benchmarks.cpu import write_folder
 from compile_and_serve.compiler.config import Quantization
 from compile_and_serve.runtime.config import KVCacheDtype
+from compile_and_serve.runtime.quantize.source import write_weights
 
 TEXT = Path(__file__).with_name("texts") / "ferry.txt"
 PROMPTS = ("What is the capital of France?", "Name three primary colors.", "Write one sentence about the sea.")
@@ -53,7 +53,7 @@ def measure(
     path = resolve_model(model)
     with tempfile.TemporaryDirectory() as scratch:
         if quantization == "none" and path.suffix == ".gguf":
-            write_folder(path, Path(scratch))
+            write_weights(path, Path(scratch))
             model, options["tokenizer"] = scratch, str(path)
         return _measure(model, dtype, quantization, exclude, kv_cache_dtype, threads, options, start)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.cpu import figures, make_cases, speedups, write_bfloat16_gguf, write_folder
+from benchmarks.cpu import Worker, figures, make_cases, print_case, ratios, speedups, take_turns, write_bfloat16_gguf
+from compile_and_serve.runtime.quantize.source import write_weights
 from compile_and_serve.runtime.weights import iter_tensors, read_config
 from compile_and_serve.runtime.weights.gguf import read_metadata
 
@@ -28,6 +31,24 @@ def test_speedups_are_ratios_of_rates() -> None:
     assert speedups(int8, bfloat16) == {"decode_speedup": 1.7, "prefill_speedup": 0.8}
 
 
+def test_ratios_are_turn_by_turn() -> None:
+    own, other = [(0.1, 1.1), (0.2, 2.2), (0.1, 1.1)], [(0.2, 2.2), (0.2, 2.2), (0.1, 4.1)]
+    assert ratios(own, other, 11) == [1.0, 2.0, 4.0]
+    assert ratios(own, other, 1) == [1.0, 1.0, 2.0]
+
+
+def test_an_engine_that_fails_is_a_line_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    case = make_cases(1000, ["prefill"])[0]
+    job = {"engine": "no such engine", "quantization": None, "dtype": "bfloat16", "threads": 1, "cases": [case]}
+    worker = Worker("no such engine", sys.executable, job)
+    take_turns([worker], 0, case, 2)
+    worker.end()
+    print_case([worker], case, "a model", None)
+    row = json.loads(capsys.readouterr().out)
+    assert "KeyError" in row["error"]
+    assert "rounds" not in row
+
+
 def test_prompts_are_the_same_in_every_run() -> None:
     assert make_cases(1000, []) == make_cases(1000, [])
     (prefill,) = make_cases(1000, ["prefill"])
@@ -36,7 +57,7 @@ def test_prompts_are_the_same_in_every_run() -> None:
 
 @pytest.mark.slow
 def test_peers_get_the_same_bfloat16_weights(smollm2_gguf: Path, tmp_path: Path) -> None:
-    write_folder(smollm2_gguf, tmp_path)
+    write_weights(smollm2_gguf, tmp_path)
     write_bfloat16_gguf(smollm2_gguf, tmp_path / "bf16.gguf")
     again = dict(iter_tensors(tmp_path / "bf16.gguf"))
     folder = dict(iter_tensors(tmp_path))

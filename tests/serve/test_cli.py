@@ -65,6 +65,9 @@ FLAGS = {
     },
     "inspect": {"dump", "other", "--text", "--output", "-o", "--host", "--port", "--verbose", "-v"},
     "models": {"--verbose", "-v"},
+    "quantize": {
+        "model", "--output", "-o", "--scheme", "--calibration", "--num-samples", "--device", "--num-threads", "--verbose", "-v",
+    },
     "bench latency": ENGINE_FLAGS | {
         "model", "--input-len", "--output-len", "--batch-size", "--num-iters", "--num-iters-warmup", "--output-json",
     },
