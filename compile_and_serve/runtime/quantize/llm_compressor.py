@@ -38,7 +38,7 @@ def write_quantized(source: Path, folder: Path, scheme: Scheme, calibration: Seq
     """Quantize the model in `source` and write its weights and config to `folder` in the compressed-tensors format.
 
     source: an unquantized model in Hugging Face's layout. calibration: token ids of texts that GPTQ calibrates with.
-    int4: weights in groups, by GPTQ. int8: one scale per output, by GPTQ; activations are quantized per token. fp8: the same in
+    int4: weights in groups with zero points, by GPTQ. int8: one scale per output, by GPTQ; activations are quantized per token. fp8: the same in
     float8_e4m3fn, rounded to nearest, which GPTQ does not improve. Raises `ValueError` for a model that llm-compressor cannot quantize.
     """
     require_llm_compressor()
@@ -78,7 +78,7 @@ def _modifier(scheme: Scheme, model: Any) -> Any:
         return GPTQModifier(targets=["Linear"], scheme="W8A8", ignore=_IGNORE)
     linears = match_named_modules(model, ["Linear"], _IGNORE)
     size = int4_group_size(linear.in_features for _, linear in linears)
-    weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=size, symmetric=True)
+    weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=size, symmetric=False)
     group = QuantizationScheme(targets=["Linear"], weights=weights)
     return GPTQModifier(config_groups={"group_0": group}, ignore=_IGNORE)
 

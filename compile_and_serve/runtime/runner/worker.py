@@ -455,7 +455,8 @@ class Worker:
 
     def _memory_facts(self) -> dict[str, int | float | str]:
         plan = {} if self._memory_plan is None else asdict(self._memory_plan)
-        return {"kv_cache_dtype": dtype_name(self._cache_dtype)} | {f"memory.{name}": n for name, n in plan.items()}
+        facts = {"kv_cache_dtype": dtype_name(self._cache_dtype), "loaded_bytes": self._loaded.num_bytes}
+        return facts | {f"memory.{name}": n for name, n in plan.items()}
 
     def _say_memory(self, cache_bytes: int, cache_tokens: int, *, is_mine: bool = False) -> None:
         """is_mine: what the table explains is this rank's alone; else rank 0 speaks for all."""
