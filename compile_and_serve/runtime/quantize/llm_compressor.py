@@ -38,8 +38,9 @@ def write_quantized(source: Path, folder: Path, scheme: Scheme, calibration: Seq
     """Quantize the model in `source` and write its weights and config to `folder` in the compressed-tensors format.
 
     source: an unquantized model in Hugging Face's layout. calibration: token ids of texts that GPTQ calibrates with.
-    int4: weights in groups with zero points, by GPTQ. int8: one scale per output, by GPTQ; activations are quantized per token. fp8: the same in
-    float8_e4m3fn, rounded to nearest, which GPTQ does not improve. Raises `ValueError` for a model that llm-compressor cannot quantize.
+    int4: weights in groups with zero points, by GPTQ. int8: one scale per output, by GPTQ; activations are quantized per token. fp8: the
+    same in float8_e4m3fn, rounded to nearest, which GPTQ does not improve. Raises `ValueError` for a model that llm-compressor cannot
+    quantize.
     """
     require_llm_compressor()
     from loguru import logger as loguru_logger
