@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument(
         "--dtype", default="bfloat16", help="of activations, for compile-and-serve: bfloat16, float32 or auto"
     )
+    parser.add_argument("--prompt-tokens", type=int, help="of decodes")
+    parser.add_argument("--new-tokens", type=int, help="of decodes")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--threads", type=int, default=2)
