@@ -206,7 +206,9 @@ def make_engine_config(
         num_threads=num_threads,
         max_cpu_loras=max_cpu_loras,
         speculative=speculative,
-        drafter_path=None if speculative is None or speculative.model is None else resolve_model(speculative.model),
+        drafter_path=None
+        if speculative is None or speculative.model is None
+        else resolve_model(speculative.model, with_pickled=speculative.method != "draft_model"),
     )
 
 

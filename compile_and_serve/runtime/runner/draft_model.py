@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
+from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
 from compile_and_serve.runtime.speculation.config import DeviceMethod
 from compile_and_serve.runtime.weights import WeightError, load_weights, open_checkpoint, read_config
 from compile_and_serve.runtime.weights.checkpoint import Checkpoint
@@ -112,6 +114,7 @@ def compile_drafter(
     extras = _extras(drafter, {} if own is None else own.shapes, path, device, dtype)
 
     def load() -> None:
+        start = time.perf_counter()
         checkpoint = None if own is None else _joined(own, drafter, config)
         load_weights(
             model, spec, path, load_format=config.model.load_format, device=device, dtype=dtype, seed=config.model.seed,
@@ -123,6 +126,7 @@ def compile_drafter(
         else:
             for name, tensor in own.stream(set(extras)):
                 extras[name].copy_(tensor)
+        on_stage("drafter load", time.perf_counter() - start, str(path))
 
     size = config.num_ranks
     of_rank = replace(drafter, spec=replace(spec, state=tuple(group.of_rank(size) for group in spec.state)))
@@ -135,6 +139,18 @@ def compile_drafter(
         extras=extras,
         load=load,
     )
+
+
+def sleeping_weights(model: Model, drafter: CompiledDrafter | None, load: Callable[[], object]) -> SleepingWeights:
+    """The weights of a model and of its drafter. load: fills the model's from the checkpoint."""
+    if drafter is None:
+        return SleepingWeights(model.weight_memory(), load)
+
+    def load_both() -> None:
+        load()
+        drafter.load()
+
+    return SleepingWeights([*model.weight_memory(), *drafter.weight_memory()], load_both)
 
 
 def _joined(own: Checkpoint, drafter: DrafterSpec, config: EngineConfig) -> JoinedCheckpoint:

@@ -54,7 +54,7 @@ from compile_and_serve.runtime.runner.device import (
     resolve_kv_cache_dtype,
     use_threads,
 )
-from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter
+from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter, sleeping_weights
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import (
     check_speculation,
@@ -66,7 +66,6 @@ from compile_and_serve.runtime.runner.model_facts import (
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
-from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
 from compile_and_serve.runtime.runner.state_memory import (
     GIB,
     KVCacheTooSmallError,
@@ -171,15 +170,21 @@ class Worker:
                 dtype=dtype, seed=config.model.seed, rank=tensor_rank,
             )  # fmt: skip
             self._loaded = load_all()
-            self._drafter = None
-            if drafter is not None:
-                self._drafter = compile_drafter(
-                    config, drafter, self._max_model_len, device=device, dtype=dtype, rank=tensor_rank,
-                    on_stage=on_stage,
-                )  # fmt: skip
-                self._drafter.load()
-            self._sleeping_weights = self._sleeping(load_all)
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")
+        self._drafter = None
+        if drafter is not None:
+            with memory_for("loading the drafter", device, memory.LOADING):
+                self._drafter = compile_drafter(
+                    config,
+                    drafter,
+                    self._max_model_len,
+                    device=device,
+                    dtype=dtype,
+                    rank=tensor_rank,
+                    on_stage=on_stage,
+                )
+                self._drafter.load()
+        self._sleeping_weights = sleeping_weights(model, self._drafter, load_all)
 
         self._adapters = self._device_adapters(model, spec, tensor_rank)
         self._graphs = self._graph_runners()
@@ -213,18 +218,6 @@ class Worker:
             compile_report=flat_report(model.report) | facts | self._memory_facts() | self._drafter_facts(),
             pooling=pooling_info(config, spec),
         )
-
-    def _sleeping(self, load: Callable[[], object]) -> SleepingWeights:
-        drafter = self._drafter
-        if drafter is None:
-            return SleepingWeights(self._model.weight_memory(), load)
-        tensors = [*self._model.weight_memory(), *drafter.weight_memory()]
-
-        def load_both() -> None:
-            load()
-            drafter.load()
-
-        return SleepingWeights(tensors, load_both)
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache of `num_blocks` blocks and run every kind of step once."""
@@ -501,7 +494,8 @@ class Worker:
 
     def _compile_kernels(self) -> int:
         artifact = self._model.report.get("artifact_key")
-        kind = (self._backend_names, self._cache_dtype, self._config.cache.block_size, self._max_model_len)
+        drafter = None if self._drafter is None else self._drafter.model.report.get("artifact_key")
+        kind = (self._backend_names, self._cache_dtype, self._config.cache.block_size, self._max_model_len, drafter)
         return compile_kernels(
             self._new_runner(1, captures=False),  # nothing runs that a graph could be captured of
             self._dtype,

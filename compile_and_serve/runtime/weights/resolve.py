@@ -41,6 +41,7 @@ KNOWN_MODELS = {
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_PICKLED_HUB_FILES = ["pytorch_model.bin", "medusa_lm_head.pt"]  # which older drafters come in
 
 
 def user_cache_dir() -> Path:
@@ -48,11 +49,11 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compile-and-serve"
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
+def resolve_model(model: str, revision: str | None = None, *, with_pickled: bool = False) -> Path:
     """The local model folder (Hugging Face layout) or .gguf file for `model`. Known names and Hub ids are downloaded first.
 
-    revision: branch, tag or commit of a Hub id. Raises `WeightError` if `model` is none of these, if it has no revisions, or if the
-    download fails.
+    revision: branch, tag or commit of a Hub id. with_pickled: download files of torch.save too.
+    Raises `WeightError` if `model` is none of these, if it has no revisions, or if the download fails.
     """
     path = Path(model).expanduser()
     if revision is not None and (path.exists() or model.lower() in KNOWN_MODELS or not _HUB_ID.fullmatch(model)):
@@ -68,7 +69,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
         return download_known(known)
     looks_local = path.suffix == ".gguf" or model.startswith(("/", ".", "~"))
     if not looks_local and _HUB_ID.fullmatch(model):
-        return _download_from_hub(model, revision)
+        return _download_from_hub(model, revision, _HUB_FILES + _PICKLED_HUB_FILES * with_pickled)
     raise WeightError(
         f"{model!r} was not found: expected a model folder, a .gguf file, one of the known names "
         f"({', '.join(KNOWN_MODELS)}) or a Hugging Face Hub id like organization/name."
@@ -165,7 +166,7 @@ def _extract(known: KnownModel, folder: Path) -> Path:
     )
 
 
-def _download_from_hub(model: str, revision: str | None) -> Path:
+def _download_from_hub(model: str, revision: str | None, patterns: list[str]) -> Path:
     if not _is_installed("huggingface_hub"):
         raise WeightError(
             f"{model!r} is not a local folder, and downloading it from the Hugging Face Hub needs the package "
@@ -176,7 +177,7 @@ def _download_from_hub(model: str, revision: str | None) -> Path:
 
     logger.info("Downloading %s from the Hugging Face Hub", model)
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except RevisionNotFoundError:
         raise WeightError(f"{model!r:.200} has no revision {revision!r:.200} on the Hugging Face Hub.") from None
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

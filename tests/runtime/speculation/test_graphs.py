@@ -12,7 +12,7 @@ from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 from compile_and_serve.runtime.engine.core import EngineCore
 from compile_and_serve.runtime.runner.decode_step import begin_step
-from tests.support.drafters import use_oracle
+from tests.support.drafters import check_every_draft, use_oracle
 from tests.support.engines import (
     VOCAB_SIZE,
     mixed_requests,
@@ -28,7 +28,8 @@ from tests.support.fake_graphs import FakeDevice
 K = 4
 
 
-def test_drafted_steps_replay_their_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafted_steps_replay_their_graphs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     folder = write_tiny_model(tmp_path / "tiny")
     requests = [*mixed_requests()[:4], *(request(f"x{i}", prompt_of(i, 6), max_tokens=30 + 9 * i) for i in range(3))]
@@ -49,8 +50,12 @@ def test_drafted_steps_replay_their_graphs(tmp_path: Path, monkeypatch: pytest.M
         return made[0]
 
     monkeypatch.setattr("compile_and_serve.runtime.runner.worker.Worker._graph_runners", graph_runners)
-    use_oracle(monkeypatch, requests, expected, VOCAB_SIZE)
-    config = {"method": "ngram", "num_speculative_tokens": K}
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": K}
+    if method == "ngram":
+        use_oracle(monkeypatch, requests, expected, VOCAB_SIZE)
+    else:
+        check_every_draft(monkeypatch)
+        config["model"] = str(folder)
     core = EngineCore(tiny_config(folder, max_num_seqs=8, speculative_config=config))
     drafted = made[0].drafted
     assert drafted is not None

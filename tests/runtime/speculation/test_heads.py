@@ -238,3 +238,122 @@ def test_no_token_changes(method: str, folders: dict[str, Path], monkeypatch: py
     assert stats.spec_decode_num_draft_tokens > 400
     assert stats.num_free_blocks == stats.num_total_blocks
     core.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_compiled_head_drafts_the_same(
+    method: str, folders: dict[str, Path], shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_every_draft(monkeypatch)
+    accepted = []
+    for is_eager in (True, False):
+        core = engine(folders, method, enforce_eager=is_eager, cache_dir=shared_cache_dir)
+        outputs = tokens_of(run_requests(core, requests()))
+        accepted.append((outputs, core.stats().spec_decode_num_accepted_tokens_per_pos))
+        core.shutdown()
+    assert accepted[0] == accepted[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_drawn_tokens_follow_the_target(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chi-square of 20 000 tokens, in pairs, of a vocabulary of 8. Their drafts are often right."""
+    small, count = 8, 1_250
+    sizes = LLAMA | {"vocab_size": small}
+    given_tensors = target_tensors(sizes)
+    given_tensors["lm_head.weight"] *= 0.2  # so that every token is likely
+    target = write_model(tmp_path / "target", sizes, given_tensors)
+    tensors = {n: t[:small] if t.shape[:1] in ((V,), (DRAFT_V,)) else t for n, t in head_tensors(method).items()}
+    if method == "eagle3":
+        tensors |= {"d2t": torch.zeros(small, dtype=torch.int64), "t2d": torch.ones(small, dtype=torch.bool)}
+    config = HEAD_CONFIGS[method] | {"vocab_size": small, "draft_vocab_size": small}
+    folders = {"llama": target, method: write_model(tmp_path / method, config, tensors)}
+    check_every_draft(monkeypatch)
+    core = engine(folders, method, max_num_seqs=32, max_num_batched_tokens=256)
+    prompt = [1, 2, 3]
+    seen = np.zeros((small, small))
+    for first in range(0, 8 * count, count):
+        given = [request(f"c{first + i}", prompt, temperature=1.0, max_tokens=3, seed=first + i) for i in range(count)]
+        for tokens in tokens_of(run_requests(core, given)).values():
+            seen[tokens[1], tokens[2]] += 1  # both are compared with drafts
+    assert core.stats().spec_decode_num_accepted_tokens > 500
+    reference = Reference(core)
+
+    def behind(tokens: list[int]) -> np.ndarray:
+        logits = reference.pass_over(reference.target, np.array(tokens, dtype=np.int64))["logits"][-1]
+        return logits.double().softmax(-1).numpy()
+
+    first_p = behind(prompt)
+    joint = np.zeros((small, small))
+    for a in range(small):
+        for b, p_b in enumerate(behind([*prompt, a])):
+            joint[b] += first_p[a] * p_b * behind([*prompt, a, b])
+    core.shutdown()
+    wanted = joint.reshape(-1) * 8 * count
+    common = wanted >= 5
+    counts = np.append(seen.reshape(-1)[common], seen.reshape(-1)[~common].sum())
+    wanted = np.append(wanted[common], wanted[~common].sum())
+    freedom = len(wanted) - 1
+    excess = (((counts - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum() - freedom) / np.sqrt(2 * freedom)
+    assert excess < 4
+
+
+MISFITS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("eagle", "eagle3", {}, "is an EAGLE-3 head: use the method eagle3"),
+    ("eagle3", "eagle", {}, "has no tensors of an EAGLE-3 head"),
+    ("eagle", "eagle", {"hidden_size": 32}, "hidden size is 32 and the model's 64: use a head that was trained for"),
+    ("eagle3", "eagle3", {"vocab_size": 100}, "has a vocabulary of 100 tokens and the model one of 320"),
+    ("eagle3", "eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}, "layers 2, 16, 29, but the model has 3"),
+    ("eagle3", "eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, r"fc.weight in .* has shape \[64, 192\], but"),
+    ("eagle3", "eagle3", {"target_hidden_size": 32}, "reads hidden states of 32 features and the model has 64"),
+    ("medusa", "medusa", {"medusa_num_heads": 2}, "makes 2 tokens at a time, but num_speculative_tokens is 3: lower it"),
+    ("medusa", "medusa", {"medusa_num_heads": 6}, "lacks medusa_head.4.0.linear.weight"),
+    ("medusa", "medusa", {"hidden_size": 128}, "are for a hidden size of 128 and 320 tokens, and the model has 64 and 320"),
+    ("medusa", "eagle", {}, "medusa_num_heads in the model's config must be a positive integer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "head", "changes", "message"), MISFITS)
+def test_a_head_that_does_not_fit_is_one_sentence(
+    method: str, head: str, changes: dict[str, Any], message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "head", HEAD_CONFIGS[head] | changes, head_tensors(head))
+    with pytest.raises(ValueError, match=message) as error:
+        engine({**folders, method: folder}, method)
+    assert str(error.value).count("\n") == 0
+
+
+def test_a_model_without_the_layer_or_the_hidden_states_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="brings no layer for multi-token prediction"):
+        engine({**folders, "deepseek": folders["llama"]}, "mtp")
+    gemma = write_model(
+        tmp_path / "other", LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": None}, {}
+    )
+    with pytest.raises(ValueError, match="MistralForCausalLM gives no hidden states to a drafter here"):
+        engine({**folders, "llama": gemma}, "eagle")
+
+
+def test_older_files_are_read_without_running_their_code(folders: dict[str, Path], tmp_path: Path) -> None:
+    tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in head_tensors("medusa").items()}
+    (tmp_path / "config.json").write_text(json.dumps(HEAD_CONFIGS["medusa"]))
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    core = engine({**folders, "medusa": tmp_path}, "medusa")
+    drafter = core._executor._worker._drafter  # type: ignore[attr-defined]
+    assert torch.equal(drafter.model.module.medusa_head[1][1].weight, tensors["1.1.weight"])
+    core.shutdown()
+    torch.save({"0.0.linear.weight": print}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match="is not a file of plain tensors"):
+        engine({**folders, "medusa": tmp_path}, "medusa")
+    (tmp_path / "medusa_lm_head.pt").write_bytes(b"PK broken")
+    with pytest.raises(ValueError, match="is not a file of plain tensors"):
+        engine({**folders, "medusa": tmp_path}, "medusa")
+
+
+def test_random_weights_need_only_the_configs(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_draft(monkeypatch)
+    for method in METHODS:
+        core = engine(folders, method, load_format="dummy")
+        run_requests(core, requests()[:2])
+        assert core.stats().spec_decode_num_draft_tokens > 20
+        core.shutdown()
