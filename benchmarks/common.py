@@ -21,14 +21,17 @@ def commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
+INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
+
 def cpu_name() -> str:
-    """The CPU's model, and which instruction sets for bfloat16 it has."""
+    """The CPU's model, and which instruction sets for bfloat16 and int8 products it has."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     flags = fields.get("flags", "").split()
-    sets = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    sets = [name for name in INSTRUCTION_SETS if name in flags]
     return f"{fields.get('model name', 'unknown CPU')} ({' '.join(sets)})"
 
 
