@@ -212,13 +212,21 @@ class QuantizeLinears(BasePass):
         )
         if reason is not None:  # a product with the dequantized weight is faster than the torch reference
             raise CannotQuantizeError(reason)
-        packed, scale, offset = self._group_weights(gm, weight, weight_node, grouped, in_features, ctx)
-        bits, size, order = grouped.bits, grouped.group_size, None
-        if grouped.input_order is not None:
+        columns = grouped.width or in_features
+        packed, scale, offset = self._group_weights(gm, weight, weight_node, grouped, columns, ctx)
+        bits, size, order, mask = grouped.bits, grouped.group_size, None, None
+        if grouped.width is not None:
+            real = ("real_columns", grouped.input_order, in_features)
+            order = ctx.defined_weight(gm, f"{weight}.input_order", real, near=weight_node)
+            is_column = ("is_column", grouped.input_order, in_features)
+            mask = ctx.defined_weight(gm, f"{weight}.input_mask", is_column, near=weight_node)
+        elif grouped.input_order is not None:
             order = ctx.defined_weight(gm, f"{weight}.input_order", grouped.input_order, near=weight_node)
         with gm.graph.inserting_before(node):
             if order is not None:
                 x = ctx.call(gm, torch.index_select, x, 1, order, origin=node)
+            if mask is not None:
+                x = ctx.call(gm, torch.mul, x, mask, origin=node)
             if grouped.activations is not None:
                 x = ctx.call(gm, torch.ops.cas.round_activations.default, x, grouped.activations, origin=node)
             args = (x, packed, scale, offset, out_features, bits, size, None, 1e-6, bias, False, None, grouped.table)

@@ -52,7 +52,17 @@ from compile_and_serve.custom_ops.quantization import (
 )
 from compile_and_serve.custom_ops.quantized import group_formats
 from compile_and_serve.custom_ops.quantized.gguf_formats import GGUF_FORMATS, GgufFormat
-from compile_and_serve.custom_ops.quantized.group_layout import TABLES, dequantize_groups
+from compile_and_serve.custom_ops.quantized.group_layout import (
+    PADDED_GROUP,
+    TABLES,
+    dequantize_groups,
+    is_column,
+    padded_columns,
+    padded_order,
+    padded_scales,
+    padded_width,
+    real_columns,
+)
 from compile_and_serve.custom_ops.quantized.group_linear import pack_group_codes, pack_group_scales
 from compile_and_serve.custom_ops.quantized.mxfp4 import (
     deinterleave_rows,
@@ -87,7 +97,8 @@ class GroupedExpression:
     """The form of an expression over group-quantized weights.
 
     codes: uint8 [O, I]. scale, offset: [O, G], as in `GroupedWeight`. input_order: int64 [I], the order of x's columns in which groups
-    are adjacent; None: as they are. table, activations: as in `GroupedWeight`.
+    are adjacent; None: as they are. width: if not None, the columns of the codes; those with the index I in the order are zeros.
+    table, activations: as in `GroupedWeight`.
     """
 
     codes: Expression
@@ -96,6 +107,7 @@ class GroupedExpression:
     bits: int
     group_size: int
     input_order: Expression | None = None
+    width: int | None = None
     table: str = ""
     activations: torch.dtype | None = None
 
@@ -184,6 +196,10 @@ def _input_order(*input_groups: torch.Tensor) -> torch.Tensor:
 @weight_function("take_columns")
 def _take_columns(codes_OI: torch.Tensor, order_I: torch.Tensor) -> torch.Tensor:
     return codes_OI[:, order_I]
+
+
+for _function in (padded_order, padded_columns, padded_scales, real_columns, is_column):
+    weight_function(_function.__name__)(_function)
 
 
 @weight_function("divide_groups")
@@ -314,13 +330,14 @@ def grouped_expression(
     if len({storage_of(one) for one in grouped}) > 1:
         raise CannotQuantizeError("the parts of the merged weight are quantized to different formats in the checkpoint")
     parts = _grouped(expression, sources, quantized)
-    order: Expression | None = None
-    if grouped[0].input_groups is not None:
+    order: Expression | None = parts.order
+    width = None if order is None else _spec(order, sources).shape[0]
+    if parts.input_groups is not None and grouped[0].input_groups is not None:
         order = ("input_order", *dict.fromkeys(one.input_groups for one in grouped))
         parts.codes = ("take_columns", parts.codes, order)
     return GroupedExpression(
         codes=parts.codes, scale=parts.scale, offset=parts.offset, bits=grouped[0].container_bits, group_size=parts.group_size,
-        input_order=order, table=grouped[0].table, activations=grouped[0].activations,
+        input_order=order, width=width, table=grouped[0].table, activations=grouped[0].activations,
     )  # fmt: skip
 
 
@@ -338,6 +355,7 @@ class _Grouped:
     offset: Any
     group_size: int
     input_groups: Any = None
+    order: Any = None  # of padded columns
 
 
 def _grouped(
@@ -362,9 +380,13 @@ def _grouped(
         return (function, *(part if isinstance(part, int) else getattr(part, field) for part in parts))
 
     if dimension == 0:
-        return _Grouped(of_parts("codes"), of_parts("scale"), of_parts("offset"), first.group_size, first.input_groups)
+        if first.order is not None and any(isinstance(part, _Grouped) and part.order != first.order for part in parts):
+            raise CannotQuantizeError("merged linears have different orders of their inputs (act-order)")
+        return _Grouped(
+            of_parts("codes"), of_parts("scale"), of_parts("offset"), first.group_size, first.input_groups, first.order
+        )
     if first.input_groups is not None:
-        raise CannotQuantizeError("its inputs are sharded over ranks, and their groups are not adjacent (act-order)")
+        return _padded(first, function, arguments[1:], of_parts("codes"), sources)
     width = _spec((function, *(p if isinstance(p, int) else p.codes for p in parts)), sources).shape[1]
     if _spec(first.scale, sources).shape[1] == 1:
         return _Grouped(of_parts("codes"), first.scale, first.offset, first.group_size)
@@ -377,6 +399,26 @@ def _grouped(
         first.scale = ("divide_groups", first.scale, first.group_size // size)
         first.offset = None if first.offset is None else ("divide_groups", first.offset, first.group_size // size)
     return _Grouped(of_parts("codes"), of_parts("scale"), of_parts("offset"), size)
+
+
+def _padded(
+    whole: _Grouped, function: str, sizes: list[Any], codes: Expression, sources: Mapping[str, TensorSpec]
+) -> _Grouped:
+    """A rank's inputs of a weight with act-order. It has some inputs of each group, so groups are filled up with columns of zeros."""
+    if function != "shard_columns" or whole.order is not None:
+        raise CannotQuantizeError(
+            f"its inputs are selected by {function}, and their groups are not adjacent (act-order)"
+        )
+    (size,) = sizes
+    mine = ("shard_rows", whole.input_groups, size, size)
+    groups = _spec(whole.scale, sources).shape[1]
+    order = ("padded_order", mine, groups, padded_width(_spec(codes, sources).shape[1], groups))
+
+    def scales(values: Expression) -> Expression:
+        return ("padded_scales", values, mine, order)
+
+    offset = None if whole.offset is None else scales(whole.offset)
+    return _Grouped(("padded_columns", codes, order), scales(whole.scale), offset, PADDED_GROUP, order=order)
 
 
 def _is_dequantized(expression: Expression) -> TypeGuard[tuple[Any, ...]]:

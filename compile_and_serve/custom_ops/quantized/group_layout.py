@@ -26,6 +26,7 @@ TILE_OUTPUTS = 64  # outputs per tile of the Triton layout
 TILE_WORDS = 32  # int16 elements per output of a tile
 CPU_OUTPUTS = 16
 CPU_INPUTS = 32  # inputs per block of the C++ layout
+PADDED_GROUP = 32  # inputs per group where a rank's inputs of a group are not adjacent
 
 # The number that each 4-bit code means, by the table's name; "" stands for integers.
 # nf4: quantiles of the normal distribution (QLoRA, appendix E). fp4: bitsandbytes' own 4-bit float, unlike OCP's e2m1.
@@ -76,6 +77,47 @@ def dequantize_groups(
     if offset_OG.is_floating_point():
         return (codes * scale + over_inputs(offset_OG)).to(dtype)
     return ((codes - over_inputs(offset_OG)) * scale).to(dtype)
+
+
+def padded_width(in_features: int, groups: int) -> int:
+    """Columns that `padded_order` needs at most."""
+    return (in_features + min(groups, in_features) * (PADDED_GROUP - 1)) // PADDED_GROUP * PADDED_GROUP
+
+
+def padded_order(input_groups_I: torch.Tensor, groups: int, width: int) -> torch.Tensor:
+    """The inputs in the order of their groups, each group filled up to a multiple of `PADDED_GROUP` with the index I.
+
+    input_groups_I: int [I], the group of each input, of which a rank may have any number. width: `padded_width`. → int64 [width]
+    """
+    in_features, device = input_groups_I.shape[0], input_groups_I.device
+    input_groups_I = input_groups_I.long()
+    counts_G = (input_groups_I[None] == torch.arange(groups, device=device)[:, None]).sum(1)
+    padded_G = (counts_G + PADDED_GROUP - 1) // PADDED_GROUP * PADDED_GROUP
+    shift_G = (padded_G.cumsum(0) - padded_G) - (counts_G.cumsum(0) - counts_G)
+    order_I = torch.argsort(input_groups_I, stable=True)
+    positions_I = torch.arange(in_features, device=device) + shift_G[input_groups_I[order_I]]
+    return torch.full((width,), in_features, device=device).scatter(0, positions_I, order_I)
+
+
+def padded_columns(codes_OI: torch.Tensor, order_P: torch.Tensor) -> torch.Tensor:
+    """Columns in a `padded_order`; of padding, zeros. [O, I] → [O, P]"""
+    return F.pad(codes_OI, (0, 1))[:, order_P]
+
+
+def real_columns(order_P: torch.Tensor, in_features: int) -> torch.Tensor:
+    """A `padded_order` without indices past the last input."""
+    return order_P.clamp_max(in_features - 1)
+
+
+def is_column(order_P: torch.Tensor, in_features: int) -> torch.Tensor:
+    """False for the padding of a `padded_order`. → bool [P]"""
+    return order_P < in_features
+
+
+def padded_scales(scale_OG: torch.Tensor, input_groups_I: torch.Tensor, order_P: torch.Tensor) -> torch.Tensor:
+    """Scales or offsets of the groups of a `padded_order`. [O, G] → [O, P / PADDED_GROUP]"""
+    groups = F.pad(input_groups_I.long(), (0, 1))[order_P[::PADDED_GROUP]]
+    return scale_OG[:, groups]
 
 
 def tile_columns(bits: int) -> int:
