@@ -198,8 +198,8 @@ def _take_columns(codes_OI: torch.Tensor, order_I: torch.Tensor) -> torch.Tensor
     return codes_OI[:, order_I]
 
 
-for _function in (padded_order, padded_columns, padded_scales, real_columns, is_column):
-    weight_function(_function.__name__)(_function)
+for _padding in (padded_order, padded_columns, padded_scales, real_columns, is_column):
+    weight_function(_padding.__name__)(_padding)
 
 
 @weight_function("divide_groups")
