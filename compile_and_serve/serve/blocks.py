@@ -98,7 +98,10 @@ class Blocks:
             return
         if self._open != kind:
             self._begin(found, kind)
-        found.append(BlockText(text))
+        if found and isinstance(found[-1], BlockText):
+            found[-1] = BlockText(found[-1].text + text)
+        else:
+            found.append(BlockText(text))
 
     def _begin(self, found: list[BlockEvent], kind: Kind, name: str = "") -> None:
         self._end(found, complete=True)

@@ -163,7 +163,9 @@ class EventWriter(Protocol):
 
     def begin(self) -> bytes: ...
 
-    def write(self, events: Sequence[Event]) -> bytes: ...
+    def write(self, events: Sequence[Event], output: CompletionDelta | CompletionOutput) -> bytes:
+        """The next part of a stream. events: what the parsers found once they had read `output`."""
+        ...
 
     def finish(self, output: CompletionDelta | CompletionOutput) -> bytes: ...
 
@@ -189,7 +191,7 @@ async def stream(conversation: Conversation, generation: Generation, writer: Eve
                     return
                 conversation.count(delta)
                 last = delta.finish_reason is not None
-                parts.append(writer.write(reader.feed(delta.text, delta.token_ids, last=last)))
+                parts.append(writer.write(reader.feed(delta.text, delta.token_ids, last=last), delta))
                 if last:
                     parts.append(writer.finish(delta))
             if written := b"".join(parts):
@@ -203,7 +205,7 @@ def whole(conversation: Conversation, completion: CompletionOutput, writer: Even
     writer.begin()
     conversation.count(completion)
     events = conversation.reader().feed(completion.text, completion.token_ids, last=True)
-    writer.write(_without_dropped(events))
+    writer.write(_without_dropped(events), completion)
     writer.finish(completion)
     return writer.answer()
 

@@ -67,8 +67,13 @@ def output_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             assert event["part"]["text"] == ""
         elif kind in ("output_text.delta", "reasoning_text.delta"):
             items[-1]["content"][event["content_index"]]["text"] += event["delta"]
+            if kind == "output_text.delta":
+                items[-1]["content"][event["content_index"]]["logprobs"] += event["logprobs"]
         elif kind in ("output_text.done", "reasoning_text.done"):
-            assert items[-1]["content"][event["content_index"]]["text"] == event["text"]
+            part = items[-1]["content"][event["content_index"]]
+            assert {name: event[name] for name in ("text", "logprobs") if name in event} == {
+                name: part[name] for name in ("text", "logprobs") if name in part
+            }
         elif kind == "content_part.done":
             assert items[-1]["content"][event["content_index"]] == event["part"]
         elif kind == "function_call_arguments.delta":
@@ -249,8 +254,7 @@ async def test_fields_reach_the_engine(start_server: StartServer) -> None:
         ({"text": {"format": {"type": "xml"}}}, "text.format", "text.format.type must be"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format.schema must be"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format", "text.format"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
-        ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 30}, "top_logprobs", "in [0, 20]"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"prompt": {"id": "x"}}, "prompt", "no prompt templates"),
         ({"background": True, "stream": False}, "background", "--response-store"),
@@ -270,6 +274,35 @@ async def test_wrong_requests_are_a_400(
     error = response.json()["error"]
     assert error["param"].startswith(param)
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        (ANSWER, [ANSWER]),
+        ("", [""]),
+        ("<think>Is it Paris?</think>\n\nParis 🙂, <b>I think</b>", ["Paris 🙂, <b>I think</b>"]),
+        ("I look.\n" + CALL, ["I look.\n"]),
+    ],
+)
+async def test_logprobs_are_those_of_the_messages_tokens(
+    start_server: StartServer, text: str, messages: list[str]
+) -> None:
+    server = await started(start_server, text, **THINKS)
+    fields = {"tools": [TOOL], "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 150}
+    response = (await send(server, **fields)).json()
+    assert response["top_logprobs"] == 2
+    parts = [item["content"][0] for item in response["output"] if item["type"] == "message"]
+    assert [part["text"].strip() for part in parts] == [message.strip() for message in messages]
+    for part in parts:
+        raw = bytes(byte for entry in part["logprobs"] for byte in entry["bytes"])
+        assert part["text"].encode() in raw
+        assert len(raw) <= len(part["text"].encode()) + 4  # a token may have the beginning of a marker too
+        assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] == -0.5 for entry in part["logprobs"])
+    streamed = output_of(events_of(await send(server, stream=True, **fields)))
+    assert without_ids(streamed) == without_ids(response["output"])
+    plain = (await send(server, tools=[TOOL], max_output_tokens=150)).json()
+    assert all(item["content"][0]["logprobs"] == [] for item in plain["output"] if item["type"] == "message")
 
 
 async def test_truncation_keeps_the_end_of_a_long_prompt(server: Server) -> None:

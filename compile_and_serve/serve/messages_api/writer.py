@@ -40,7 +40,7 @@ class MessageWriter:
         message = {**self._message, "usage": usage_of(self._usage)}
         return named_event("message_start", message=message)
 
-    def write(self, events: Sequence[Event]) -> bytes:
+    def write(self, events: Sequence[Event], output: CompletionDelta | CompletionOutput) -> bytes:
         """The events of some parser events."""
         return self._write(self._blocks.feed(events))
 

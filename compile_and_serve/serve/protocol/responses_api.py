@@ -66,10 +66,14 @@ class ResponsesRequest(SamplingFields):
     stop: Stop | None = None
     include: Strings | None = Field(
         default=None,
-        description="message.output_text.logprobs is refused; others have no effect. Reasoning is returned as text and "
-        "may be sent back.",
+        description="message.output_text.logprobs: return the log-probabilities of a message's tokens. Others have no effect. "
+        "Reasoning is returned as text and may be sent back.",
     )
-    top_logprobs: int | None = Field(default=None, ge=0, description="Refused unless 0.")
+    top_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        description="Most likely tokens per token; has an effect only where include has message.output_text.logprobs.",
+    )
     truncation: Literal["auto", "disabled"] | None = Field(
         default=None, description="auto: a prompt that is too long keeps its end."
     )

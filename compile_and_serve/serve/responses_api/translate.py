@@ -32,7 +32,6 @@ _REFUSED = {
     "conversation": "This server keeps no conversations: use previous_response_id.",
     "prompt": "This server keeps no prompt templates: send the text in input.",
     "context_management": "This server does not edit conversations: context_management must be null.",
-    "top_logprobs": "This server returns logprobs only from /v1/chat/completions and /v1/completions.",
 }
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -48,8 +47,6 @@ def check(body: ResponsesRequest) -> None:
     for name, sentence in _REFUSED.items():
         if getattr(body, name):
             raise ApiError(400, sentence, name)
-    if _LOGPROBS in (body.include or ()):
-        raise ApiError(400, f"include cannot contain {_LOGPROBS}: {_REFUSED['top_logprobs']}", "include")
     if body.background and body.stream:
         raise ApiError(400, "A background response cannot be streamed: set one of the two to false.", "background")
 
@@ -70,6 +67,8 @@ def chat_request(body: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> 
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "chat_template_kwargs": body.chat_template_kwargs,
         "thinking_token_budget": body.thinking_token_budget,
+        "logprobs": _LOGPROBS in (body.include or ()),
+        "top_logprobs": body.top_logprobs if _LOGPROBS in (body.include or ()) else None,
         "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
     }
     return ChatCompletionRequest.model_construct(**fields)

@@ -15,6 +15,7 @@ from compile_and_serve.serve.errors import ApiError, ShuttingDownError
 from compile_and_serve.serve.protocol.chunks import Usage
 from compile_and_serve.serve.protocol.responses_api import ResponsesRequest
 from compile_and_serve.serve.responses import named_event
+from compile_and_serve.serve.responses_api.text_logprobs import TextLogprobs
 from compile_and_serve.serve.responses_api.translate import new_id
 
 # Item type → the prefix of its events' names, and the type of its content part.
@@ -35,6 +36,8 @@ class ResponseWriter:
         self._blocks = Blocks()
         self._output: list[dict[str, Any]] = []
         self._text = ""  # of the open item
+        self._text_logprobs: list[dict[str, Any]] = []  # of the open item
+        self._logprobs = _logprobs_of(conversation)
         self._sequence_number = 0
         self._response = _head(conversation, body, is_stored=is_stored) | {"output": self._output}
 
@@ -42,8 +45,10 @@ class ResponseWriter:
         """The head of a stream."""
         return self._response_event("response.created") + self._response_event("response.in_progress")
 
-    def write(self, events: Sequence[Event]) -> bytes:
+    def write(self, events: Sequence[Event], output: CompletionDelta | CompletionOutput) -> bytes:
         """The events of some parser events."""
+        if self._logprobs is not None:
+            self._logprobs.add(output)
         return self._write(self._blocks.feed(events))
 
     def finish(self, output: CompletionDelta | CompletionOutput) -> bytes:
@@ -82,8 +87,8 @@ class ResponseWriter:
                 case BlockBegin(kind, name):
                     parts += self._begin_item(kind, name)
                 case BlockText(text):
+                    parts.append(self._item_event("delta", delta=text, **self._delta_logprobs(text)))
                     self._text += text
-                    parts.append(self._item_event("delta", delta=text))
                 case BlockEnd(complete):
                     parts += self._end_item("completed" if complete else "incomplete")
         return b"".join(parts)
@@ -97,7 +102,7 @@ class ResponseWriter:
         else:
             item = {"id": new_id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
         self._output.append(item)
-        self._text = ""
+        self._text, self._text_logprobs = "", []
         parts = [self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)]
         if item["type"] in _PARTS:
             parts.append(self._part_event("added"))
@@ -111,14 +116,28 @@ class ResponseWriter:
             item["arguments"] = text
             parts.append(self._item_event("done", arguments=text, name=item["name"]))
         else:
-            parts += [self._item_event("done", text=text), self._part_event("done")]
+            logprobs = {"logprobs": self._text_logprobs} if item["type"] == "message" else {}
+            parts += [self._item_event("done", text=text, **logprobs), self._part_event("done")]
             item["content"].append(self._part())
         parts.append(self._event("response.output_item.done", output_index=len(self._output) - 1, item=item))
         return parts
 
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": _PARTS[self._output[-1]["type"]], "text": self._text}
-        return part if part["type"] == "reasoning_text" else {**part, "annotations": [], "logprobs": []}
+        if part["type"] == "reasoning_text":
+            return part
+        return {**part, "annotations": [], "logprobs": self._text_logprobs}
+
+    def _delta_logprobs(self, text: str) -> dict[str, Any]:
+        """The field `logprobs` of an event with the open item's next text, which only messages have."""
+        kind = self._output[-1]["type"]
+        entries = []
+        if self._logprobs is not None and kind != "function_call":  # a call's arguments may not be the generated text
+            entries = self._logprobs.take(text, begins=not self._text)
+        if kind != "message":
+            return {}
+        self._text_logprobs += entries
+        return {"logprobs": entries}
 
     def _part_event(self, what: str) -> bytes:
         place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
@@ -130,8 +149,6 @@ class ResponseWriter:
         place: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._output) - 1}
         if item["type"] != "function_call":
             place["content_index"] = 0
-        if item["type"] == "message":
-            fields["logprobs"] = []
         return self._event(f"{_EVENTS[item['type']]}.{what}", **place, **fields)
 
     def _response_event(self, name: str) -> bytes:
@@ -152,6 +169,14 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def _logprobs_of(conversation: Conversation) -> TextLogprobs | None:
+    params, context = conversation.params, conversation.context
+    if params.logprobs is None or context.tokenizer is None:
+        return None
+    as_ids = context.settings.return_tokens_as_token_ids
+    return TextLogprobs(context.tokenizer, as_ids=as_ids, skips_special_tokens=params.skip_special_tokens)
 
 
 def _head(conversation: Conversation, body: ResponsesRequest, *, is_stored: bool) -> dict[str, Any]:
@@ -182,7 +207,7 @@ def _head(conversation: Conversation, body: ResponsesRequest, *, is_stored: bool
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
