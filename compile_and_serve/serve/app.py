@@ -24,7 +24,7 @@ from compile_and_serve.serve.middleware import ApiKeyMiddleware, BodyLimitMiddle
 from compile_and_serve.serve.openapi import describe_errors
 from compile_and_serve.serve.orca import OrcaMiddleware
 from compile_and_serve.serve.playground import router as playground
-from compile_and_serve.serve.request_scope import REQUEST_ID_HEADER, RequestMiddleware
+from compile_and_serve.serve.request_scope import REQUEST_ID_HEADER, DeadlineMiddleware, RequestMiddleware
 from compile_and_serve.serve.response_store import ResponseStore
 from compile_and_serve.serve.routers import adapters as adapter_routes
 from compile_and_serve.serve.routers import (
@@ -130,7 +130,7 @@ def create_app(
         app.include_router(graphs.router)
     install_error_handlers(app)
     describe_errors(app, needs_key=bool(settings.api_keys))
-    # The last middleware added is the outermost: a 401 needs CORS headers too.
+    # The last middleware added is the outermost. Web pages read errors too, so what answers them is inside of CORS.
     app.add_middleware(OrcaMiddleware, metrics=metrics)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
     if settings.api_keys or settings.admin_keys:
@@ -141,6 +141,7 @@ def create_app(
             admin_paths=ADMIN_PATHS,
             public=("/metrics",) if settings.is_local else (),
         )
+    app.add_middleware(DeadlineMiddleware, timeout=settings.request_timeout)
     if settings.allowed_origins:
         app.add_middleware(
             CorsExceptAdmin,
@@ -149,7 +150,5 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER],
         )
-    app.add_middleware(
-        RequestMiddleware, access_log=settings.access_log, timeout=settings.request_timeout, tracing=tracing
-    )
+    app.add_middleware(RequestMiddleware, access_log=settings.access_log, tracing=tracing)
     return app

@@ -53,6 +53,20 @@ async def test_an_unexpected_error_is_a_logged_500_with_an_id(server: Server, ca
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
 
 
+async def test_web_pages_may_read_errors(start_server: StartServer) -> None:
+    server = await start_server(allowed_origins=("https://app.example",))
+
+    @server.app.get("/broken")
+    async def broken() -> None:
+        raise RuntimeError("bug")
+
+    for path, headers, status in (("/health", {"X-Request-Timeout": "no"}, 400), ("/broken", {}, 500)):
+        response = await server.http.get(path, headers={"Origin": "https://app.example", **headers})
+        assert response.status_code == status
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        assert "x-request-id" in response.headers
+
+
 async def test_json_log_lines_have_the_id_and_no_prompt(server: Server) -> None:
     handler = JsonHandler()
     handler.setStream(io.StringIO())
