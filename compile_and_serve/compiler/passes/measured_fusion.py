@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Site:
     constants: tuple[float, ...] = ()
 
 
-class MeasuredFusion(BasePass):
+class MeasuredFusion(BasePass, ABC):
     """kernel: name of the `cas` op. operation: its name for users. ours, plain: functions of (*inputs, *constants) that return tuples
     of tensors.
     """
@@ -44,13 +45,13 @@ class MeasuredFusion(BasePass):
             return None
         return SkipReason(sentence=f"there is no {self.operation} kernel for {ctx.dtype} on {ctx.device.type}")
 
+    @abstractmethod
     def sites(self, gm: GraphModule, ctx: PassContext) -> Iterator[Site | NearMiss]:
         """Every site of the op, and every near miss."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replace(self, gm: GraphModule, site: Site, ctx: PassContext) -> None:
         """Replace the site by the op."""
-        raise NotImplementedError
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         matched, near_misses, left, measured = 0, [], [], set[str]()
