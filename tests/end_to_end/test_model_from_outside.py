@@ -221,7 +221,7 @@ def test_it_serves_the_tokens_of_the_plain_module(folders: dict[bool, Path], tmp
     assert core.info.compile_report["distinct_pieces"] == 3
     core.shutdown()
     eager = EngineCore(tiny_config(folders[False]))
-    spec = eager._executor.worker._model.spec  # type: ignore[attr-defined]
+    spec = eager.executor.worker.model.spec  # type: ignore[attr-defined]
     for one in requests:
         sequence = list(one.prompt_token_ids)
         for _ in range(30):
@@ -254,10 +254,10 @@ def test_decode_steps_of_three_rows_are_captured(folders: dict[bool, Path], monk
     pytest.importorskip("triton")
     made: list[CudaGraphRunner] = []
 
-    def graph_runners(worker: Any) -> GraphRunners:
+    def graph_runners(config: Any, spec: Any, plans: list[Any], *others: Any, logs: bool) -> GraphRunners:
         made.append(
             CudaGraphRunner(
-                worker._model, mode="full", max_num_seqs=8, backends=[], device=FakeDevice(), sizes=(1, 2, 4, 8),
+                plans[0], mode="full", max_num_seqs=8, backends=[], device=FakeDevice(), sizes=(1, 2, 4, 8),
                 query_len=Q, decode_head=begin_step, decode_tail=end_step,
             )
         )  # fmt: skip
@@ -267,7 +267,7 @@ def test_decode_steps_of_three_rows_are_captured(folders: dict[bool, Path], monk
     plain = EngineCore(tiny_config(folders[True]))
     expected = tokens_of(run_requests(plain, requests))
     plain.shutdown()
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.Worker._graph_runners", graph_runners)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", graph_runners)
     core = EngineCore(tiny_config(folders[True], max_num_seqs=8))
     made[0].capture()
     assert tokens_of(run_requests(core, requests)) == expected

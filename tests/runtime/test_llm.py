@@ -217,7 +217,7 @@ def test_the_first_interrupt_waits_for_the_end_of_a_step_and_the_second_does_not
     options = {"max_num_seqs": 2, "max_model_len": 64, "num_kv_blocks": 16, "num_threads": 1, "enforce_eager": True}
     with LLM(str(tiny_llama_dir), dtype="float32", device="cpu", **options) as llm:
         expected = llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-        executor = llm.engine.core._executor
+        executor = llm.engine.core.executor
         launch, ended = executor.launch, []
 
         def interrupted(scheduled: object) -> object:

@@ -25,7 +25,7 @@ def script(request: EngineRequest) -> list[int]:
 def expected(server: Server, prompt: list[int], width: int, max_tokens: int, **options: Any) -> list[list[int]]:
     search = BeamSearch(width=width, max_tokens=max_tokens, **{"end_ids": server.tokenizer.eos_token_ids, **options})
     while search.alive:
-        entries = [server.engine._logprobs(first_token([*prompt, *b.token_ids]), 2 * width) for b in search.alive]
+        entries = [server.engine.logprobs(first_token([*prompt, *b.token_ids]), 2 * width) for b in search.alive]
         search.advance(entries)
     return [list(beam.token_ids) for beam in search.results()]
 

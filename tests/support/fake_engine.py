@@ -164,7 +164,7 @@ class FakeEngineClient:
             output.queue_seconds, output.prefill_seconds = 0.01, 0.02
             output.num_cached_tokens = len(request.prompt_token_ids) // 2
             if params.prompt_logprobs is not None:
-                rest = [self._logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]
+                rest = [self.logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]
                 output.prompt_logprobs = [None, *rest]
         if request.pooling is not None and self.info.pooling is not None:
             rows = fake_rows(request.prompt_token_ids, self.info.pooling.width)
@@ -176,7 +176,7 @@ class FakeEngineClient:
             token = tokens[position % len(tokens)]
             output.new_token_ids = [token]
             if params.logprobs is not None:
-                output.new_logprobs = [self._logprobs(token, params.logprobs)]
+                output.new_logprobs = [self.logprobs(token, params.logprobs)]
             if token in request.stop_token_ids:
                 output.finish_reason = "stop"
                 output.stop_reason = None if token in request.eos_token_ids else token
@@ -187,7 +187,7 @@ class FakeEngineClient:
             del self._running[request_id]
         return output
 
-    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+    def logprobs(self, token: int, count: int) -> TokenLogprobs:
         others = [(token + offset) % self.info.vocab_size for offset in range(count)]
         return TokenLogprobs([token, *others], [-0.5] + [-0.5 - offset for offset in range(count)], 1)
 

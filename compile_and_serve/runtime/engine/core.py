@@ -59,8 +59,8 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig, *, on_stage: StageCallback = ignore_stage) -> None:
-        self._executor: Executor = make_executor(config, on_stage)
-        found = self._executor.info
+        self.executor: Executor = make_executor(config, on_stage)
+        found = self.executor.info
         options = config.scheduler.for_device(is_asynchronous=found.is_asynchronous)
         self.config = replace(config, scheduler=options)
         cache = config.cache
@@ -85,7 +85,7 @@ class EngineCore:
             speculator=speculator,
         )
         self.adapters = Adapters(
-            self._executor, found.adapter_targets, max_rank=config.compile.max_lora_rank,
+            self.executor, found.adapter_targets, max_rank=config.compile.max_lora_rank,
             max_on_host=max(config.max_cpu_loras or 0, config.compile.max_loras),
             is_used=self._scheduler.is_adapter_used,
         )  # fmt: skip
@@ -154,7 +154,7 @@ class EngineCore:
         if structured is not None:
             if structured.compiled is None:
                 raise ValueError("structured_outputs must come from InputProcessor.prepare, which checks them.")
-            grammar = self._executor.compile_grammar(structured.compiled)
+            grammar = self.executor.compile_grammar(structured.compiled)
         if request.lora is not None:
             adapter = self._load_adapter(request.lora)
         awaited = [future for future in (grammar, adapter) if future is not None]
@@ -203,7 +203,7 @@ class EngineCore:
                 f"An earlier step failed ({type(self._broken_by).__name__}: {self._broken_by}), so the engine's state is "
                 "unknown: create a new engine."
             ) from self._broken_by
-        scheduler, in_flight, executor = self._scheduler, self._in_flight, self._executor
+        scheduler, in_flight, executor = self._scheduler, self._in_flight, self.executor
         failed = self._requests_not_prepared() if self._preparing else []
         depth = self._depth
         if executor.stats().captures_due > self._captures_due:
@@ -268,12 +268,12 @@ class EngineCore:
     def _idle(self, *, requests_wait: bool) -> bool:
         if self._asleep:
             return False
-        self._captures_due = self._executor.stats().captures_due
-        return self._executor.idle(requests_wait=requests_wait)
+        self._captures_due = self.executor.stats().captures_due
+        return self.executor.idle(requests_wait=requests_wait)
 
     def stats(self) -> EngineStats:
         """State after the last step, with `step_tokens` 0."""
-        stats, worker = self._scheduler.stats(), self._executor.stats()
+        stats, worker = self._scheduler.stats(), self.executor.stats()
         stats.padded_tokens = worker.padded_tokens
         stats.steps_on_device = worker.steps_on_device
         stats.graph_replays = worker.graph_replays
@@ -307,7 +307,7 @@ class EngineCore:
         self._refusal = "The engine sleeps: wake it up first."
         self._scheduler.forget_device_memory()
         self._asleep = set(SLEEP_TAGS)
-        self._executor.sleep(level)
+        self.executor.sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Bring back what `sleep` freed, or only the parts in `tags`: "weights", "kv_cache". Requests run once both are back.
@@ -319,11 +319,11 @@ class EngineCore:
             raise ValueError(f"tags must be among {', '.join(SLEEP_TAGS)}, got {min(unknown)!r:.200}.")
         parts = wanted & self._asleep
         if parts:
-            self._executor.wake_up(weights="weights" in parts, kv_cache="kv_cache" in parts)
+            self.executor.wake_up(weights="weights" in parts, kv_cache="kv_cache" in parts)
             self._asleep -= parts
         if not self._asleep:
             self._refusal = None
-            self._captures_due = self._executor.stats().captures_due
+            self._captures_due = self.executor.stats().captures_due
 
     def utility(
         self, method: str, adapter: LoRARequest | None = None, options: UtilityOptions | None = None
@@ -365,13 +365,13 @@ class EngineCore:
         for output in outputs:
             output.finish_reason, output.error = "abort", None
         while self._in_flight:
-            self._executor.result(self._in_flight.popleft()[1])
+            self.executor.result(self._in_flight.popleft()[1])
         return outputs
 
     def shutdown(self) -> None:
         """Stop the executor. The core cannot be used afterwards. May be called more than once."""
         self._in_flight.clear()
-        self._executor.shutdown()
+        self.executor.shutdown()
 
 
 def _with_vocabulary(params: SamplingParams, vocab_size: int) -> SamplingParams:

@@ -9,6 +9,7 @@ meanwhile. A second thread sends heartbeats.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -50,6 +51,8 @@ BOOT_CODE = boot_code("compile_and_serve.runtime.engine.process")
 _IDLE_POLL_MS = 1000
 RECEIVED_TOKENS = 1 << 16  # prompt tokens to receive between two steps: they take about 3 ms
 
+_DECODER: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
@@ -67,6 +70,16 @@ class Bootstrap:
     log_format: LogFormat = "text"
 
 
+def arrived_messages(socket: zmq.Socket[bytes]) -> Iterator[ToEngine]:
+    """The messages that have arrived, up to the one that fills RECEIVED_TOKENS."""
+    num_tokens = 0
+    while num_tokens < RECEIVED_TOKENS and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        message = _DECODER.decode(socket.recv(zmq.NOBLOCK))
+        yield message
+        if isinstance(message, AddRequest):
+            num_tokens += len(message.request.prompt_token_ids)
+
+
 class EngineProcess:
     """An `EngineCore` between two sockets."""
 
@@ -81,7 +94,6 @@ class EngineProcess:
             socket.set_hwm(0)
             socket.connect(address)
         self._heartbeat = HeartbeatSender(context, bootstrap.output_address)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._refused: list[RequestOutput] = []
         self._has_unreported_abort = False  # since the last stats were sent
@@ -148,17 +160,11 @@ class EngineProcess:
         self._send(outputs)
 
     def _receive(self, *, wait: bool) -> None:
-        """Handle the messages that have arrived, up to the one that fills RECEIVED_TOKENS. wait: for at least one, up to a
-        second.
-        """
+        """Handle the messages that have arrived. wait: for at least one, up to a second."""
         if wait and not self._input.poll(_IDLE_POLL_MS):
             return
-        num_tokens = 0
-        while num_tokens < RECEIVED_TOKENS and int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            message = self._decoder.decode(self._input.recv(zmq.NOBLOCK))
+        for message in arrived_messages(self._input):
             self._handle(message)
-            if isinstance(message, AddRequest):
-                num_tokens += len(message.request.prompt_token_ids)
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, AddRequest):

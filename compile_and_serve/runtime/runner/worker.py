@@ -144,7 +144,7 @@ class Worker:
             facts["all_reduce"] = self._choose_allreduce(spec)
 
         with memory_for("compiling the model", device, memory.LOADING):
-            model = self._model = compile_model(
+            model = self.model = compile_model(
                 spec,
                 config.compile,
                 device=device,
@@ -371,8 +371,8 @@ class Worker:
 
     def _plans(self) -> list[StepModel]:
         """The model with its plan for any step, then with its plan for steps without optional inputs, if it has one."""
-        plain = getattr(self._model, "plain", None)
-        return [self._model] if plain is None else [self._model, plain]
+        plain = getattr(self.model, "plain", None)
+        return [self.model] if plain is None else [self.model, plain]
 
     def _graph_runners(self) -> GraphRunners | None:
         return make_graph_runners(
@@ -493,7 +493,7 @@ class Worker:
         return max_num_seqs if speculative is None else max(max_num_seqs, self._config.max_drafted_rows)
 
     def _compile_kernels(self) -> int:
-        artifact = self._model.report.get("artifact_key")
+        artifact = self.model.report.get("artifact_key")
         drafter = None if self._drafter is None else self._drafter.model.report.get("artifact_key")
         kind = (self._backend_names, self._cache_dtype, self._config.cache.block_size, self._max_model_len, drafter)
         return compile_kernels(

@@ -45,11 +45,12 @@ class LoadReport:
     """What was loaded.
 
     num_bytes: of the parts of tensors that this rank took, in the checkpoint's dtype. unexpected: names of checkpoint
-    tensors that the model does not use.
+    tensors that the model does not use. max_waiting_bytes: the most memory of tensors that waited for others of their transform.
     """
 
     num_tensors: int
     num_bytes: int
+    max_waiting_bytes: int
     seconds: float
     unexpected: tuple[str, ...] = ()
 
@@ -101,7 +102,10 @@ def load_weights(
             sink.add(name, spec.buffers[name], convert=False)
     compiled.finish_loading()
     seconds = time.perf_counter() - started
-    return LoadReport(num_tensors=num_tensors, num_bytes=num_bytes, seconds=seconds, unexpected=unexpected)
+    return LoadReport(
+        num_tensors=num_tensors, num_bytes=num_bytes, max_waiting_bytes=sink.max_waiting_bytes, seconds=seconds,
+        unexpected=unexpected,
+    )  # fmt: skip
 
 
 def _quantized_names(spec: ModelSpec) -> set[str]:
@@ -262,7 +266,8 @@ class _Transforms:
         self, compiled: WeightTarget, *, rank: int, device: torch.device, dtype: torch.dtype,
         dtypes: Mapping[str, torch.dtype],
     ) -> None:  # fmt: skip
-        self.num_bytes = 0
+        self.num_bytes = self.max_waiting_bytes = 0
+        self._waiting_bytes: dict[Expression, int] = {}
         self._compiled = compiled
         self._rank, self._device, self._dtype, self._dtypes = rank, device, dtype, dtypes
         self._inputs_of: dict[str, list[Expression]] = {}  # source → the parts that transforms use
@@ -293,6 +298,9 @@ class _Transforms:
                     self._run(self._compiled.transforms[index], index)
             if part in self._held and isinstance(part, tuple):
                 self._held[part] = _compact(self._held[part])
+            if part in self._held:
+                self._waiting_bytes[part] = self._held[part].untyped_storage().nbytes()
+        self.max_waiting_bytes = max(self.max_waiting_bytes, sum(self._waiting_bytes.values()))
 
     def _on_device(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         return tensor.to(device=self._device, dtype=dtype if tensor.is_floating_point() else None)
@@ -308,6 +316,7 @@ class _Transforms:
             self._users[part].discard(index)
             if not self._users[part]:
                 del self._held[part]
+                self._waiting_bytes.pop(part, None)
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,7 @@ def test_truncation_side(llm: LLM) -> None:
 
 
 def test_infinite_hidden_states_fail_only_their_request(llm: LLM) -> None:
-    runner = llm.engine.core._executor._worker.runner  # type: ignore[attr-defined]
+    runner = llm.engine.core.executor.worker.runner  # type: ignore[attr-defined]
     weight = runner.steps.model.module.model.embed_tokens.weight
     saved = weight[5].clone()
     weight.data[5] = float("nan")

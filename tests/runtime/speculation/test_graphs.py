@@ -38,18 +38,18 @@ def test_drafted_steps_replay_their_graphs(method: str, tmp_path: Path, monkeypa
     plain.shutdown()
     made: list[GraphRunners] = []
 
-    def graph_runners(worker: Any) -> GraphRunners:
+    def graph_runners(config: Any, spec: Any, plans: list[Any], *others: Any, logs: bool) -> GraphRunners:
         stats = GraphStats()
         given: dict[str, Any] = {
             "mode": "full", "max_num_seqs": 8, "backends": [], "device": FakeDevice(), "decode_head": begin_step, "stats": stats,
         }  # fmt: skip
         # Sampling stays outside: Triton's kernels would run in the interpreter.
-        runner = CudaGraphRunner(worker._model, sizes=(8,), **given)
-        drafted = CudaGraphRunner(worker._model, sizes=(1, 2, 4, 8), query_len=1 + K, **given)
+        runner = CudaGraphRunner(plans[0], sizes=(8,), **given)
+        drafted = CudaGraphRunner(plans[0], sizes=(1, 2, 4, 8), query_len=1 + K, **given)
         made.append(GraphRunners([runner], drafted))
         return made[0]
 
-    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.Worker._graph_runners", graph_runners)
+    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", graph_runners)
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": K}
     if method == "ngram":
         use_oracle(monkeypatch, requests, expected, VOCAB_SIZE)

@@ -196,7 +196,7 @@ def test_tokens_do_not_depend_on_how_the_request_runs(llm: LLM, tiny_llama_dir: 
     expected = texts(generate(llm, *params))
     with LLM(str(tiny_llama_dir), **(OPTIONS | {"num_kv_blocks": 256, "max_num_seqs": 8} | options)) as other:
         assert texts(generate(other, *params)) == expected
-        preemptions = other.engine._core.stats().num_preemptions  # type: ignore[union-attr]
+        preemptions = other.engine.core.stats().num_preemptions  # type: ignore[union-attr]
     assert bool(preemptions) == ("max_model_len" in options)
     assert all(re.fullmatch("([0-9a-f]{2} ){20}", text) for text in expected[:-1])
 
@@ -204,10 +204,10 @@ def test_tokens_do_not_depend_on_how_the_request_runs(llm: LLM, tiny_llama_dir: 
 def test_a_grammar_that_compiles_long_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from compile_and_serve.runtime.engine.core import EngineCore
 
-    core = llm.engine._core
+    core = llm.engine.core
     assert isinstance(core, EngineCore)
     grammar: Future[Any] = Future()
-    ready = core._executor.compile_grammar(to_grammar(AS_JSON, {})).result()
+    ready = core.executor.compile_grammar(to_grammar(AS_JSON, {})).result()
     inputs = llm._inputs
 
     def submit(request_id: str, params: SamplingParams) -> None:
@@ -215,7 +215,7 @@ def test_a_grammar_that_compiles_long_delays_nobody_else(llm: LLM, monkeypatch: 
         core.add_request(inputs.engine_request(request_id, prompt, prepared))
 
     with monkeypatch.context() as patch:
-        patch.setattr(core._executor, "compile_grammar", lambda text: grammar)
+        patch.setattr(core.executor, "compile_grammar", lambda text: grammar)
         submit("slow", SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=AS_JSON))
     submit("free", SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
     seen = [output for _ in range(12) for output in core.step().outputs]
@@ -230,7 +230,7 @@ def test_a_grammar_that_compiles_long_delays_nobody_else(llm: LLM, monkeypatch: 
 
     wrong: Future[Any] = Future()
     with monkeypatch.context() as patch:
-        patch.setattr(core._executor, "compile_grammar", lambda text: wrong)
+        patch.setattr(core.executor, "compile_grammar", lambda text: wrong)
         submit("wrong", SamplingParams(structured_outputs=AS_JSON))
     wrong.set_exception(ValueError("It is wrong."))
     [output] = core.step().outputs
