@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,11 @@ from torch.fx import GraphModule
 from compile_and_serve.compiler import CompileConfig, compile_model, pipeline
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.compiler.inductor import PendingPiece, PieceCompileError
-from compile_and_serve.compiler.model import WeightMismatchError
+from compile_and_serve.compiler.model import Model, WeightMismatchError
 from compile_and_serve.compiler.rewrite import library_choice
 from compile_and_serve.compiler.rewrite.graph_pass import PassError
 from compile_and_serve.compiler.rewrite.library_choice import LibraryChoice, LinearShape
+from compile_and_serve.models.spec import ModelSpec
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
 CPU = torch.device("cpu")
@@ -35,6 +39,27 @@ def compiled(
     return spec, model
 
 
+Made = Callable[[str, frozenset[str]], tuple[Path, ModelSpec, Model]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """`compiled`, once for each model, with the store that it filled. Tests that write into a store copy it."""
+
+    @cache
+    def make(architecture: str, kernels: frozenset[str]) -> tuple[Path, ModelSpec, Model]:
+        folder = tmp_path_factory.mktemp("store")
+        return folder, *compiled(folder, architecture, kernels)
+
+    return make
+
+
+@pytest.fixture
+def store(made: Made, tmp_path: Path) -> Path:
+    """A copy of the store of the fused Llama."""
+    return shutil.copytree(made("LlamaForCausalLM", FUSED)[0], tmp_path / "store")
+
+
 def eager(architecture: str, dtype: torch.dtype = torch.float32):
     model = compile_model(tiny_spec(architecture, 2, dtype), CompileConfig(mode="eager"), device=CPU, dtype=dtype)
     fill(model)
@@ -44,9 +69,9 @@ def eager(architecture: str, dtype: torch.dtype = torch.float32):
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("kernels", [FUSED, frozenset()], ids=["fused", "plain"])
 def test_equals_eager_at_every_length_without_recompiling(
-    tmp_path: Path, architecture: str, kernels: frozenset[str]
+    made: Made, architecture: str, kernels: frozenset[str]
 ) -> None:
-    spec, model = compiled(tmp_path, architecture, kernels)
+    _, spec, model = made(architecture, kernels)
     reference = eager(architecture)
     ours, theirs = caches(spec, torch.float32), caches(spec, torch.float32)
     start = 0
@@ -102,23 +127,22 @@ def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("verb", "option"), [("force", "forced_passes"), ("disable", "disabled_passes")])
-def test_an_unknown_pass_is_an_error_even_with_an_artifact(tmp_path: Path, verb: str, option: str) -> None:
-    compiled(tmp_path)
+def test_an_unknown_pass_is_an_error_even_with_an_artifact(store: Path, verb: str, option: str) -> None:
     wish = {option: frozenset({"nonsense"})}
     with pytest.raises(PassError, match=f"Cannot {verb} unknown pass 'nonsense': the passes are functionalize, canon"):
         compile_model(
-            tiny_spec(), CompileConfig(cache_dir=tmp_path, **wish), device=CPU, dtype=torch.float32, kernels=FUSED
+            tiny_spec(), CompileConfig(cache_dir=store, **wish), device=CPU, dtype=torch.float32, kernels=FUSED
         )
     with pytest.raises(PassError, match="An eager model goes through no passes"):
         compile_model(tiny_spec(), CompileConfig(mode="eager", **wish), device=CPU, dtype=torch.float32)
 
 
-def test_second_compilation_reads_the_artifact(tmp_path: Path) -> None:
-    spec, first = compiled(tmp_path)
+def test_second_compilation_reads_the_artifact(made: Made, store: Path) -> None:
+    _, spec, first = made("LlamaForCausalLM", FUSED)
     again = tiny_spec()
     stages: list[str] = []
     second = compile_model(
-        again, CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED,
+        again, CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED,
         on_stage=lambda stage, seconds, detail: stages.append(stage),
     )  # fmt: skip
     assert stages == []
@@ -164,19 +188,19 @@ def test_pieces_do_not_depend_on_the_example_number_of_tokens(tmp_path: Path, mo
     assert made[0] == made[1]
 
 
-def test_depth_shares_pieces(tmp_path: Path) -> None:
-    compiled(tmp_path)
+def test_depth_shares_pieces(store: Path) -> None:
     deeper = compile_model(
-        tiny_spec(layers=5), CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED
+        tiny_spec(layers=5), CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED
     )
     assert deeper.report["pieces"] == 6
     assert deeper.report["distinct_pieces"] == 3
-    assert len(list((tmp_path / "piece").iterdir())) == 3
+    assert len(list((store / "piece").iterdir())) == 3
 
 
-def test_artifact_of_another_model_is_named_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    compiled(tmp_path / "made")
-    config = CompileConfig(cache_dir=tmp_path / "store", artifact_dir=tmp_path / "made")
+def test_artifact_of_another_model_is_named_and_not_used(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CompileConfig(cache_dir=tmp_path / "other", artifact_dir=store)
     with caplog.at_level(logging.WARNING):
         model = compile_model(tiny_spec(vocab_size=352), config, device=CPU, dtype=torch.float32, kernels=FUSED)
     assert model.report["artifact"] == "made"
@@ -195,10 +219,10 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("kernels", [FUSED, frozenset()], ids=["fused", "plain"])
-def test_no_unexpected_clone_in_the_generated_code(tmp_path: Path, architecture: str, kernels: frozenset[str]) -> None:
+def test_no_unexpected_clone_in_the_generated_code(made: Made, architecture: str, kernels: frozenset[str]) -> None:
     """No piece copies a tensor that it only reads or takes a KV cache, and each buffer depends on the number of tokens."""
-    compiled(tmp_path, architecture, kernels)
-    sources = [file.read_text() for file in (tmp_path / "piece").glob("*/piece.py")]
+    folder, _, _ = made(architecture, kernels)
+    sources = [file.read_text() for file in (folder / "piece").glob("*/piece.py")]
     assert len(sources) == 3
     allocated = 0
     for source in sources:

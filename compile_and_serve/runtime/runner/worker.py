@@ -32,10 +32,7 @@ from compile_and_serve.compiler.reports.dump import add_to_report
 from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
 from compile_and_serve.custom_ops.build.background_thread import num_running
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
-from compile_and_serve.custom_ops.collectives.collectives import (
-    join_groups,
-    rank_group,
-)
+from compile_and_serve.custom_ops.collectives.collectives import join_groups, rank_group
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off
@@ -48,12 +45,7 @@ from compile_and_serve.runtime.pooling_files import does_pool
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
-from compile_and_serve.runtime.runner.device import (
-    model_dtype,
-    num_cores,
-    resolve_kv_cache_dtype,
-    use_threads,
-)
+from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, use_threads
 from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter, sleeping_weights
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import (
@@ -66,12 +58,7 @@ from compile_and_serve.runtime.runner.model_facts import (
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from compile_and_serve.runtime.runner.pending_step import PendingStep
 from compile_and_serve.runtime.runner.pooling_runner import PoolingRunner
-from compile_and_serve.runtime.runner.state_memory import (
-    GIB,
-    KVCacheTooSmallError,
-    PageLayout,
-    plan_num_pages,
-)
+from compile_and_serve.runtime.runner.state_memory import GIB, KVCacheTooSmallError, PageLayout, plan_num_pages
 from compile_and_serve.runtime.runner.warm_up import (
     WarmUp,
     compile_kernels,

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -194,12 +195,27 @@ class _Starts:
         (entry.path / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_an_artifact_that_cannot_be_loaded_is_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(scope="module")
+def first_start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A store after the first start, of which tests change copies, and that start's logits."""
+    folder = tmp_path_factory.mktemp("store")
+    return folder, _Starts(folder).start()[1]
+
+
+@pytest.fixture
+def started(first_start: tuple[Path, torch.Tensor], tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    """A copy of the store after the first start, and that start's logits."""
+    return shutil.copytree(first_start[0], tmp_path / "started"), first_start[1]
+
+
+def test_an_artifact_that_cannot_be_loaded_is_rebuilt(
+    started: tuple[Path, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
     """This is noticed while the weights are read, or, if another piece is missing, while the present ones are loaded."""
-    starts = _Starts(tmp_path)
-    _, expected = starts.start()
+    folder, expected = started
+    starts = _Starts(folder)
     for is_one_missing in (False, True):
-        first, second = starts.pieces(tmp_path)[:2]
+        first, second = starts.pieces(folder)[:2]
         starts.spoil(first)
         if is_one_missing:
             second.remove()
@@ -212,9 +228,8 @@ def test_an_artifact_that_cannot_be_loaded_is_rebuilt(tmp_path: Path, caplog: py
         assert not caplog.text
 
 
-def test_an_artifact_folder_is_not_changed(tmp_path: Path) -> None:
-    ahead = tmp_path / "ahead"
-    _, expected = _Starts(ahead).start()
+def test_an_artifact_folder_is_not_changed(started: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    ahead, expected = started
     starts = _Starts(tmp_path / "cache", artifact_dir=ahead)
     starts.spoil(starts.pieces(ahead)[0])
     before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in ahead.rglob("*") if file.is_file()}
@@ -227,9 +242,9 @@ def test_an_artifact_folder_is_not_changed(tmp_path: Path) -> None:
     assert len(starts.pieces(tmp_path / "cache")) == len(starts.pieces(ahead))
 
 
-def test_a_full_disk_removes_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = _Starts(tmp_path)
-    _, expected = starts.start()
+def test_a_full_disk_removes_no_artifact(started: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, expected = started
+    starts = _Starts(folder)
 
     def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")
@@ -245,12 +260,12 @@ def test_a_full_disk_removes_no_artifact(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_artifact_with_other_choices_is_used_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights were read for the plan whose pieces cannot be loaded."""
-    starts = _Starts(tmp_path)
-    _, expected = starts.start()
-    starts.spoil(starts.pieces(tmp_path)[0])
+    folder, expected = started
+    starts = _Starts(folder)
+    starts.spoil(starts.pieces(folder)[0])
 
     make_plan = pipeline.make_plan
 

@@ -48,6 +48,13 @@ def plain_dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
     return dumped(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.fixture
+def with_pieces(plain_dump: tuple[Path, Model], tmp_path: Path) -> Path:
+    """A folder in whose store `dumped` finds the pieces."""
+    shutil.copytree(plain_dump[0].parent / "store" / "piece", tmp_path / "store" / "piece")
+    return tmp_path
+
+
 def load(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"dumped_{file.stem}", file)
     assert spec is not None
@@ -125,8 +132,8 @@ def test_graphs_with_experts_and_latent_attention_are_programs(tmp_path: Path) -
     assert done.stdout.startswith("output 0: float32[3, 320]")
 
 
-def test_report_has_the_passes_and_the_nodes(tmp_path: Path) -> None:
-    folder, model = dumped(tmp_path, verify_passes=True)
+def test_report_has_the_passes_and_the_nodes(with_pieces: Path) -> None:
+    folder, model = dumped(with_pieces, verify_passes=True)
     report = json.loads((folder / REPORT).read_text())
     assert report["schema"] == SCHEMA
     assert report["compilation"]["passes"] == json.loads(json.dumps(model.report["passes"]))
@@ -169,26 +176,26 @@ def test_dumping_changes_nothing(plain_dump: tuple[Path, Model]) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["a file in the way", "somebody's folder"])
-def test_a_dump_that_fails_is_one_warning(tmp_path: Path, obstacle: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dump_that_fails_is_one_warning(with_pieces: Path, obstacle: str, caplog: pytest.LogCaptureFixture) -> None:
     if obstacle == "a file in the way":
-        (tmp_path / "dump").write_text("precious")
-        precious = tmp_path / "dump"
+        (with_pieces / "dump").write_text("precious")
+        precious = with_pieces / "dump"
     else:
-        (tmp_path / "dump").mkdir()
-        precious = tmp_path / "dump" / "05_my_thesis.txt"
+        (with_pieces / "dump").mkdir()
+        precious = with_pieces / "dump" / "05_my_thesis.txt"
         precious.write_text("precious")
     with caplog.at_level(logging.WARNING):
-        _, model = dumped(tmp_path)
+        _, model = dumped(with_pieces)
     assert len(re.findall(r"The dump to .* is incomplete", caplog.text)) == 1
     assert precious.read_text() == "precious"
     fill(model)
     assert step(model, [1, 2], 0, caches(tiny_spec(layers=3), torch.float32)).isfinite().all()
 
 
-def test_a_dump_replaces_an_older_one(tmp_path: Path) -> None:
-    folder, _ = dumped(tmp_path)
+def test_a_dump_replaces_an_older_one(with_pieces: Path) -> None:
+    folder, _ = dumped(with_pieces)
     (folder / "08_pass_of_an_older_version.py").write_text("")
-    dumped(tmp_path)
+    dumped(with_pieces)
     assert not (folder / "08_pass_of_an_older_version.py").exists()
 
 

@@ -36,8 +36,14 @@ def measured(tmp_path: Path, tokens: Sequence[int], **options: Any) -> dict[str,
     return model.report["profile"]
 
 
-def test_each_piece_and_op_is_measured_at_each_size(tmp_path: Path) -> None:
-    result = measured(tmp_path, (1, 4))
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the tests to which it does not matter who compiled the pieces."""
+    return tmp_path_factory.mktemp("store")
+
+
+def test_each_piece_and_op_is_measured_at_each_size(store: Path) -> None:
+    result = measured(store, (1, 4))
     rows = {(row["name"], row["tokens"]): row for row in result["rows"]}
     pieces = {name for name, _ in rows if name.startswith("piece ")}
     assert set(rows) == {(name, t) for name in pieces | {"rope_attention"} for t in (1, 4)}
@@ -48,9 +54,9 @@ def test_each_piece_and_op_is_measured_at_each_size(tmp_path: Path) -> None:
     assert min(result["bandwidth"], result["gemm_rate"]) > 0
 
 
-def test_work_is_counted_from_the_graph(tmp_path: Path) -> None:
+def test_work_is_counted_from_the_graph(store: Path) -> None:
     tokens = 4
-    rows = {row["name"]: row for row in measured(tmp_path, (tokens,))["rows"]}
+    rows = {row["name"]: row for row in measured(store, (tokens,))["rows"]}
     # o_proj, gate and up, down, and the next layer's qkv; each product is 2·T·I·O
     macs = HIDDEN * HIDDEN + HIDDEN * 2 * INTERMEDIATE + INTERMEDIATE * HIDDEN + HIDDEN * QKV
     assert rows["piece 1"]["flops"] == 2 * tokens * macs
@@ -96,9 +102,9 @@ def test_load_of_experts(tmp_path: Path) -> None:
     assert table.row_count == 2
 
 
-def test_an_artifact_does_not_stand_in_for_a_measurement(tmp_path: Path) -> None:
-    measured(tmp_path, (1,))
-    assert measured(tmp_path, (1,))["rows"]
+def test_an_artifact_does_not_stand_in_for_a_measurement(store: Path) -> None:
+    measured(store, (1,))
+    assert measured(store, (1,))["rows"]
 
 
 def test_without_a_backend_it_is_a_sentence(tmp_path: Path) -> None:

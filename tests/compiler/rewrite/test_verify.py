@@ -75,13 +75,19 @@ def test_every_default_pass_is_right(tmp_path: Path, architecture: str, config: 
     assert model.report["failed_passes"] == {}
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pieces of the right model are compiled once."""
+    return tmp_path_factory.mktemp("store")
+
+
 @pytest.mark.parametrize("wrong", [DropsResidual, Raises, SwapsMergedWeights])
-def test_wrong_pass_is_named_and_left_out(tmp_path: Path, wrong: type, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_pass_is_named_and_left_out(store: Path, wrong: type, caplog: pytest.LogCaptureFixture) -> None:
     planted = wrong()
     passes = list(default_passes())
     passes.insert(2, planted)
     with caplog.at_level(logging.ERROR):
-        spec, model = make(tmp_path, passes)
+        spec, model = make(store, passes)
     assert list(model.report["failed_passes"]) == [planted.name]
     assert f"pass {planted.name} failed its verification and is left out" in caplog.text
     rows = {row["name"]: row for row in model.report["passes"]}
@@ -98,12 +104,12 @@ def test_wrong_pass_is_named_and_left_out(tmp_path: Path, wrong: type, caplog: p
     )
 
 
-def test_without_verification_the_planted_pass_does_its_harm(tmp_path: Path) -> None:
+def test_without_verification_the_planted_pass_does_its_harm(store: Path) -> None:
     """The control: it is the verifier that saves the answers above."""
     passes = list(default_passes())
     passes.insert(2, DropsResidual())
     model = compile_model(
-        tiny_spec(), CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED, passes=passes
+        tiny_spec(), CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED, passes=passes
     )
     eager = compile_model(tiny_spec(), CompileConfig(mode="eager"), device=CPU, dtype=torch.float32)
     fill(model)
@@ -112,12 +118,10 @@ def test_without_verification_the_planted_pass_does_its_harm(tmp_path: Path) -> 
     assert (ours - theirs).abs().max() > 0.1
 
 
-def test_a_plan_with_a_pass_left_out_is_not_found_without_verification(tmp_path: Path) -> None:
-    make(tmp_path)
-    plain = compile_model(
-        tiny_spec(), CompileConfig(cache_dir=tmp_path), device=CPU, dtype=torch.float32, kernels=FUSED
-    )
+def test_a_plan_with_a_pass_left_out_is_not_found_without_verification(store: Path) -> None:
+    make(store)
+    plain = compile_model(tiny_spec(), CompileConfig(cache_dir=store), device=CPU, dtype=torch.float32, kernels=FUSED)
     assert plain.report["artifact"] == "made"
-    _, again = make(tmp_path)
+    _, again = make(store)
     assert again.report["artifact"] == "hit"
     assert all(row["verification"]["reason"] is None for row in again.report["passes"])
