@@ -227,7 +227,7 @@ def test_wrong_adapters_are_refused_and_the_engine_goes_on(
             generate(llm, PROMPTS[:1], [LoRARequest("other", 3, str(adapters[1]))])
         core, unreadable = llm.engine.core, Future[Any]()
         with monkeypatch.context() as patch:
-            patch.setattr(core._executor, "load_adapter", lambda _: unreadable)
+            patch.setattr(core.executor, "load_adapter", lambda _: unreadable)
             core.utility("load_adapter", LoRARequest("pinned", 9, str(adapters[0]), pinned=True))
         assert core._scheduler.adapter_slots.is_pinned(9)
         unreadable.set_exception(OSError("the disk is gone"))
