@@ -39,6 +39,12 @@ def compiled(
     return spec, model
 
 
+MODELS = [
+    pytest.param("LlamaForCausalLM", FUSED, id="fused-LlamaForCausalLM"),
+    pytest.param("Qwen3ForCausalLM", FUSED, id="fused-Qwen3ForCausalLM"),
+    pytest.param("LlamaForCausalLM", frozenset(), id="plain-LlamaForCausalLM"),
+    pytest.param("Qwen3ForCausalLM", frozenset(), id="plain-Qwen3ForCausalLM", marks=pytest.mark.slow),
+]
 Made = Callable[[str, frozenset[str]], tuple[Path, ModelSpec, Model]]
 
 
@@ -66,8 +72,7 @@ def eager(architecture: str, dtype: torch.dtype = torch.float32):
     return model
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("kernels", [FUSED, frozenset()], ids=["fused", "plain"])
+@pytest.mark.parametrize(("architecture", "kernels"), MODELS)
 def test_equals_eager_at_every_length_without_recompiling(
     made: Made, architecture: str, kernels: frozenset[str]
 ) -> None:
@@ -217,8 +222,7 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
         model.assign("model.norm.weight", torch.zeros(3))
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("kernels", [FUSED, frozenset()], ids=["fused", "plain"])
+@pytest.mark.parametrize(("architecture", "kernels"), MODELS)
 def test_no_unexpected_clone_in_the_generated_code(made: Made, architecture: str, kernels: frozenset[str]) -> None:
     """No piece copies a tensor that it only reads or takes a KV cache, and each buffer depends on the number of tokens."""
     folder, _, _ = made(architecture, kernels)

@@ -219,6 +219,7 @@ def test_the_death_of_a_process_ends_the_server(tiny_llama_dir: Path) -> None:
     assert "was ended by signal 9, so the server ends" in server.output
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_folder(
     tiny_llama_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
