@@ -193,7 +193,7 @@ class Bench:
 
     @property
     def executor(self) -> Any:
-        return self.llm.engine.core._executor
+        return self.llm.engine.core.executor
 
     @property
     def worker(self) -> Any:

@@ -63,7 +63,7 @@ def step_ms(llm: LLM, sequences: int, adapters: list[LoRARequest | None], tokens
 def loading(llm: LLM, sequences: int, adapters: list[LoRARequest], tokens: int) -> dict[str, float]:
     """Steps of `sequences` - 1 base requests, while short requests with adapters join them one after another."""
     core = llm.engine.core
-    graphs = getattr(getattr(core._executor, "worker", None), "_graphs", None)
+    graphs = getattr(getattr(core.executor, "worker", None), "_graphs", None)
     run_step, times = core.step, list[float]()
 
     def captured() -> int:
