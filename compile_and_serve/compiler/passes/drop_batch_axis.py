@@ -105,7 +105,7 @@ class _Rewriter:
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `node` for inputs without a batch axis."""
-        target, args, kwargs = node.target, list(node.args), dict(node.kwargs)
+        target, args, kwargs = node.target, list[Any](node.args), dict(node.kwargs)
         if target is operator.getitem:
             return (self._input(args[0]), _index(args[0], args[1])), {}
         if target in SIZES:
