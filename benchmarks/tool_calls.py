@@ -52,6 +52,8 @@ def to_schema(value: Any) -> Any:
             schema[key] = to_schema(part)
         elif key in ("required", "enum", "description", "default", "format", "maximum"):
             schema[key] = part
+    if schema.get("type") == "array" and "enum" in schema and not any(isinstance(v, list) for v in schema["enum"]):
+        schema["items"] = {**schema.get("items", {}), "enum": schema.pop("enum")}  # BFCL lists the items
     return schema
 
 
