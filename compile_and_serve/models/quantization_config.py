@@ -2,7 +2,7 @@
 
 Supported are the formats that the kernels run without conversion:
 - `compressed-tensors` (llm-compressor): formats float-quantized, int-quantized and naive-quantized with 8 bits; pack-quantized with 4 or
-  8 bits, per group or channel, symmetric or not;
+  8 bits, per group or channel, symmetric or not; of experts: `models/expert_formats.py`;
 - Hugging Face's `fp8`: blocks of 128 × 128 with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` per tensor;
 - `awq`, `gptq` and `auto-round`: `models/grouped_config.py`;
 - NVFP4, MXFP4, bitsandbytes, ModelOpt and Quark: `models/float4_config.py`.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 
 from compile_and_serve.custom_ops.quantization import BLOCK, Activations, QuantizedWeight, StoredWeight
 from compile_and_serve.models.config import ModelConfigError
+from compile_and_serve.models.expert_formats import ExpertFormats
 from compile_and_serve.models.float4_config import (
     MXFP4_FORMAT,
     NVFP4_FORMAT,
@@ -36,31 +39,50 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")  # of experts; they stay unq
 _DTYPES = {"float": torch.float8_e4m3fn, "int": torch.int8}
 
 
-def quantized_weights(config: Mapping[str, Any], module: nn.Module) -> Mapping[str, StoredWeight]:
-    """Parameter name → how the checkpoint stores it, for the linears that `quantization_config` declares quantized.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights:
+    """What a `quantization_config` says of a checkpoint.
 
-    module: the model on the meta device. Raises `ModelConfigError` for an unsupported method or scheme.
+    quantized: parameter name → how the checkpoint stores it, for the linears and experts that are quantized. parts: of stacked tensors of
+    quantized experts, as in `ModelSpec`. unused: names of tensors that the checkpoint may have besides.
+    """
+
+    quantized: Mapping[str, StoredWeight] = field(default_factory=dict)
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
+    unused: Sequence[str] = ()
+
+
+def stored_weights(
+    config: Mapping[str, Any], module: nn.Module, parts: Mapping[str, TensorPart] | None = None
+) -> StoredWeights:
+    """What `quantization_config` says of the linears and experts of a model.
+
+    module: the model on the meta device. parts: of its stacked weights. Raises `ModelConfigError` for an unsupported method or scheme.
     """
     quantization = config.get("quantization_config")
     if quantization is None:
-        return {}
+        return StoredWeights()
     if not isinstance(quantization, dict):
         raise ModelConfigError(f"quantization_config must be a JSON object, got a {type(quantization).__name__}.")
     method = quantization.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors(quantization, _linears(module), config.get("torch_dtype") or config.get("dtype"))
+        experts = ExpertFormats(module, parts or {})
+        dtype = config.get("torch_dtype") or config.get("dtype")
+        linears = _compressed_tensors(quantization, _linears(module), experts, dtype)
+        return StoredWeights(quantized=linears | experts.quantized, parts=experts.parts, unused=experts.unused)
     if method == "fp8":
-        return _fp8(quantization, _linears(module)) | _fp8_experts(quantization, module)
+        quantized = _fp8(quantization, _linears(module)) | _fp8_experts(quantization, module)
+        return StoredWeights(quantized=quantized, parts=expert_scale_parts(parts or {}, quantized))
     if method in ("modelopt", "modelopt_fp4"):
-        return modelopt_weights(quantization, _linears(module))
+        return StoredWeights(quantized=modelopt_weights(quantization, _linears(module)))
     if method == "quark":
-        return quark_weights(quantization, _linears(module))
+        return StoredWeights(quantized=quark_weights(quantization, _linears(module)))
     if method == "bitsandbytes":
-        return bitsandbytes_weights(quantization, _linears(module))
+        return StoredWeights(quantized=bitsandbytes_weights(quantization, _linears(module)))
     if method == "gguf":
-        return gguf_weights(quantization, module)
+        return StoredWeights(quantized=gguf_weights(quantization, module))
     if (grouped := grouped_weights(quantization, _linears(module))) is not None:
-        return grouped
+        return StoredWeights(quantized=grouped)
     raise ModelConfigError(
         f"quantization_config's quant_method {method!r} is not supported: use a checkpoint in the format compressed-tensors, fp8, awq, "
         "gptq, auto-round, bitsandbytes, modelopt or quark, or an unquantized one with --quantization."
@@ -78,7 +100,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _compressed_tensors(
-    config: Mapping[str, Any], linears: Mapping[str, nn.Linear], model_dtype: Any
+    config: Mapping[str, Any], linears: Mapping[str, nn.Linear], experts: ExpertFormats, model_dtype: Any
 ) -> dict[str, StoredWeight]:
     found: dict[str, StoredWeight] = {}
     ignored = config.get("ignore") or []
@@ -91,7 +113,8 @@ def _compressed_tensors(
             )
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
         targets = group.get("targets") or []
-        chosen = {n: one for n, one in linears.items() if _is_target(n, targets) and not _is_target(n, ignored)}
+        experts.add_group(group, file_format, model_dtype, _scheme, partial(_is_covered, targets, ignored))
+        chosen = {name: one for name, one in linears.items() if _is_covered(targets, ignored, name)}
         if file_format in (NVFP4_FORMAT, MXFP4_FORMAT):
             for name, linear in chosen.items():
                 found[f"{name}.weight"] = packed_float4(name, linear, file_format, weights, inputs)
@@ -203,6 +226,10 @@ def _is_target(name: str, targets: Sequence[str]) -> bool:
         re.match(target[3:], name) is not None if target.startswith("re:") else target in (name, "Linear")
         for target in targets
     )
+
+
+def _is_covered(targets: Sequence[str], ignored: Sequence[str], name: str) -> bool:
+    return _is_target(name, targets) and not _is_target(name, ignored)
 
 
 def _num_blocks(out_features: int, in_features: int) -> tuple[int, int]:

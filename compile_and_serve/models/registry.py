@@ -28,7 +28,7 @@ from compile_and_serve.models.layers import inverse_frequencies, max_positions
 from compile_and_serve.models.llama import LlamaAttention, LlamaForCausalLM
 from compile_and_serve.models.mistral import Qwen2ForCausalLM, WindowedForCausalLM, mistral_config, qwen2_config
 from compile_and_serve.models.moe import MoeConfig, MoeForCausalLM, OlmoeAttention, Qwen2Attention
-from compile_and_serve.models.quantization_config import expert_scale_parts, quantized_weights
+from compile_and_serve.models.quantization_config import stored_weights
 from compile_and_serve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM
 from compile_and_serve.models.spec import ModelSpec, ShardStyle, TensorPart, full_attention
 
@@ -165,8 +165,11 @@ def build_model(
         return spec
     if spec.quantized_weights:
         return spec
-    quantized = quantized_weights(config, spec.module)
-    return replace(spec, quantized_weights=quantized, parts={**spec.parts, **expert_scale_parts(spec.parts, quantized)})
+    stored = stored_weights(config, spec.module, spec.parts)
+    return replace(
+        spec, quantized_weights=stored.quantized, parts={**spec.parts, **stored.parts},
+        weight_map={**spec.weight_map, **dict.fromkeys(stored.unused)},
+    )  # fmt: skip
 
 
 def _build_native_or_else(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:

@@ -26,6 +26,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
 )
 from compile_and_serve.compiler.weights.expert_expressions import (
     MXFP4,
+    PACKED,
     experts_expression,
     is_stored_quantized,
     parameter_of_experts,
@@ -33,6 +34,7 @@ from compile_and_serve.compiler.weights.expert_expressions import (
 from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import (
+    ArrangedWeight,
     Mxfp4Weight,
     QuantizedWeight,
     StoredWeight,
@@ -119,4 +121,6 @@ class QuantizeExperts(BasePass):
 
 
 def _is_of_experts(stored: StoredWeight) -> bool:
+    if isinstance(stored, ArrangedWeight):
+        return str(stored.value[0]).startswith(PACKED)
     return isinstance(stored, Mxfp4Weight) or (isinstance(stored, QuantizedWeight) and len(stored.scale_shape) == 3)

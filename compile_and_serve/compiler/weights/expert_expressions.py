@@ -21,9 +21,11 @@ from compile_and_serve.custom_ops.quantization import (
     expert_row_scales,
     quantize_experts,
 )
+from compile_and_serve.custom_ops.quantized.group_formats import dequantize_packed_experts
 from compile_and_serve.custom_ops.quantized.mxfp4 import pack_mxfp4_codes, pack_mxfp4_scales
 
 MXFP4 = "mxfp4"
+PACKED = "dequantize_packed_experts."  # of `compressed-tensors`: no kernel of experts takes them
 ROWS, COLUMNS = "shard_expert_rows", "shard_expert_columns"
 
 
@@ -31,6 +33,17 @@ for _dtype in LARGEST:
     weight_function(f"expert_row_scales.{dtype_name(_dtype)}")(partial(expert_row_scales, dtype=_dtype))
     weight_function(f"expert_block_scales.{dtype_name(_dtype)}")(partial(expert_block_scales, dtype=_dtype))
     weight_function(f"quantize_experts.{dtype_name(_dtype)}")(partial(quantize_experts, dtype=_dtype))
+for _dtype in (torch.bfloat16, torch.float16, torch.float32):
+    weight_function(f"{PACKED}{dtype_name(_dtype)}")(partial(dequantize_packed_experts, dtype=_dtype))
+
+
+@weight_function("expert_scale_to_rows")
+def _expert_scale_to_rows(scale: torch.Tensor, weight_XOI: torch.Tensor) -> torch.Tensor:
+    """Scales [X, P, 1] of P equal parts of the rows, or of each row. → [X, O]"""
+    rows = weight_XOI.shape[1] // scale.shape[1]
+    return scale.squeeze(2).repeat_interleave(rows, 1) if rows > 1 else scale.squeeze(2)
+
+
 weight_function("pack_mxfp4_codes")(pack_mxfp4_codes)
 weight_function("pack_mxfp4_scales")(pack_mxfp4_scales)
 
@@ -53,7 +66,9 @@ def parameter_of_experts(expression: Expression) -> Expression:
 
 def is_stored_quantized(parameter: Expression) -> bool:
     """Whether the checkpoint holds a parameter (`parameter_of_experts`) quantized."""
-    return isinstance(parameter, tuple) and str(parameter[0]).startswith(("dequantize_mxfp4.", "dequantize_experts."))
+    return isinstance(parameter, tuple) and str(parameter[0]).startswith(
+        ("dequantize_mxfp4.", "dequantize_experts.", PACKED)
+    )
 
 
 def experts_expression(
@@ -64,9 +79,9 @@ def experts_expression(
     dtype, scales: format to which the weights are quantized. With dtype None, the checkpoint's.
     """
     if not isinstance(expression, tuple) or expression[0] not in (ROWS, COLUMNS):
-        return _of_parameter(expression, dtype, scales)
+        return _of_parameter(expression, sources, dtype, scales)
     if dtype is not None and scales == "row" and expression[0] == ROWS:  # the scales of rows need no other rows
-        return _of_parameter(expression, dtype, scales)
+        return _of_parameter(expression, sources, dtype, scales)
     function, argument, size = expression
     whole = experts_expression(argument, sources, dtype, scales)
     return ExpertsExpression(
@@ -75,7 +90,9 @@ def experts_expression(
     )  # fmt: skip
 
 
-def _of_parameter(expression: Expression, dtype: torch.dtype | None, scales: Scales) -> ExpertsExpression:
+def _of_parameter(
+    expression: Expression, sources: Mapping[str, TensorSpec], dtype: torch.dtype | None, scales: Scales
+) -> ExpertsExpression:
     if dtype is not None:
         scale = (f"expert_{scales}_scales.{dtype_name(dtype)}", expression)
         values = (f"quantize_experts.{dtype_name(dtype)}", expression, scale)
@@ -83,8 +100,11 @@ def _of_parameter(expression: Expression, dtype: torch.dtype | None, scales: Sca
     if not is_stored_quantized(expression):
         raise CannotQuantizeError("the checkpoint does not hold it quantized")
     assert isinstance(expression, tuple)
+    if str(expression[0]).startswith(PACKED):
+        raise CannotQuantizeError("there is no kernel of experts with packed codes: they were dequantized")
     function, values, scale = expression
-    form = MXFP4 if str(function).startswith("dequantize_mxfp4.") else "float8_e4m3fn"
+    is_mxfp4 = str(function).startswith("dequantize_mxfp4.")
+    form = MXFP4 if is_mxfp4 else dtype_name(expression_spec(values, sources, torch.device("cpu")).dtype)
     return ExpertsExpression(values=values, scale=scale, format=form)
 
 

@@ -265,7 +265,8 @@ def plain_expressions(specs: Mapping[str, TensorSpec], quantized: Mapping[str, S
             )  # fmt: skip
             continue
         if len(specs[name].shape) == 3:
-            expressions[name] = (f"dequantize_experts.{dtype_name(specs[name].dtype)}", name, stored.scale)
+            scales: Expression = stored.scale if stored.per_block else ("expert_scale_to_rows", stored.scale, name)
+            expressions[name] = (f"dequantize_experts.{dtype_name(specs[name].dtype)}", name, scales)
             continue
         scale: Expression = stored.scale if stored.per_block else (stored.scale_function, stored.scale, name)
         expressions[name] = (f"dequantize.{dtype_name(specs[name].dtype)}", name, scale)

@@ -140,7 +140,9 @@ def _checked_stream(
         if part is not None and part.parameter in specs:
             part_names.setdefault(part.parameter, set()).add(name)
             wanted[name] = name
-            _check_shape(name, shape, (part.num_rows, *specs[part.parameter].shape[2:]), path)
+            expected = (part.num_rows, *specs[part.parameter].shape[2:])
+            if not (part.parameter in known_scales and _without_ones(shape) == _without_ones(expected)):
+                _check_shape(name, shape, expected, path)
             continue
         parameter = spec.weight_map.get(name, name)
         if parameter is None:
@@ -226,9 +228,10 @@ def _joined(
         parameter = part.parameter
         if parameter not in joining:
             kept = specs[parameter].dtype
-            kept = kept if kept in LARGEST or kept == torch.float32 else dtype
+            kept = kept if kept in LARGEST or kept in (torch.float32, torch.int32) else dtype
             joining[parameter] = torch.empty(specs[parameter].shape, dtype=kept, device=device)
-        joining[parameter][part.index, part.first_row : part.first_row + part.num_rows].copy_(tensor)
+        rows = joining[parameter][part.index, part.first_row : part.first_row + part.num_rows]
+        rows.copy_(tensor.view(rows.shape))
         left[parameter] -= 1
         if left[parameter] == 0:
             yield parameter, joining.pop(parameter)

@@ -13,6 +13,7 @@ from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult,
 from compile_and_serve.models.registry import build_model
 from tests.compiler.passes.test_tensor_parallel import KERNELS, rewrite
 from tests.models.test_registry import EXPERTS
+from tests.support.quantized_checkpoints import compressed_tensors_config
 from tests.support.tiny_models import tiny_spec
 from tests.support.transformers_models import config_of
 
@@ -117,6 +118,48 @@ def test_experts_that_a_checkpoint_holds_in_another_order_are_quantized(quantiza
     verification = records["quantize_experts"].verification
     assert verification is not None
     assert verification.relative_error < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("strategy", "activations", "rows"), [("channel", "token", 512), ("tensor", "static", 512), ("block", "group", 4)]
+)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.pairwise
+def test_8bit_experts_of_compressed_tensors_keep_their_values(
+    strategy: str, activations: str, rows: int, size: int
+) -> None:
+    spec = build_model(
+        config_of(
+            "Qwen3MoeForCausalLM", **_LARGE | {"num_hidden_layers": LAYERS},
+            quantization_config=compressed_tensors_config("float", strategy, activations),
+        ),
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    captured, _, records = rewrite(spec, CompileConfig(tensor_parallel_size=size), kernels=KERNELS | {KERNEL})
+    assert records["quantize_experts"].result == PassResult(matched=LAYERS)
+    verification = records["quantize_experts"].verification
+    assert verification is not None
+    assert verification.relative_error < 1e-12
+    for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
+        assert tensor_of(node.args[3]).dtype == torch.float8_e4m3fn
+        assert tensor_of(node.args[12]).shape[1] == rows // size
+
+
+def test_packed_codes_of_experts_are_dequantized_which_the_pass_says() -> None:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group"}
+    quantization = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    config = config_of(
+        "Qwen3MoeForCausalLM", **_LARGE | {"num_hidden_layers": LAYERS}, quantization_config=quantization
+    )
+    spec = build_model(config, dtype=torch.bfloat16)
+    _, _, records = rewrite(spec, CompileConfig(), kernels=KERNELS | {KERNEL}, verify=False)
+    result = records["quantize_experts"].result
+    assert isinstance(result, PassResult)
+    assert len(result.near_misses) == LAYERS
+    assert "no kernel of experts with packed codes" in result.near_misses[0].reason
 
 
 def test_experts_can_be_excluded_and_stay_where_no_kernel_runs() -> None:
