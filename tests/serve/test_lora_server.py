@@ -29,23 +29,36 @@ def folder(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(tiny_llama_dir: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["", "two API processes"])
+def server(
+    request: pytest.FixtureRequest, tiny_llama_dir: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items() if value is not True]
     server = ServerProcess(
         str(tiny_llama_dir), "--port", "0", "--served-model-name", "base", "--enable-lora", *flags,
         "--lora-modules", f"first={folder / 'first'}", "--lora-dir", str(folder),
-        "--cache-dir", str(tmp_path_factory.mktemp("cache")),
+        "--cache-dir", str(tmp_path_factory.mktemp("cache")), "--api-server-count", str(request.param),
     )  # fmt: skip
     yield server
     assert server.stop() == 0, server.output
 
 
-def tokens_over_http(http: httpx.Client, model: str) -> list[int]:
+def complete(server: ServerProcess, model: str) -> list[httpx.Response]:
+    """One request's answers over several connections, which go to any API process."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    answer = http.post("/v1/completions", json=body | {"return_token_ids": True})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["token_ids"]
+    answers = []
+    for _ in range(6):
+        with server.client() as http:
+            answers.append(http.post("/v1/completions", json=body | {"return_token_ids": True}))
+    return answers
+
+
+def tokens_over_http(server: ServerProcess, model: str) -> list[int]:
+    first, *others = complete(server, model)
+    assert first.status_code == 200, first.text
+    tokens = [answer.json()["choices"][0]["token_ids"] for answer in (first, *others)]
+    assert tokens == [tokens[0]] * 6
+    return tokens[0]
 
 
 def test_adapters_answer_as_in_the_library(
@@ -58,10 +71,10 @@ def test_adapters_answer_as_in_the_library(
         assert "rank 16, but the engine takes at most 8" in refused.json()["error"]["message"]
         loaded = http.post("/v1/load_lora_adapter", json={"lora_name": "second", "lora_path": "second"})
         assert loaded.status_code == 200, loaded.text
-        over_http = [tokens_over_http(http, name) for name in ("base", "first", "second", "first")]
+        over_http = [tokens_over_http(server, name) for name in ("base", "first", "second", "first")]
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 200
-        assert http.post("/v1/completions", json={"model": "second", "prompt": PROMPT}).status_code == 404
-        assert tokens_over_http(http, "first") == over_http[1]
+        assert {answer.status_code for answer in complete(server, "second")} == {404}
+        assert tokens_over_http(server, "first") == over_http[1]
     with LLM(str(tiny_llama_dir), cache_dir=tmp_path, **ENGINE) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": PROMPT}] * 3,

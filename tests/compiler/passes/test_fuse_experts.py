@@ -51,7 +51,7 @@ def test_features_that_ranks_cannot_share() -> None:
         rewrite(spec, CompileConfig(tensor_parallel_size=2), verify=False)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_experts_in_mxfp4_keep_their_codes(size: int) -> None:
     config = config_of(
         "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128,
