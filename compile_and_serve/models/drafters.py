@@ -34,7 +34,7 @@ from compile_and_serve.models.deepseek_mtp import MtpForCausalLM, mtp_config
 from compile_and_serve.models.eagle import Eagle3ForCausalLM, EagleForCausalLM
 from compile_and_serve.models.hidden_states import num_layers_of, with_hidden_states
 from compile_and_serve.models.medusa import MedusaHeads
-from compile_and_serve.models.quantization_config import expert_scale_parts, quantized_weights
+from compile_and_serve.models.quantization_config import with_stored_weights
 from compile_and_serve.models.registry import (
     ARCHITECTURES,
     DECODER_TP_PLAN,
@@ -186,8 +186,7 @@ def mtp(target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
     }  # fmt: skip
     state = [StateGroup(name=KV_CACHES, layers=(layer,))]
     spec = decoder_spec(module, decoder, config, state, plan, (names, parsed.moe))
-    quantized = quantized_weights(config, module)
-    spec = replace(spec, quantized_weights=quantized, parts={**spec.parts, **expert_scale_parts(spec.parts, quantized)})
+    spec = with_stored_weights(spec)
     prefix = f"model.layers.{decoder.num_hidden_layers}."
     return DrafterSpec(
         kind="hidden",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from compile_and_serve.models.float4_config import (
     quark_weights,
 )
 from compile_and_serve.models.grouped_config import PACKED_FORMAT, gguf_weights, grouped_weights, pack_quantized
-from compile_and_serve.models.spec import TensorPart
+from compile_and_serve.models.spec import ModelSpec, TensorPart
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _ALL_FORMATS = (*_FORMATS, PACKED_FORMAT, NVFP4_FORMAT, MXFP4_FORMAT)
@@ -87,6 +87,15 @@ def stored_weights(
         f"quantization_config's quant_method {method!r} is not supported: use a checkpoint in the format compressed-tensors, fp8, awq, "
         "gptq, auto-round, bitsandbytes, modelopt or quark, or an unquantized one with --quantization."
     )
+
+
+def with_stored_weights(spec: ModelSpec) -> ModelSpec:
+    """The spec with what its config's `quantization_config` says. Raises `ModelConfigError` as `stored_weights` does."""
+    stored = stored_weights(spec.config, spec.module, spec.parts)
+    return replace(
+        spec, quantized_weights=stored.quantized, parts={**spec.parts, **stored.parts},
+        weight_map={**spec.weight_map, **dict.fromkeys(stored.unused)},
+    )  # fmt: skip
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:

@@ -28,7 +28,7 @@ from compile_and_serve.models.layers import inverse_frequencies, max_positions
 from compile_and_serve.models.llama import LlamaAttention, LlamaForCausalLM
 from compile_and_serve.models.mistral import Qwen2ForCausalLM, WindowedForCausalLM, mistral_config, qwen2_config
 from compile_and_serve.models.moe import MoeConfig, MoeForCausalLM, OlmoeAttention, Qwen2Attention
-from compile_and_serve.models.quantization_config import stored_weights
+from compile_and_serve.models.quantization_config import with_stored_weights
 from compile_and_serve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM
 from compile_and_serve.models.spec import ModelSpec, ShardStyle, TensorPart, full_attention
 
@@ -165,11 +165,7 @@ def build_model(
         return spec
     if spec.quantized_weights:
         return spec
-    stored = stored_weights(config, spec.module, spec.parts)
-    return replace(
-        spec, quantized_weights=stored.quantized, parts={**spec.parts, **stored.parts},
-        weight_map={**spec.weight_map, **dict.fromkeys(stored.unused)},
-    )  # fmt: skip
+    return with_stored_weights(spec)
 
 
 def _build_native_or_else(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> ModelSpec:
