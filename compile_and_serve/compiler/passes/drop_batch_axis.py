@@ -114,6 +114,7 @@ class _Rewriter:
             return (self._input(args[0]), tuple(sizes[1:] if keeps_axis else sizes)), {}
         if target is torch.Tensor.repeat:
             counts = args[1] if isinstance(args[1], list | tuple) else args[1:]
+            assert isinstance(args[0], Node)
             if counts[0] != 1 or len(counts) != len(_sizes(args[0])):
                 raise _NoRuleError
             return (self._input(args[0]), *counts[1:]), {}

@@ -435,7 +435,10 @@ class Worker:
 
     def _memory_facts(self) -> dict[str, int | float | str]:
         plan = {} if self._memory_plan is None else asdict(self._memory_plan)
-        facts = {"kv_cache_dtype": dtype_name(self._cache_dtype), "loaded_bytes": self._loaded.num_bytes}
+        facts: dict[str, int | float | str] = {
+            "kv_cache_dtype": dtype_name(self._cache_dtype),
+            "loaded_bytes": self._loaded.num_bytes,
+        }
         return facts | {f"memory.{name}": n for name, n in plan.items()}
 
     def _say_memory(self, cache_bytes: int, cache_tokens: int, *, is_mine: bool = False) -> None:
