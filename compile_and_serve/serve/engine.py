@@ -207,7 +207,7 @@ class AsyncEngine:
         if pooling is None:
             check_generates(self.client.info)
         self.check_accepts(params)
-        if self._background:  # aborts must reach the engine before the requests that take the freed places
+        while self._background:  # aborts must reach the engine before the requests that take the freed places
             await asyncio.wait(set(self._background))
             self.check_accepts(params)
         if (deadline := current_deadline.get()) is not None and time.monotonic() >= deadline[0]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+
+import pytest
 
 from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.serve.engine import Generation
@@ -10,10 +13,10 @@ from tests.serve.conftest import ANSWER, Server, StartServer, eventually
 from tests.support.fake_engine import says
 
 
-async def submitted(server: Server, **params: Any) -> Generation:
+async def submitted(server: Server, name: str = "slow", **params: Any) -> Generation:
     engine = server.app.state.context.engine
     prompt, prepared = engine.inputs.prepare([5, 6], SamplingParams(temperature=0, **params))
-    return await engine.submit("slow", [prompt], [prepared])
+    return await engine.submit(name, [prompt], [prepared])
 
 
 async def test_unread_deltas_are_merged_into_one_per_completion(server: Server) -> None:
@@ -65,3 +68,34 @@ async def test_aborts_reach_the_engine_before_new_requests(start_server: StartSe
     deltas = [delta async for some in last for delta in some]
     assert [delta.error for delta in deltas if delta.error] == []
     assert len(server.engine.aborted) == 3
+
+
+async def test_an_abort_during_the_wait_for_another_comes_first_too(
+    start_server: StartServer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await start_server(script=says(tokenizer, ANSWER, end=False), engine={"max_in_flight": 2, "pause": 0.001})
+    first, second = [await submitted(server, name, ignore_eos=True, max_tokens=200) for name in ("first", "second")]
+    sent: list[str] = []
+    gates = [asyncio.Event(), asyncio.Event()]
+    closed, abort, add = iter(gates), server.engine.abort, server.engine.add_request
+
+    async def slow_abort(ids: list[str]) -> None:
+        await next(closed).wait()
+        sent.append("abort")
+        await abort(ids)
+
+    async def noted_add(request: Any) -> None:
+        sent.append("add")
+        await add(request)
+
+    monkeypatch.setattr(server.engine, "abort", slow_abort)
+    monkeypatch.setattr(server.engine, "add_request", noted_add)
+    first.close()
+    submitting = asyncio.create_task(submitted(server, "third", max_tokens=1))
+    await asyncio.sleep(0.01)
+    second.close()
+    for gate in gates:
+        gate.set()
+        await asyncio.sleep(0.01)
+    await submitting
+    assert sent == ["abort", "abort", "add"]
