@@ -36,6 +36,8 @@ from benchmarks.common import environment
 PROMPT_LENGTHS = (5, 1, 23, 70)
 TIE = 1e-3  # a token may differ where transformers' own logits lie this close
 TIMEOUT = 600
+# Parts of refusals of classes that are no causal decoders.
+NOT_CAUSAL = ("'bidirectional_mask_function'", "attends to later tokens")
 
 # Values of tiny configs by attribute name. Only attributes that a config has are set.
 SIZES: dict[str, Any] = {
@@ -328,12 +330,18 @@ def summary(rows: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     others = {"experts", "latent", "recurrent"}
     plain = [row for row in by_class.values() if not others & set(row.get("traits", []))]
     counts = Counter(row["outcome"] for row in plain)
+    not_causal = sorted(
+        str(row["class"]) for row in plain
+        if row["outcome"] == "refused" and any(reason in row["why"] for reason in NOT_CAUSAL)
+    )  # fmt: skip
     measured = len(plain) - counts["no reference"]
     return {
         "summary": True,
         "all": dict(Counter(row["outcome"] for row in by_class.values())),
         "without experts, latent or recurrent state": dict(counts),
         "share right": round(counts["right"] / max(1, measured), 3),
+        "not causal": not_causal,
+        "share right of causal ones": round(counts["right"] / max(1, measured - len(not_causal)), 3),
         **environment(),
     }
 

@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from compile_and_serve.custom_ops.moe.experts import experts
 from compile_and_serve.models.spec import TensorPart
+from compile_and_serve.models.transformers_llama4 import OUR_EXPERTS
 
 EXPERTS = "compile_and_serve"  # our name in transformers' ExpertsInterface
 _SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -44,6 +45,8 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     if not blocks:
         return "its experts are not one block that can be replaced"
     for name, module in blocks:
+        if type(module).__name__ in OUR_EXPERTS and type(getattr(module, "act_fn", None)).__name__ == "SiLUActivation":
+            continue
         if not hasattr(module, "is_transposed"):
             return f"the experts {name} cannot be replaced"
         if module.is_transposed or module.has_bias or not (module.has_gate and module.is_concatenated):

@@ -90,6 +90,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": None,
         "logits_scaling": 3.0,
     },
+    "Llama4ForCausalLM": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 96,
+        "attention_chunk_size": 24,
+        "no_rope_layers": [1, 1, 0],
+        "floor_scale": 8,
+    },
 }
 
 
