@@ -16,6 +16,7 @@ from compile_and_serve.runtime.sampling_params import SamplingParams
 from compile_and_serve.runtime.scheduler.step_messages import (
     CachedRequestData,
 )
+from compile_and_serve.runtime.structured.compiler import CompiledGrammar, Grammar
 from compile_and_serve.runtime.structured.grammar import byte_tokenizer, to_grammar
 from compile_and_serve.runtime.structured.params import StructuredOutputsParams
 from tests.support.fake_graphs import FakeDevice
@@ -76,9 +77,9 @@ class BytesGrammars:
 
     num_words = 9
 
-    def compile(self, grammar: str) -> Future[llguidance.LLMatcher]:
-        future: Future[llguidance.LLMatcher] = Future()
-        future.set_result(llguidance.LLMatcher(byte_tokenizer(), grammar, log_level=0))
+    def compile(self, grammar: str) -> Grammar:
+        future: Grammar = Future()
+        future.set_result(CompiledGrammar(llguidance.LLMatcher(byte_tokenizer(), grammar, log_level=0), None))
         return future
 
 
