@@ -404,9 +404,8 @@ class _Compilation:
         self, piece: str, versions: OpVersions, compiled: CompiledPiece, graph: GraphModule, work_dir: Path
     ) -> None:
         folder = _folder(work_dir, piece)
-        if (
-            work_dir / PROBES
-        ).is_dir():  # stored beside the kernels, so that loading the piece does not build them again
+        if (work_dir / PROBES).is_dir():
+            # Stored beside the kernels, so that loading the piece does not build them again.
             shutil.copytree(work_dir / PROBES, folder / KERNELS, dirs_exist_ok=True)
         self.artifacts.write_piece(piece, versions, compiled, graph, folder)
 

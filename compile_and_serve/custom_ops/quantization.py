@@ -200,9 +200,8 @@ def _scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    values = values.clamp(
-        -LARGEST[dtype], LARGEST[dtype]
-    )  # a cast of a larger value gives NaN in float8, and wraps in int8
+    # A cast of a larger value gives NaN in float8, and wraps in int8.
+    values = values.clamp(-LARGEST[dtype], LARGEST[dtype])
     return values.round().to(dtype) if dtype == torch.int8 else values.to(dtype)
 
 

@@ -1,9 +1,9 @@
-"""The layer for multi-token prediction that DeepSeek-V3's checkpoints bring behind their last layer (arXiv:2412.19437, section 2.2).
+"""The layer for multi-token prediction that DeepSeek-V3's checkpoints have after their last layer (arXiv:2412.19437, section 2.2).
 
 Shape legend: T tokens, S rows whose logits are needed, D hidden size, V vocabulary.
 
-At position i it reads the hidden state of token i and the embedding of token i + 1, and says token i + 2, as an EAGLE head does. It drafts
-further tokens from its own output.
+At position i it reads the hidden state of token i and the embedding of token i + 1, and predicts token i + 2, as an EAGLE head does.
+It drafts further tokens from its own output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SharedHead(nn.Module):
 
 
 class MtpLayer(DeepseekMoeLayer):
-    """A layer with experts, and what comes before and behind it."""
+    """A layer with experts, and what comes before and after it."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         decoder = config.decoder
@@ -80,6 +80,6 @@ class MtpForCausalLM(nn.Module):
 
 
 def mtp_config(config: DeepseekConfig) -> DeepseekConfig:
-    """The config whose only layer with experts is the one behind the last."""
+    """The config whose only layer with experts is the one after the last."""
     layers = config.decoder.num_hidden_layers
     return replace(config, moe=replace(config.moe, sparse_layers=(*(False,) * layers, True)))

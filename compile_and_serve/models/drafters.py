@@ -56,15 +56,15 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class DrafterSpec:
     """A model that drafts.
 
-    kind: "tokens" is a decoder of its own. "hidden" takes a hidden state and the token behind it, and gives logits and a hidden state to
+    kind: "tokens" is a decoder of its own. "hidden" takes a hidden state and the token after it, and gives logits and a hidden state to
     go on with. "heads" takes a hidden state and gives all draft tokens at once.
     target: the target's spec, which gives the hidden states that the drafter reads.
     hidden_size: of the hidden states that `spec` takes. combine: the target gives hidden states of several layers, and a linear
     fc [hidden_size, D · layers] makes one of them.
     maps_tokens: the drafter has a vocabulary of its own; draft token v is the target's token v + d2t[v].
     max_tokens: draft tokens that it can make; None: any number.
-    borrowed_weights: parameter → names of the target's tensor that it is where the drafter's checkpoint has none.
-    prefix: the drafter's tensors in the checkpoint begin with it.
+    borrowed_weights: parameter → names of the target's tensor that it takes if the drafter's checkpoint has none.
+    prefix: of the names of the drafter's tensors in the checkpoint.
     """
 
     kind: DrafterKind
@@ -241,7 +241,7 @@ def _hidden_input(size: int, dtype: torch.dtype) -> StepInput:
 
 
 def _reads_hidden(spec: ModelSpec, size: int, dtype: torch.dtype) -> ModelSpec:
-    """A head's spec: it takes hidden states and gives some, and its checkpoint may leave out "model." before its names."""
+    """The spec of a head, which takes and gives hidden states. Names in its checkpoint may lack "model."."""
     parameters = [name for name, _ in spec.module.named_parameters()]
     short = {name.removeprefix("model."): name for name in parameters if name.startswith("model.")}
     unused: dict[str, str | None] = dict.fromkeys(("d2t", "t2d", "fc.weight", "fc.bias"))
@@ -272,6 +272,6 @@ def _checked(target: ModelSpec) -> ModelSpec:
     for one in (INPUT_IDS, POSITIONS):
         if given.get(one.name) != (one.dtype, one.dims):
             raise ModelConfigError(
-                f"The model's steps have no {one.name} of one row, which a drafter reads: remove it."
+                f"The model's steps have no {one.name} of one row, which a drafter reads: remove speculative_config."
             )
     return target

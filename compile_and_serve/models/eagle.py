@@ -2,8 +2,8 @@
 
 Shape legend: T tokens, S rows whose logits are needed, D hidden size, V vocabulary of the drafts.
 
-At position i a head reads the hidden state of token i and the embedding of token i + 1, and says token i + 2. Its own output at i stands in
-for the hidden state of token i + 1 that the target has not computed yet, so that it can go on.
+At position i a head reads the hidden state of token i and the embedding of token i + 1, and predicts token i + 2. To go on, it
+reads its own output at i in place of the hidden state of token i + 1, which the target has not computed yet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EagleModel(nn.Module):
 
 class EagleForCausalLM(nn.Module):
     """forward(input_ids int64 [T], positions int64 [T], hidden_states [T, D], kv_caches, logits_indices int64 [S]) → logits [S, V] and
-    hidden states [S, D]. The target's output head reads the hidden states, as it reads the target's own behind the last norm.
+    hidden states [S, D]. The target's output head reads the hidden states, as it reads the target's own after the last norm.
     """
 
     def __init__(self, config: DecoderConfig, fc_bias: bool) -> None:

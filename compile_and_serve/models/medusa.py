@@ -1,4 +1,4 @@
-"""Medusa heads (arXiv:2401.10774): head n says the n-th token behind the next one, from the target's last hidden state alone.
+"""Medusa heads (arXiv:2401.10774): head n predicts the n-th token after the next one, from the target's last hidden state alone.
 
 Shape legend: T rows, D hidden size, N heads.
 """

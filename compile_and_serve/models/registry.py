@@ -321,11 +321,6 @@ def _build_with_transformers(config: Mapping[str, Any], architecture: str, dtype
     # Imported here because importing transformers takes seconds.
     from compile_and_serve.models.transformers_model import build_transformers_model
 
-    try:
-        spec = build_transformers_model(config, dtype=dtype)
-    except ModelConfigError as error:
-        if architecture in ARCHITECTURES:
-            raise
-        raise ModelConfigError(f"{error} Native architectures: {', '.join(ARCHITECTURES)}.") from error
+    spec = build_transformers_model(config, dtype=dtype)
     log.info("%s runs in the transformers package's implementation.", architecture)
     return spec

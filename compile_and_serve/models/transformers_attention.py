@@ -51,7 +51,9 @@ class Unsupported(Exception):
 
 def unsupported(name: str, reason: object) -> ModelConfigError:
     """The error of a class that cannot run."""
-    return ModelConfigError(f"{name} cannot run in the transformers package's implementation: {reason}.")
+    return ModelConfigError(
+        f"{name} cannot run in the transformers package's implementation: {reason} (`compile-and-serve models` lists the native ones)."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,8 @@ def test_tp_plan_covers_every_linear_of_the_layers(architecture: str) -> None:
         ),
         (
             config_of("MambaForCausalLM"),
-            "MambaForCausalLM cannot run in the transformers package's implementation: it has recurrent state.",
+            "MambaForCausalLM cannot run in the transformers package's implementation: it has recurrent state (`compile-and-"
+            "serve models` lists",
         ),
         (
             {"architectures": ["LlamaForCausalLM"]},

@@ -59,9 +59,8 @@ class CpuLibraryTuner:
 
     def _measure(self, shape: LinearShape) -> Measurement:
         shape = replace(shape, out_features=min(shape.out_features, MAX_OUTPUTS))
-        generator = torch.Generator(self._device).manual_seed(
-            0
-        )  # the global one's numbers must not depend on measurements
+        # The global generator's numbers must not depend on measurements.
+        generator = torch.Generator(self._device).manual_seed(0)
 
         def random(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=generator, device=self._device).to(shape.dtype)

@@ -114,7 +114,7 @@ def _trace(
             bytecode = capture_full_graph(module, backend, arguments, with_bytecode=with_bytecode)
     except GraphBreakError as error:
         raise CaptureError(
-            f"The model's forward cannot be captured as one graph: {error}. Change that line, or run the model with --enforce-eager."
+            f"The model's forward cannot be captured as one graph: {error}; change that line, or run the model with --enforce-eager."
         ) from error
     assert len(taken) == 1, f"capture gave {len(taken)} graphs"
     return *taken[0], bytecode

@@ -82,9 +82,8 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
     if is_call(node, torch.permute) and (swapped := _swapped_axes(node)) is not None:
         node.target, node.args = torch.transpose, (node.args[0], *swapped)
         changed = True
-    if node.kwargs.get("device") == torch.device(
-        "meta"
-    ):  # the graph is captured on the meta device and runs on a real one
+    # The graph is captured on the meta device and runs on a real one.
+    if node.kwargs.get("device") == torch.device("meta"):
         node.kwargs = {**node.kwargs, "device": ctx.device}
         changed = True
     return changed

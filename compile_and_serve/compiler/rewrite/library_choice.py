@@ -1,4 +1,4 @@
-"""Whether a packed linear keeps the plain weight too, for steps of many tokens by the library's product (oneDNN)."""
+"""Whether a packed linear also keeps the plain weight, so that steps of many tokens can run the library's product (oneDNN)."""
 
 from __future__ import annotations
 

@@ -182,14 +182,12 @@ class RandomWeights:
                 return (inputs * self._num_groups(name) // spec.shape[0]).to(spec.dtype)
             if QUANT_STATE in name:
                 return padded_state(b'{"nested_offset": 0.03}')
-            if name.endswith("_proj_scales") or (
-                spec.dtype == torch.uint8 and name.endswith("weight_scale")
-            ):  # exponents of MXFP4
+            exponents_of_mxfp4 = spec.dtype == torch.uint8 and name.endswith("weight_scale")
+            if exponents_of_mxfp4 or name.endswith("_proj_scales"):
                 return torch.randint(117, 123, spec.shape, generator=generator, dtype=spec.dtype)
             limits = torch.iinfo(spec.dtype)
-            largest = (
-                0x30 if spec.dtype == torch.uint8 else limits.max
-            )  # so that float16 numbers among bytes are finite and small
+            # Float16 numbers among bytes must be finite and small.
+            largest = 0x30 if spec.dtype == torch.uint8 else limits.max
             return torch.randint(limits.min, largest, spec.shape, generator=generator, dtype=spec.dtype)
         value = self._random(name, spec.shape)
         if spec.dtype in LARGEST:

@@ -72,10 +72,9 @@ def quantize_checkpoint(
             write_gguf_tokenizer(path, source)
         else:
             source = path
-        room = (
-            read_config(source).get("max_position_embeddings") or SEQUENCE_TOKENS + 1
-        ) - 1  # a token is generated, too
-        samples, held_out = split_text(load_tokenizer(source).encode(text), min(SEQUENCE_TOKENS, room), num_samples)
+        positions = read_config(source).get("max_position_embeddings") or SEQUENCE_TOKENS + 1
+        length = min(SEQUENCE_TOKENS, positions - 1)  # a token is generated, too
+        samples, held_out = split_text(load_tokenizer(source).encode(text), length, num_samples)
         on_stage("perplexity before")
         before = perplexity(str(source), held_out, **options)
         on_stage(f"quantizing to {scheme}")

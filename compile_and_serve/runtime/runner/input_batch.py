@@ -342,9 +342,8 @@ class InputBatch:
             for row in range(layout.num_decodes):
                 known = (self._last_tokens[slots_S[row], None], self._drafts[slots_S[row]])
                 token_ids_T[starts[row] : starts[row + 1]] = np.concatenate(known)[: counts_S[row]]
-            if (
-                self.query_len == 1
-            ):  # where a draft is shorter than the step has room for, -1 stands for its other tokens
+            if self.query_len == 1:
+                # Where a draft is shorter than the step has room for, -1 stands for its other tokens.
                 self._unmap(buffers, np.flatnonzero(token_ids_T < 0))
                 np.maximum(token_ids_T, 0, out=token_ids_T)
         for row in range(layout.num_decodes, num_seqs):

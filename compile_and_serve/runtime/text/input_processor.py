@@ -230,9 +230,8 @@ class InputProcessor:
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences of each word, at the start of a text and after a space."""
         tokenizer = self.require_tokenizer("bad words")
-        verify_bad_words(
-            len(word) // tokenizer.max_token_chars for word in words
-        )  # lower bounds, before tokenizing takes time
+        # Lower bounds, before tokenizing takes time.
+        verify_bad_words(len(word) // tokenizer.max_token_chars for word in words)
         sequences: list[list[int]] = []
         for word in words:
             plain = tokenizer.encode(word, add_special_tokens=False)

@@ -64,9 +64,8 @@ def dummy_tensors(
             tensor.random_(0, 256, generator=_generator(name, seed, device))
         elif spec.dtype in (torch.int32, torch.uint8):
             limits = torch.iinfo(spec.dtype)
-            largest = (
-                0x20 if spec.dtype == torch.uint8 else limits.max
-            )  # GGUF's blocks have float16 scales among their bytes
+            # GGUF's blocks have float16 scales among their bytes.
+            largest = 0x20 if spec.dtype == torch.uint8 else limits.max
             tensor.random_(limits.min, largest, generator=_generator(name, seed, device))
         elif name in scales:
             tensor.fill_(std / scales[name])

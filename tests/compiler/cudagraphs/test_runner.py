@@ -308,9 +308,8 @@ def test_estimate_of_piecewise_graphs(tmp_path: Path) -> None:
     kept = piecewise.kept_bytes(prompt(16))
     held = piecewise._capture(prompt(16), runner.stats)
     alive = [value for name, value in held.values.items() if re.fullmatch(r"v\d+", name)]
-    assert (
-        len({value.data_ptr() for value in alive}) == len(alive) == 2
-    )  # what the last attention gave, and the residual
+    # the last attention's output, and the residual
+    assert len({value.data_ptr() for value in alive}) == len(alive) == 2
     assert kept == sum(value.nbytes for value in (*held.inputs.values(), *alive))
     assert estimate == 3200 + sum(kept * size // 16 + 10 for size in (8, 16, 32))
 

@@ -98,9 +98,8 @@ def test_a_product_of_nan_leaves_nothing_for_the_next(
     norms = (torch.ones(64, dtype=dtype), torch.ones(in_features, dtype=dtype)) if with_norm else (None, None)
     x = torch.randn(num_tokens, in_features, dtype=dtype)
     nan = torch.full((num_tokens, 64), torch.nan, dtype=dtype)
-    assert (
-        fused_linear(nan[:, :63], pack_linear_weight(wide[:, :63]), 48).isnan().all()
-    )  # 63: padded, so that it is copied
+    narrow = pack_linear_weight(wide[:, :63])  # padded, so that it is copied
+    assert fused_linear(nan[:, :63], narrow, 48).isnan().all()
     assert fused_linear(nan, pack_linear_weight(wide), 48, norms[0], 1e-6).isnan().all()
     y = fused_linear(x, pack_linear_weight(weight), 48, norms[1], 1e-6)
     assert y.isfinite().all()

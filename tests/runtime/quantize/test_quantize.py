@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from compile_and_serve import LLM, SamplingParams
 from compile_and_serve.runtime.quantize import flow
-from compile_and_serve.runtime.quantize.flow import calibration_text, quantize_checkpoint, split_text
+from compile_and_serve.runtime.quantize.flow import QuantizeReport, calibration_text, quantize_checkpoint, split_text
 from compile_and_serve.runtime.quantize.llm_compressor import Scheme, int4_group_size
 from compile_and_serve.runtime.quantize.source import write_gguf_tokenizer
 from compile_and_serve.runtime.text.load_tokenizer import load_tokenizer
@@ -60,6 +60,27 @@ def test_the_flow_writes_a_checkpoint_and_its_perplexity(tiny_llama_dir: Path, t
     assert sorted(path.name for path in output.parent.iterdir()) == ["quantized"]  # no scratch folder is left
     assert json.loads((output / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
     assert load_tokenizer(output).encode("a b") == load_tokenizer(tiny_llama_dir).encode("a b")
+
+
+def test_the_command_passes_its_options_and_prints_the_perplexities(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    def quantize(*arguments: object, **options: object) -> QuantizeReport:
+        given.update({"arguments": arguments, **options})
+        return QuantizeReport(tokens=510, perplexity_before=8.0, perplexity_after=8.4, group_size=64)
+
+    monkeypatch.setattr(flow, "quantize_checkpoint", quantize)
+    output = tmp_path / "out"
+    options = f"-o {output} --scheme int4 --calibration {text_file} --num-samples 6"
+    result = CliRunner().invoke(app, ["quantize", "model", *options.split()])
+    assert result.exit_code == 0
+    assert result.stdout == (
+        f"{output}: int4, groups of 64 inputs\nperplexity on 510 tokens: 8.000 before, 8.400 after (+5.0 %)\n"
+    )
+    assert given["arguments"] == ("model", output, "int4")
+    assert (given["calibration"], given["num_samples"]) == (text_file, 6)
 
 
 def test_perplexity_is_the_models(tiny_llama_dir: Path) -> None:

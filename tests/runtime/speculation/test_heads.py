@@ -1,4 +1,4 @@
-"""EAGLE, EAGLE-3, MTP and Medusa heads: they draft what their definition says, and change no token.
+"""EAGLE, EAGLE-3, MTP and Medusa heads: they draft what their formulas say, and change no token.
 
 Shape legend: T tokens, D hidden size, V vocabulary.
 """
@@ -194,8 +194,50 @@ class Reference:
         return drafts
 
 
+def layer_of_one_token(
+    tensors: Mapping[str, torch.Tensor], prefix: str, x: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """A decoder layer at position 0: attention gives the value, and RoPE changes nothing."""
+    t = {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    values = F.linear(x, t["self_attn.v_proj.weight"]).view(2, 16).repeat_interleave(2, dim=0).flatten()
+    y = residual + F.linear(values, t["self_attn.o_proj.weight"])
+    z = F.rms_norm(y, (D,), t["post_attention_layernorm.weight"], 1e-5)
+    gated = F.silu(F.linear(z, t["mlp.gate_proj.weight"])) * F.linear(z, t["mlp.up_proj.weight"])
+    return y + F.linear(gated, t["mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_a_head_computes_the_papers_formula(method: str, folders: dict[str, Path]) -> None:
+    token, hidden = 7, torch.randn(D, generator=torch.Generator().manual_seed(1))
+    core = engine(folders, method)
+    reference = Reference(core)
+    given = reference.pass_over(reference.compiled.model, np.array([token]), hidden[None])
+    core.shutdown()
+    t, of_target = head_tensors(method), target_tensors(LLAMA)
+    if method == "medusa":
+        for head, draft in enumerate(given["draft_tokens"][0].tolist()):
+            block = f"medusa_head.{head}.0.linear"
+            x = hidden + F.silu(F.linear(hidden, t[f"{block}.weight"], t[f"{block}.bias"]))
+            assert draft == int(F.linear(x, t[f"medusa_head.{head}.1.weight"]).argmax())
+        return
+    if method == "eagle":
+        x = F.linear(torch.cat((t["embed_tokens.weight"][token], hidden)), t["fc.weight"])
+        expected = layer_of_one_token(t, "layers.0", x, x)
+        logits = F.linear(expected, of_target["lm_head.weight"])
+    else:
+        embedding = of_target["model.embed_tokens.weight"][token]
+        x = torch.cat((
+            F.rms_norm(embedding, (D,), t["midlayer.input_layernorm.weight"], 1e-5),
+            F.rms_norm(hidden, (D,), t["midlayer.hidden_norm.weight"], 1e-5),
+        ))  # fmt: skip
+        expected = layer_of_one_token(t, "midlayer", x, hidden)
+        logits = F.linear(F.rms_norm(expected, (D,), t["norm.weight"], 1e-5), t["lm_head.weight"])
+    torch.testing.assert_close(given["hidden_states"][0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(given["logits"][0], logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_head_drafts_what_its_definition_says(
+def test_a_head_drafts_what_a_pass_over_the_whole_sequence_says(
     method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the steps before: chunks of prompts, prefix hits, preemptions, wrong and right drafts, none at all."""
