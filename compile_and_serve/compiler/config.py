@@ -37,6 +37,7 @@ class CompileConfig:
         temporary folder.
     tensor_parallel_size: number of ranks that share the model's tensors. All ranks have the same configuration.
     max_loras: LoRA adapters on the device at once; 0: the model takes none. max_lora_rank: the largest rank of an adapter.
+    lora_experts: adapters may change experts, too; each slot then has room for all experts of all layers.
     """
 
     mode: Literal["compile", "eager"] = "compile"
@@ -58,3 +59,4 @@ class CompileConfig:
     tensor_parallel_size: int = 1
     max_loras: int = 0
     max_lora_rank: int = 16
+    lora_experts: bool = False

@@ -73,6 +73,7 @@ def make_engine_config(
     enable_lora: bool = False,
     max_loras: int = 4,
     max_lora_rank: int = 16,
+    lora_experts: bool = False,
     max_cpu_loras: int | None = None,
     speculative_config: Mapping[str, Any] | str | None = None,
 ) -> EngineConfig:
@@ -137,6 +138,8 @@ def make_engine_config(
         )
     if enable_lora and enforce_eager:
         raise ValueError("enable_lora is a pass of the compiler: remove enforce_eager.")
+    if lora_experts and not enable_lora:
+        raise ValueError("lora_experts lets adapters change experts: give it together with enable_lora.")
     if max_cpu_loras is not None and max_cpu_loras < max_loras:
         raise ValueError(f"max_cpu_loras is {max_cpu_loras}, but must be at least max_loras, {max_loras}.")
     if profiled and tensor_parallel_size > 1:
@@ -195,6 +198,7 @@ def make_engine_config(
             tensor_parallel_size=tensor_parallel_size,
             max_loras=max_loras if enable_lora else 0,
             max_lora_rank=max_lora_rank,
+            lora_experts=lora_experts,
         ),
         parallel=ParallelConfig(
             data_parallel_size=data_parallel_size,

@@ -186,12 +186,10 @@ def test_steps_without_adapters_run_the_plan_of_an_engine_without_them(
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        ("Qwen3MoeForCausalLM", {}),
-        pytest.param("MixtralForCausalLM", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
-    ],
+    [("Qwen3MoeForCausalLM", {}), ("MixtralForCausalLM", {"tensor_parallel_size": 2})],
     ids=["one rank", "two ranks"],
 )
+@pytest.mark.slow
 def test_adapters_of_single_experts(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """By the names of a checkpoint that has each expert's linears; some experts keep the base's."""
     model = write_moe(tmp_path / "model", family)
@@ -203,7 +201,9 @@ def test_adapters_of_single_experts(family: str, options: dict[str, Any], tmp_pa
         write_adapter(tmp_path / "b", model, 4, seed=2, size=1.5, targets=some[1:5]),
     ]
     requests = [None if path is None else LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths)]
-    with make_llm(model, tmp_path / "cache", max_loras=2, max_lora_rank=8, verify_passes=not options, **options) as llm:
+    with make_llm(
+        model, tmp_path / "cache", max_loras=2, max_lora_rank=8, lora_experts=True, verify_passes=not options, **options
+    ) as llm:
         outputs = generate(llm, [PROMPTS[1]] * 3, requests)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 3
     for output, path in zip(outputs, paths, strict=True):

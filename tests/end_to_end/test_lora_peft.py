@@ -52,7 +52,8 @@ def test_logprobs_are_those_of_peft(family: str, options: dict[str, Any], tmp_pa
     requests = [None, *(LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, 1)), None]
     with LLM(
         str(model), dtype="float32", device="cpu", cache_dir=tmp_path / "cache", num_kv_blocks=64, max_num_seqs=4,
-        max_num_batched_tokens=8, skip_tokenizer_init=True, enable_lora=True, max_loras=2, max_lora_rank=8, **options,
+        max_num_batched_tokens=8, skip_tokenizer_init=True, enable_lora=True, max_loras=2, max_lora_rank=8,
+        lora_experts=has_experts, **options,
     ) as llm:  # fmt: skip
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=requests)

@@ -16,6 +16,7 @@ from tests.support.moe_models import write_moe
 from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
 from tests.support.transformers_models import greedy_tokens
 
+pytestmark = pytest.mark.slow
 PROMPTS = [[7, 21, 300, 9, 44], [5, 6], list(range(30, 53))]
 NUM_TOKENS = 16
 
@@ -50,13 +51,11 @@ def with_plain_attention(quantized: Path, dequantized: Path, folder: Path) -> Pa
     ("config", "options"),
     [
         (compressed_tensors_config("float", "channel", "token"), {}),
-        pytest.param(compressed_tensors_config("float", "tensor", "static"), {}, marks=pytest.mark.slow),
-        pytest.param(
-            compressed_tensors_config("int", "channel", "token"), {"tensor_parallel_size": 2}, marks=pytest.mark.slow
-        ),
+        (compressed_tensors_config("float", "tensor", "static"), {}),
+        (compressed_tensors_config("int", "channel", "token"), {"tensor_parallel_size": 2}),
         (packed(4, True, 32), {}),
-        pytest.param(packed(4, False, 32), {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param(packed(8, True, None), {}, marks=pytest.mark.slow),
+        (packed(4, False, 32), {"tensor_parallel_size": 2}),
+        (packed(8, True, None), {}),
     ],
     ids=["fp8-channel", "fp8-tensor", "int8-channel-two-ranks", "int4", "int4-zero-points-two-ranks", "int8-packed"],
 )

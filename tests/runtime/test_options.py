@@ -54,6 +54,11 @@ def test_option_out_of_range_is_named(tiny_llama_dir: Path, option: str, value: 
         make_engine_config(str(tiny_llama_dir), **{option: value})
 
 
+def test_adapters_of_experts_need_adapters(tiny_llama_dir: Path) -> None:
+    with pytest.raises(ValueError, match="together with enable_lora"):
+        make_engine_config(str(tiny_llama_dir), lora_experts=True)
+
+
 def test_only_one_size_of_the_kv_cache_may_be_given(tiny_llama_dir: Path) -> None:
     with pytest.raises(ValueError, match="one of them"):
         make_engine_config(str(tiny_llama_dir), num_kv_blocks=4, kv_cache_memory_bytes=1000)

@@ -42,7 +42,8 @@ ENGINE_FLAGS = {
     "--verify-passes", "--profile-pieces", "--dump-dir", "--cudagraph-mode", "--cudagraph-capture-sizes", "--capture",
     "--cache-dir", "--artifact", "--no-cache", "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp",
     "--distributed-executor-backend", "--disable-custom-all-reduce", "--device", "--attention-backend", "--num-threads", "--verbose", "-v",
-    "--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs", "--logprobs-mode",
+    "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-experts", "--max-cpu-loras", "--runner", "--pooling-type", "--max-logprobs",
+    "--logprobs-mode",
     "--speculative-config",
 }  # fmt: skip
 

@@ -7,7 +7,7 @@
 5. lift_norms                    an RMSNorm written in simple ops becomes one op
 6. tensor_parallel               shard weights over ranks; insert collectives
 7. merge_linears                 linears over the same input become one (QKV, gate/up)
-8. apply_lora                    linears add the contribution of each token's LoRA adapter
+8. apply_lora                    linears, embeddings and experts add the contribution of each token's LoRA adapter
 9. select_rows_early             the last layer computes only the rows whose logits are needed
 10. fuse_rope_attention          QK-norm + RoPE + KV write + attention become one op between the pieces
 11. fuse_allreduce_add_rms_norm  the ranks' sum, the residual and the next norm become one op
@@ -53,7 +53,7 @@ def default_passes(config: CompileConfig | None = None) -> tuple[GraphPass, ...]
     return (
         Functionalize(), Canonicalize(), DropBatchAxis(), EliminateNoops(), LiftNorms(),
         *((TensorParallel(),) if has_ranks else ()),
-        MergeLinears(), *((ApplyLora(config.max_loras, config.max_lora_rank),) if has_adapters else ()),
+        MergeLinears(), *((ApplyLora(config.max_loras, config.max_lora_rank, config.lora_experts),) if has_adapters else ()),
         SelectRowsEarly(), FuseRopeAttention(), *((FuseAllreduceAddRmsNorm(),) if has_ranks else ()),
         QuantizeLinears(config.quantization, config.quantization_exclude),
         QuantizeExperts(config.quantization, config.quantization_exclude), *((FuseAllreduceQuantize(),) if has_ranks else ()),

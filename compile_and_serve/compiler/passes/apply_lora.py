@@ -37,11 +37,11 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.weights.adapter_slots import slot_weights
+from compile_and_serve.compiler.weights.adapter_slots import is_sharded, slot_weights
 from compile_and_serve.compiler.weights.embedding_slots import embedding_slots
 from compile_and_serve.compiler.weights.expert_slots import expert_slots
 from compile_and_serve.compiler.weights.quantized_expressions import leaves, parameter_of
-from compile_and_serve.compiler.weights.transforms import Expression, depends_on_rank, expression_spec
+from compile_and_serve.compiler.weights.transforms import Expression, expression_spec
 from compile_and_serve.custom_ops.lora.limits import MAX_PARTS
 from compile_and_serve.custom_ops.moe.experts import NUM_OPERANDS
 from compile_and_serve.custom_ops.step import TOKENS, StateGroup, StepInput
@@ -61,18 +61,19 @@ class _NoAdapters(Exception):
 
 
 class ApplyLora(BasePass):
-    """num_slots: adapters on the device at once. rank: the largest rank of an adapter."""
+    """num_slots: adapters on the device at once. rank: the largest rank of an adapter. has_experts: experts take adapters, too."""
 
     name = "apply_lora"
-    version = 2
+    version = 3
     required = True  # without it, adapters would silently do nothing
     for_optional = True
 
-    def __init__(self, num_slots: int, rank: int) -> None:
-        self.num_slots, self.rank = num_slots, rank
+    def __init__(self, num_slots: int, rank: int, has_experts: bool = False) -> None:
+        self.num_slots, self.rank, self.has_experts = num_slots, rank, has_experts
 
     def cache_key(self) -> str:
-        return f"{super().cache_key()}({self.num_slots} slots, rank {self.rank})"
+        experts = ", experts" if self.has_experts else ""
+        return f"{super().cache_key()}({self.num_slots} slots, rank {self.rank}{experts})"
 
     def adds(self, model: ModelSource) -> Sequence[StepInput | StateGroup]:
         return (ADAPTER_INDEX,)
@@ -86,7 +87,7 @@ class ApplyLora(BasePass):
                     matched += self._adapt_linear(gm, node, seen, ctx)
                 elif is_call(node, F.embedding):
                     matched += self._adapt_embedding(gm, node, seen, ctx)
-                elif is_call(node, EXPERTS):
+                elif is_call(node, EXPERTS) and self.has_experts:
                     matched += self._adapt_experts(gm, node, ctx)
             except _NoAdapters as reason:
                 near_misses.append(NearMiss.at(node, str(reason)))
@@ -100,13 +101,13 @@ class ApplyLora(BasePass):
         index = _index(gm, linear, ctx)
         if index is None:
             return 0
-        _see(seen, *(module for module, _, _ in parts))
+        _see(seen, *(module for module, *_ in parts))
         x, weight = linear.args[:2]
         assert isinstance(weight, Node)
         slots = slot_weights(self.num_slots, self.rank, tensor_of(x).shape[1], parts, ctx.dtype)
         a = ctx.defined_weight(gm, slots.a, slots.of_a, near=weight)
         b = ctx.defined_weight(gm, slots.b, slots.of_b, near=weight)
-        _add(gm, linear, x, a, b, index, list(accumulate(size for _, size, _ in parts)), ctx)
+        _add(gm, linear, x, a, b, index, list(accumulate(size for _, size, *_ in parts)), ctx)
         return len(parts)
 
     def _adapt_embedding(self, gm: GraphModule, embedding: Node, seen: set[str], ctx: PassContext) -> int:
@@ -121,10 +122,9 @@ class ApplyLora(BasePass):
             raise _NoAdapters("it does not look up one row for each token")
         module, expression = name.rpartition(".")[0], ctx.weights[name].expression
         _see(seen, module)
-        whole = expression[1] if depends_on_rank(expression) and isinstance(expression, tuple) else expression
         slots = embedding_slots(
-            module, self.num_slots, self.rank, tensor_of(weight).shape,
-            expression_spec(whole, ctx.weights.sources, ctx.device).shape[0], expression, ctx.dtype,
+            module, self.num_slots, self.rank, tensor_of(weight).shape, _whole_rows(expression, ctx), expression,
+            ctx.dtype,
         )  # fmt: skip
         rows, b, identities = (
             ctx.defined_weight(gm, *one, near=weight) for one in (slots.rows, slots.blocks, slots.identities)
@@ -182,15 +182,16 @@ def _add(
         user.replace_input_with(node, changed)
 
 
-def _parts(node: Node, ctx: PassContext) -> list[tuple[str, int, Expression]]:
-    """The module, output features and weight expression of each linear that was merged into this one."""
+def _parts(node: Node, ctx: PassContext) -> list[tuple[str, int, int, Expression]]:
+    """Of each linear that was merged into this one: module, output features here and of all ranks together, weight's expression."""
     name = weight_of(node.args[1])
     if name is None:
         raise _NoAdapters("its weight is computed, not a parameter")
     expression, out_features = ctx.weights[name].expression, tensor_of(node).shape[-1]
     if not (isinstance(expression, tuple) and expression[0] == "cat"):
         aliases = ctx.weights.aliases.get(name, ())
-        return [((aliases[-1] if aliases else name).rpartition(".")[0], out_features, expression)]
+        module = (aliases[-1] if aliases else name).rpartition(".")[0]
+        return [(module, out_features, _whole_rows(expression, ctx), expression)]
     split = only_user(node)
     if not is_call(split, torch.split) or not isinstance(split.args[1], list):
         raise _NoAdapters("it was merged from several linears, and its outputs are not split")
@@ -200,7 +201,14 @@ def _parts(node: Node, ctx: PassContext) -> list[tuple[str, int, Expression]]:
     if len(merged) > MAX_PARTS:
         raise _NoAdapters(f"it was merged of {len(merged)} linears, but adapters take at most {MAX_PARTS}")
     modules = [parameter_of(leaves(one)[0], ctx.quantized_weights).rpartition(".")[0] for one in merged]
-    return list(zip(modules, split.args[1], merged, strict=True))
+    rows = [_whole_rows(one, ctx) for one in merged]
+    return list(zip(modules, split.args[1], rows, merged, strict=True))
+
+
+def _whole_rows(expression: Expression, ctx: PassContext) -> int:
+    """Rows of a weight before it was sharded: ranks that do not divide a vocabulary pad it."""
+    whole = expression[1] if is_sharded(expression, "shard_rows") else expression
+    return expression_spec(whole, ctx.weights.sources, ctx.device).shape[0]
 
 
 def _index(gm: GraphModule, node: Node, ctx: PassContext) -> Node | None:

@@ -28,6 +28,7 @@ from compile_and_serve.custom_ops.attention.attention import AttentionBackend
 from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
 from compile_and_serve.custom_ops.made_up_step import make_step
 from compile_and_serve.custom_ops.moe.expert_load import counting_experts
+from compile_and_serve.custom_ops.moe.experts import NUM_OPERANDS
 from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
 from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, PARTS
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, running
@@ -323,9 +324,10 @@ def _input_bytes(node: Node, tokens: int) -> int:
     uses = Counter(user.target is F.embedding for user in node.users)
     value = node.meta["example_value"]
     if node.users and all(_is_experts(user) and node in user.args[3:] for user in node.users) and value.dim() >= 2:
-        ids = next(iter(node.users)).args[1]
+        user = next(iter(node.users))
+        ids, is_of_adapters = user.args[1], user.args.index(node) >= NUM_OPERANDS  # [slots, experts, …]
         assert isinstance(ids, Node)
-        num_experts, top_k = value.shape[0], ids.meta["example_value"].shape[1]
+        num_experts, top_k = value.shape[1 if is_of_adapters else 0], ids.meta["example_value"].shape[1]
         if isinstance(num_experts, int):  # not the residual
             return int(_bytes(value, tokens) * (1 - (1 - top_k / num_experts) ** tokens))
     if node.users and not any(_reads(user, node, tokens) for user in node.users):

@@ -23,7 +23,7 @@ from compile_and_serve.custom_ops.quantization import dtype_name
 
 A, B = ".lora_a", ".lora_b"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_OF_PART = 3  # constants of B for each merged linear
+_OF_PART = 4  # constants of B for each merged linear
 
 
 ROPE_ROWS = "adapter_rope_rows"  # B of queries, keys and values whose rows `fuse_rope_attention` permutes
@@ -61,15 +61,15 @@ class SlotWeights:
 
 
 def slot_weights(
-    num_slots: int, rank: int, in_features: int, parts: Sequence[tuple[str, int, Expression]], dtype: torch.dtype
+    num_slots: int, rank: int, in_features: int, parts: Sequence[tuple[str, int, int, Expression]], dtype: torch.dtype
 ) -> SlotWeights:
-    """parts: of each merged linear its module, its output features, and its weight's expression."""
-    columns = {base[-1] if is_sharded(base, "shard_columns") else 0 for _, _, base in parts}
+    """parts: of each merged linear its module, its output features here and of all ranks together, and its weight's expression."""
+    columns = {base[-1] if is_sharded(base, "shard_columns") else 0 for *_, base in parts}
     assert len(columns) == 1, "linears that were merged are sharded alike"
     constants: list[int] = []
-    for _, out_features, base in parts:
-        constants += [out_features, *(base[-2:] if is_sharded(base, "shard_rows") else (0, 0))]
-    name = "+".join(module for module, _, _ in parts)
+    for _, out_features, whole, base in parts:
+        constants += [out_features, whole, *(base[-2:] if is_sharded(base, "shard_rows") else (0, 0))]
+    name = "+".join(module for module, *_ in parts)
     return SlotWeights(
         a=name + A,
         b=name + B,
@@ -78,7 +78,7 @@ def slot_weights(
             f"adapter_blocks_{dtype_name(dtype)}",
             num_slots,
             rank,
-            sum(out_features for _, out_features, _ in parts),
+            sum(out_features for _, out_features, *_ in parts),
             *constants,
         ),
     )
@@ -145,10 +145,10 @@ def linear_sites(transforms: Sequence[WeightTransform]) -> list[LinearSite]:
             of_b, order = of_b[1], of_b[2:]
         rank, constants, begin = of_b[2], of_b[4:], 0
         for part, module in enumerate(name.split("+")):
-            columns, parts, by_rows = constants[_OF_PART * part : _OF_PART * (part + 1)]
+            columns, whole, parts, by_rows = constants[_OF_PART * part : _OF_PART * (part + 1)]
             sites.append(
                 LinearSite(
-                    module=module, in_features=of_a[3] * (of_a[4] or 1), out_features=columns * (parts or 1), a=target,
+                    module=module, in_features=of_a[3] * (of_a[4] or 1), out_features=whole, a=target,
                     b=name + B, first_row=part * rank, columns=slice(begin, begin + columns),
                     shards=(of_a[4], parts, by_rows), order=order,
                 )

@@ -50,8 +50,8 @@ class ExpertAdapters:
 
 
 def expert_adapters(*tensors: torch.Tensor | None) -> ExpertAdapters | None:
-    """The adapters of the op's last five arguments; None without adapters."""
-    if tensors[-1] is None:
+    """The adapters of the op's last five arguments, which torch leaves out where all are the default; None without adapters."""
+    if not tensors or tensors[-1] is None:
         return None
     given = [tensor for tensor in tensors if tensor is not None]
     assert len(given) == 5, "adapters of experts are five tensors"

@@ -129,7 +129,7 @@ def _experts(
     *adapter_tensors: torch.Tensor | None,
 ) -> torch.Tensor:
     count_call(ids_TK, down)
-    adapters = expert_adapters(*adapter_tensors) if adapter_tensors else None
+    adapters = expert_adapters(*adapter_tensors)
     num_tokens, top_k = ids_TK.shape
     math_dtype = torch.promote_types(x_TD.dtype, torch.float32)
     flat_ids = ids_TK.reshape(-1)

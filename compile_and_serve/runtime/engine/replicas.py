@@ -223,9 +223,10 @@ class DataParallelClient:
                         router.finish(output.request_id)
                 if step.stats is not None:
                     router.observe(index, step.stats)
-                    step.stats.num_held = self._held.num_sequences if index == 0 else 0
-                self._steps.put_nowait(step)
                 await self._hand_out()
+                if step.stats is not None and index == 0:  # requests wait only while replica 0 has steps to come
+                    step.stats.num_held = self._held.num_sequences
+                self._steps.put_nowait(step)
         except Exception as error:
             if not isinstance(error, EngineDeadError):
                 logger.error("Reading the outputs of replica %d failed.", index, exc_info=error)

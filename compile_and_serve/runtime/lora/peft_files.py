@@ -187,8 +187,13 @@ def _targets(
         found, expert = targets.get(_EXPERT_NUMBER.sub("{}", module)), int(number[0])
     found = [one for one in found or () if one.is_embedding == is_embedding]
     if not found:
+        hint = (
+            ", and for experts only with --lora-experts (never for those of gpt-oss and Llama 4)"
+            if "experts" in module
+            else ""
+        )
         raise AdapterError(
-            f"{path} changes {module}, but this model takes adapters only for modules such as {next(iter(targets), 'none')}."
+            f"{path} changes {module}, but this model takes adapters only for modules such as {next(iter(targets), 'none')}{hint}."
         )
     if expert is not None and expert >= found[0].num_experts:
         raise AdapterError(f"{path} changes {module}, but this model has {found[0].num_experts} experts in a layer.")

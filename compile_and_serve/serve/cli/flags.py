@@ -322,6 +322,14 @@ def engine_flags(
         int,
         typer.Option(help="The largest rank of an adapter. Every slot has room for it.", rich_help_panel=LORA_PANEL),
     ] = 16,
+    lora_experts: Annotated[
+        bool,
+        typer.Option(
+            "--lora-experts",
+            help="Let adapters change experts, too. Every slot then has room for all experts of all layers.",
+            rich_help_panel=LORA_PANEL,
+        ),
+    ] = False,
     max_cpu_loras: Annotated[
         int | None,
         typer.Option(help="Adapters kept in host memory. By default --max-loras.", rich_help_panel=LORA_PANEL),
@@ -397,6 +405,7 @@ def engine_flags(
         "enable_lora": enable_lora,
         "max_loras": max_loras,
         "max_lora_rank": max_lora_rank,
+        "lora_experts": lora_experts,
         "max_cpu_loras": max_cpu_loras,
         "speculative_config": speculative_config,
         "device": device,

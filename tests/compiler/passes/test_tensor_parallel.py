@@ -12,6 +12,7 @@ from torch import nn
 from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.capture.capture import CapturedGraph
 from compile_and_serve.compiler.passes import default_passes
+from compile_and_serve.compiler.passes.apply_lora import ADAPTER_INDEX
 from compile_and_serve.compiler.passes.tensor_parallel import TensorParallel, first_row, shard_columns, shard_rows
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassError, PassResult, SkipReason, tensor_of
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
@@ -57,6 +58,7 @@ def rewrite(
         device=torch.device("cpu"), dtype=torch.bfloat16, weights=captured.weights, fake_mode=captured.fake_mode,
         kernels=kernels, tensor_parallel_size=config.tensor_parallel_size, tp_plan=plan(dict(spec.tp_plan)),
         quantized_weights=spec.quantized_weights,
+        declared={ADAPTER_INDEX.name: ADAPTER_INDEX} if config.max_loras else {},
     )  # fmt: skip
     verifier = PassVerifier(spec.buffers) if verify else None
     records = run_passes(captured.gm, default_passes(config), ctx, disabled, verifier)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import Graph
 
 from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler.passes.fuse_experts import DEFAULTS
 from compile_and_serve.compiler.reports import profile
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.serve.inspect.text import profile_tables
@@ -100,6 +102,22 @@ def test_load_of_experts(tmp_path: Path) -> None:
     assert rows["piece 1", 1]["bytes"] < rows["piece 1", tokens]["bytes"]
     (table,) = [one for one in profile_tables(result) if "Experts" in str(one.title)]
     assert table.row_count == 2
+
+
+def test_experts_read_the_adapters_of_the_experts_that_tokens_go_to() -> None:
+    tokens, experts, slots, top_k = 2, 8, 3, 4
+    shapes = {
+        "x": (tokens, 16), "ids": (tokens, top_k), "weights": (tokens, top_k), "gate_up": (experts, 32, 16),
+        "down": (experts, 16, 16), "a": (slots, experts, 4, 16), "b": (slots, experts, 1, 4, 16),
+    }  # fmt: skip
+    graph = Graph()
+    nodes = {name: graph.placeholder(name) for name in shapes}
+    for name, shape in shapes.items():
+        nodes[name].meta["example_value"] = torch.empty(shape, device="meta")
+    *operands, a, b = nodes.values()
+    graph.call_function(torch.ops.cas.experts.default, (*operands, *DEFAULTS, a, b, a, b, nodes["ids"]))
+    for node in (nodes["gate_up"], a, b):  # half of the experts have no token of the first, a quarter none of both
+        assert profile._input_bytes(node, tokens) == node.meta["example_value"].numel() * 4 * 3 // 4
 
 
 def test_an_artifact_does_not_stand_in_for_a_measurement(store: Path) -> None:

@@ -33,12 +33,15 @@ class Reader:
         self.client = client
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.replicas: dict[str, set[int]] = {}
+        self.num_held = 0  # as reported last
         self.error: Exception | None = None
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         try:
             async for step in self.client.outputs():
+                if step.stats is not None and step.replica == 0:
+                    self.num_held = step.stats.num_held
                 for output in step.outputs:
                     self.outputs.setdefault(output.request_id, []).append(output)
                     self.replicas.setdefault(output.request_id, set()).add(step.replica)
@@ -155,6 +158,7 @@ async def test_what_finds_no_room_goes_to_the_replica_that_has_room_first(
         assert client._held.num_sequences > 0
         await client.utility("sleep", None, {"level": 1, "mode": "wait"})
         await reader.finished("r0", *(f"again{i}" for i in range(6)))
+        assert reader.num_held == 0
 
 
 @pytest.mark.parametrize("ending", ["drain", "stop", "kill"])

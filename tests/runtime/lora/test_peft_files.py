@@ -85,6 +85,7 @@ def test_tensors_that_are_refused(model: Path) -> None:
         ({f"{prefix}.lora_A.weight": None}, "only one of A and B"),
         ({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 6)}, "changes lm_head, but"),
         ({f"{prefix}.lora_magnitude_vector": torch.zeros(4)}, "not the A or B"),
+        ({"model.layers.0.mlp.experts.3.w1.lora_A.weight": torch.zeros(4, 6)}, "for experts only with --lora-experts"),
     ]
     for number, (changes, message) in enumerate(cases):
         adapter = write_adapter(model / str(number), model, 4)
