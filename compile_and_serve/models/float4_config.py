@@ -94,6 +94,8 @@ def modelopt_weights(config: Mapping[str, Any], linears: Mapping[str, nn.Linear]
     excluded = [*(config.get("ignore") or []), *(config.get("exclude_modules") or [])]
     mixed = config.get("quantized_layers") or {}
     found: dict[str, StoredWeight] = {}
+    if config.get("quant_algo", "") is None:  # only the KV cache is quantized
+        return found
     for name, linear in linears.items():
         algorithm = str(config.get("quant_algo", "")).upper()
         if algorithm == "MIXED_PRECISION":

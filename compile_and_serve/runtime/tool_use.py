@@ -130,6 +130,8 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
 
 
 def _tool(given: Mapping[str, Any], where: str) -> Tool:
+    if not isinstance(given, Mapping):
+        raise ToolUseError(f"{where} must be an object like {{'type': 'function', 'function': {{…}}}}.", "tools")
     if given.get("type", "function") != "function":
         sentence = f"{where}.type must be 'function', got {given['type']!r:.{_MAX_ECHO}}."
         raise ToolUseError(sentence, "tools")
@@ -161,9 +163,9 @@ def _choice(
         if choice == "required" and not tools:
             raise ToolUseError("tool_choice needs tools.", "tool_choice")
         return choice, None  # type: ignore[return-value]
-    function = choice.get("function")
+    function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if choice.get("type", "function") != "function" or not isinstance(name, str):
+    if not isinstance(name, str) or choice.get("type", "function") != "function":
         sentence = "tool_choice must be like {'type': 'function', 'function': {'name': …}}."
         raise ToolUseError(sentence, "tool_choice")
     if not tools:

@@ -145,6 +145,8 @@ def test_chat_refuses_wrong_tools(llm: LLM) -> None:
     for options, message in (
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].function must be"),
+        ({"tools": ["up"]}, r"tools\[0\] must be an object like"),
+        ({"tools": TOOLS, "tool_choice": ["up"]}, "tool_choice must be like"),
         ({"tools": TOOLS, "tool_choice": {"function": {"name": "left"}}}, "names 'left'"),
         ({"tools": bad, "tool_choice": "required"}, r"^tools: .*\.a\.type\)"),
         ({"tools": TOOLS, "tool_choice": "required", "sampling_params": structured}, "cannot both"),

@@ -56,11 +56,11 @@ def quantize_checkpoint(
     check_output(output)
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}: expected at least 1.")
+    if quantizer is write_quantized:
+        require_llm_compressor()
     text = calibration_text(calibration)
     path = resolve_model(model)
     require_unquantized(path)
-    if quantizer is write_quantized:
-        require_llm_compressor()
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         source, unfinished = Path(scratch) / "source", Path(scratch) / "quantized"

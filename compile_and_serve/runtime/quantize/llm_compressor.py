@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,9 +51,10 @@ def write_quantized(source: Path, folder: Path, scheme: Scheme, calibration: Seq
     from llmcompressor import oneshot
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    try:
+    with _errors_in_one_sentence():
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
-        modifier = _modifier(scheme, model)
+    modifier = _modifier(scheme, model)
+    with _errors_in_one_sentence():
         if scheme == "fp8":
             oneshot(model=model, recipe=modifier)
         else:
@@ -60,8 +62,12 @@ def write_quantized(source: Path, folder: Path, scheme: Scheme, calibration: Seq
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"))
             oneshot(model=model, recipe=modifier, dataset=_batches(calibration), processor=tokenizer)
         model.save_pretrained(folder, save_compressed=True)
-    except ValueError:
-        raise
+
+
+@contextmanager
+def _errors_in_one_sentence() -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # of any type: llm-compressor traces the model's code
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(f"llm-compressor cannot quantize this model ({type(error).__name__}: {first}).") from error

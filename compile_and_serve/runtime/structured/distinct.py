@@ -198,7 +198,7 @@ class _Finder:
 
     def _resolve(self, ref: Any) -> Any:
         """The schema of a reference within the root; None if it is none."""
-        if not isinstance(ref, str) or not ref.startswith("#") or "%" in ref:
+        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")) or "%" in ref:
             return None
         value: Any = self._root
         for name in ref[1:].split("/")[1:]:

@@ -20,8 +20,8 @@ _MAX_BYTES = 64  # of a token that is looked at
 class TokenTexts:
     """The bytes of a vocabulary's tokens (none of special ones), and those that can close a string.
 
-    closing: bytes before the only quote of a token without escapes → ids. others: ids of other tokens with quotes.
-    whole: ids of tokens that can begin an array and close two of its strings.
+    closing: bytes before the only quote of a token without escapes → ids. others: ids of other tokens with quotes. quoted: of all tokens
+    with quotes. whole: ids of tokens that can begin an array and close two of its strings.
     """
 
     def __init__(self, texts: Sequence[bytes]) -> None:
@@ -34,6 +34,7 @@ class TokenTexts:
             elif b'"' in text:
                 others.append(token)
         self.others = np.array(others, dtype=np.int64)
+        self.quoted = np.array([token for token, text in enumerate(texts) if b'"' in text], dtype=np.int64)
         whole = [token for token in others if texts[token].partition(b"[")[2].count(b'"') >= 4]
         self.whole = np.array(whole, dtype=np.int64)
 
@@ -92,8 +93,13 @@ class DistinctItems:
         texts, banned = self.grammar.texts, list[int]()
         if frame is None or not frame.ruled:
             banned = self._repeating(_allowed(mask_W, texts.whole))
-        elif frame.values is not None:  # the grammar leaves few tokens
-            banned = self._repeating(np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little")).tolist())
+        elif frame.values is not None:
+            allowed = np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little")).tolist()
+            if (
+                len(allowed) > len(texts.texts) // 2
+            ):  # any string may be here, so it is not one of the values and can go on
+                allowed = _allowed(mask_W, texts.quoted)
+            banned = self._repeating(allowed)
         else:
             banned = self._repeating(_allowed(mask_W, texts.others))
             if (begun := self._text) is not None:
@@ -168,7 +174,8 @@ class DistinctItems:
         frame = self._frames[-1] if self._frames else None
         if self._text is None or frame is None or not frame.is_array or frame.values is None:
             return False
-        return not any(value.startswith(self._text) for value in frame.values - frame.seen)
+        possible = {value for value in frame.values if value.startswith(self._text)}
+        return bool(possible) and possible <= frame.seen
 
 
 def _allowed(mask_W: np.ndarray, tokens: np.ndarray) -> list[int]:

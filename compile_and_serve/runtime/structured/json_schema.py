@@ -200,9 +200,9 @@ def _rewrite_names(result: dict[str, Any]) -> None:
     if names.get("type", "string") != "string" or not isinstance(result.get("additionalProperties", True), dict | bool):
         return
     values = result.get("additionalProperties", True)
-    if said == {"pattern"}:
+    if said == {"pattern"} and isinstance(names["pattern"], str):
         result["patternProperties"] = {names["pattern"]: values}
-    elif said == {"enum"} and isinstance(names["enum"], list):
+    elif said == {"enum"} and isinstance(names["enum"], list) and len(names["enum"]) <= MAX_PROPERTIES:
         result["properties"] = {name: values for name in names["enum"] if isinstance(name, str)}
     else:
         return
@@ -215,13 +215,13 @@ def _rewrite_min_properties(result: dict[str, Any], added: list[Any]) -> None:
     if result.get("minProperties") != 1 or not isinstance(properties, dict) or not isinstance(required, list):
         return
     names = [name for name, child in properties.items() if child is not False]
-    if not names or set(names) <= set(required):
+    if not names or all(name in required for name in names):
         return
     del result["minProperties"]
     if not required:
         # Values of other types may have been allowed: without `type`, each of these is an object.
         types = result.get("type")
-        others = [] if types is None or isinstance(types, str) else [{"type": t} for t in types if t != "object"]
+        others = [{"type": kind} for kind in types if kind != "object"] if isinstance(types, list) else []
         added.append({"anyOf": [*({"type": "object", "required": [name]} for name in names), *others]})
 
 

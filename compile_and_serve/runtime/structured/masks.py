@@ -189,7 +189,7 @@ class GrammarSequence:
     def _follow(self, token: int) -> None:
         if not self.matcher.consume_token(token):
             self.error = self.error or describe(self.matcher)
-        if self._distinct is not None:
+        elif self._distinct is not None:
             self._distinct.advance(token)
         # After an end token, steps in flight sample on.
         self.has_ended = self.matcher.is_stopped() and self.matcher.is_accepting() and token in self.stop_ids
@@ -204,8 +204,9 @@ class GrammarSequence:
             if not mask_W.any():
                 self.error = f"{GRAMMAR_FAILED}: no token can follow without repeating an item."
                 mask_W[:] = -1
-            if draft is not None:
-                state.advance(draft)
+            if draft is None or not mask_W.view(np.uint32)[draft // 32] >> (draft % 32) & 1:
+                return  # no row behind a refused draft is sampled
+            state.advance(draft)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,6 +44,8 @@ def _keyword(name: str, value: Any, depth: int) -> Iterable[Any]:
         return [] if not isinstance(values, list) else _none_of(values)
     if name == "type":
         names = value if isinstance(value, list) else [value]
+        if not all(isinstance(kind, str) for kind in names):
+            return []
         excluded = {"number" if kind == "integer" else kind for kind in names}
         return [{"type": [kind for kind in _TYPES if kind not in excluded]}] if excluded < set(_TYPES) else []
     if name == "required" and isinstance(value, list):

@@ -56,10 +56,10 @@ def read_config(path: Path) -> dict[str, Any]:
     config = _read_object(file)
     modelopt = path / "hf_quant_config.json"  # older files of ModelOpt
     if "quantization_config" not in config and modelopt.is_file():
-        config["quantization_config"] = {
-            "quant_method": "modelopt",
-            **(_read_object(modelopt).get("quantization") or {}),
-        }
+        settings = _read_object(modelopt).get("quantization") or {}
+        if not isinstance(settings, dict):
+            raise WeightError(f"quantization in {modelopt} must be a JSON object, got a {type(settings).__name__}.")
+        config["quantization_config"] = {"quant_method": "modelopt", **settings}
     return config
 
 

@@ -40,6 +40,14 @@ def test_the_library_takes_the_sizes_from_which_on_a_copy_pays(
     assert copies_sentence([SHAPE, SHAPE]) == "second copies of 2 weights take 1.0 MiB"
 
 
+def test_a_busy_machine_does_not_choose_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = [[1.0, 5.0, 5.0], [0.5, 1.0, 4.0]]
+    monkeypatch.setattr(library_tuner, "call_seconds", lambda *_arguments, **_options: rounds)
+    choice = CpuLibraryTuner(CPU, []).choose(SHAPE)
+    assert choice is not None
+    assert (choice.ours, choice.library, choice.min_tokens) == ((1.0,) * 3, (1.0,) * 3, None)
+
+
 def test_a_choice_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_tuner, "ROUNDS", 1)
     monkeypatch.setattr(library_tuner, "MAX_OUTPUTS", 64)

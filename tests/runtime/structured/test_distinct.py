@@ -157,6 +157,34 @@ def test_each_row_of_guessed_tokens_has_its_mask() -> None:
     assert sequence.error is not None  # never happens, but would otherwise sample any token
 
 
+def test_rows_behind_a_refused_guess_are_left_alone() -> None:
+    grammar, rules = split(to_grammar(StructuredOutputsParams(json=of_enum("a", "b"), disable_any_whitespace=True), {}))
+    compiled = CompiledGrammar(llguidance.LLMatcher(VOCABULARY, grammar), DistinctGrammar.create(rules, TEXTS))
+    sequence = GrammarSequence(compiled, [], 0, [])
+    sequence.advance(list(b'["a","'))
+    masks = np.zeros((2, -(-len(TEXTS.texts) // 32)), dtype=np.int32)
+    for row, chars in enumerate((b"ab", b'"')):  # what the grammar allows
+        for char in chars:
+            masks[row, char // 32] |= 1 << char % 32
+    sequence.exclude_repeated(masks, [ord("a")])
+    assert sequence.error is None
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    assert [np.flatnonzero(row).tolist() for row in bits] == [[ord("b")], [ord('"')]]
+
+
+def test_arrays_that_the_schema_does_not_describe_hold_other_strings() -> None:
+    schema = {"properties": {"a": of_enum("a", "b")}}
+    grammar, rules = split(to_grammar(StructuredOutputsParams(json=schema, disable_any_whitespace=True), {}))
+    matcher = llguidance.LLMatcher(VOCABULARY, grammar)
+    items = DistinctItems(DistinctGrammar.create(rules, TEXTS))
+    for token in b'{"x":{"a":["cab","a","c\\"b':
+        mask = np.frombuffer(bytearray(matcher.compute_bitmask()), dtype=np.int32)
+        items.exclude(mask)
+        assert mask[token // 32] >> token % 32 & 1
+        assert matcher.consume_token(token)
+        items.advance(token)
+
+
 def test_tags_do_not_enforce_distinct_items() -> None:
     tag = {"begin": "<a>", "content": {"type": "json_schema", "json_schema": STRINGS}, "end": "</a>", "type": "tag"}
     with pytest.raises(GrammarError, match="uniqueItems"):

@@ -141,6 +141,15 @@ def test_old_modelopt_folders_have_a_second_config(plain: Path, tmp_path: Path) 
     held = dict(load(quantized, CompileConfig(mode="eager")).module.named_parameters())  # type: ignore[attr-defined, union-attr]
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.allclose(held[name], load_file(dequantized / "model.safetensors")[name], rtol=2e-7, atol=0)
+    (quantized / "hf_quant_config.json").write_text(json.dumps({"quantization": "NVFP4"}))
+    with pytest.raises(WeightError, match=r"quantization in .*hf_quant_config.json must be a JSON object, got a str"):
+        read_config(quantized)
+
+
+def test_modelopt_may_quantize_the_cache_alone(plain: Path) -> None:
+    settings = json.loads((plain / "config.json").read_text())
+    of_cache = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    assert build_model(settings | {"quantization_config": of_cache}, dtype=torch.float32).quantized_weights == {}
 
 
 def test_modules_that_are_not_quantized(plain: Path) -> None:
