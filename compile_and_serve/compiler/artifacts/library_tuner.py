@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,10 +24,10 @@ from compile_and_serve.custom_ops.tuning.tuner import Measurement, Problem, Tune
 log = logging.getLogger(__name__)
 
 OURS, LIBRARY = "ours", "onednn"
-ROUNDS = 5
+ROUNDS = 3
 MIN_WEIGHTS = 1 << 17  # of a linear that is measured
-# Of a weight that is measured: the rate of a product hardly depends on the outputs beyond these, and a large model's would take seconds.
-MAX_OUTPUTS = 2048
+# Of a weight that is measured: the rate of a product hardly depends on the features beyond these, and a large model's would take seconds.
+MAX_OUTPUTS, MAX_INPUTS = 1024, 4096
 
 
 class CpuLibraryTuner:
@@ -49,7 +48,8 @@ class CpuLibraryTuner:
         return self._chosen[shape]
 
     def _measured(self, shape: LinearShape) -> LibraryChoice:
-        problem = Problem(kind="library_linear", name=f"{shape} at {SIZES} tokens, up to {MAX_OUTPUTS} outputs")
+        name = f"{shape} at {SIZES} tokens, up to [{MAX_OUTPUTS}, {MAX_INPUTS}]"
+        problem = Problem(kind="library_linear", name=name)
         try:
             kept = self._tuner.measure(problem, (OURS, LIBRARY), lambda: self._measure(shape))
             assert kept is not None
@@ -60,14 +60,13 @@ class CpuLibraryTuner:
             return LibraryChoice(shape=shape, failure=reason)
 
     def _measure(self, shape: LinearShape) -> Measurement:
-        shape = replace(shape, out_features=min(shape.out_features, MAX_OUTPUTS))
+        outputs, inputs = min(shape.out_features, MAX_OUTPUTS), min(shape.in_features, MAX_INPUTS)
         # The global generator's numbers must not depend on measurements.
         generator = torch.Generator(self._device).manual_seed(0)
 
         def random(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=generator, device=self._device).to(shape.dtype)
 
-        outputs, inputs = shape.out_features, shape.in_features
         weight_OI = random(outputs, inputs)
         packed = pack_linear_weight(weight_OI)
         norm_I = random(inputs) if shape.has_norm else None

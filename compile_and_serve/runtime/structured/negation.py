@@ -11,6 +11,7 @@ ANNOTATIONS = frozenset(
 )
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_CHARS = 4000  # of the strings that a pattern excludes
+_MAX_LENGTH = 60  # of one of them: each character nests the pattern four levels deeper, of which the library takes 250
 _MAX_DEPTH = 16
 
 
@@ -69,7 +70,7 @@ def _keyword(name: str, value: Any, depth: int) -> Iterable[Any]:
 
 def _none_of(values: list[Any]) -> list[Any]:
     texts = [value for value in values if isinstance(value, str)]
-    if sum(map(len, texts)) > _MAX_CHARS:
+    if sum(map(len, texts)) > _MAX_CHARS or any(len(text) > _MAX_LENGTH for text in texts):
         return []
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     excluded = {_type_of(value) for value in values}

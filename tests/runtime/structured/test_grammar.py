@@ -107,6 +107,7 @@ def test_special_tokens_in_a_tag_stand_for_their_ids() -> None:
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "$.properties.a.pattern"),
         ({"properties": {"a": {"$ref": "https://example.com/x"}}}, "$.properties.a.$ref"),
         ({"not": {"type": [["string"]]}}, "$.not"),
+        ({"not": {"const": "a" * 1000}}, "$.not"),
         ({"propertyNames": {"pattern": []}}, "$.propertyNames"),
         ({"minProperties": 1, "properties": {"a": STRING}, "required": [[]]}, "$"),
         ({"minProperties": 1, "properties": {"a": STRING}, "type": 5}, "$"),

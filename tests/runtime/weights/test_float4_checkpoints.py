@@ -109,6 +109,7 @@ def test_dequantized_weights_are_exact(name: str, plain: Path, tmp_path: Path) -
         assert torch.allclose(held[key].float(), expected.float(), rtol=2e-7, atol=0), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_logits(name: str, plain: Path, tmp_path: Path) -> None:
     quantized, dequantized = write(plain, tmp_path, name)

@@ -127,6 +127,7 @@ def test_float16_end_to_end(plain: Path, tmp_path: Path) -> None:
     assert relative_error(logits(model, torch.float16), reference) < 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int", "float"])
 def test_activations_of_8_bits(kind: str, plain: Path, tmp_path: Path) -> None:
     """W4A8: every quantized linear's input is rounded, as the reference that rounds x in torch does it."""
