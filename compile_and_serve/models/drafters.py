@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from compile_and_serve.custom_ops.step import (
     DECODER_INPUTS,
@@ -138,8 +137,6 @@ def eagle3(
     decoder, num_layers = DecoderConfig.from_dict(config), num_layers_of(target)
     _check_vocabulary(decoder.vocab_size, target)
     draft_vocab_size = positive_int(config, "draft_vocab_size", decoder.vocab_size)
-    options = config.get("eagle_config") or config
-    taps = options.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)
     given = positive_int(config, "target_hidden_size", _hidden_size(target))
     if given != _hidden_size(target):
         raise ModelConfigError(
@@ -154,12 +151,26 @@ def eagle3(
     return DrafterSpec(
         kind="hidden",
         spec=_reads_hidden(spec, decoder.hidden_size, dtype),
-        target=with_hidden_states(_checked(target), tuple(taps)),
+        target=with_hidden_states(_checked(target), _eagle3_taps(config, num_layers)),
         hidden_size=decoder.hidden_size,
         combine=True,
         maps_tokens=draft_vocab_size != decoder.vocab_size or "d2t" in tensors,
         borrowed_weights={_EMBEDDING: (_EMBEDDING,)},
     )
+
+
+def _eagle3_taps(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs an EAGLE-3 head reads. vLLM's configs number these; those with an `eagle_config`, which are SGLang's, number
+    the layers whose outputs they are.
+    """
+    name, nested = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config")
+    inner = nested.get(name) if isinstance(nested, Mapping) else None
+    given = inner or config.get(name) or (2, num_layers // 2, num_layers - 3)
+    if not isinstance(given, list | tuple) or not all(type(layer) is int for layer in given):
+        raise ModelConfigError(
+            f"{name} in the EAGLE head's config must be a list of layer numbers, got {given!r:.200}."
+        )
+    return tuple(layer + 1 if inner else layer for layer in given)
 
 
 def mtp(target: ModelSpec, *, dtype: torch.dtype) -> DrafterSpec:
@@ -217,7 +228,7 @@ def medusa(config: Mapping[str, Any], target: ModelSpec, *, dtype: torch.dtype) 
         vocab_size=target.vocab_size,
         max_model_len=target.max_model_len,
         weight_map={name.removeprefix("medusa_head."): name for name in names},
-        tp_plan={name: "replicated" for name, child in module.named_modules() if isinstance(child, nn.Linear)},
+        tp_plan={"medusa_head.*.linear": "replicated", "medusa_head.*": "vocab"},  # so all ranks draft the same tokens
         inputs=(_hidden_input(size, dtype),),
         outputs=(StepOutput(name=DRAFT_TOKENS, dims=(TOKENS, num_heads)),),
     )

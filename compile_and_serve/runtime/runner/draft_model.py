@@ -19,6 +19,7 @@ from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model
 from compile_and_serve.runtime.runner.device import resolve_kv_cache_dtype
+from compile_and_serve.runtime.runner.model_facts import check_speculation
 from compile_and_serve.runtime.runner.sleeping_weights import SleepingWeights
 from compile_and_serve.runtime.speculation.config import DeviceMethod
 from compile_and_serve.runtime.weights import WeightError, load_weights, open_checkpoint, read_config
@@ -29,9 +30,14 @@ StageCallback = Callable[[str, float, str], None]
 
 
 def build_drafter(config: EngineConfig, target: ModelSpec, dtype: torch.dtype) -> DrafterSpec | None:
-    """The model that drafts for the target; None where the config names none. Raises the `ValueError` family with one sentence."""
+    """The model that drafts for the target; None where the config names none. Raises the `ValueError` family with one sentence, also for a
+    target that cannot check drafts.
+    """
     speculative = config.speculative
-    if speculative is None or speculative.device_method is None:
+    if speculative is None:
+        return None
+    check_speculation(target)
+    if speculative.device_method is None:
         return None
     drafter = _build(config, speculative.device_method, target, dtype)
     if drafter.max_tokens is not None and speculative.num_tokens > drafter.max_tokens:
@@ -126,6 +132,7 @@ def compile_drafter(
         else:
             for name, tensor in own.stream(set(extras)):
                 extras[name].copy_(tensor)
+            _check_token_map(extras, drafter.target.vocab_size, path)
         on_stage("drafter load", time.perf_counter() - start, str(path))
 
     size = config.num_ranks
@@ -182,6 +189,16 @@ def _extras(
                 f"{name} in {path} {found}, but must have shape {list(shape)}: use a drafter of this model."
             )
     return {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in expected.items()}
+
+
+def _check_token_map(extras: Mapping[str, torch.Tensor], vocab_size: int, path: Path) -> None:
+    if "d2t" not in extras:
+        return
+    ids = extras["d2t"].cpu() + torch.arange(len(extras["d2t"]))
+    if not bool(((ids >= 0) & (ids < vocab_size)).all()):
+        raise WeightError(
+            f"d2t in {path} maps tokens to ids outside of the model's {vocab_size}: use a drafter of this model."
+        )
 
 
 def _borrowed(group: StateGroup, target: ModelSpec) -> str:

@@ -71,6 +71,8 @@ class DraftRunner:
         if self._kind == "heads":
             if slots is not None:
                 self._hidden.index_copy_(0, slots, hidden_TD[rows])
+            elif layout is None:  # a warm-up
+                self._heads(hidden_TD[: self._batch.num_slots])
             return
         if "fc.weight" in self._extras:
             hidden_TD = F.linear(hidden_TD, self._extras["fc.weight"], self._extras.get("fc.bias"))
@@ -98,10 +100,10 @@ class DraftRunner:
 
     def _next_tokens(self, step: Step, layout: BatchLayout | None, sampled: torch.Tensor | None) -> torch.Tensor:
         """int64 [T]: the token behind each of the step's. Behind a sampled row that is the sampled one, for the host does not know more."""
-        next_T = np.zeros(step.padded_tokens, dtype=np.int64)
-        if layout is None:
-            return self._upload(next_T)
-        if layout.num_decodes < len(layout.request_ids):
+        if layout is None or layout.num_decodes == len(layout.request_ids):
+            tokens_T = self._one_row.new_zeros(step.padded_tokens)
+        else:
+            next_T = np.zeros(step.padded_tokens, dtype=np.int64)
             starts = next(iter(step.metadata.values())).query_start_loc_cpu
             ends_S = self._batch.lengths(layout.slots_S)
             for row in range(layout.num_decodes, len(layout.request_ids)):
@@ -109,7 +111,7 @@ class DraftRunner:
                 first = int(ends_S[row]) - count + 1
                 known = self._batch.known_tokens(layout.request_ids[row])[first : first + count]
                 next_T[begin : begin + len(known)] = known
-        tokens_T = self._upload(next_T)
+            tokens_T = self._upload(next_T, through_pinned=True)
         if sampled is not None:
             tokens_T.index_copy_(0, step.inputs["logits_indices"][: sampled.shape[0]], sampled)
         return tokens_T
@@ -143,7 +145,7 @@ class DraftRunner:
             last_S = self._upload(np.array([last_tokens[name][1] for name in wanted], dtype=np.int64))
             drafts_SD = self._chain(slots_S, known_S - 1, counts_S, last_S, None)
         elif self._kind == "heads":
-            drafts_SD = self._heads(slots_S)
+            drafts_SD = self._heads(self._hidden[self._upload(slots_S)])
         else:
             slots = self._upload(slots_S)
             first_S = self._tokens[slots]
@@ -156,11 +158,9 @@ class DraftRunner:
             drafts[name] = draft[:end] + [-1] * (count - end)
         return drafts
 
-    def _heads(self, slots_S: np.ndarray) -> torch.Tensor:
-        """int64 [S, D] of Medusa heads."""
-        hidden_SD, count = self._hidden[self._upload(slots_S)], len(slots_S)
-        step = _step_of(count, {HIDDEN_STATES: hidden_SD}, {}, {})
-        return self._model(step)[DRAFT_TOKENS]
+    def _heads(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """int64 [S, number of heads]: the drafts of Medusa heads."""
+        return self._model(_step_of(len(hidden_SD), {HIDDEN_STATES: hidden_SD}, {}, {}))[DRAFT_TOKENS]
 
     def _chain(
         self, slots_S: np.ndarray, first_S: np.ndarray, counts_S: np.ndarray, tokens_S: torch.Tensor, hidden_SD: torch.Tensor | None
@@ -174,17 +174,16 @@ class DraftRunner:
             return tokens_S.new_empty(num_seqs, 0)
         place_P1 = np.arange(passes)[:, None]
         positions_PS = first_S + np.minimum(place_P1, counts_S - 1)
-        positions = self._upload(positions_PS)
+        positions = self._upload_rows(positions_PS)
         lens_PS = (positions_PS + 1).astype(np.int32)
-        lens, starts_cpu = self._upload(lens_PS), np.arange(num_seqs + 1, dtype=np.int32)
+        lens, starts_cpu = self._upload_rows(lens_PS), np.arange(num_seqs + 1, dtype=np.int32)
         starts, rows = self._upload(starts_cpu), self._upload(np.arange(num_seqs, dtype=np.int64))
         tables, mappings = {}, {}
         for name, source in self._compiled.borrowed.items():
             table, size = self._batch.tables[source], self._batch.tokens_per_page[source]
             mapped_PS = table.slot_table[slots_S, positions_PS // size].astype(np.int64) * size + positions_PS % size
-            mappings[name] = self._upload(np.where(place_P1 < counts_S, mapped_PS, -1))
-            columns = int(positions_PS.max()) // size + 1
-            tables[name] = self._upload(table.slot_table[slots_S, :columns])
+            mappings[name] = self._upload_rows(np.where(place_P1 < counts_S, mapped_PS, -1))
+            tables[name] = table.of_slots(slots_S)
         drafts = []
         for i in range(passes):
             metadata = {
@@ -226,9 +225,15 @@ class DraftRunner:
             )
         )  # fmt: skip
 
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
-        array = np.ascontiguousarray(array)
-        return torch.from_numpy(array) if self._platform.shares_host_memory else self._platform.upload(array)
+    def _upload(self, array: np.ndarray, *, through_pinned: bool = False) -> torch.Tensor:
+        return self._platform.upload(np.ascontiguousarray(array), through_pinned=through_pinned)
+
+    def _upload_rows(self, array_PS: np.ndarray) -> torch.Tensor:
+        """The array on the device, where each row begins at a multiple of 16 bytes: compiled kernels take that for granted."""
+        num_rows, length = array_PS.shape
+        padded = np.zeros((num_rows, -(-length // 4) * 4), dtype=array_PS.dtype)
+        padded[:, :length] = array_PS
+        return self._upload(padded)[:, :length]
 
 
 def _step_of(

@@ -168,8 +168,10 @@ class ModelRunner:
         logits_LV = result.outputs[LOGITS]
         num_sampled = sum(layout.sampled_counts) if layout.sampled_counts else len(layout.sampled_ids)
         if num_sampled == 0:
+            prompts = self._prompt_results(layout, logits_LV)
+            pending = self._pending(scheduled.step, layout, None, None, None, prompts)
             self._follow(layout, result, None)
-            return self._pending(scheduled.step, layout, None, None, None, self._prompt_results(layout, logits_LV))
+            return pending
         logits_SV = logits_LV if logits_LV.shape[0] == num_sampled else logits_LV[:num_sampled]
         drawn = None
         if result.sampled is not None:
@@ -187,13 +189,13 @@ class ModelRunner:
             batch.host_last_tokens[layout.sampled_slots] = sampled.tokens_S.numpy()
         else:
             batch.last_tokens.index_copy_(0, buffers.device["sampled_slots"][:num_sampled], sampled.tokens_S)
-        self._follow(layout, result, sampled.tokens_S)
         prompts = self._prompt_results(layout, logits_LV) if layout.prompt_rows else []
         counts = scheduled.num_scheduled_tokens
         on_accepted = self._on_accepted(layout, result.outputs, counts) if batch.query_len > 1 else None
         pending = self._pending(
             scheduled.step, layout, sampled.tokens_S, sampled.best_S, sampled.logprobs, prompts, on_accepted
         )
+        self._follow(layout, result, sampled.tokens_S)  # the step's result does not wait for it
         if structured:
             pending.follow_with([(index, rows.sequence) for index, rows in structured])
             self._structured_step = pending

@@ -49,7 +49,6 @@ from compile_and_serve.runtime.runner.device import model_dtype, num_cores, reso
 from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter, sleeping_weights
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import (
-    check_speculation,
     flat_report,
     max_model_len,
     pooling_info,
@@ -117,11 +116,8 @@ class Worker:
         )  # fmt: skip
         self._pools = spec.pooling is not None
         self._max_model_len = max_model_len(config, spec)
-        drafter = None
-        if config.speculative is not None:
-            check_speculation(spec)
-            drafter = build_drafter(config, spec, dtype)
-            spec = spec if drafter is None else drafter.target
+        drafter = build_drafter(config, spec, dtype)
+        spec = spec if drafter is None else drafter.target
         backends = self._backends = backends_of_model(spec, config, device, dtype)
         self._backend_names = ", ".join(dict.fromkeys(backend.name for backend in backends.values())) or "none"
         architecture = (spec.config.get("architectures") or ["?"])[0]
@@ -227,6 +223,9 @@ class Worker:
                 self._stage("capture all", start, "" if self._graphs is None else graph_memory(self._graphs))
         # After the warm-up, which it would slow down.
         load_modules_in_background(self._spec, self._backends, self._dtype, self.device)
+        if self._drafter is not None:
+            drafter = self._drafter
+            load_modules_in_background(drafter.drafter.spec, drafter.backends, self._dtype, self.device)
 
         if self._config.compile.dump_dir is not None:
             facts = {
@@ -449,17 +448,20 @@ class Worker:
     def _measure_memory(self, weights: int) -> MemoryPlan:
         """Run the largest step that there can be, on a cache of one block, and look at what it takes beside the weights' bytes."""
         device, platform = self.device, self.platform
+        backends = list(self._backends.values())
+        if self._drafter is not None:
+            backends += self._drafter.backends.values()
         platform.reset_peak()
         probe = self._new_runner(1)
         tokens, seqs = largest_step_size(probe)
         with memory_for(f"measuring a step of {tokens} tokens", device, memory.LARGEST_STEP):
             with tuning_off(), contextlib.ExitStack() as stack:
-                for backend in self._backends.values():
+                for backend in backends:
                     stack.enter_context(getattr(backend, "without_modules", nullcontext)())
                 run_made_up_step(probe, tokens, seqs)
             largest_step = platform.peak_bytes() - weights
-            workspaces = (getattr(backend, "workspace_to_come", 0) for backend in self._backends.values())
-            largest_step += max(workspaces, default=0)  # the groups' backends share it
+            workspaces = (getattr(backend, "workspace_to_come", 0) for backend in backends)
+            largest_step += max(workspaces, default=0)  # the backends share it
             graphs = 0 if self._graphs is None else self._graphs.estimate_bytes(tokens, largest_step)
         if self._graphs is not None:
             self._graphs.bind(None)  # its buffers are the probe's

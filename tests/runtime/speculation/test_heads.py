@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from compile_and_serve.custom_ops.made_up_step import make_step, zero_state
+from compile_and_serve.custom_ops.platform import CpuPlatform, register_platform
 from compile_and_serve.custom_ops.step import running
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
@@ -27,6 +28,7 @@ from compile_and_serve.runtime.speculation.payoff import Payoff
 from tests.runtime.speculation.test_lossless import hard_requests
 from tests.support.drafters import check_every_draft
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
+from tests.support.platforms import OwnMemory
 
 METHODS = ("eagle", "eagle3", "mtp", "medusa")
 D, V, DRAFT_V, HEADS = 64, 320, 80, 4
@@ -45,7 +47,7 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {**LLAMA, "num_hidden_layers": 1},
     "eagle3": {
         **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_V,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
     },
     "medusa": {"medusa_num_heads": HEADS, "medusa_num_layers": 1},
 }  # fmt: skip
@@ -282,6 +284,44 @@ def test_no_token_changes(method: str, folders: dict[str, Path], monkeypatch: py
     core.shutdown()
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+def test_a_device_with_memory_of_its_own_drafts_the_same(
+    method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And after sleeping, whether the weights are read again or were kept on the host."""
+    check_every_draft(monkeypatch)
+    given = {**folders, "draft_model": folders["llama"]}
+    found = []
+    for make, level in ((CpuPlatform, 2), (OwnMemory, 1)):
+        register_platform("cpu", make)
+        try:
+            core = engine(given, method, async_scheduling=True, num_kv_blocks=90, attention_backend="torch")
+            core.sleep(level)
+            core.wake_up()
+            outputs = tokens_of(run_requests(core, requests()))
+            found.append((outputs, core.stats().spec_decode_num_accepted_tokens_per_pos))
+            core.shutdown()
+        finally:
+            register_platform("cpu", CpuPlatform)
+    assert found[0] == found[1]
+    assert found[0][1][0] > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_with_heads_draft_alike(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_every_draft(monkeypatch)
+    found = []
+    for size in (1, 2):
+        options: dict[str, Any] = {"tensor_parallel_size": size, "enforce_eager": False, "cache_dir": tmp_path}
+        core = engine(folders, "medusa", **options)
+        outputs = tokens_of(run_requests(core, requests()))
+        found.append((outputs, core.stats().spec_decode_num_accepted_tokens_per_pos))
+        core.shutdown()
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_compiled_head_drafts_the_same(
@@ -346,8 +386,10 @@ MISFITS: list[tuple[str, str, dict[str, Any], str]] = [
     ("eagle3", "eagle", {}, "has no tensors of an EAGLE-3 head"),
     ("eagle", "eagle", {"hidden_size": 32}, "hidden size is 32 and the model's 64: use a head that was trained for"),
     ("eagle3", "eagle3", {"vocab_size": 100}, "has a vocabulary of 100 tokens and the model one of 320"),
-    ("eagle3", "eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}, "layers 2, 16, 29, but the model has 3"),
-    ("eagle3", "eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, r"fc.weight in .* has shape \[64, 192\], but"),
+    ("eagle3", "eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, "layers 2, 16, 29, but the model has 3"),
+    ("eagle3", "eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, "layers 2, 16, 29, but the model has 3"),
+    ("eagle3", "eagle3", {"eagle_aux_hidden_state_layer_ids": "all"}, "must be a list of layer numbers, got 'all'"),
+    ("eagle3", "eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight in .* has shape \[64, 192\], but"),
     ("eagle3", "eagle3", {"target_hidden_size": 32}, "reads hidden states of 32 features and the model has 64"),
     ("medusa", "medusa", {"medusa_num_heads": 2}, "makes 2 tokens at a time, but num_speculative_tokens is 3: lower it"),
     ("medusa", "medusa", {"medusa_num_heads": 6}, "lacks medusa_head.4.0.linear.weight"),
@@ -364,6 +406,15 @@ def test_a_head_that_does_not_fit_is_one_sentence(
     with pytest.raises(ValueError, match=message) as error:
         engine({**folders, method: folder}, method)
     assert str(error.value).count("\n") == 0
+
+
+def test_drafts_that_the_model_does_not_know_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    beyond = head_tensors("eagle3") | {"d2t": torch.full((DRAFT_V,), V)}
+    folder = write_model(tmp_path / "head", HEAD_CONFIGS["eagle3"], beyond)
+    with pytest.raises(
+        ValueError, match=r"d2t in .* maps tokens to ids outside of the model's 320: use a drafter of this"
+    ):
+        engine({**folders, "eagle3": folder}, "eagle3")
 
 
 def test_a_model_without_the_layer_or_the_hidden_states_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
