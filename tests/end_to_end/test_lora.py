@@ -238,6 +238,7 @@ def test_wrong_adapters_are_refused_and_the_engine_goes_on(
         assert generate(llm, PROMPTS[:1], [None])[0].outputs[0].token_ids == before
 
 
+@pytest.mark.slow
 def test_a_class_of_transformers(tmp_path: Path) -> None:
     """With biases beside the adapters, and modules found by the names of transformers' class."""
     model = write_random_model(tmp_path / "model", "Qwen2ForCausalLM", without=("head_dim",))
@@ -248,6 +249,7 @@ def test_a_class_of_transformers(tmp_path: Path) -> None:
         check(output, model, path, 1e-3)
 
 
+@pytest.mark.slow
 def test_both_plans_read_one_cache_with_partial_rotary_embeddings(tmp_path: Path) -> None:
     """A prefix that a step without adapters cached is continued by steps with them, and the other way round."""
     model = write_random_model(

@@ -92,7 +92,8 @@ def started(*arguments: str) -> Iterator[ServerProcess]:
         server.wait()
 
 
-@pytest.mark.parametrize("end", ["kill a rank", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["kill a rank", "SIGTERM"])
 def test_32_streams_over_two_ranks_and_their_end(
     tiny_llama_dir: Path, temporary: Path, shared_cache_dir: Path, end: str
 ) -> None:
