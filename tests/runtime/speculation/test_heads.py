@@ -317,7 +317,7 @@ def test_a_device_with_memory_of_its_own_drafts_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_a_compiled_head_drafts_the_same(
     method: str, folders: dict[str, Path], shared_cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
