@@ -69,6 +69,7 @@ def pytest_sessionfinish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--abuse", choices=("short", "long"), default="short", help="how long the server is abused")
+    parser.addoption("--all-prompts", action="store_true", help="speculation is tested on 200 prompts instead of 29")
     parser.addoption("--soak-seconds", type=float, default=20.0, help="how long the soak test sends load")
     parser.addoption("--screenshot", metavar="FILE", help="where the explorer's test writes the README's picture")
 

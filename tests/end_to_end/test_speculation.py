@@ -1,4 +1,4 @@
-"""Speculation on a trained model: greedy tokens are those without it, up to ties, over 200 prompts."""
+"""Speculation on a trained model: greedy tokens are those without it, up to ties. `--all-prompts` for all 200 prompts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,27 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48, logprobs=2, ignore_eos=T
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_200_prompts(method: str, smollm2_dir: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_without_drafts(
+    method: str,
+    smollm2_dir: Path,
+    prompts: list[list[int]],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
     with LLM(str(smollm2_dir), **options) as llm:
         tokenizer = llm.get_tokenizer()
         texts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
         asked = [form.format(text, text) for form in FORMS for text in texts]
         assert len(asked) == 200
+        if not request.config.getoption("--all-prompts"):
+            asked = asked[::7]  # of every form
         plain = llm.generate(asked, GREEDY, use_tqdm=False)
     check_every_draft(monkeypatch)
     with LLM(str(smollm2_dir), speculative_config={"method": method}, **options) as llm:
         drafted = llm.generate(asked, GREEDY, use_tqdm=False)
         stats = llm.engine.core.stats()
-    assert stats.spec_decode_num_accepted_tokens > 1000
+    assert stats.spec_decode_num_accepted_tokens > 5 * len(asked)
     assert_equal_up_to_ties(drafted, plain)
 
 
