@@ -64,20 +64,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 COMPILED = ("nvfp4", "mxfp4", "nf4-double", "llm-int8")
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=128, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.08, tie_word_embeddings=False,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("plain")
-    LlamaForCausalLM(config).to(torch.float16).save_pretrained(folder)
-    return folder
-
-
 def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
     return write_grouped(plain, folder, FORMATS[name], pack=float4_linear)
 

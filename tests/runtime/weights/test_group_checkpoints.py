@@ -66,20 +66,6 @@ def with_inputs(**inputs: Any) -> dict[str, Any]:
 COMPILED = ("awq", "gptq-act-order", "gptq-8-bits", "gptq-3-bits", "w4a16")
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=128, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.08, tie_word_embeddings=False,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("plain")
-    LlamaForCausalLM(config).to(torch.float16).save_pretrained(folder)
-    return folder
-
-
 def load(folder: Path, config: CompileConfig, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
     spec = build_model(read_config(folder), dtype=dtype)
     model = compile_model(spec, config, device=CPU, dtype=dtype, kernels=KERNELS)

@@ -13,7 +13,6 @@ from compile_and_serve.custom_ops.quantized.group_layout import padded_order, pa
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.runtime.weights import load_weights, read_config
 from tests.runtime.weights.test_float4_checkpoints import FORMATS as FLOAT4
-from tests.runtime.weights.test_float4_checkpoints import plain  # noqa: F401 (a fixture)
 from tests.runtime.weights.test_group_checkpoints import FORMATS as GROUPED
 from tests.support.float4_checkpoints import float4_linear
 from tests.support.group_checkpoints import packed_linear, write_grouped
@@ -41,7 +40,7 @@ def run_rank(rank: int, folder: str, cache: str | None, size: int, verify: bool 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq-act-order", "nvfp4", "llm-int8"])
-def test_two_ranks(name: str, plain: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_two_ranks(name: str, plain: Path, tmp_path: Path) -> None:
     config = FLOAT4.get(name) or GROUPED[name]
     pack = float4_linear if name in FLOAT4 else packed_linear
     quantized, dequantized = write_grouped(plain, tmp_path, config, pack=pack)
