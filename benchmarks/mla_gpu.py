@@ -24,7 +24,7 @@ from benchmarks.gpu_timing import capture, environment, event_seconds, replay_ms
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.mla_torch import torch_mla
-from compile_and_serve.custom_ops.attention.mla_triton import Prompts
+from compile_and_serve.custom_ops.attention.mla_triton import StepParts
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
 from compile_and_serve.custom_ops.attention.triton_mla_decode import (
     absorbed_attention,
@@ -136,7 +136,7 @@ def decode(heads: int, emit: Callable[..., None]) -> None:
             for splits, min_split in dict.fromkeys([(chosen[2], chosen[5]), (16, 64), (8, 128), (4, 256), (1, 64)]):
                 config = (block_g, tile, splits, stages, warps, min_split)
                 where = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
-                arguments = (q_latent, q_rope, cache, SCALE, *where, summed, count, 1, config)
+                arguments = (q_latent, q_rope, cache, SCALE, *where, summed, 0, count, 1, config)
                 try:
                     ms = replay_ms(capture(partial(absorbed_attention, *arguments)))
                 except RuntimeError as error:  # too much shared memory
@@ -173,12 +173,12 @@ def prefill(heads: int, emit: Callable[..., None]) -> None:
         q_THE, _, _, _, _, kv_b, cache = inputs
         q_rope = q_THE[:, :, NOPE:].contiguous()
         out = torch.empty(count * query_len, heads, VALUE, dtype=torch.bfloat16, device="cuda")
-        prompts = Prompts.of_step(metadata)
+        parts = StepParts.of_step(metadata)
         for config in PREFILL_CONFIGS:
             where = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
             attend = partial(
-                materialized_attention, q_THE, q_rope, kv_b, cache, SCALE, *where, prompts.key_starts, out, first_seq=0,
-                num_queries=metadata.num_tokens, num_keys=prompts.num_keys, max_seq_len=seq_len, config=config,
+                materialized_attention, q_THE, q_rope, kv_b, cache, SCALE, *where, parts.key_starts, out, first_seq=0,
+                num_queries=metadata.num_tokens, num_keys=parts.num_keys, max_seq_len=seq_len, config=config,
             )  # fmt: skip
             try:
                 timed("attend", attend, config=config)

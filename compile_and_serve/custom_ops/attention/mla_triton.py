@@ -14,42 +14,44 @@ MAX_ABSORBED = 16  # query tokens of a sequence that is absorbed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompts:
-    """The sequences of a step whose keys and values are materialized: all from the first that has more than MAX_ABSORBED query tokens.
+class StepParts:
+    """The sequences of a step whose numbers of query tokens differ, in order: `num_single` with one query token, `num_few` that are
+    absorbed too, and the materialized ones, which are all from the first with more than MAX_ABSORBED query tokens.
 
-    first_seq: that sequence. first_token: their first query token. max_absorbed: the most query tokens of a sequence before them, 0 if
-    there is none. num_keys, max_seq_len: the sum of their lengths, and the largest.
-    key_starts: int32 [S + 1] on the device, sums of their lengths.
+    max_few: the most query tokens of one of the few. first_token: the first query token of the materialized ones. num_keys, max_seq_len:
+    the sum of their lengths, and the largest. key_starts: int32 [their number + 1] on the device, sums of their lengths.
     """
 
     metadata: AttentionMetadata
-    first_seq: int
+    num_single: int
+    num_few: int
+    max_few: int
     first_token: int
-    max_absorbed: int
     num_keys: int
     max_seq_len: int
     key_starts: torch.Tensor
 
     @classmethod
-    def of_step(cls, metadata: AttentionMetadata) -> Prompts:
+    def of_step(cls, metadata: AttentionMetadata) -> StepParts:
         starts, seq_lens = metadata.host_lengths()
         lengths = np.diff(starts)
-        first_seq = int(np.argmax(lengths > MAX_ABSORBED))
-        key_starts = np.zeros(len(seq_lens) - first_seq + 1, dtype=np.int32)
-        np.cumsum(seq_lens[first_seq:], out=key_starts[1:])
+        num_single, num_absorbed = (int(np.append(lengths > most, True).argmax()) for most in (1, MAX_ABSORBED))
+        key_starts = np.zeros(len(seq_lens) - num_absorbed + 1, dtype=np.int32)
+        np.cumsum(seq_lens[num_absorbed:], out=key_starts[1:])
         return cls(
             metadata=metadata,
-            first_seq=first_seq,
-            first_token=int(starts[first_seq]),
-            max_absorbed=int(lengths[:first_seq].max(initial=0)),
+            num_single=num_single,
+            num_few=num_absorbed - num_single,
+            max_few=int(lengths[num_single:num_absorbed].max(initial=0)),
+            first_token=int(starts[num_absorbed]),
             num_keys=int(key_starts[-1]),
-            max_seq_len=int(seq_lens[first_seq:].max()),
+            max_seq_len=int(seq_lens[num_absorbed:].max(initial=0)),
             key_starts=torch.from_numpy(key_starts).to(metadata.seq_lens.device, non_blocking=True),
         )
 
 
-def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, prompts: Prompts | None) -> torch.Tensor:
-    """As `LatentAttention.mla_forward`. prompts: None: every sequence is absorbed; else the step's."""
+def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, parts: StepParts | None) -> torch.Tensor:
+    """As `LatentAttention.mla_forward`. parts: the step's; None: all sequences have as many query tokens, which are absorbed."""
     from compile_and_serve.custom_ops.attention.triton_mla_decode import (
         absorbed_attention,
         multiply_heads,
@@ -72,24 +74,28 @@ def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, prompts: P
         q_THE, kv_a_TE, operands.norm_weight_C, operands.cos_TR, operands.sin_TR, cache, metadata.slot_mapping, operands.eps,
         operands.interleaved,
     )  # fmt: skip
-    num_seqs, absorbed_tokens, max_absorbed = metadata.seq_lens.shape[0], num_covered, metadata.max_query_len
-    if prompts is not None:
-        num_seqs, absorbed_tokens, max_absorbed = prompts.first_seq, prompts.first_token, prompts.max_absorbed
+    # Ranges of absorbed sequences: (first, number, most query tokens). Apart, decodes run as in a step of their own.
+    absorbed, absorbed_tokens = [(0, metadata.seq_lens.shape[0], metadata.max_query_len)], num_covered
+    if parts is not None:
+        absorbed = [(0, parts.num_single, 1), (parts.num_single, parts.num_few, parts.max_few)]
+        absorbed_tokens = parts.first_token
     if absorbed_tokens:
         heads = kv_b.view(num_heads, nope_size + values, -1)
         ours = slice(0, absorbed_tokens)
         q_latent_HTC = q_THE.new_empty(num_heads, absorbed_tokens, heads.shape[2])
         summed_HTC = torch.empty_like(q_latent_HTC)
         multiply_heads(q_THE[ours, :, :nope_size].transpose(0, 1), heads[:, :nope_size], q_latent_HTC)
-        absorbed_attention(
-            q_latent_HTC, q_rope_THR, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, summed_HTC,
-            num_seqs, max_absorbed,
-        )  # fmt: skip
+        for first_seq, num_seqs, max_query_len in absorbed:
+            if num_seqs:
+                absorbed_attention(
+                    q_latent_HTC, q_rope_THR, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+                    summed_HTC, first_seq, num_seqs, max_query_len,
+                )  # fmt: skip
         multiply_heads(summed_HTC, heads[:, nope_size:].transpose(1, 2), out_THV[ours].transpose(0, 1))
-    if prompts is not None:
+    if parts is not None and parts.num_keys:
         materialized_attention(
             q_THE, q_rope_THR, kv_b, cache, scale, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-            prompts.key_starts, out_THV, first_seq=prompts.first_seq, num_queries=metadata.num_tokens - prompts.first_token,
-            num_keys=prompts.num_keys, max_seq_len=prompts.max_seq_len,
+            parts.key_starts, out_THV, first_seq=parts.num_single + parts.num_few,
+            num_queries=metadata.num_tokens - parts.first_token, num_keys=parts.num_keys, max_seq_len=parts.max_seq_len,
         )  # fmt: skip
     return out_THV

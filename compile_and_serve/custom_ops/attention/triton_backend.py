@@ -9,7 +9,7 @@ import torch
 
 from compile_and_serve.custom_ops.attention.attention import PLAIN_SCORES, AttentionMetadata, Scores
 from compile_and_serve.custom_ops.attention.mla import LatentOperands
-from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, Prompts, triton_mla
+from compile_and_serve.custom_ops.attention.mla_triton import MAX_ABSORBED, StepParts, triton_mla
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import AttentionFeature
 
@@ -38,7 +38,7 @@ class TritonAttention:
     name = "triton"
     decode_capturable = True  # a decode step reads all lengths from the device
     drafts_capturable = True  # and so does one with draft tokens, through `AttentionMetadata.row_seq_lens`
-    _prompts: Prompts | None = None  # of the last step with latent caches
+    _parts: StepParts | None = None  # of the last step with latent caches
 
     def unsupported_reason(
         self,
@@ -74,7 +74,7 @@ class TritonAttention:
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Forgets the step before. The kernels read lengths and block tables from the device."""
-        self._prompts = None
+        self._parts = None
 
     def forward(
         self,
@@ -125,12 +125,12 @@ class TritonAttention:
 
     def mla_forward(self, operands: LatentOperands, metadata: AttentionMetadata) -> torch.Tensor:
         """As `LatentAttention.mla_forward`."""
-        prompts = None
-        if metadata.max_query_len > MAX_ABSORBED:
-            if self._prompts is None or self._prompts.metadata is not metadata:
-                self._prompts = Prompts.of_step(metadata)
-            prompts = self._prompts
-        return triton_mla(operands, metadata, prompts)
+        parts, longest = None, metadata.max_query_len
+        if longest > MAX_ABSORBED or (longest > 1 and metadata.num_tokens < metadata.num_seqs * longest):
+            if self._parts is None or self._parts.metadata is not metadata:
+                self._parts = StepParts.of_step(metadata)
+            parts = self._parts
+        return triton_mla(operands, metadata, parts)
 
     def _run(
         self,

@@ -162,10 +162,10 @@ def multiply_heads(x_HTI: torch.Tensor, w_HIO: torch.Tensor, out_HTO: torch.Tens
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["first_seq", "num_seqs"])
 def _mla_decode_kernel(
     q_latent_ptr, q_rope_ptr, cache_ptr, out_ptr, partial_ptr, counter_ptr, start_loc_ptr, seq_lens_ptr, block_table_ptr,
-    q_head_stride, out_head_stride, page_stride, table_stride, num_seqs, scale_log2,
+    q_head_stride, out_head_stride, page_stride, table_stride, first_seq, num_seqs, scale_log2,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX_QUERY: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -177,9 +177,9 @@ def _mla_decode_kernel(
     ENTRY: tl.constexpr = LATENT + ROPE
     let_next_start(PDL)
     # Lengths and block tables were written before the step's first kernel: they may be read while the previous kernel still runs.
-    first_token = tl.load(start_loc_ptr + seq).to(tl.int64)
-    query_len = tl.load(start_loc_ptr + seq + 1) - first_token.to(tl.int32)
-    seq_len = tl.load(seq_lens_ptr + seq)
+    first_token = tl.load(start_loc_ptr + first_seq + seq).to(tl.int64)
+    query_len = tl.load(start_loc_ptr + first_seq + seq + 1) - first_token.to(tl.int32)
+    seq_len = tl.load(seq_lens_ptr + first_seq + seq)
     wait_for_previous(PDL)
     rows_G = group * BLOCK_G + tl.arange(0, BLOCK_G)
     queries_G, heads_G = rows_G // NUM_HEADS, rows_G % NUM_HEADS
@@ -217,7 +217,7 @@ def _mla_decode_kernel(
     max_G = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     sum_G = tl.zeros((BLOCK_G,), dtype=tl.float32)
     acc_GL = tl.zeros((BLOCK_G, BLOCK_L), dtype=tl.float32)
-    table = block_table_ptr + seq * table_stride
+    table = block_table_ptr + (first_seq + seq) * table_stride
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         tokens_K = start + tl.arange(0, BLOCK_K)
         ok_K = tokens_K < end
@@ -303,11 +303,12 @@ def absorbed_attention(
     seq_lens_S: torch.Tensor,
     block_table_SM: torch.Tensor,
     out_HTC: torch.Tensor,
+    first_seq: int,
     num_seqs: int,
     max_query_len: int,
     config: tuple[int, int, int, int, int, int] | None = None,
 ) -> None:
-    """out = softmax(scale · (q_latent cᵀ + q_rope k_rᵀ) + mask) c for the first num_seqs sequences.
+    """out = softmax(scale · (q_latent cᵀ + q_rope k_rᵀ) + mask) c for num_seqs sequences from first_seq on.
 
     Those with more than max_query_len query tokens are left out. q_latent_HTC, out_HTC: [H, T, C], contiguous in the last two dimensions.
     q_rope_THR: contiguous. cache: [N, P, C + R], which holds the step's own entries. A sequence of length 0 is padding: it gets zeros.
@@ -328,7 +329,7 @@ def absorbed_attention(
     launch(
         _mla_decode_kernel, (cdiv(rows, block_g), num_seqs, splits),
         q_latent_HTC, q_rope_THR, cache, out_HTC, partial, counters, query_start_loc, seq_lens_S, block_table_SM,
-        q_latent_HTC.stride(0), out_HTC.stride(0), cache.stride(0), block_table_SM.stride(0), num_seqs, scale * LOG2_E,
+        q_latent_HTC.stride(0), out_HTC.stride(0), cache.stride(0), block_table_SM.stride(0), first_seq, num_seqs, scale * LOG2_E,
         NUM_HEADS=num_heads, LATENT=latent_size, ROPE=rope_size, PAGE_SIZE=cache.shape[1], MAX_QUERY=max_query,
         BLOCK_G=block_g, BLOCK_L=max(16, next_power_of_2(latent_size)), BLOCK_R=max(16, next_power_of_2(rope_size)), BLOCK_K=block_k,
         SPLITS=splits, MIN_SPLIT=max(block_k, min_split), STAGES=stages, PDL=pdl, num_warps=warps, **launch_options(pdl),

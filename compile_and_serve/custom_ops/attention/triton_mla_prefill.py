@@ -4,7 +4,8 @@ Shape legend: T tokens, S sequences, H heads, N and R sizes of a query and key w
 latent, P tokens per page, M block-table columns, Q query tokens per tile, K keys per tile, L keys in memory at a time.
 
 The keys of all sequences are numbered one sequence after another, and expanded in parts of at most `part_size` keys, which bounds the
-memory. If there are several parts, the running softmax of every query is kept in float32 between them.
+memory. If there are several parts, the running softmax of every query is kept in float32 between them. That takes as much memory as the
+keys of one more step, so a part has up to twice the keys of the step: a prompt that goes on behind a short cached prefix has one part.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import triton
 import triton.language as tl
 
 from compile_and_serve.custom_ops.attention.triton_scores import LOG2_E
-from compile_and_serve.custom_ops.build.triton_launch import launch
+from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead, launch
 from compile_and_serve.custom_ops.triton_common import cdiv, next_power_of_2
 
-PART_BYTES = 64 << 20  # of expanded keys and values; a step's own keys are always one part
+PART_BYTES = 64 << 20  # of expanded keys and values, where twice a step's own take less
 
 
 @triton.jit(do_not_specialize=["first_seq", "part_begin", "part_end"])
@@ -74,13 +75,13 @@ def _attend_tile(
     return new_max_Q, sum_Q, acc_QV
 
 
-@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_queries", "part_begin", "part_end"])
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_queries", "num_keys", "part_begin", "part_end"])
 def _mla_prefill_kernel(
     q_ptr, q_rope_ptr, kv_ptr, entries_ptr, out_ptr, sums_ptr, softmax_ptr, start_loc_ptr, seq_lens_ptr, key_starts_ptr,
-    q_stride, first_seq, num_seqs, num_queries, part_begin, part_end, scale_log2,
+    q_stride, first_seq, num_seqs, num_queries, num_keys, part_begin, part_end, scale_log2,
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
+    STAGES: tl.constexpr, HAS_PARTS: tl.constexpr,
 ):  # fmt: skip
     # The last tiles of a sequence attend to the most keys: they start first.
     tile, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
@@ -120,14 +121,15 @@ def _mla_prefill_kernel(
     ok_QV = ok_Q[:, None] & (cols_V < VALUE)[None, :]
     state_Q = (tokens_Q - base_token) * NUM_HEADS + head  # this row between the parts
     state_rows = num_queries.to(tl.int64) * NUM_HEADS
-    if IS_FIRST:
-        max_Q = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
-        sum_Q = tl.zeros((BLOCK_Q,), dtype=tl.float32)
-        acc_QV = tl.zeros((BLOCK_Q, BLOCK_V), dtype=tl.float32)
-    else:
-        max_Q = tl.load(softmax_ptr + state_Q, mask=ok_Q, other=0.0)
-        sum_Q = tl.load(softmax_ptr + state_rows + state_Q, mask=ok_Q, other=1.0)
-        acc_QV = tl.load(sums_ptr + state_Q[:, None] * VALUE + cols_V[None, :], mask=ok_QV, other=0.0)
+    max_Q = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+    sum_Q = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+    acc_QV = tl.zeros((BLOCK_Q, BLOCK_V), dtype=tl.float32)
+    if HAS_PARTS:
+        was_kept_Q = rows_Q < tl.where(part_begin > 0, query_len, 0)
+        max_Q = tl.load(softmax_ptr + state_Q, mask=was_kept_Q, other=float("-inf"))
+        sum_Q = tl.load(softmax_ptr + state_rows + state_Q, mask=was_kept_Q, other=0.0)
+        ok_kept_QV = was_kept_Q[:, None] & (cols_V < VALUE)[None, :]
+        acc_QV = tl.load(sums_ptr + state_Q[:, None] * VALUE + cols_V[None, :], mask=ok_kept_QV, other=0.0)
     # Every row of the tile attends to the keys from `lower` to `whole`: they need no mask.
     lower = tl.maximum(part_begin - key_start, 0)
     end = tl.minimum(tl.minimum(part_end - key_start, seq_len), offset + begin + BLOCK_Q)
@@ -146,13 +148,14 @@ def _mla_prefill_kernel(
             start, end, q_QN, q_QR, max_Q, sum_Q, acc_QV, positions_Q, k_base, rope_base, KV_STRIDE, LATENT + ROPE, cols_N, cols_R,
             cols_V, scale_log2, NOPE, ROPE, VALUE, BLOCK_K, True,
         )  # fmt: skip
-    if IS_LAST:
-        out_QV = out_ptr + (tokens_Q * NUM_HEADS + head)[:, None] * VALUE + cols_V[None, :]
-        tl.store(out_QV, (acc_QV / sum_Q[:, None]).to(dtype), mask=ok_QV)
-    else:
-        tl.store(softmax_ptr + state_Q, max_Q, mask=ok_Q)
-        tl.store(softmax_ptr + state_rows + state_Q, sum_Q, mask=ok_Q)
-        tl.store(sums_ptr + state_Q[:, None] * VALUE + cols_V[None, :], acc_QV, mask=ok_QV)
+    if HAS_PARTS:
+        keep_Q = rows_Q < tl.where(part_end < num_keys, query_len, 0)
+        tl.store(softmax_ptr + state_Q, max_Q, mask=keep_Q)
+        tl.store(softmax_ptr + state_rows + state_Q, sum_Q, mask=keep_Q)
+        tl.store(sums_ptr + state_Q[:, None] * VALUE + cols_V[None, :], acc_QV, mask=ok_QV & keep_Q[:, None])
+        ok_QV &= ~keep_Q[:, None]
+    out_QV = out_ptr + (tokens_Q * NUM_HEADS + head)[:, None] * VALUE + cols_V[None, :]
+    tl.store(out_QV, (acc_QV / sum_Q[:, None]).to(dtype), mask=ok_QV)
 
 
 def materialized_attention(
@@ -178,7 +181,7 @@ def materialized_attention(
 
     q_THE: [T, H, N + R], its rotated part is in q_rope_THR (contiguous); out_THV: contiguous. cache: [pages, P, C + R], which holds the
     step's own entries. key_starts: int32 [their number + 1], sums of their lengths. num_queries, num_keys: of these sequences.
-    part_size: keys that are expanded at a time; None: as many as PART_BYTES hold, and at least num_queries. config: (query tile, key
+    part_size: keys that are expanded at a time; None: as many as PART_BYTES hold, and at least 2 · num_queries. config: (query tile, key
     tile, stages, warps).
     """
     num_heads, values = out_THV.shape[1:]
@@ -187,10 +190,17 @@ def materialized_attention(
     entry = latent_size + rope_size
     block_q, block_k, stages, warps = config or ((128, 64, 3, 8) if q_THE.itemsize == 2 else (32, 32, 1, 4))
     if part_size is None:
-        part_size = max(num_queries, PART_BYTES // (kv_b.shape[0] * kv_b.itemsize))
+        part_size = max(2 * num_queries, PART_BYTES // (kv_b.shape[0] * kv_b.itemsize))
+        if is_compiling_ahead():  # a step with a long prefix has the same kernels with several parts
+            materialized_attention(
+                q_THE, q_rope_THR, kv_b, cache, scale, query_start_loc, seq_lens_S, block_table_SM, key_starts, out_THV,
+                first_seq=first_seq, num_queries=num_queries, num_keys=num_keys, max_seq_len=max_seq_len,
+                part_size=cdiv(num_keys, 2),
+            )  # fmt: skip
     parts = range(0, num_keys, part_size)
+    has_parts = len(parts) > 1
     sums = softmax = None
-    if len(parts) > 1:
+    if has_parts:
         sums = torch.empty(num_queries * num_heads * values, dtype=torch.float32, device=device)
         softmax = torch.empty(2 * num_queries * num_heads, dtype=torch.float32, device=device)
     for begin in parts:
@@ -206,8 +216,8 @@ def materialized_attention(
         launch(
             _mla_prefill_kernel, (num_heads, num_queries // block_q + num_seqs),
             q_THE, q_rope_THR, kv_LE, entries_LE, out_THV, sums, softmax, query_start_loc, seq_lens_S, key_starts,
-            q_THE.stride(0), first_seq, num_seqs, num_queries, begin, end, scale * LOG2_E,
+            q_THE.stride(0), first_seq, num_seqs, num_queries, num_keys, begin, end, scale * LOG2_E,
             NUM_HEADS=num_heads, NOPE=nope_size, ROPE=rope_size, VALUE=values, LATENT=latent_size, BLOCK_Q=block_q, BLOCK_K=block_k,
             BLOCK_N=max(16, next_power_of_2(nope_size)), BLOCK_R=max(16, next_power_of_2(rope_size)),
-            BLOCK_V=max(16, next_power_of_2(values)), STAGES=stages, IS_FIRST=begin == 0, IS_LAST=end == num_keys, num_warps=warps,
+            BLOCK_V=max(16, next_power_of_2(values)), STAGES=stages, HAS_PARTS=has_parts, num_warps=warps,
         )  # fmt: skip

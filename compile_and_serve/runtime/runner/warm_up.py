@@ -151,13 +151,13 @@ def run_made_up_step(runner: ModelRunner, num_tokens: int, num_seqs: int) -> Non
 
 
 def run_mixed_step(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a step as under load: two decodes, a prompt that goes on behind cached tokens, and a new prompt.
+    """Run a step as under load: two decodes, the last two tokens of a prompt, one that goes on behind cached tokens, and a new one.
 
     num_tokens: at most; MIN_MIXED_TOKENS or more.
     """
     cached = min(16, runner.max_model_len // 2)
-    half = max(2, min(num_tokens // 2 - 1, runner.max_model_len - cached))
-    _run(runner, _make_step(runner, [(cached, 1), (cached, 1), (cached, half), (0, half)]))
+    half = max(2, min(num_tokens // 2 - 2, runner.max_model_len - cached))
+    _run(runner, _make_step(runner, [(cached, 1), (cached, 1), (cached, 2), (cached, half), (0, half)]))
 
 
 def made_up_step(runner: ModelRunner, num_tokens: int, num_seqs: int) -> Step:

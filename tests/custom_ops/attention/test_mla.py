@@ -131,7 +131,7 @@ def test_splits_agree(config: tuple[int, ...], query_lens: tuple[int, ...]) -> N
         expected.append(mla_torch._attend(q, entries, entries[:, :40], 0.25))
     for _ in range(2):  # twice: arrivals are counted from zero again
         out = torch.full_like(q_latent, float("nan"))
-        absorbed_attention(q_latent, q_rope, cache, 0.25, *where, out, 3, max(query_lens), config)  # type: ignore[arg-type]
+        absorbed_attention(q_latent, q_rope, cache, 0.25, *where, out, 0, 3, max(query_lens), config)  # type: ignore[arg-type]
         assert torch.allclose(out, torch.cat(expected, dim=1), atol=2e-5, rtol=1e-4)
 
 
@@ -154,6 +154,32 @@ def test_parts_of_keys_agree(part_size: int) -> None:
         first_seq=0, num_queries=metadata.num_tokens, num_keys=280, max_seq_len=140, part_size=part_size,
     )  # fmt: skip
     assert torch.allclose(out, expected, atol=2e-5, rtol=1e-4)
+
+
+@interpreted
+def test_only_a_long_prefix_has_parts_and_their_kernel_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from compile_and_serve.custom_ops.attention import triton_mla_prefill
+
+    launched: list[bool] = []
+    monkeypatch.setattr(triton_mla_prefill, "PART_BYTES", 0)
+    monkeypatch.setattr(
+        triton_mla_prefill,
+        "launch",
+        lambda *_, **options: launched.append(options["HAS_PARTS"]) if "HAS_PARTS" in options else None,
+    )
+    backend = _backend("triton")
+
+    def parts_of(*seq_lens: int) -> list[bool]:
+        metadata, pages = make_metadata(Batch(query_lens=(40, 20), seq_lens=seq_lens), backend)
+        launched.clear()
+        backend.mla_forward(LatentOperands(*arguments(60, pages, 16, **SIZES), 0.2), metadata)
+        return launched
+
+    assert parts_of(100, 20) == [False]
+    assert parts_of(101, 20) == [True, True]
+    monkeypatch.setattr(triton_mla_prefill, "is_compiling_ahead", lambda: True)
+    assert parts_of(40, 20) == [True, True, False]
 
 
 def test_float8_cache_saturates() -> None:

@@ -47,10 +47,10 @@ for tokens in (16, 64):
         constants = {"INPUTS": inputs, "OUTPUTS": outputs, "BLOCK_T": tokens, "BLOCK_I": inputs, "BLOCK_O": 8192 // inputs}
         strides = {"w_input_stride": 512, "w_output_stride": 1} if inputs == 128 else {"w_input_stride": 1, "w_output_stride": 512}
         found[f"multiply {tokens} {inputs}"] = facts(_multiply_kernel, constants | strides, 4)
-for first, last in ((True, True), (True, False), (False, False), (False, True)):
-    constants = {"NUM_HEADS": 16, "BLOCK_Q": 128, "BLOCK_K": 64, "STAGES": 3, "IS_FIRST": first, "IS_LAST": last}
-    constants |= {"sums_ptr": None, "softmax_ptr": None} if first and last else {}
-    found[f"prefill {first} {last}"] = facts(_mla_prefill_kernel, constants, 8)
+for parts in (False, True):
+    constants = {"NUM_HEADS": 16, "BLOCK_Q": 128, "BLOCK_K": 64, "STAGES": 3, "HAS_PARTS": parts}
+    constants |= {} if parts else {"sums_ptr": None, "softmax_ptr": None}
+    found[f"prefill {parts}"] = facts(_mla_prefill_kernel, constants, 8)
 print(json.dumps(found))
 """
 

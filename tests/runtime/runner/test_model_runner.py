@@ -248,8 +248,8 @@ def test_a_mixed_step_has_decodes_and_prompts_with_and_without_cached_tokens(num
 
     run_mixed_step(make_runner(Seeing(), budget=5 * MAX_LEN), num_tokens)
     ((new, total),) = seen
-    assert new[:2] == [1, 1]
-    assert new[2] == new[3] > 1
+    assert new[:3] == [1, 1, 2]
+    assert new[3] == new[4] > 1
     assert sum(new) <= num_tokens
-    assert total[3] == new[3]
-    assert all(n < length <= MAX_LEN for n, length in zip(new[:3], total[:3], strict=True))
+    assert total[4] == new[4]
+    assert all(n < length <= MAX_LEN for n, length in zip(new[:4], total[:4], strict=True))
