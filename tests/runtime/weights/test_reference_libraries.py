@@ -16,7 +16,6 @@ from compile_and_serve.compiler import CompileConfig
 from tests.runtime.weights.test_float4_checkpoints import (
     FORMATS,
     load,
-    plain,  # noqa: F401 (a fixture)
 )
 from tests.support.group_checkpoints import write_grouped
 
@@ -27,7 +26,7 @@ def held_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "nf4-double", "fp4", "llm-int8"])
-def test_bitsandbytes(name: str, plain: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_bitsandbytes(name: str, plain: Path, tmp_path: Path) -> None:
     """Written and read by transformers with bitsandbytes. LLM.int8: its scale may be rounded in another order."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")
@@ -57,7 +56,7 @@ def test_bitsandbytes(name: str, plain: Path, tmp_path: Path) -> None:  # noqa: 
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-def test_compressed_tensors(name: str, plain: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_compressed_tensors(name: str, plain: Path, tmp_path: Path) -> None:
     """Packed by compressed-tensors' compressors, and unpacked by them."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
