@@ -148,6 +148,7 @@ class EngineConfig:
     num_threads: CPU threads of a rank; None divides the cores among all ranks and replicas.
     max_cpu_loras: LoRA adapters in host memory; None is as many as on the device (`CompileConfig.max_loras`).
     speculative: how tokens are drafted; None: one token of a sequence per step. drafter_path: local files of `speculative.model`.
+    expert_metrics: count the tokens of each expert of each layer.
     """
 
     model: ModelConfig
@@ -161,6 +162,7 @@ class EngineConfig:
     max_cpu_loras: int | None = None
     speculative: SpeculativeConfig | None = None
     drafter_path: Path | None = None
+    expert_metrics: bool = False
 
     @property
     def max_drafted_rows(self) -> int:

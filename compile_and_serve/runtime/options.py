@@ -76,6 +76,7 @@ def make_engine_config(
     lora_experts: bool = False,
     max_cpu_loras: int | None = None,
     speculative_config: Mapping[str, Any] | str | None = None,
+    expert_metrics: bool = False,
 ) -> EngineConfig:
     """Check every option and resolve `model` (folder, .gguf file, known name or Hub id) to local files. revision: of a model on the Hub.
 
@@ -213,6 +214,7 @@ def make_engine_config(
         drafter_path=None
         if speculative is None or speculative.model is None
         else resolve_model(speculative.model, with_pickled=speculative.method != "draft_model"),
+        expert_metrics=expert_metrics,
     )
 
 

@@ -72,6 +72,8 @@ class Metrics:
         self.tokens = TokenCounts()
         self.last_stats: dict[int, EngineStats] = {}  # by replica
         self._replica_gauges: dict[str, Gauge] = {}
+        self._expert_tokens: Counter | None = None
+        self._expert_tokens_known: dict[int, list[list[int]]] = {}  # by replica
         self._running = self._gauge("num_requests_running", "Requests in the running batch.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.")
@@ -232,6 +234,8 @@ class Metrics:
         for mode, total in stats.graph_replays.items():
             self._replays.labels(self._model, mode).inc(max(0, total - before.graph_replays.get(mode, 0)))
         self._describe_replica(replica, stats)
+        if stats.expert_tokens:
+            self._describe_experts(replica, stats.expert_tokens)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -257,6 +261,27 @@ class Metrics:
     def _describe_replica(self, replica: int, stats: EngineStats) -> None:
         for name, gauge in self._replica_gauges.items():
             gauge.labels(self._model, str(replica)).set(getattr(stats, name))
+
+    def _describe_experts(self, replica: int, layers: list[list[int]]) -> None:
+        if self._expert_tokens is None:
+            labels = [_LABEL, "layer", "expert"]
+            self._expert_tokens = Counter(
+                PREFIX + "expert_tokens", "Tokens of an expert of a layer.", labels, registry=self.registry
+            )
+            self._expert_imbalance = Gauge(
+                PREFIX + "expert_imbalance", "Tokens of a layer's busiest expert over those of its average expert.",
+                labels[:2], registry=self.registry,
+            )  # fmt: skip
+        replicas = self._expert_tokens_known
+        known, replicas[replica] = replicas.get(replica, []), layers
+        for number, layer in enumerate(layers):
+            before = known[number] if number < len(known) else [0] * len(layer)
+            for expert, (count, counted) in enumerate(zip(layer, before, strict=True)):
+                self._expert_tokens.labels(self._model, str(number), str(expert)).inc(max(0, count - counted))
+            of_replicas = (one[number] for one in replicas.values() if number < len(one))
+            totals = [sum(counts) for counts in zip(*of_replicas, strict=True)]
+            if any(totals):
+                self._expert_imbalance.labels(self._model, str(number)).set(max(totals) * len(totals) / sum(totals))
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(PREFIX + name, text, [_LABEL], registry=self.registry).labels(self._model)

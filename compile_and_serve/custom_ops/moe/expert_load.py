@@ -1,4 +1,4 @@
-"""Counts how many tokens each expert of each layer gets, on request.
+"""Counts how many tokens each expert of each layer gets, on request: `counting_experts` for a few steps, `ExpertLoad` while serving.
 
 Counting launches small kernels beside every call of `cas::experts`, so it is off by default. CUDA graphs count only if they were captured
 while counting was on. A layer is known by the address of its weights, because compiled pieces do not know their layer.
@@ -8,11 +8,17 @@ Shape legend: T tokens, K experts of a token, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from compile_and_serve.custom_ops.build.triton_launch import is_compiling_ahead
+from compile_and_serve.custom_ops.platform import TimedEvent, platform_of
+
+READ_SECONDS = 1.0  # between two reads of `ExpertLoad`
 
 
 @dataclass(slots=True)
@@ -46,11 +52,77 @@ class LayerLoad:
         return total.item() / max(1, calls.item())
 
 
+class ExpertLoad:
+    """The tokens of each expert of each layer since the start, without padding and synthetic steps. The host never waits for them.
+
+    Every layer must run once outside graph captures before it runs in one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_tokens = torch.zeros((), dtype=torch.int32, device=device)  # that count
+        self._layers: list[torch.Tensor] = []  # int64 [X] each, in the order in which the layers first ran
+        self._index: dict[int, int] = {}  # address of a layer's weights → place in `_layers`
+        self._platform = platform_of(device)
+        self._started_at = float("-inf")  # the last read (time.monotonic)
+        self._read: tuple[Sequence[torch.Tensor], TimedEvent] | None = None  # on its way to the host
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with experts that have run."""
+        return len(self._layers)
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Count the first num_tokens tokens of the next calls of each layer: 0 for synthetic steps."""
+        self._num_tokens.fill_(num_tokens)
+
+    def forget_addresses(self) -> None:
+        """The weights move. The layers run in the same order as before."""
+        self._index.clear()
+
+    def add(self, ids_TK: torch.Tensor, down: torch.Tensor) -> None:
+        """Count one call of `cas::experts`."""
+        address = down.data_ptr()
+        if address not in self._index:
+            self._index[address] = len(self._index)
+            if len(self._layers) < len(self._index):
+                self._layers.append(torch.zeros(down.shape[0], dtype=torch.int64, device=ids_TK.device))
+        positions_T = torch.arange(len(ids_TK), dtype=torch.int32, device=ids_TK.device)
+        counts_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
+        torch.lt(positions_T[:, None].expand_as(ids_TK), self._num_tokens, out=counts_TK)
+        self._layers[self._index[address]].index_add_(0, ids_TK.reshape(-1), counts_TK.view(-1))
+
+    def read(self) -> list[list[int]]:
+        """Tokens of each expert of each layer, as they were at one of the last steps; empty if `READ_SECONDS` are not over since."""
+        if self._read is None and self._layers and time.monotonic() - self._started_at >= READ_SECONDS:
+            self._started_at = time.monotonic()
+            counts = self._platform.download(torch.cat(self._layers)).split([len(layer) for layer in self._layers])
+            self._read = counts, self._platform.record_timed_event()
+        if self._read is None or not self._read[1].query():
+            return []
+        counts, self._read = self._read[0], None
+        return [layer.tolist() for layer in counts]
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count inside the block."""
+        global _load
+        previous, _load = _load, self
+        try:
+            yield
+        finally:
+            _load = previous
+
+
 _layers: dict[int, LayerLoad] | None = None
+_load: ExpertLoad | None = None
 
 
 def count_call(ids_TK: torch.Tensor, down: torch.Tensor) -> None:
     """Count one call of `cas::experts`, if counting is on. down: the layer's weight [X, …]."""
+    if is_compiling_ahead():  # the ids are uninitialized
+        return
+    if _load is not None:
+        _load.add(ids_TK, down)
     if _layers is None:
         return
     address = down.data_ptr()

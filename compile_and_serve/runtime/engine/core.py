@@ -241,6 +241,7 @@ class EngineCore:
             self._idle_since = self._step_began = None
         stats = self.stats()
         stats.step_tokens = scheduled.total_num_scheduled_tokens
+        stats.expert_tokens = result.expert_tokens
         return StepOutputs(outputs=outputs, stats=stats)
 
     def _requests_not_prepared(self) -> list[RequestOutput]:

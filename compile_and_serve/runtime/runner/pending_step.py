@@ -32,7 +32,9 @@ OnAccepted = Callable[[list[list[int]]], None]
 
 
 class PendingStep:
-    """A launched step; `result` waits for it and may be called once."""
+    """A launched step; `result` waits for it and may be called once. expert_tokens: what the result reports."""
+
+    expert_tokens: Sequence[list[int]] = ()
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class PendingStep:
             logprobs={},
             prompt_logprobs={},
             errors=self._errors,
+            expert_tokens=list(self.expert_tokens),
         )
         if self._logprobs is not None:
             assert self._plan is not None

@@ -53,7 +53,13 @@ class PendingPooling(PendingStep):
             else:
                 errors[one.request_id] = NOT_FINITE
         return ModelRunnerOutput(
-            step=self.step, sampled_token_ids={}, logprobs={}, prompt_logprobs={}, errors=errors, pooled=pooled
+            step=self.step,
+            sampled_token_ids={},
+            logprobs={},
+            prompt_logprobs={},
+            errors=errors,
+            pooled=pooled,
+            expert_tokens=list(self.expert_tokens),
         )
 
 

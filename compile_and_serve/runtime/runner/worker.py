@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -33,6 +33,7 @@ from compile_and_serve.compiler.weights.adapter_sites import adapter_sites
 from compile_and_serve.custom_ops.build.background_thread import num_running
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels, quantized_cpu_kernel_library
 from compile_and_serve.custom_ops.collectives.collectives import join_groups, rank_group
+from compile_and_serve.custom_ops.moe.expert_load import ExpertLoad
 from compile_and_serve.custom_ops.platform import platform_of, resolve_device
 from compile_and_serve.custom_ops.quantization import dtype_name
 from compile_and_serve.custom_ops.tuning.tuner import tuning_off
@@ -174,6 +175,9 @@ class Worker:
         self._said_all_captured = False
         self._is_asleep = False
         self._stats_before_sleep = WorkerStats()
+        self._expert_load = None
+        if config.expert_metrics and rank.index == 0:  # all ranks route alike
+            self._expert_load = ExpertLoad(device)
         weights = platform.used_bytes()
         if platform.runs_triton_kernels:
             start = time.perf_counter()
@@ -181,7 +185,8 @@ class Worker:
                 count = self._compile_kernels()
             self._stage("kernels", start, f"{count} of Triton's" if count else "compiled at an earlier start")
         self._start_of_cache = time.perf_counter()
-        self._memory_plan = None if platform.shares_host_memory else self._measure_memory(weights)
+        with self._counting():
+            self._memory_plan = None if platform.shares_host_memory else self._measure_memory(weights)
         self.info = WorkerInfo(
             num_blocks=self._num_blocks(),
             is_asynchronous=platform.is_asynchronous,
@@ -213,7 +218,7 @@ class Worker:
 
         self._say_memory(cache_bytes, tokens)
         start = time.perf_counter()
-        with memory_for("warming up and capturing CUDA graphs", self.device, memory.WARMING_UP):
+        with memory_for("warming up and capturing CUDA graphs", self.device, memory.WARMING_UP), self._counting():
             self._warm_up = self._new_warm_up()
             self._stage("warm up", start, self._warm_up.run())
             if self._config.compile.capture == "all":
@@ -221,6 +226,8 @@ class Worker:
                 while self.idle():
                     pass
                 self._stage("capture all", start, "" if self._graphs is None else graph_memory(self._graphs))
+        if self._expert_load is not None and not self._expert_load.num_layers:
+            logger.warning("The model has no mixture of experts: --expert-metrics counts nothing.")
         # After the warm-up, which it would slow down.
         load_modules_in_background(self._spec, self._backends, self._dtype, self.device)
         if self._drafter is not None:
@@ -244,8 +251,14 @@ class Worker:
         """Start a step. On the CPU it is over when this returns."""
         for slot, adapter_id in scheduled.adapter_loads:
             self.adapters.place(slot, adapter_id)
-        with tuning_off():
-            return self.runner.launch(scheduled)
+        load = self._expert_load
+        if load is not None:
+            load.begin_step(scheduled.total_num_scheduled_tokens)
+        with tuning_off(), self._counting():
+            step = self.runner.launch(scheduled)
+        if load is not None:
+            step.expert_tokens = load.read()
+        return step
 
     def idle(self, *, requests_wait: bool = False) -> bool:
         """Do one piece of work that can wait: measure linears or capture one more graph. Returns False if none is left.
@@ -255,8 +268,11 @@ class Worker:
         """
         if self._is_asleep:
             return False
-        if self._warm_up.idle(requests_wait=requests_wait):
-            return True
+        if self._expert_load is not None:
+            self._expert_load.begin_step(0)
+        with self._counting():
+            if self._warm_up.idle(requests_wait=requests_wait):
+                return True
         if requests_wait:
             return False
         if self._graphs is not None and not self._said_all_captured and self.rank.index == 0:
@@ -316,12 +332,18 @@ class Worker:
             self._graphs = self._graph_runners()
             self._allocate_cache()
         if not self._sleeping_weights.is_asleep and hasattr(self, "runner"):
-            with memory_for("capturing CUDA graphs", self.device, memory.WARMING_UP):
+            if self._expert_load is not None:
+                self._expert_load.forget_addresses()
+                self._expert_load.begin_step(0)
+            with memory_for("capturing CUDA graphs", self.device, memory.WARMING_UP), self._counting():
                 self._warm_up = self._new_warm_up()
                 detail = self._warm_up.run()
             self._is_asleep = False
             if self.rank.index == 0:
                 logger.info("Awake after %.2f s. %s", time.perf_counter() - start, detail)
+
+    def _counting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._expert_load is None else self._expert_load.counting()
 
     @property
     def _all_pages(self) -> PageLayout:

@@ -114,6 +114,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     pooled: the result of each pooling request whose prefill is complete.
     errors: request → sentence. The request ends with finish_reason "error" and needs no other entry. `is_users_mistake` tells
         whose fault it is.
+    expert_tokens: see `EngineStats`.
     """
 
     step: int
@@ -122,6 +123,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: dict[str, list[TokenLogprobs]]
     errors: dict[str, str]
     pooled: dict[str, Pooled] = {}
+    expert_tokens: list[list[int]] = []
 
 
 class WorkerInfo(msgspec.Struct, kw_only=True):

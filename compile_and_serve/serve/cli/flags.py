@@ -341,6 +341,14 @@ def engine_flags(
             rich_help_panel=SCHEDULER_PANEL,
         ),
     ] = None,
+    expert_metrics: Annotated[
+        bool,
+        typer.Option(
+            "--expert-metrics",
+            help="Show the tokens of each expert of each layer under /metrics.",
+            rich_help_panel=MODEL_PANEL,
+        ),
+    ] = False,
     device: Annotated[
         Device,
         typer.Option(help="auto: CUDA if there is a CUDA device, else CPU.", rich_help_panel=DEVICE_PANEL),
@@ -408,6 +416,7 @@ def engine_flags(
         "lora_experts": lora_experts,
         "max_cpu_loras": max_cpu_loras,
         "speculative_config": speculative_config,
+        "expert_metrics": expert_metrics,
         "device": device,
         "attention_backend": attention_backend,
         "num_threads": num_threads,
