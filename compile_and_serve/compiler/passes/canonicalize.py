@@ -1,8 +1,8 @@
 """One spelling for each op, so that later passes match what a model computes, however it is written.
 
 `x.chunk(2)` and `torch.chunk(x, 2)`, `a * b` and `torch.mul(a, b)`, `cos[:, None]` and `cos.unsqueeze(1)` become the same
-node. Asserts about symbolic lengths hold for every batch that the runner builds; they are removed, with the lengths that only they
-read.
+node. A matrix product of a column and a row becomes `torch.mul`, which Inductor fuses with what follows. Asserts about symbolic
+lengths hold for every batch that the runner builds; they are removed, with the lengths that only they read.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ def _rewrite(gm: GraphModule, node: Node, ctx: PassContext) -> bool:
     if is_call(node, operator.getitem) and (axis := _inserted_axis(node)) is not None:
         node.target, node.args = torch.unsqueeze, (node.args[0], axis)
         changed = True
+    if is_call(node, torch.matmul) and _is_outer_product(node):
+        node.target = torch.mul
+        changed = True
     if is_call(node, torch.permute) and (swapped := _swapped_axes(node)) is not None:
         node.target, node.args = torch.transpose, (node.args[0], *swapped)
         changed = True
@@ -126,6 +129,14 @@ def function_of_method(name: str) -> Callable[..., Any]:
 
 def _is_tensor_op(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _is_outer_product(node: Node) -> bool:
+    """[…, M, 1] @ […, 1, N], such as positions and frequencies of RoPE."""
+    if len(node.args) != 2:
+        return False
+    column, row = (tensor_of(operand) for operand in node.args)
+    return column.dim() > 1 and row.dim() > 1 and isinstance(width := column.shape[-1], int) and width == 1
 
 
 def _swapped_axes(node: Node) -> tuple[int, int] | None:
