@@ -10,7 +10,7 @@ Shape legend: T tokens of the step, H query heads, K key/value heads, E head siz
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ DRY_TOKENS = 37  # no size of a model is likely to be equal
 # What transformers' mask functions are called. `packed_sequence_mask_function` tells the sequences of a batch apart, which the step does.
 _AND, _WINDOW = "and_masks.<locals>.and_mask", "sliding_window_overlay.<locals>.inner_mask"
 _CHUNKS, _SEQUENCES = "chunked_overlay.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask"
+_OR, _BLOCKS = "or_masks.<locals>.or_mask", "blockwise_overlay.<locals>.inner_mask"
 # Keyword arguments that do not change what attention computes.
 _NO_EFFECT = (
     "position_ids",
@@ -138,6 +139,7 @@ class DryRun:
 
     calls: list[AttentionCall] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, Callable[..., Any]]] = field(default_factory=list)
+    no_blocks: list[torch.Tensor] = field(default_factory=list)  # tensors of -1
 
     def make_mask(
         self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function,
@@ -189,14 +191,17 @@ class DryRun:
         for made, function in self.masks:
             whole = getattr(attention_mask, "_base", None) is made and attention_mask.shape == made.shape
             if attention_mask is made or whole:
-                return recognize(function)
+                return recognize(function, self.no_blocks)
         raise Unsupported(f"{what} uses an attention mask that is not one of transformers' own")
 
 
-def recognize(mask_function: Callable[..., Any]) -> Mask:
-    """What a mask function of transformers lets a token attend to. Raises `Unsupported` for others than those known here."""
+def recognize(mask_function: Callable[..., Any], no_blocks: Sequence[torch.Tensor] = ()) -> Mask:
+    """What a mask function of transformers lets a token attend to. Raises `Unsupported` for others than those known here.
+
+    no_blocks: tensors that put no token into a block (an image, say) whose tokens attend to each other.
+    """
     window, chunk, causal = None, None, False
-    for part in _parts(mask_function):
+    for part in _parts(mask_function, no_blocks):
         name = part.__qualname__
         if part is causal_mask_function:
             causal = True
@@ -213,11 +218,38 @@ def recognize(mask_function: Callable[..., Any]) -> Mask:
     return Mask(window=chunk if window is None else window, chunked=chunk is not None)
 
 
-def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
+def _parts(mask_function: Callable[..., Any], no_blocks: Sequence[torch.Tensor]) -> list[Callable[..., Any]]:
     """The functions that all have to allow a token."""
-    if mask_function.__qualname__ != _AND:
+    if mask_function.__qualname__ not in (_AND, _OR):
         return [mask_function]
-    return [p for one in inspect.getclosurevars(mask_function).nonlocals["mask_functions"] for p in _parts(one)]
+    functions = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if mask_function.__qualname__ == _OR:
+        functions = [one for one in functions if not _allows_nothing(one, no_blocks)]
+        if len(functions) > 1:
+            return [mask_function]
+    return [part for one in functions for part in _parts(one, no_blocks)]
+
+
+def _allows_nothing(mask_function: Callable[..., Any], no_blocks: Sequence[torch.Tensor]) -> bool:
+    """Whether this lets tokens of a block attend to each other, and there are no blocks."""
+    if mask_function.__qualname__ != _BLOCKS:
+        return False
+    blocks = inspect.getclosurevars(mask_function).nonlocals["block_sequence_ids"]
+    return any(blocks is one for one in no_blocks)
+
+
+class _FindsNoBlocks(TorchFunctionMode):
+    """Collects tensors that are filled with -1."""
+
+    def __init__(self, found: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.full and args[1:2] == (-1,):
+            self.found.append(out)
+        return out
 
 
 _MIX_TOKENS = (torch.conv1d, torch.nn.functional.conv1d, torch.flip, torch.roll, torch.sort, torch.argsort)
@@ -252,7 +284,7 @@ def dry_run(
     model.config._attn_implementation = DRY_RUN
     running.dry_run = recorder
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _FindsNoBlocks(recorder.no_blocks):
             if own_positions:
                 with _NumbersTokens():
                     forward()

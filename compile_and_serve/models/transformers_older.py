@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPastAndCrossAttentions
 
 from compile_and_serve.models import transformers_llama4
 from compile_and_serve.models.transformers_attention import Mask, Unsupported, attention_forward
@@ -106,6 +106,11 @@ def _xglm(
     return module.out_proj(_attend(module, q, k, v, attention_mask, module.scaling).flatten(2)), None
 
 
+def _xglm_positions(module: Any, position_ids: torch.Tensor, past_key_values_length: int = 0) -> torch.Tensor:
+    """The original asks whether the step has more tokens than its table has positions, which a capture does not know."""
+    return nn.functional.embedding(position_ids + module.offset, module.weights)
+
+
 def _bloom(
     module: Any, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
@@ -146,6 +151,16 @@ def _mpt_model(module: Any, input_ids: Any, **_: Any) -> BaseModelOutputWithPast
     for block in module.blocks:
         hidden = block(hidden, position_bias=None, attention_mask=mask)[0]
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.norm_f(hidden))
+
+
+def _ctrl_model(module: Any, input_ids: Any, position_ids: Any, **_: Any) -> BaseModelOutputWithPast:
+    """The original scales by a number of NumPy's, which cannot be captured."""
+    hidden = module.w(input_ids) * module.d_model_size**0.5
+    mask = create_causal_mask(config=module.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None)
+    hidden = hidden + module.pos_encoding.to(hidden.dtype)[position_ids]
+    for layer in module.h:
+        hidden = layer(hidden, attention_mask=mask)
+    return BaseModelOutputWithPast(last_hidden_state=module.layernorm(hidden))
 
 
 def _bert(
@@ -190,6 +205,7 @@ _METHODS: dict[str, tuple[str, Callable[..., Any]]] = {  # class of a module →
     "GPTNeoXJapaneseAttention": ("_attn", _gpt_neox_japanese),
     "transformers.models.openai.modeling_openai.Attention": ("_attn", _openai_gpt),
     "XGLMAttention": ("forward", _xglm),
+    "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions),
     "TrOCRAttention": ("forward", _xglm),
     "MvpAttention": ("forward", _xglm),
     "BloomAttention": ("forward", _bloom),
@@ -197,6 +213,7 @@ _METHODS: dict[str, tuple[str, Callable[..., Any]]] = {  # class of a module →
     "FalconAttention": ("forward", _falcon),
     "MptAttention": ("forward", _mpt),
     "MptModel": ("forward", _mpt_model),
+    "CTRLModel": ("forward", _ctrl_model),
     "RemBertSelfAttention": ("forward", _bert),
     "MegatronBertSelfAttention": ("forward", _bert),
     "RoFormerSelfAttention": ("forward", _bert),
