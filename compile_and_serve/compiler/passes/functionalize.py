@@ -310,9 +310,14 @@ def _is_position(item: Any) -> bool:
 
 
 def _is_other_part(user: Node, parts: Node, reached_from: Node) -> bool:
-    """Whether `parts` splits a tensor, was reached from one part, and `user` is another part."""
+    """Whether `parts` has several results, was reached from one, and `user` is another that does not overlap it."""
     both = all(is_call(part, operator.getitem) and part.args[0] is parts for part in (user, reached_from))
-    return both and _name_of(parts) in PARTS and user.args[1] != reached_from.args[1]
+    if not both or user.args[1] == reached_from.args[1]:
+        return False
+    if _name_of(parts) in PARTS:
+        return True
+    is_tuple = isinstance(parts.meta["example_value"], tuple)  # as of `topk`
+    return is_tuple and not _storages(tensor_of(user)) & _storages(tensor_of(reached_from))
 
 
 def _reads_length(node: Node) -> bool:

@@ -343,7 +343,7 @@ def _angles(node: Any, heads_axis: int, interleaved: bool) -> Angles:
 
 
 def _common_source(q: Node, k: Node, v: Node) -> Node | None:
-    """The linear whose columns are those of q, then k, then v; None: they come from different ones."""
+    """The linear whose columns are those of q, then k, then v, and no others (a gate's); None: there is none."""
     parts = (q, k, v)
     if not all(is_call(part, operator.getitem) for part in parts):
         return None
@@ -352,7 +352,8 @@ def _common_source(q: Node, k: Node, v: Node) -> Node | None:
         return None
     source = sources.pop()
     if is_call(source, torch.split):
-        return arguments(source)[0] if [part.args[1] for part in parts] == [0, 1, 2] else None
+        whole = [part.args[1] for part in parts] == [0, 1, 2] and len(source.meta["example_value"]) == 3
+        return arguments(source)[0] if whole else None
     begin = 0
     for part in parts:
         index = part.args[1]

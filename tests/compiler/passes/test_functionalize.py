@@ -184,11 +184,17 @@ def parts_of_one(m: Writes, h: torch.Tensor) -> torch.Tensor:
     return heads.flatten(1) * k
 
 
+def one_of_two_results(m: Writes, h: torch.Tensor) -> torch.Tensor:
+    scores, ids = torch.topk(h, 3, dim=-1)
+    scores /= scores.sum(dim=-1, keepdim=True)  # the router of many mixtures of experts
+    return scores * ids
+
+
 SPELLINGS = [
     (chain, 2), (operators, 7), (product_of_matrices, 0), (another_name, 1), (read_before_and_after, 1),
     (result_is_not_read, 4), (flags, 5), (outs, 2), (masks_and_indices, 4),
     pytest.param(overwritten, 4, marks=not_in_torch211), pytest.param(positions, 10, marks=not_in_torch211),
-    (views_that_nobody_reads, 2), (parts_of_one, 2),
+    (views_that_nobody_reads, 2), (parts_of_one, 2), (one_of_two_results, 1),
 ]  # fmt: skip
 
 
