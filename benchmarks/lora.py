@@ -81,6 +81,8 @@ def loading(llm: LLM, sequences: int, adapters: list[LoRARequest], tokens: int) 
     num_base, before = max(1, sequences - 1), captured()
     prompts: Any = [{"prompt_token_ids": [1 + i] * PROMPT_TOKENS} for i in range(num_base + len(adapters))]
     lengths = [params(tokens)] * num_base + [params(4)] * len(adapters)
+    while core.idle():  # what is left to capture
+        pass
     core.step = step  # type: ignore[method-assign]
     try:
         llm.generate(prompts, lengths, use_tqdm=False, lora_request=[*[None] * num_base, *adapters])

@@ -39,7 +39,7 @@ from compile_and_serve.custom_ops.linear.silu_mul_gemm import (
     silu_mul_library,
 )
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm, silu_mul_rows
-from compile_and_serve.custom_ops.linear.triton_linear import _small_batch, fused_linear, gemv
+from compile_and_serve.custom_ops.linear.triton_linear import fused_linear, gemv, small_batch
 from compile_and_serve.custom_ops.sampling.triton_sampling import greedy_tokens
 from compile_and_serve.custom_ops.triton_common import num_sms
 
@@ -65,8 +65,8 @@ def sweep_linear(shape: Shape, sweep: bool) -> None:
     ]
     for m, kernel, configs in (
         (1, gemv, gemv_configs),
-        (8, _small_batch, batch_configs),
-        (16, _small_batch, batch_configs),
+        (8, small_batch, batch_configs),
+        (16, small_batch, batch_configs),
     ):
         arguments = {site: linear_arguments(shape, site, m) for site in shape.sites()}
         compile_in_parallel(
@@ -109,7 +109,7 @@ def section_medium(shape: Shape, sweep: bool) -> None:
             def ours(config: tuple[int, ...], site: str = site, a: dict[str, Any] = a) -> None:
                 for layer, w in enumerate(shape.weights):
                     x = rms_norm(a["x"], w[a["norm_name"]], shape.eps) if a["norm"] else a["x"]
-                    call_linear(_small_batch, shape, layer, site, a | {"x": x, "norm": False}, config=config)
+                    call_linear(small_batch, shape, layer, site, a | {"x": x, "norm": False}, config=config)
 
             configs = [
                 (o, i, s, n, w)

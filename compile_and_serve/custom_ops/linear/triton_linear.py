@@ -35,6 +35,7 @@ from compile_and_serve.custom_ops.triton_common import (
 )
 
 MAX_SMALL_TOKENS = 64
+SMALL_BLOCK_O = 64  # rows of a tile of the tensor-core kernel
 MAX_NORM_TOKENS = 16  # up to here, every program of the tensor-core kernel sums the squares of x itself
 
 
@@ -58,16 +59,80 @@ def part_of(column, end_0, end_1, end_2):
 
 
 @triton.jit
-def _expanded(h_ptr, b_ptr, index_ptr, rows_O, ok_O, b_width, rank, end_0, end_1, end_2, BLOCK_R: tl.constexpr):
-    """B h of the token's LoRA adapter (`custom_ops/lora`), for some rows of the linear."""
-    slot = tl.load(index_ptr).to(tl.int64) - 1
+def _adapter_tiles(h_ptr, b_ptr, slot, rows_O, ok_O, b_width, rank, end_0, end_1, end_2, BLOCK_R: tl.constexpr):
+    """B and h of the token's LoRA adapter (`custom_ops/lora`), for some rows of the linear: [R, O] each."""
     ranks_R = tl.arange(0, BLOCK_R)
-    part_O = part_of(rows_O, end_0, end_1, end_2)
     ok_RO = (ranks_R[:, None] < tl.where(slot >= 0, rank, 0)) & ok_O[None, :]
-    h_RO = tl.load(h_ptr + part_O[None, :] * rank + ranks_R[:, None], mask=ok_RO, other=0.0)
     b_slot_ptr = b_ptr + slot * rank * tl.cdiv(b_width, 16) * 16
     b_RO = tl.load(b_slot_ptr + b_offsets(ranks_R[:, None], rows_O[None, :], rank), mask=ok_RO, other=0.0)
-    return tl.sum(b_RO.to(tl.float32) * h_RO, 0)
+    part_O = part_of(rows_O, end_0, end_1, end_2)
+    h_RO = tl.load(h_ptr + part_O[None, :] * rank + ranks_R[:, None], mask=ok_RO, other=0.0)
+    return b_RO, h_RO
+
+
+@triton.jit
+def _own_h(
+    h_ptr, index_T, num_tokens, num_h_rows, part, rank, dtype: tl.constexpr, H_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """h of each token's LoRA adapter for one part of the outputs: [T, R], the partial sums added."""
+    tokens_T, ranks_R = tl.arange(0, index_T.shape[0]), tl.arange(0, BLOCK_R)
+    ok_TR = (index_T > 0)[:, None] & (ranks_R[None, :] < rank)
+    h_TR = tl.zeros((index_T.shape[0], BLOCK_R), dtype=tl.float32)
+    for split in tl.static_range(H_SPLITS):
+        at_TR = (split * num_tokens + tokens_T[:, None]) * num_h_rows + part * rank + ranks_R[None, :]
+        h_TR += tl.load(h_ptr + at_TR, mask=ok_TR, other=0.0)
+    return h_TR.to(dtype)
+
+
+@triton.jit
+def _spread(h_TR, is_own_TA):
+    """h of each token in the rows of its own adapter, zeros in the others: [A · R, T]"""
+    h_TAR = tl.where(is_own_TA[:, :, None], h_TR[:, None, :], tl.zeros_like(h_TR)[:, None, :])
+    return tl.trans(tl.reshape(h_TAR, (h_TR.shape[0], is_own_TA.shape[1] * h_TR.shape[1])))
+
+
+@triton.jit
+def _add_adapters(
+    acc_OT, acc_up_OT, h_ptr, b_ptr, index_ptr, groups_ptr, num_tokens, num_rows, rows_O, tile_start, num_h_rows, rank,
+    end_0, end_1, end_2, split, SPLITS: tl.constexpr, SILU_MUL: tl.constexpr, H_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """acc + B h of the tokens' LoRA adapters. Each product has the B of several adapters.
+
+    A tile has rows of one part only. With SiLU-mul, num_rows is a multiple of 16.
+    """
+    tokens_T, rows_K = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    per_block: tl.constexpr = BLOCK_K // BLOCK_R
+    dtype: tl.constexpr = b_ptr.dtype.element_ty
+    index_T = tl.load(index_ptr + tokens_T, mask=tokens_T < num_tokens, other=0)
+    used_T = tl.load(groups_ptr + tokens_T * 4 + 3, mask=tokens_T < num_tokens, other=0)
+    num_used = tl.sum((used_T > 0).to(tl.int32))
+    part = part_of(tile_start, end_0, end_1, end_2)
+    h_TR = _own_h(h_ptr, index_T, num_tokens, num_h_rows, part, rank, dtype, H_SPLITS, BLOCK_R)
+    ok_O = rows_O // 16 * 16 < num_rows  # whole blocks of B, which is padded, so that loads are wide
+    rank_K = rows_K % BLOCK_R
+    b_KO = b_offsets(rank_K[:, None], rows_O[None, :], rank)
+    if SILU_MUL:
+        up_part = part_of(num_rows + tile_start, end_0, end_1, end_2)
+        h_up_TR = _own_h(h_ptr, index_T, num_tokens, num_h_rows, up_part, rank, dtype, H_SPLITS, BLOCK_R)
+        b_up_KO = b_offsets(rank_K[:, None], (num_rows + rows_O)[None, :], rank)
+        slot_size = tl.cdiv(2 * num_rows, 16) * 16 * rank
+    else:
+        slot_size = tl.cdiv(num_rows, 16) * 16 * rank
+    for first in tl.range(split * per_block, num_used, SPLITS * per_block, num_stages=3):
+        numbers_K = first + rows_K // BLOCK_R
+        slot_K = tl.load(groups_ptr + numbers_K * 4 + 3, mask=numbers_K < num_tokens, other=0).to(tl.int64) - 1
+        ok_KO = ((slot_K >= 0) & (rank_K < rank))[:, None] & ok_O[None, :]
+        b_ptrs = b_ptr + slot_K[:, None] * slot_size
+        b = tl.load(b_ptrs + b_KO, mask=ok_KO, other=0.0)
+        numbers_A = first + tl.arange(0, per_block)
+        used_A = tl.load(groups_ptr + numbers_A * 4 + 3, mask=numbers_A < num_tokens, other=0)
+        is_own_TA = index_T[:, None] == used_A[None, :]
+        acc_OT = tl.dot(tl.trans(b), _spread(h_TR, is_own_TA), acc_OT, input_precision="ieee")
+        if SILU_MUL:
+            b_up = tl.load(b_ptrs + b_up_KO, mask=ok_KO, other=0.0)
+            acc_up_OT = tl.dot(tl.trans(b_up), _spread(h_up_TR, is_own_TA), acc_up_OT, input_precision="ieee")
+    return acc_OT, acc_up_OT
 
 
 @triton.jit(do_not_specialize=["prefetch_blocks"])
@@ -99,6 +164,9 @@ def _gemv_kernel(
                 if SILU_MUL:
                     prefetch_l2(up_ptr + block * block_elements, block_elements, THREADS)
     wait_for_previous(PDL)
+    if HAS_ADAPTERS:
+        slot = tl.load(index_ptr).to(tl.int64) - 1
+        b_width = 2 * num_rows if SILU_MUL else num_rows
     acc = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_O, BLOCK_I // LANES), dtype=tl.float32)
     square_1I = tl.zeros((1, BLOCK_I), dtype=tl.float32)
@@ -115,6 +183,15 @@ def _gemv_kernel(
         next_w = weight_tile(w_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
         if SILU_MUL:
             next_up = weight_tile(up_ptr, block, chunk * BLOCK_I, num_rows, num_blocks, in_features, BLOCK_O, BLOCK_I)
+        rows_O = here_block * BLOCK_O + tl.arange(0, BLOCK_O)
+        ok_O = rows_O < num_rows
+        if HAS_ADAPTERS:  # loads while the row is multiplied
+            last_O = rows_O < tl.where(is_last, num_rows, 0)
+            b_RO, h_RO = _adapter_tiles(h_ptr, b_ptr, slot, rows_O, last_O, b_width, rank, end_0, end_1, end_2, BLOCK_R)
+            if SILU_MUL:
+                b_up_RO, h_up_RO = _adapter_tiles(
+                    h_ptr, b_ptr, slot, num_rows + rows_O, last_O, b_width, rank, end_0, end_1, end_2, BLOCK_R
+                )
         x_1I = tl.load(x_ptr + here_1I, mask=here_1I < in_features, other=0.0).to(tl.float32)
         if HAS_NORM:
             if here_block == first_block:
@@ -124,8 +201,6 @@ def _gemv_kernel(
         if SILU_MUL:
             acc_up += _row_sums(up, x_1I, BLOCK_O, BLOCK_I, LANES)
         if is_last:
-            rows_O = here_block * BLOCK_O + tl.arange(0, BLOCK_O)
-            ok_O = rows_O < num_rows
             if HAS_RESIDUAL:  # loads while the sums are reduced
                 residual_O = tl.load(residual_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
             if HAS_NORM:
@@ -139,15 +214,11 @@ def _gemv_kernel(
             if HAS_BIAS:
                 y_O += tl.load(bias_ptr + rows_O, mask=ok_O, other=0.0).to(tl.float32)
             if HAS_ADAPTERS:
-                b_width = 2 * num_rows if SILU_MUL else num_rows
-                y_O += _expanded(h_ptr, b_ptr, index_ptr, rows_O, ok_O, b_width, rank, end_0, end_1, end_2, BLOCK_R)
+                y_O += tl.sum(b_RO.to(tl.float32) * h_RO, 0)
             if SILU_MUL:
                 up_O *= inverse_rms
                 if HAS_ADAPTERS:
-                    up_rows_O = num_rows + rows_O
-                    up_O += _expanded(
-                        h_ptr, b_ptr, index_ptr, up_rows_O, ok_O, b_width, rank, end_0, end_1, end_2, BLOCK_R
-                    )
+                    up_O += tl.sum(b_up_RO.to(tl.float32) * h_up_RO, 0)
                 if HAS_BIAS:
                     up_O += tl.load(bias_ptr + num_rows + rows_O, mask=ok_O, other=0.0).to(tl.float32)
                 y_O = gate(y_O, GELU) * up_O
@@ -162,9 +233,10 @@ def _gemv_kernel(
 def _small_batch_kernel(
     x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
     num_tokens, num_rows, in_features, x_stride, residual_stride, eps,
+    h_ptr, b_ptr, index_ptr, groups_ptr, num_h_rows, rank, end_0, end_1, end_2,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, HAS_ADAPTERS: tl.constexpr, H_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     rows_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -173,13 +245,13 @@ def _small_batch_kernel(
     tokens_T = tl.arange(0, BLOCK_T)
     token_ok_T = tokens_T < num_tokens
     cols_I = tl.arange(0, BLOCK_I)
+    per_split = tl.cdiv(tl.cdiv(in_features, BLOCK_I), SPLITS) * BLOCK_I
+    begin = split * per_split
     let_next_start(PDL)
     wait_for_previous(PDL)
     acc_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
     acc_up_OT = tl.zeros((BLOCK_O, BLOCK_T), dtype=tl.float32)
     square_TI = tl.zeros((BLOCK_T, BLOCK_I), dtype=tl.float32)
-    per_split = tl.cdiv(tl.cdiv(in_features, BLOCK_I), SPLITS) * BLOCK_I
-    begin = split * per_split
     w_OI = w_ptr + safe_rows_O[:, None] * in_features + cols_I[None, :]
     up_OI = w_OI + num_rows.to(tl.int64) * in_features
     for start in tl.range(begin, tl.minimum(begin + per_split, in_features), BLOCK_I, num_stages=STAGES):
@@ -199,6 +271,11 @@ def _small_batch_kernel(
         if SILU_MUL:
             up = tl.load(up_OI + start, mask=ok_1I, other=0.0, eviction_policy="evict_first")
             acc_up_OT = tl.dot(up, x_IT, acc_up_OT, input_precision="ieee")
+    if HAS_ADAPTERS:
+        acc_OT, acc_up_OT = _add_adapters(
+            acc_OT, acc_up_OT, h_ptr, b_ptr, index_ptr, groups_ptr, num_tokens, num_rows, rows_O, tile * BLOCK_O, num_h_rows, rank,
+            end_0, end_1, end_2, split, SPLITS, SILU_MUL, H_SPLITS, BLOCK_T, BLOCK_R, BLOCK_K,
+        )  # fmt: skip
     square_T = tl.sum(square_TI, 1)
     last = True
     if SPLITS > 1:
@@ -261,14 +338,14 @@ def small_batch_config(
     num_tokens: int, num_rows: int, in_features: int, silu_mul: bool, sms: int
 ) -> tuple[int, int, int, int, int]:
     """(BLOCK_O, BLOCK_I, splits, stages, warps) of the 2 … 64-token kernel."""
-    tiles, splits = cdiv(num_rows, 64), 1
+    tiles, splits = cdiv(num_rows, SMALL_BLOCK_O), 1
     while 3 * tiles * splits < 2 * sms and splits < 8 and in_features >= 512 * splits:
         splits *= 2
     if num_tokens > 32 or (
         num_tokens > 16 and silu_mul
     ):  # shared memory does not hold wider tiles of x and two tiles of W
-        return 64, 128, splits, 4, 4
-    return 64, 256, splits, 3, 4
+        return SMALL_BLOCK_O, 128, splits, 4, 4
+    return SMALL_BLOCK_O, 256, splits, 3, 4
 
 
 def fused_linear(
@@ -290,12 +367,11 @@ def fused_linear(
         residual_TO = residual_TO.contiguous()
     if takes_gemv(x_TI, weight_OI):
         return gemv(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
-    small = 1 < num_tokens <= MAX_SMALL_TOKENS and _is_plain(x_TI, weight_OI)
-    runs_small = small and x_TI.dtype != torch.float32
+    runs_small = takes_small_batch(x_TI, weight_OI)
     if norm_weight_I is not None and not (runs_small and num_tokens <= MAX_NORM_TOKENS):
         x_TI, norm_weight_I = rms_norm(x_TI, norm_weight_I, eps), None
     if runs_small:
-        return _small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
+        return small_batch(x_TI, weight_OI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)
     if bias_O is not None or gelu:
         y_TO = F.linear(x_TI, weight_OI, bias_O)
         y_TO = silu_mul_rows(y_TO, gelu=gelu) if silu_mul else y_TO
@@ -311,6 +387,11 @@ def fused_linear(
 def takes_gemv(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     """Whether `gemv` computes this linear."""
     return x_TI.shape[0] == 1 and _is_plain(x_TI, weight_OI)
+
+
+def takes_small_batch(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether `small_batch` computes this linear."""
+    return 1 < x_TI.shape[0] <= MAX_SMALL_TOKENS and _is_plain(x_TI, weight_OI) and x_TI.dtype != torch.float32
 
 
 def _is_plain(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
@@ -359,7 +440,7 @@ def gemv(
     return out
 
 
-def _small_batch(
+def small_batch(
     x_TI: torch.Tensor,
     weight_OI: torch.Tensor,
     out_features: int,
@@ -370,8 +451,16 @@ def _small_batch(
     residual_TO: torch.Tensor | None,
     gelu: bool = False,
     config: tuple[int, int, int, int, int] | None = None,
+    adapters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]] | None = None,
 ) -> torch.Tensor:
+    """`fused_linear` of 2 to MAX_SMALL_TOKENS tokens. adapters: h = A x as float32 partial sums [splits, T, Q], B [S, ceil(O / 16), R, 16],
+    the tokens' indices, their `lora_groups`, and where the first three parts end, at multiples of SMALL_BLOCK_O; only without a norm.
+    """
+    assert adapters is None or norm_weight_I is None, "the norm scales the sums last, and h is not to be scaled"
     num_tokens, in_features = x_TI.shape
+    h, b, index, groups, ends = adapters or (None, None, None, None, (0, 0, 0))
+    h_splits, num_h_rows, rank = (1, 1, 1) if h is None or b is None else (h.shape[0], h.shape[2], b.shape[2])
+    block_r = max(16, next_power_of_2(rank))
     num_rows = out_features // 2 if silu_mul else out_features
     block_o, block_i, splits, stages, warps = config or small_batch_config(
         num_tokens, num_rows, in_features, silu_mul, num_sms(x_TI.device)
@@ -390,8 +479,10 @@ def _small_batch(
         _small_batch_kernel, (tiles, splits),
         x_TI, weight_OI, out, norm_weight_I, bias_O, residual_TO, partial, counters,
         num_tokens, num_rows, in_features, x_TI.stride(0), residual_TO.stride(0) if residual_TO is not None else 0, eps,
+        h, b, index, groups, num_h_rows, rank, *ends,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul,
-        GELU=gelu, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PDL=pdl, num_warps=warps,
-        **launch_options(pdl),
+        GELU=gelu, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PDL=pdl,
+        HAS_ADAPTERS=adapters is not None, H_SPLITS=h_splits, BLOCK_R=block_r, BLOCK_K=max(128, block_r),
+        num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
     return out

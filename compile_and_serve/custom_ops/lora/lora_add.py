@@ -23,7 +23,7 @@ from compile_and_serve.custom_ops.lora.limits import COLUMNS, MAX_PARTS, TILE
 
 def _lora_add(
     y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     out_TO = y_TO.clone(memory_format=torch.contiguous_format)
     rank = b_SCRN.shape[2]
@@ -56,11 +56,11 @@ def _groups(indices: list[int]) -> dict[int, slice | list[int]]:
 
 def _lora_add_cuda(
     y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     from compile_and_serve.custom_ops.lora.triton_lora import lora_add as triton_lora_add  # Triton may be missing
 
-    return triton_lora_add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3)
+    return triton_lora_add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
 
 
 def check_adapters(
@@ -82,7 +82,7 @@ def check_adapters(
 
 def _fake(
     y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     check_adapters(y_TO.shape[1], x_TI, a_SQI, b_SCRN, ends)
     return y_TO.new_empty(y_TO.shape)
@@ -102,15 +102,15 @@ _op = define(
 
 def lora_add(
     y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """out[t] = y[t] + B[s] (A[s] x[t]) with s = index[t] - 1, for each part of the outputs; out[t] = y[t] where index[t] is 0.
 
     y_TO: [T, O]. x_TI: [T, I]. Rows of both may be strided. a_SQI: [S, P * R, I]; b_SCRN: [S, ceil(O / 16), R, 16], scaled, padded
-    with zeros. index_T: int32 [T], 0 to S; 0 means no adapter. ends: where the P parts of the outputs end. groups_T3:
+    with zeros. index_T: int32 [T], 0 to S; 0 means no adapter. ends: where the P parts of the outputs end. groups_T4:
     `lora_groups(index_T)`; None: computed where a kernel needs it. → [T, O], contiguous, y's dtype.
     """
-    return _op(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3)
+    return _op(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
 
 
 def _lora_groups(index_T: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,10 @@ def _lora_groups(index_T: torch.Tensor) -> torch.Tensor:
     is_equal_TT = sorted_T[:, None] == sorted_T
     place_T, size_T = (is_equal_TT & earlier_TT).sum(1), is_equal_TT.sum(1)
     count_T = torch.where(place_T % TILE == 0, (size_T - place_T).clamp(max=TILE), 0)
-    return torch.stack([order_T, index_T[order_T], count_T], dim=1).to(torch.int32)
+    used = index_T[index_T > 0].unique()
+    return torch.stack([order_T, index_T[order_T], count_T, F.pad(used, (0, len(order_T) - len(used)))], dim=1).to(
+        torch.int32
+    )
 
 
 def _lora_groups_cuda(index_T: torch.Tensor) -> torch.Tensor:
@@ -133,7 +136,7 @@ def _lora_groups_cuda(index_T: torch.Tensor) -> torch.Tensor:
 
 _groups_op = define(
     "lora_groups(Tensor adapter_index) -> Tensor",
-    kind=OpKind.CAPTURABLE, version=1, fake=lambda index_T: index_T.new_empty(index_T.shape[0], 3),
+    kind=OpKind.CAPTURABLE, version=2, fake=lambda index_T: index_T.new_empty(index_T.shape[0], 4),
     CompositeExplicitAutograd=_lora_groups, CUDA=_lora_groups_cuda,
 )  # fmt: skip
 
@@ -141,7 +144,8 @@ _groups_op = define(
 def lora_groups(index_T: torch.Tensor) -> torch.Tensor:
     """A step's tokens in the order of their adapters, those without one last; computed once for all layers.
 
-    index_T: int32 [T]. → int32 [T, 3]: the token, its index, and how many tokens a tile has that begins here (1 to `TILE` tokens
-    of one adapter), else 0. Not filled where T is so large that kernels take tokens in their own order.
+    index_T: int32 [T]. → int32 [T, 4]: the token, its index, and how many tokens a tile has that begins here (1 to `TILE` tokens
+    of one adapter), else 0. The last column lists the indices in use, each once, and then zeros. A GPU does not fill it for more than 64
+    tokens, nor the others where T is so large that kernels take tokens in their own order.
     """
     return _groups_op(index_T)

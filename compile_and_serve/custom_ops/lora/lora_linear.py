@@ -21,19 +21,19 @@ from compile_and_serve.custom_ops.lora.lora_add import lora_add as _add
 def _lora_linear(
     x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
     bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
     y_TO = F.linear(x_TI, unpack_linear_weight(packed, out_features, x_TI.shape[1]), bias_O)
-    y_TO = _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3)
+    y_TO = _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
     return finish_linear(y_TO, silu_mul, residual_TO, x_TI.dtype, gelu)
 
 
 def _fake(
     x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
     bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     check_adapters(out_features, x_TI, a_SQI, b_SCRN, ends)
     return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
@@ -63,7 +63,7 @@ _op = define(
 def lora_linear(
     x_TI: torch.Tensor, packed: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
     bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """out = f(lora_add(n Wᵀ + bias, n, …)) + residual with n = rms_norm(x). Everything but the products is optional.
 
@@ -71,5 +71,5 @@ def lora_linear(
     """
     return _op(
         x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, a_SQI, b_SCRN, index_T, ends,
-        groups_T3,
+        groups_T4,
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""LoRA adapters on a GPU: shrink (h = A x) and expand (+ B h), two kernels per linear, without a host sync.
+"""LoRA adapters on a GPU: shrink (h = A x) and expand (+ B h), a kernel for each, without a host sync.
 
 - 1 token: `lora_linear` runs shrink, then the linear's own kernel adds B h to its sums (`_gemv_kernel`).
+- Up to MAX_SMALL_TOKENS tokens: so does `_small_batch_kernel`. Its products go over the B of all adapters in use.
 - Up to MAX_SORTED tokens: each program takes a tile of up to TILE tokens of one adapter, from the step's sorted order (`lora_groups`).
   So an adapter is read once for TILE tokens, and the tokens of a decode step may have any mix of adapters.
 - More: each program takes a block of consecutive tokens, and multiplies it by each adapter that the block uses. Tokens of a prompt are
@@ -23,9 +24,20 @@ import triton.language as tl
 
 from compile_and_serve.custom_ops.build.triton_launch import launch
 from compile_and_serve.custom_ops.linear.triton_elementwise import rms_norm
-from compile_and_serve.custom_ops.linear.triton_linear import b_offsets, fused_linear, gemv, part_of, takes_gemv
+from compile_and_serve.custom_ops.linear.triton_linear import (
+    MAX_SMALL_TOKENS,
+    SMALL_BLOCK_O,
+    b_offsets,
+    fused_linear,
+    gemv,
+    part_of,
+    small_batch,
+    takes_gemv,
+    takes_small_batch,
+)
 from compile_and_serve.custom_ops.lora.limits import MAX_PARTS, TILE
 from compile_and_serve.custom_ops.triton_common import (
+    add_pairs,
     cdiv,
     gate,
     launch_options,
@@ -58,10 +70,17 @@ def _groups_kernel(index_ptr, groups_ptr, num_tokens, BLOCK: tl.constexpr, TILE:
         equal_T += tl.sum(is_equal_TU.to(tl.int32), 1)
         place_T += tl.sum((is_equal_TU & (others_U[None, :] < tokens_T[:, None])).to(tl.int32), 1)
     count_T = tl.where(place_T % TILE == 0, tl.minimum(equal_T - place_T, TILE), 0)
-    row_ptrs = groups_ptr + (smaller_T + place_T) * 3
+    row_ptrs = groups_ptr + (smaller_T + place_T) * 4
     tl.store(row_ptrs, tokens_T, mask=ok_T)
     tl.store(row_ptrs + 1, index_T, mask=ok_T)
     tl.store(row_ptrs + 2, count_T, mask=ok_T)
+    if num_tokens <= BLOCK:  # this program has all tokens
+        is_first_T = (place_T == 0) & (index_T > 0)
+        is_used_before_TU = (key_T[None, :] < key_T[:, None]) & is_first_T[None, :]
+        number_T = tl.sum(is_used_before_TU.to(tl.int32), 1)
+        tl.store(groups_ptr + number_T * 4 + 3, index_T, mask=ok_T & is_first_T)
+        is_free_T = tokens_T >= tl.sum(is_first_T.to(tl.int32))
+        tl.store(groups_ptr + tokens_T * 4 + 3, tl.zeros_like(index_T), mask=ok_T & is_free_T)
 
 
 @triton.jit
@@ -70,44 +89,38 @@ def _shrink_one_kernel(
     HAS_NORM: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    cols_I = tl.arange(0, BLOCK_I)
+    ok_I = cols_I < num_features
     let_next_start(PDL)
-    wait_for_previous(PDL)
+    # The adapters and the step's inputs do not depend on the previous kernel.
     slot = tl.load(index_ptr).to(tl.int64) - 1
-    num_read = tl.where(slot >= 0, num_features, 0)
     a_row_ptr = a_ptr + (slot * num_rows + row) * num_features
-    sums_I = tl.zeros((BLOCK_I,), dtype=tl.float32)
-    squares_I = tl.zeros((BLOCK_I,), dtype=tl.float32)
-    for start in range(0, num_features, BLOCK_I):
-        cols_I = start + tl.arange(0, BLOCK_I)
-        ok_I = cols_I < num_features
-        a_I = tl.load(a_row_ptr + cols_I, mask=cols_I < num_read, other=0.0).to(tl.float32)
-        x_I = tl.load(x_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            squares_I += x_I * x_I
-            x_I *= tl.load(norm_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
-        sums_I += a_I * x_I
-    h = tl.sum(sums_I)
+    a_I = tl.load(a_row_ptr + cols_I, mask=cols_I < tl.where(slot >= 0, num_features, 0), other=0.0)
     if HAS_NORM:
-        h *= 1.0 / tl.sqrt_rn(tl.sum(squares_I) / num_features + eps)
+        norm_I = tl.load(norm_ptr + cols_I, mask=ok_I, other=0.0)
+    wait_for_previous(PDL)
+    x_I = tl.load(x_ptr + cols_I, mask=ok_I, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        h, squares = tl.reduce((a_I.to(tl.float32) * (x_I * norm_I.to(tl.float32)), x_I * x_I), 0, add_pairs)
+        h *= 1.0 / tl.sqrt_rn(squares / num_features + eps)
+    else:
+        h = tl.sum(a_I.to(tl.float32) * x_I)
     tl.store(h_ptr + row, h)
 
 
 @triton.jit
 def _tokens(index_ptr, groups_ptr, num_tokens, SORTED: tl.constexpr, BLOCK_T: tl.constexpr):
-    """A program's tokens: their rows in h, their numbers, which of them exist, their adapters."""
+    """A program's tokens: their numbers, which of them exist, their adapters."""
     if SORTED:
-        first = tl.program_id(0)
-        count = tl.load(groups_ptr + first * 3 + 2)
-        rows_T = first + tl.arange(0, BLOCK_T)
-        ok_T = tl.arange(0, BLOCK_T) < count
-        tokens_T = tl.load(groups_ptr + rows_T * 3, mask=ok_T, other=0)
-        index_T = tl.load(groups_ptr + rows_T * 3 + 1, mask=ok_T, other=0)
+        row_ptrs_T = groups_ptr + (tl.program_id(0) + tl.arange(0, BLOCK_T)) * 4
+        ok_T = tl.arange(0, BLOCK_T) < tl.load(groups_ptr + tl.program_id(0) * 4 + 2)
+        tokens_T = tl.load(row_ptrs_T, mask=ok_T, other=0)
+        index_T = tl.load(row_ptrs_T + 1, mask=ok_T, other=0)
     else:
-        rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-        ok_T = rows_T < num_tokens
-        tokens_T = rows_T
+        tokens_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+        ok_T = tokens_T < num_tokens
         index_T = tl.load(index_ptr + tokens_T, mask=ok_T, other=0)
-    return rows_T.to(tl.int64), tokens_T.to(tl.int64), ok_T, index_T
+    return tokens_T.to(tl.int64), ok_T, index_T
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -116,8 +129,8 @@ def _shrink_kernel(
     SORTED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
+    tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)  # the step's inputs
     wait_for_previous(PDL)
-    h_rows_T, tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
     split = tl.program_id(2)
     rows_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     end = tl.minimum((split + 1) * split_size, num_features)
@@ -135,13 +148,13 @@ def _shrink_kernel(
             a_RI = tl.load(a_ptrs + cols_I[None, :], mask=(rows_R[:, None] < num_rows) & ok_I[None, :], other=0.0)
             sums_TR = tl.dot(x_TI, tl.trans(a_RI.to(x_TI.dtype)), sums_TR, input_precision="ieee")
         index = tl.min(tl.where(index_T > index, index_T, 1 << 30))
-    at_TR = (split * num_tokens + h_rows_T[:, None]) * num_rows + rows_R[None, :]
+    at_TR = (split * num_tokens + tokens_T[:, None]) * num_rows + rows_R[None, :]
     tl.store(h_ptr + at_TR, sums_TR, mask=(ok_T & (index_T > 0))[:, None] & (rows_R[None, :] < num_rows))
 
 
 @triton.jit
 def _add_expanded(
-    sums_TO, h_ptr, b_ptr, h_rows_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
+    sums_TO, h_ptr, b_ptr, tokens_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
     SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """sums + B h, for all adapters of the tokens and all parts of the columns."""
@@ -158,7 +171,7 @@ def _add_expanded(
                 ok_TR = own_T[:, None] & (rows_R[None, :] < rank)
                 h_TR = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
                 for split in tl.static_range(SPLITS):
-                    at_TR = (split * num_tokens + h_rows_T[:, None]) * num_rows + part * rank + rows_R[None, :]
+                    at_TR = (split * num_tokens + tokens_T[:, None]) * num_rows + part * rank + rows_R[None, :]
                     h_TR += tl.load(h_ptr + at_TR, mask=ok_TR, other=0.0)
                 if tl.max(tl.abs(h_TR)) > 0:  # B of a linear that the adapter does not change is not read
                     ok_RO = (rows_R[:, None] < rank) & ((part_O == part) & (cols_O < num_features))[None, :]
@@ -179,7 +192,7 @@ def _expand_kernel(
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
-    h_rows_T, tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
+    tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
     if SILU_MUL:
         num_out = num_features // 2
     else:
@@ -189,13 +202,13 @@ def _expand_kernel(
     y_ptrs = y_ptr + tokens_T[:, None] * y_stride + cols_O[None, :]
     sums_TO = tl.load(y_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
     sums_TO = _add_expanded(
-        sums_TO, h_ptr, b_ptr, h_rows_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
+        sums_TO, h_ptr, b_ptr, tokens_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
         SPLITS, BLOCK_T, BLOCK_R,
     )  # fmt: skip
     if SILU_MUL:
         up_TO = tl.load(y_ptrs + num_out, mask=ok_TO, other=0.0).to(tl.float32)
         up_TO = _add_expanded(
-            up_TO, h_ptr, b_ptr, h_rows_T, index_T, num_out + cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1,
+            up_TO, h_ptr, b_ptr, tokens_T, index_T, num_out + cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1,
             end_2, SPLITS, BLOCK_T, BLOCK_R,
         )  # fmt: skip
         sums_TO = gate(sums_TO, GELU) * up_TO
@@ -209,26 +222,27 @@ def _expand_kernel(
 def lora_groups(index_T: torch.Tensor) -> torch.Tensor:
     """`custom_ops.lora.lora_add.lora_groups`."""
     num_tokens = index_T.shape[0]
-    groups_T3 = index_T.new_empty(num_tokens, 3)
+    groups_T4 = index_T.new_empty(num_tokens, 4)
     if 0 < num_tokens <= MAX_SORTED:
         launch(
-            _groups_kernel, (cdiv(num_tokens, 64),), index_T, groups_T3, num_tokens, BLOCK=64, TILE=TILE, num_warps=4
-        )
-    return groups_T3
+            _groups_kernel, (cdiv(num_tokens, MAX_SMALL_TOKENS),), index_T, groups_T4, num_tokens, BLOCK=MAX_SMALL_TOKENS, TILE=TILE,
+            num_warps=4,
+        )  # fmt: skip
+    return groups_T4
 
 
 def lora_add(
     y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`custom_ops.lora.lora_add.lora_add`."""
-    return _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3)
+    return _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4)
 
 
 def lora_linear(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, out_features: int, norm_weight_I: torch.Tensor | None, eps: float,
     bias_O: torch.Tensor | None, silu_mul: bool, residual_TO: torch.Tensor | None, gelu: bool, a_SQI: torch.Tensor,
-    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T3: torch.Tensor | None = None,
+    b_SCRN: torch.Tensor, index_T: torch.Tensor, ends: Sequence[int], groups_T4: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`custom_ops.lora.lora_linear.lora_linear`, over the plain weight [O, I]."""
     x_TI = _with_rows(x_TI)
@@ -241,8 +255,18 @@ def lora_linear(
         )
     if norm_weight_I is not None:
         x_TI = rms_norm(x_TI, norm_weight_I, eps)
+    if takes_small_batch(x_TI, weight_OI) and _tiles_have_one_part(ends, silu_mul):
+        groups_T4 = lora_groups(index_T) if groups_T4 is None else groups_T4
+        small_adapters = _shrink(x_TI, a_SQI, index_T, groups_T4), b_SCRN, index_T, groups_T4, padded_ends(ends)
+        return small_batch(
+            x_TI, weight_OI, out_features, None, eps, bias_O, silu_mul, residual_TO, gelu, adapters=small_adapters
+        )
     y_TO = fused_linear(x_TI, weight_OI, out_features, bias_O=bias_O)
-    return _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T3, silu_mul, gelu, residual_TO)
+    return _add(y_TO, x_TI, a_SQI, b_SCRN, index_T, ends, groups_T4, silu_mul, gelu, residual_TO)
+
+
+def _tiles_have_one_part(ends: Sequence[int], silu_mul: bool) -> bool:
+    return not any(end % SMALL_BLOCK_O for end in (*ends[:-1], ends[-1] // 2 if silu_mul else 0))
 
 
 def padded_ends(ends: Sequence[int]) -> tuple[int, ...]:
@@ -259,51 +283,62 @@ def _shrink_one(
 ) -> torch.Tensor:
     _, num_rows, num_in = a_SQI.shape
     h_Q = torch.empty(num_rows, dtype=torch.float32, device=x_1I.device)
-    pdl = supports_pdl(x_1I.device)
+    pdl, block_i = supports_pdl(x_1I.device), next_power_of_2(num_in)
     launch(
         _shrink_one_kernel, (num_rows,), x_1I, a_SQI, index_1, norm_weight_I, h_Q, num_in, num_rows, eps,
-        HAS_NORM=norm_weight_I is not None, BLOCK_I=min(4096, next_power_of_2(num_in)), PDL=pdl, num_warps=8,
+        HAS_NORM=norm_weight_I is not None, BLOCK_I=block_i, PDL=pdl, num_warps=8 if block_i <= 1 << 14 else 16,
         **launch_options(pdl),
     )  # fmt: skip
     return h_Q
 
 
+def _shrink(
+    x_TI: torch.Tensor, a_SQI: torch.Tensor, index_T: torch.Tensor, groups_T4: torch.Tensor | None
+) -> torch.Tensor:
+    """h = A x of each token's adapter, as float32 partial sums [K, T, Q]. groups_T4: for at most MAX_SORTED tokens."""
+    (num_tokens, num_in), num_rows, is_sorted = x_TI.shape, a_SQI.shape[1], groups_T4 is not None
+    block_t = TILE if is_sorted else BLOCK_T
+    block_i = min(256 if is_sorted else 128, max(16, next_power_of_2(num_in)))
+    block_r = min(64, max(16, next_power_of_2(num_rows)))
+    splits = max(1, min(MAX_SPLITS if is_sorted else 1, num_in // (2 * block_i)))
+    split_size = cdiv(cdiv(num_in, splits), block_i) * block_i
+    splits = cdiv(num_in, split_size)
+    h_KTQ = torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=x_TI.device)
+    pdl = supports_pdl(x_TI.device)
+    launch(
+        _shrink_kernel, (num_tokens if is_sorted else cdiv(num_tokens, block_t), cdiv(num_rows, block_r), splits),
+        x_TI, a_SQI, index_T, groups_T4, h_KTQ, num_tokens, num_in, num_rows, x_TI.stride(0), split_size,
+        SORTED=is_sorted, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_I=block_i, PDL=pdl, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    return h_KTQ
+
+
 def _add(
     y_TO: torch.Tensor, x_TI: torch.Tensor, a_SQI: torch.Tensor, b_SCRN: torch.Tensor, index_T: torch.Tensor,
-    ends: Sequence[int], groups_T3: torch.Tensor | None, silu_mul: bool = False, gelu: bool = False,
+    ends: Sequence[int], groups_T4: torch.Tensor | None, silu_mul: bool = False, gelu: bool = False,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """f(y + B A x) + residual."""
     y_TO, x_TI = _with_rows(y_TO), _with_rows(x_TI)
-    (num_tokens, num_features), num_in = y_TO.shape, x_TI.shape[1]
+    num_tokens, num_features = y_TO.shape
     num_rows, rank = a_SQI.shape[1], b_SCRN.shape[2]
     num_out = num_features // 2 if silu_mul else num_features
     out_TO = y_TO.new_empty(num_tokens, num_out)
     if num_tokens == 0:
         return out_TO
     is_sorted = num_tokens <= MAX_SORTED
-    if is_sorted and groups_T3 is None:
-        groups_T3 = lora_groups(index_T)
-    block_t = TILE if is_sorted else BLOCK_T
-    blocks = num_tokens if is_sorted else cdiv(num_tokens, block_t)
-    block_i = min(256 if is_sorted else 128, max(16, next_power_of_2(num_in)))
-    block_r = min(16 if is_sorted else 64, max(16, next_power_of_2(num_rows)))
-    splits = max(1, min(MAX_SPLITS if is_sorted else 1, num_in // (2 * block_i)))
-    split_size = cdiv(cdiv(num_in, splits), block_i) * block_i
-    splits = cdiv(num_in, split_size)
-    h_KTQ = torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=y_TO.device)
+    if not is_sorted:
+        groups_T4 = None
+    elif groups_T4 is None:
+        groups_T4 = lora_groups(index_T)
+    h_KTQ = _shrink(x_TI, a_SQI, index_T, groups_T4)
+    block_t, block_o = TILE if is_sorted else BLOCK_T, min(128, max(16, next_power_of_2(num_out)))
     pdl = supports_pdl(y_TO.device)
     launch(
-        _shrink_kernel, (blocks, cdiv(num_rows, block_r), splits),
-        x_TI, a_SQI, index_T, groups_T3, h_KTQ, num_tokens, num_in, num_rows, x_TI.stride(0), split_size,
-        SORTED=is_sorted, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_I=block_i, PDL=pdl, num_warps=4, **launch_options(pdl),
-    )  # fmt: skip
-    block_o = min(128, max(16, next_power_of_2(num_out)))
-    launch(
-        _expand_kernel, (blocks, cdiv(num_out, block_o)),
-        y_TO, h_KTQ, b_SCRN, index_T, groups_T3, residual_TO, out_TO, num_tokens, num_features, num_rows, rank,
+        _expand_kernel, (num_tokens if is_sorted else cdiv(num_tokens, block_t), cdiv(num_out, block_o)),
+        y_TO, h_KTQ, b_SCRN, index_T, groups_T4, residual_TO, out_TO, num_tokens, num_features, num_rows, rank,
         y_TO.stride(0), 0 if residual_TO is None else residual_TO.stride(0), *padded_ends(ends),
-        SORTED=is_sorted, SILU_MUL=silu_mul, GELU=gelu, HAS_RESIDUAL=residual_TO is not None, SPLITS=splits,
+        SORTED=is_sorted, SILU_MUL=silu_mul, GELU=gelu, HAS_RESIDUAL=residual_TO is not None, SPLITS=h_KTQ.shape[0],
         BLOCK_T=block_t, BLOCK_R=min(32, max(16, next_power_of_2(rank))), BLOCK_O=block_o, PDL=pdl, num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip

@@ -5,7 +5,6 @@ Shape legend: R the largest rank, I and O input and output features.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -102,11 +101,12 @@ class DeviceAdapters:
         file = open_adapter(path, self.targets, self._max_rank)
         sites = [self._sites[part.target.module] for part in file.parts]
         names = list(dict.fromkeys(name for site in sites for name in (site.a, site.b)))
-        sizes = [math.prod(self._weights[name].shape[1:]) for name in names]
-        memory = self._platform.host_zeros(sum(sizes), self._dtype)  # pinned where the device is asynchronous
+        # Many small pieces: while memory is pinned, the device takes no launches.
         adapter = {
-            name: values.view(self._weights[name].shape[1:])
-            for name, values in zip(names, memory.split(sizes), strict=True)
+            name: self._platform.host_zeros(self._weights[name][0].numel(), self._dtype).view(
+                self._weights[name].shape[1:]
+            )
+            for name in names
         }
         for part, a_RI, b_OR in file.tensors():
             site = self._sites[part.target.module]

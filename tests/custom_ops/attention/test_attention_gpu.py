@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 from compile_and_serve.custom_ops.attention import flashinfer_backend as attention_flashinfer
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend, Scores, attention, attention_metadata
 from compile_and_serve.custom_ops.attention.flashinfer_backend import FlashInferAttention
+from compile_and_serve.custom_ops.attention.mla import LatentOperands
 from compile_and_serve.custom_ops.attention.rope_attention import rope_attention
 from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.custom_ops.attention.triton_backend import TritonAttention
@@ -151,10 +152,11 @@ def test_latent_attention(case: str, interleaved: bool, cache_dtype: torch.dtype
     kv_b = random(heads * (nope + values), latent) * latent**-0.5
     cache = random(num_blocks, batch.block_size, latent + rope).to(cache_dtype)
     args = [q_THE, kv_a_TE, *others, kv_b]
+    rest = scale, 1e-6, interleaved
     expected = TorchAttention().mla_forward(
-        *(one.float() for one in args), cache.clone(), scale, 1e-6, interleaved, metadata
+        LatentOperands(*(one.float() for one in args), cache.clone(), *rest), metadata
     )
-    out = backend.mla_forward(*args, cache, scale, 1e-6, interleaved, metadata)
+    out = backend.mla_forward(LatentOperands(*args, cache, *rest), metadata)
     # The reference rounds the step's own entries to float8 from float32, not from bfloat16.
     limit = 2e-2 if cache_dtype == torch.bfloat16 else 5e-2
     assert cases.relative_error(out[: metadata.num_tokens], expected[: metadata.num_tokens].double()) < limit

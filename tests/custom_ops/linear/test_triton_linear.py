@@ -80,7 +80,7 @@ def test_one_token(out: int, inner: int, silu_mul: bool, extras: bool, dtype: to
 def test_few_tokens(num_tokens: int, out: int, inner: int, silu_mul: bool, splits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_tokens)
     a = arguments(num_tokens, out, inner, silu_mul, True, dtype)
-    result = triton_linear._small_batch(*a.values(), config=(16, 32, splits, 2, 4))  # type: ignore[arg-type]
+    result = triton_linear.small_batch(*a.values(), config=(16, 32, splits, 2, 4))  # type: ignore[arg-type]
     assert relative_error(result, reference(a)) < LIMITS[dtype]
 
 
@@ -98,7 +98,7 @@ def test_gelu_in_place_of_silu(num_tokens: int) -> None:
 def test_splits_count_from_zero_again() -> None:
     torch.manual_seed(0)
     a = arguments(3, 40, 160, False, False, torch.float32)
-    first, second = (triton_linear._small_batch(*a.values(), config=(16, 32, 5, 2, 4)) for _ in range(2))  # type: ignore[arg-type]
+    first, second = (triton_linear.small_batch(*a.values(), config=(16, 32, 5, 2, 4)) for _ in range(2))  # type: ignore[arg-type]
     assert torch.equal(first, second)
 
 

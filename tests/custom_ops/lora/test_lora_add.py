@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import compile_and_serve.custom_ops.lora.triton_lora as kernels
 from compile_and_serve.custom_ops.build.cpu_kernels import load_cpu_kernels
 from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
+from compile_and_serve.custom_ops.linear.triton_linear import MAX_SMALL_TOKENS, small_batch
 from compile_and_serve.custom_ops.lora.limits import COLUMNS, TILE
 from compile_and_serve.custom_ops.lora.lora_add import lora_add, lora_groups, unblocked
 from compile_and_serve.custom_ops.lora.lora_linear import lora_linear
@@ -139,12 +140,43 @@ def test_lora_linear(
     assert relative_error(out, y) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("mix", ["none", "one", "many", "runs"])
+@pytest.mark.parametrize(
+    "tokens, silu_mul, bias, residual, num_in, ends, rank, splits",
+    [
+        (2, 0, 1, 0, 64, [96], 16, 1), (5, 0, 0, 1, 300, [64, 128, 150], 20, 2), (37, 1, 0, 1, 147, [128], 8, 1),
+        (64, 1, 1, 0, 600, [128, 256], 5, 2), (3, 0, 0, 0, 64, [70], 200, 1),
+    ],
+)  # fmt: skip
+def test_small_batch_with_adapters(
+    tokens: int, silu_mul: int, bias: int, residual: int, num_in: int, ends: list[int], rank: int, splits: int, mix: str,
+) -> None:  # fmt: skip
+    width = ends[-1] // 2 if silu_mul else ends[-1]
+    x = torch.randn(tokens, num_in)
+    weight = torch.randn(ends[-1], num_in) / num_in**0.5
+    biases, residuals = torch.randn(ends[-1]) if bias else None, torch.randn(tokens, width) if residual else None
+    a, b = make_adapters(num_in, ends, rank, torch.float32)
+    index = make_index(tokens, mix)
+    groups = kernels.lora_groups(index)
+    h = kernels._shrink(x, a, index, groups)
+    out = small_batch(
+        x, weight, ends[-1], None, 1e-5, biases, bool(silu_mul), residuals, config=(64, 128, splits, 1, 4),
+        adapters=(h, b, index, groups, kernels.padded_ends(ends)),
+    )  # fmt: skip
+    y = exact(F.linear(x.double(), weight.double()), x.double(), a, b, index, ends)
+    y = y if biases is None else y + biases.double()
+    y = F.silu(y[:, :width]) * y[:, width:] if silu_mul else y
+    y = y if residuals is None else y + residuals.double()
+    assert relative_error(out, y) < LIMITS[torch.float32]
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 64, 130])
 def test_groups_are_tiles_of_one_adapter(tokens: int) -> None:
     for mix in ("none", "one", "runs", "many"):
         index = make_index(tokens, mix)
         groups = kernels.lora_groups(index)
-        assert torch.equal(groups, lora_groups(index))
+        columns = 4 if tokens <= MAX_SMALL_TOKENS else 3
+        assert torch.equal(groups[:, :columns], lora_groups(index)[:, :columns])
         assert sorted(groups[:, 0].tolist()) == list(range(tokens))
         assert torch.equal(groups[:, 1], index[groups[:, 0].long()])
         covered = [row for row, count in enumerate(groups[:, 2].tolist()) for row in range(row, row + count)]
@@ -167,7 +199,7 @@ def test_the_fake_refuses_adapters_that_do_not_fit() -> None:
 
 SCRIPT = """
 import json
-from compile_and_serve.custom_ops.linear.triton_linear import _gemv_kernel
+from compile_and_serve.custom_ops.linear.triton_linear import _gemv_kernel, _small_batch_kernel
 from compile_and_serve.custom_ops.lora import triton_lora as kernels
 from tests.support.hopper import compiled
 types = {"h_ptr": "*fp32", "index_ptr": "*i32", "groups_ptr": "*i32", "eps": "fp32"}
@@ -176,12 +208,12 @@ def made(kernel, constants, warps=4):
     return done.metadata.shared
 shared = {"groups": made(kernels._groups_kernel, {"BLOCK": 64, "TILE": 16})}
 for norm in (True, False):
-    constants = {"HAS_NORM": norm, "BLOCK_I": 4096, "PDL": True} | ({} if norm else {"norm_ptr": None})
+    constants = {"HAS_NORM": norm, "BLOCK_I": 1 << 14, "PDL": True} | ({} if norm else {"norm_ptr": None})
     shared[f"shrink one {norm}"] = made(kernels._shrink_one_kernel, constants, 8)
 for is_sorted in (True, False):
     block_t = 16 if is_sorted else 32
     shared_constants = {"SORTED": is_sorted, "BLOCK_T": block_t, "PDL": True} | ({} if is_sorted else {"groups_ptr": None})
-    blocks = {"BLOCK_R": 16, "BLOCK_I": 256} if is_sorted else {"BLOCK_R": 64, "BLOCK_I": 128}
+    blocks = {"BLOCK_R": 64, "BLOCK_I": 256} if is_sorted else {"BLOCK_R": 64, "BLOCK_I": 128}
     shared[f"shrink {is_sorted}"] = made(kernels._shrink_kernel, shared_constants | blocks)
     for silu in (True, False):
         shared[f"expand {is_sorted} {silu}"] = made(kernels._expand_kernel, shared_constants | {
@@ -193,6 +225,13 @@ for silu, rows, warps in ((False, 8, 8), (True, 4, 4)):
         "BLOCK_I": 256 * warps, "LANES": 8, "THREADS": 32 * warps, "PDL": True, "HAS_ADAPTERS": True, "BLOCK_R": 16,
         "bias_ptr": None, "residual_ptr": None,
     }, warps)
+types["partial_ptr"], types["counter_ptr"] = "*fp32", "*i32"
+for silu, rank in ((False, 16), (True, 16), (True, 256)):
+    shared[f"small batch {silu} {rank}"] = made(_small_batch_kernel, {
+        "HAS_NORM": False, "HAS_BIAS": False, "HAS_RESIDUAL": not silu, "SILU_MUL": silu, "GELU": False, "BLOCK_T": 64, "BLOCK_O": 64,
+        "BLOCK_I": 128, "SPLITS": 1 if silu else 4, "STAGES": 4, "PDL": True, "HAS_ADAPTERS": True, "H_SPLITS": 8, "BLOCK_R": rank,
+        "BLOCK_K": max(128, rank), "norm_ptr": None, "bias_ptr": None,
+    } | ({"residual_ptr": None, "partial_ptr": None, "counter_ptr": None} if silu else {}))
 print(json.dumps(shared))
 """
 
@@ -200,5 +239,5 @@ print(json.dumps(shared))
 @pytest.mark.slow
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     shared = run_script(SCRIPT, tmp_path)
-    assert len(shared) == 11
+    assert len(shared) == 14
     assert max(shared.values()) <= LARGEST_SHARED

@@ -13,10 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from compile_and_serve.compiler import CompileConfig
-from tests.runtime.weights.test_float4_checkpoints import (
-    FORMATS,
-    load,
-)
+from tests.runtime.weights.test_float4_checkpoints import FORMATS, load
 from tests.support.group_checkpoints import write_grouped
 
 
