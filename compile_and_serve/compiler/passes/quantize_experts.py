@@ -3,7 +3,8 @@
     experts(x, ids, weights, Wgu, Wd, …)  →  experts(x, ids, weights, pack(Qgu), pack(Qd), …, scale_gu, scale_d)
 
 MXFP4 and float8 experts of a checkpoint keep its values and scales. With `--quantization`, experts that are not excluded are quantized
-while they are loaded. Activations stay in the model's dtype. Without a kernel, the weights stay as the module has them.
+while they are loaded. Activations stay in the model's dtype. Without a kernel, the weights stay as the module has them. On the CPU, each
+expert is packed as a linear's weight is.
 """
 
 from __future__ import annotations
@@ -22,16 +23,23 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     PassContext,
     PassResult,
     SkipReason,
+    tensor_of,
     weight_of,
 )
 from compile_and_serve.compiler.weights.expert_expressions import (
     MXFP4,
     PACKED,
+    ExpertsExpression,
     experts_expression,
     is_stored_quantized,
     parameter_of_experts,
 )
 from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError
+from compile_and_serve.compiler.weights.transforms import expression_spec
+from compile_and_serve.custom_ops.moe.packed_experts import (
+    packed_8bit_unsupported_reason,
+    packed_mxfp4_unsupported_reason,
+)
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import (
     ArrangedWeight,
@@ -44,7 +52,7 @@ from compile_and_serve.custom_ops.quantization import (
     quantize_experts,
 )
 
-KERNEL = "quantized_experts"
+KERNEL, PACKED_KERNEL = "quantized_experts", "packed_experts"
 
 
 class QuantizeExperts(BasePass):
@@ -70,7 +78,7 @@ class QuantizeExperts(BasePass):
 
     def guard(self, ctx: PassContext) -> SkipReason | None:
         has_work = self.scheme is not None or any(map(_is_of_experts, ctx.quantized_weights.values()))
-        if has_work and KERNEL not in ctx.kernels:
+        if has_work and not ctx.kernels & {KERNEL, PACKED_KERNEL}:
             return SkipReason(sentence=f"no kernel of quantized experts runs here: they are computed in {ctx.dtype}")
         return None
 
@@ -112,12 +120,28 @@ class QuantizeExperts(BasePass):
         else:
             quantized = experts_expression(expression, sources, self.scheme.dtype, self.scheme.scales)
         values, scale, name = quantized.values, quantized.scale, f"{weight}.{quantized.format}"
-        if quantized.format == MXFP4 and platform_of(ctx.device).runs_triton_kernels:
+        is_mxfp4 = quantized.format == MXFP4
+        if PACKED_KERNEL in ctx.kernels:
+            if (reason := _cpu_unsupported_reason(quantized, tensor_of(node).shape[2], ctx)) is not None:
+                raise CannotQuantizeError(reason)
+            values = ("pack_mxfp4_codes_cpu" if is_mxfp4 else "pack_8bit_experts", values)
+            scale = ("pack_mxfp4_scales_cpu", scale) if is_mxfp4 else scale
+        elif is_mxfp4 and platform_of(ctx.device).runs_triton_kernels:
             values, scale = ("pack_mxfp4_codes", values), ("pack_mxfp4_scales", scale)
         return (
             ctx.defined_weight(gm, f"{name}.values", values, near=node),
             ctx.defined_weight(gm, f"{name}.scale", scale, near=node),
         )
+
+
+def _cpu_unsupported_reason(quantized: ExpertsExpression, in_features: int, ctx: PassContext) -> str | None:
+    if quantized.format == MXFP4:
+        return packed_mxfp4_unsupported_reason(device=ctx.device, dtype=ctx.dtype)
+    per_block = len(expression_spec(quantized.scale, ctx.weights.sources, torch.device("cpu")).shape) == 3
+    return packed_8bit_unsupported_reason(
+        device=ctx.device, dtype=ctx.dtype, weight_dtype=getattr(torch, quantized.format), per_block=per_block,
+        in_features=in_features,
+    )  # fmt: skip
 
 
 def _is_of_experts(stored: StoredWeight) -> bool:

@@ -28,9 +28,9 @@ def available_kernels(
     else:
         linear_reason = packed_linear_unsupported_reason(device=device, dtype=dtype)
     if linear_reason is None:
-        kernels.add("fused_linear")
+        kernels |= {"fused_linear", "quantized_experts" if has_triton else "packed_experts"}
         if has_triton:
-            kernels |= {"allreduce_add_rms_norm", "quantized_experts", FLOAT32_NORM_WEIGHT, GELU_LINEAR}
+            kernels |= {"allreduce_add_rms_norm", FLOAT32_NORM_WEIGHT, GELU_LINEAR}
             if cuda_unsupported_reason(device, torch.float8_e4m3fn) is None:
                 kernels.add("allreduce_add_rms_norm_quantize")
     has_elementwise = elementwise_unsupported_reason(device=device, dtype=dtype) is None

@@ -14,6 +14,11 @@ import torch
 
 from compile_and_serve.compiler.weights.quantized_expressions import CannotQuantizeError, Scales
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, expression_spec, weight_function
+from compile_and_serve.custom_ops.moe.packed_experts import (
+    pack_8bit_experts,
+    pack_mxfp4_codes_cpu,
+    pack_mxfp4_scales_cpu,
+)
 from compile_and_serve.custom_ops.quantization import (
     LARGEST,
     dtype_name,
@@ -46,6 +51,8 @@ def _expert_scale_to_rows(scale: torch.Tensor, weight_XOI: torch.Tensor) -> torc
 
 weight_function("pack_mxfp4_codes")(pack_mxfp4_codes)
 weight_function("pack_mxfp4_scales")(pack_mxfp4_scales)
+for _pack in (pack_8bit_experts, pack_mxfp4_codes_cpu, pack_mxfp4_scales_cpu):
+    weight_function(_pack.__name__)(_pack)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

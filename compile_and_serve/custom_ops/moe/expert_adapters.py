@@ -28,11 +28,6 @@ class ExpertAdapters:
     down_b: torch.Tensor
     index_T: torch.Tensor
 
-    @property
-    def gate_up_outputs(self) -> int:
-        """2F."""
-        return 2 * self.down_a.shape[3]
-
     def slots_of_pairs(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """The slot of each pair, from 1; 0: its token has no adapter. → int32 [P], in the order of `ids_TK`"""
         num_experts = self.gate_up_a.shape[1]

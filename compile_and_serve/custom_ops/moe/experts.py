@@ -4,14 +4,13 @@ Shape legend: T tokens, K experts of a token, P = T · K pairs, X experts, D hid
 
 Weights of experts are stacked, gate rows before up rows. There are two layouts:
 - plain [X, 2F, D] and [X, D, F];
-- packed, one dimension more: `pack_linear_weight` of each expert's matrix, for the C++ kernels of the CPU.
-Quantized weights come with scales: MXFP4 as checkpoints hold it (uint8) or in the Triton layout (int16) of `quantized/mxfp4.py`.
+- packed, one dimension more, for the C++ kernels of the CPU (`packed_experts.py`).
+Quantized weights come with scales: MXFP4 as checkpoints hold it (uint8), in the Triton layout (int16) of `quantized/mxfp4.py`, or packed.
 LoRA adapters: `moe/expert_adapters.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,10 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from compile_and_serve.custom_ops.library import OpKind, define
-from compile_and_serve.custom_ops.linear.fused_linear import fused_linear, pack_linear_weight
+from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 from compile_and_serve.custom_ops.moe.activation import ACTIVATIONS, activate
 from compile_and_serve.custom_ops.moe.expert_adapters import ExpertAdapters, expert_adapters
 from compile_and_serve.custom_ops.moe.expert_load import count_call
+from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs, packed_linear
 from compile_and_serve.custom_ops.quantization import LARGEST, dequantize_weight
 from compile_and_serve.custom_ops.quantized.mxfp4 import dequantize_mxfp4
 
@@ -46,38 +46,6 @@ def _matrix(weight: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype
     return dequantize_mxfp4(weight[expert], scale[expert], dtype)
 
 
-def _expert_mlp(
-    gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
-    activation: str, limit: float, gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None,
-) -> Callable[[torch.Tensor, int], torch.Tensor]:  # fmt: skip
-    """The function of one expert's rows [R, D] and its number. → [R, D] in the rows' dtype, before the router's weight"""
-    is_packed = gate_up.dim() == 4 and gate_up.is_floating_point()
-
-    def bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-        return None if bias is None else bias[expert]
-
-    def of_plain(x_RD: torch.Tensor, expert: int) -> torch.Tensor:
-        gate_up_RO = F.linear(x_RD, _matrix(gate_up, gate_up_scale, expert, x_RD.dtype), bias_of(gate_up_bias, expert))
-        math_dtype = torch.promote_types(x_RD.dtype, torch.float32)
-        gate, up = gate_up_RO.to(math_dtype).chunk(2, dim=-1)
-        h_RF = activate(gate, up, activation, limit).to(x_RD.dtype)
-        return F.linear(h_RF, _matrix(down, down_scale, expert, x_RD.dtype), bias_of(down_bias, expert))
-
-    def of_packed(x_RD: torch.Tensor, expert: int) -> torch.Tensor:
-        hidden = x_RD.shape[1]
-        lanes = down.shape[3] // 16
-        features = down.shape[2] * lanes
-        is_silu = activation == "silu"
-        bias = bias_of(gate_up_bias, expert)
-        h_RF = fused_linear(x_RD, gate_up[expert], 2 * features, bias_O=bias, silu_mul=is_silu)
-        if not is_silu:
-            gate, up = h_RF.float().chunk(2, dim=-1)
-            h_RF = activate(gate, up, activation, limit).to(x_RD.dtype)
-        return fused_linear(h_RF, down[expert], hidden, bias_O=bias_of(down_bias, expert))
-
-    return of_packed if is_packed else of_plain
-
-
 @dataclass(frozen=True, slots=True)
 class Linears:
     """One linear of all experts, in either layout, with its biases [X, O] and scales. out_features: O."""
@@ -87,17 +55,37 @@ class Linears:
     scale: torch.Tensor | None
     out_features: int
 
+    @property
+    def is_packed(self) -> bool:
+        return is_packed(self.weight, self.scale)
+
+    def of_expert(self, x_RI: torch.Tensor, expert: int, *, silu_mul: bool = False) -> torch.Tensor:
+        """The rows of one expert. silu_mul: only of packed weights. → [R, O], or [R, O / 2]"""
+        bias = None if self.bias is None else self.bias[expert]
+        if self.is_packed:
+            scale = None if self.scale is None else self.scale[expert]
+            return packed_linear(x_RI, self.weight[expert], scale, self.out_features, bias, silu_mul=silu_mul)
+        assert not silu_mul
+        return F.linear(x_RI, _matrix(self.weight, self.scale, expert, x_RI.dtype), bias)
+
     def run(self, x_PI: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Rows that are sorted by expert, with `counts` rows of each. → [P, O]"""
-        is_packed = self.weight.dim() == 4 and self.weight.is_floating_point()
-        out = [x_PI.new_empty(0, self.out_features)]
-        for expert, x_RI in enumerate(x_PI.split(counts)):
-            bias = None if self.bias is None else self.bias[expert]
-            if len(x_RI) and is_packed:
-                out.append(fused_linear(x_RI, self.weight[expert], self.out_features, bias_O=bias))
-            elif len(x_RI):
-                out.append(F.linear(x_RI, _matrix(self.weight, self.scale, expert, x_RI.dtype), bias))
-        return torch.cat(out)
+        parts = enumerate(x_PI.split(counts))
+        out = [self.of_expert(x_RI, expert) for expert, x_RI in parts if len(x_RI)]
+        return torch.cat([x_PI.new_empty(0, self.out_features), *out])
+
+
+def _mlp(
+    x_RD: torch.Tensor, expert: int, gate_up: Linears, down: Linears, activation: str, limit: float
+) -> torch.Tensor:
+    """The gated MLP of one expert. → [R, D] in x's dtype, before the router's weight"""
+    if gate_up.is_packed and activation == "silu":
+        h_RF = gate_up.of_expert(x_RD, expert, silu_mul=True)
+    else:
+        gate_up_RO = gate_up.of_expert(x_RD, expert).to(torch.promote_types(x_RD.dtype, torch.float32))
+        gate, up = gate_up_RO.chunk(2, dim=-1)
+        h_RF = activate(gate, up, activation, limit).to(x_RD.dtype)
+    return down.of_expert(h_RF, expert)
 
 
 def _adapted_mlps(
@@ -138,19 +126,20 @@ def _experts(
     if norm_weight_D is not None:
         x_TD = F.rms_norm(x_TD, (x_TD.shape[1],), norm_weight_D, eps)
     x_PD = x_TD.index_select(0, order // top_k)
+    # Packed rows may be padded, so the inputs of down tell the number of features.
+    features = packed_inputs(down) if is_packed(down, down_scale) else gate_up.shape[1] // 2
+    linears = (
+        Linears(gate_up, gate_up_bias, gate_up_scale, 2 * features),
+        Linears(down, down_bias, down_scale, x_TD.shape[1]),
+    )
     if adapters is None:
-        run = _expert_mlp(gate_up, down, gate_up_bias, down_bias, activation, limit, gate_up_scale, down_scale)
         y_PD = x_TD.new_empty(num_tokens * top_k, x_TD.shape[1], dtype=math_dtype)
         begin = 0
         for expert, count in enumerate(counts):
             if count:
-                y_PD[begin : begin + count] = run(x_PD[begin : begin + count], expert)
+                y_PD[begin : begin + count] = _mlp(x_PD[begin : begin + count], expert, *linears, activation, limit)
                 begin += count
     else:
-        linears = (
-            Linears(gate_up, gate_up_bias, gate_up_scale, adapters.gate_up_outputs),
-            Linears(down, down_bias, down_scale, x_TD.shape[1]),
-        )
         slots_P = adapters.slots_of_pairs(ids_TK)[order]
         y_PD = _adapted_mlps(x_PD, counts, *linears, activation, limit, adapters, slots_P).to(math_dtype)
     y_PD *= weights_TK.to(math_dtype).reshape(-1)[order, None]
@@ -208,7 +197,7 @@ def experts(
     """out = Σ_k weight_k · (f(x Wgᵀ + bg, x Wuᵀ + bu) Wdᵀ + bd) [+ residual], with the W of expert id_k and f = `activate`.
 
     x_TD: [T, D]. ids_TK: integers [T, K], a token's ids differ. weights_TK: floating [T, K]. gate_up: [X, 2F, D], gate rows before up rows;
-    down: [X, D, F]; both plain, both packed or both quantized; gate_up_scale, down_scale: of quantized ones.
+    down: [X, D, F]; both plain, packed, quantized, or quantized and packed; gate_up_scale, down_scale: of quantized ones.
     gate_up_bias: [X, 2F]. down_bias: [X, D]. limit: of "clamped_swiglu". residual_TD: [T, D].
     norm_weight_D: x is rms_norm(x) · norm_weight before the products. adapters: of the experts' linears.
     → [T, D] in x's dtype

@@ -30,9 +30,14 @@ def dequantize_mxfp4(codes_XOGH: torch.Tensor, scales_XOG: torch.Tensor, dtype: 
     """e2m1 · 2^(scale − 127), with one rounding to `dtype`. uint8 [X, O, G, 16], uint8 [X, O, G] → [X, O, I]"""
     math_dtype = torch.promote_types(dtype, torch.float32)
     values = torch.tensor(E2M1_VALUES, dtype=math_dtype, device=codes_XOGH.device)
-    pairs = torch.stack((codes_XOGH & 15, codes_XOGH >> 4), -1).flatten(-2)
+    codes = unpack_mxfp4_codes(codes_XOGH).unflatten(-1, (-1, MX_BLOCK))
     factors = torch.ldexp(torch.ones_like(scales_XOG, dtype=math_dtype), scales_XOG.to(torch.int32) - 127)
-    return (values[pairs.to(torch.int32)] * factors[..., None]).to(dtype).flatten(-2)
+    return (values[codes.to(torch.int32)] * factors[..., None]).to(dtype).flatten(-2)
+
+
+def unpack_mxfp4_codes(codes: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's codes, one in a byte. uint8 […, G, 16] → uint8 […, I]"""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-3)
 
 
 def deinterleave_rows(weight: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from compile_and_serve.compiler import CompileConfig
-from compile_and_serve.compiler.passes.quantize_experts import KERNEL
+from compile_and_serve.compiler.passes.quantize_experts import KERNEL, PACKED_KERNEL
 from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult, SkipReason, tensor_of
+from compile_and_serve.custom_ops.moe.packed_experts import is_packed
 from compile_and_serve.models.registry import build_model
 from tests.compiler.passes.test_tensor_parallel import KERNELS, rewrite
 from tests.models.test_registry import EXPERTS
@@ -170,3 +171,33 @@ def test_experts_can_be_excluded_and_stay_where_no_kernel_runs() -> None:
     _, _, records = rewrite(spec, CompileConfig(quantization="fp8"), verify=False)
     reason = "no kernel of quantized experts runs here: they are computed in torch.bfloat16"
     assert records["quantize_experts"].result == SkipReason(sentence=reason)
+
+
+@pytest.mark.parametrize(("quantization", "size"), [("fp8", 2), ("mxfp4", 1)])
+def test_quantized_experts_are_packed_for_the_cpu(quantization: Any, size: int) -> None:
+    if quantization == "mxfp4":
+        config = config_of(
+            "GptOssForCausalLM", num_hidden_layers=LAYERS, num_local_experts=4, num_experts_per_tok=2, intermediate_size=128,
+            quantization_config={"quant_method": "mxfp4"},
+        )  # fmt: skip
+        spec, options = build_model(config, dtype=torch.bfloat16), CompileConfig(tensor_parallel_size=size)
+    else:
+        spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
+        options = CompileConfig(tensor_parallel_size=size, quantization=quantization)
+    captured, _, records = rewrite(spec, options, kernels=KERNELS | {PACKED_KERNEL})
+    assert records["quantize_experts"].result == PassResult(matched=LAYERS)
+    for record in records.values():
+        if record.verification is not None:
+            assert record.verification.passed, record.verification.reason
+    for node in captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default):
+        assert is_packed(tensor_of(node.args[3]), tensor_of(node.args[12]))
+
+
+def test_blocks_of_scales_stay_where_no_cpu_kernel_takes_them() -> None:
+    spec = tiny_spec("Qwen3MoeForCausalLM", LAYERS, torch.bfloat16, **_LARGE)
+    config = CompileConfig(quantization="fp8-block")
+    _, _, records = rewrite(spec, config, kernels=KERNELS | {PACKED_KERNEL}, verify=False)
+    result = records["quantize_experts"].result
+    assert isinstance(result, PassResult)
+    assert {miss.reason for miss in result.near_misses} == {"the CPU kernels take a scale per output, not per block"}
+    assert records["fuse_experts"].result == PassResult(matched=LAYERS)  # packed unquantized

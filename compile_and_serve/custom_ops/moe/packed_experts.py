@@ -1,0 +1,83 @@
+"""Experts' weights in the layouts of the CPU's C++ kernels, each expert as a linear's weight, and the product of one expert.
+
+Shape legend: R rows of an expert, X experts, O output features, I input features.
+
+- unquantized: `pack_linear_weight` of each expert, in the model's dtype, without scales;
+- 8-bit: `pack_quantized_weight` of each expert, with scales float32 [X, O];
+- MXFP4: `pack_group_codes` of each expert's codes (uint8), with scales float32 `pack_group_scales`.
+
+All weights have four dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compile_and_serve.custom_ops.linear.fused_linear import fused_linear
+from compile_and_serve.custom_ops.quantized.cpu_layout import pack_weight_cpu
+from compile_and_serve.custom_ops.quantized.group_layout import CPU_INPUTS, pack_codes_cpu, pack_scales_cpu
+from compile_and_serve.custom_ops.quantized.group_linear import group_linear, group_linear_unsupported_reason
+from compile_and_serve.custom_ops.quantized.mxfp4 import MX_BLOCK, unpack_mxfp4_codes
+from compile_and_serve.custom_ops.quantized.quantized_linear import (
+    quantized_linear,
+    quantized_linear_unsupported_reason,
+)
+
+_INPUTS = 4  # adjacent inputs of the 8-bit layout: others would be padded
+
+
+def packed_8bit_unsupported_reason(
+    *, device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, per_block: bool, in_features: int
+) -> str | None:
+    """None when the C++ kernels take 8-bit experts in this format, else the reason in one sentence. dtype: of the activations."""
+    if in_features % _INPUTS:
+        return f"the CPU kernels take experts with a multiple of {_INPUTS} inputs, not {in_features}"
+    return quantized_linear_unsupported_reason(
+        device=device, dtype=dtype, weight_dtype=weight_dtype, per_block=per_block
+    )
+
+
+def packed_mxfp4_unsupported_reason(*, device: torch.device, dtype: torch.dtype) -> str | None:
+    """As `packed_8bit_unsupported_reason`."""
+    return group_linear_unsupported_reason(device=device, dtype=dtype, group_size=MX_BLOCK, table="e2m1")
+
+
+def pack_8bit_experts(values_XOI: torch.Tensor) -> torch.Tensor:
+    """int8 or float8_e4m3fn [X, O, I] → [X, ceil(O / 16), I / 4, 64]"""
+    return torch.stack([pack_weight_cpu(values_OI) for values_OI in values_XOI])
+
+
+def pack_mxfp4_codes_cpu(codes_XOGH: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's codes, uint8 [X, O, G, 16] → uint8 [X, ceil(O / 16), G, 256]"""
+    return torch.stack([pack_codes_cpu(unpack_mxfp4_codes(codes_OGH), 4) for codes_OGH in codes_XOGH])
+
+
+def pack_mxfp4_scales_cpu(scales_XOG: torch.Tensor) -> torch.Tensor:
+    """A checkpoint's scales, uint8 [X, O, G], as numbers → float32 [X, ceil(O / 16), G, 16]"""
+    exponents = scales_XOG.to(torch.int32) - 127
+    factors_XOG = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return torch.stack([pack_scales_cpu(one, one.shape[1] * MX_BLOCK, MX_BLOCK) for one in factors_XOG])
+
+
+def is_packed(weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    """Whether a weight is in one of these layouts. A checkpoint's MXFP4 codes have four dimensions, too."""
+    return weight.dim() == 4 and (weight.dtype != torch.uint8 or (scale is not None and scale.dim() == 4))
+
+
+def packed_inputs(weight: torch.Tensor) -> int:
+    """I of a packed weight that is not padded."""
+    return weight.shape[2] * (CPU_INPUTS if weight.dtype == torch.uint8 else weight.shape[3] // 16)
+
+
+def packed_linear(
+    x_RI: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, out_features: int, bias_O: torch.Tensor | None,
+    *, silu_mul: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """One expert's linear. weight, scale: its part of packed ones. → [R, O] in x's dtype, with silu_mul [R, O / 2]"""
+    if scale is None:
+        return fused_linear(x_RI, weight, out_features, bias_O=bias_O, silu_mul=silu_mul)
+    if weight.dtype == torch.uint8:
+        return group_linear(
+            x_RI, weight, scale, None, out_features, 4, MX_BLOCK, bias_O=bias_O, silu_mul=silu_mul, table="e2m1"
+        )
+    return quantized_linear(x_RI, weight, scale, out_features, bias_O=bias_O, silu_mul=silu_mul)
