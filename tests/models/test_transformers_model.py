@@ -30,12 +30,14 @@ from compile_and_serve.models.config import ModelConfigError
 from compile_and_serve.models.registry import build_model
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.models.transformers_attention import Mask, Unsupported, recognize
+from tests.support.moe_models import FAMILIES
 from tests.support.tiny_models import capture_decoder, capture_spec
 from tests.support.transformers_models import SIZES, config_of, greedy_tokens, load_reference, write_random_model
 
 LAYERS = SIZES["num_hidden_layers"]
 PROMPTS = [[7, 21, 300, 9, 44], [5], list(range(30, 53))]
 NUM_TOKENS = 24
+LLAMA4 = {"use_qk_norm": False, "no_rope_layers": [1] * LAYERS}
 
 PASSES = default_passes()
 
@@ -158,6 +160,23 @@ def test_passes_are_correct_for_other_families(architecture: str, changes: dict[
     assert rope.verification.passed
     if norms is not None:
         assert records["lift_norms"].result == PassResult(matched=LAYERS * norms + 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Olmo2ForCausalLM", {}),
+        pytest.param("CohereForCausalLM", {}, marks=pytest.mark.slow),
+        pytest.param("Ernie4_5ForCausalLM", {}, marks=pytest.mark.slow),
+        pytest.param("Llama4ForCausalLM", FAMILIES["Llama4ForCausalLM"] | LLAMA4, marks=pytest.mark.slow),
+    ],
+)
+def test_rotation_in_float32(architecture: str, changes: dict[str, Any]) -> None:
+    """These rotate bfloat16 queries and keys in float32, each with casts in other places."""
+    rope = rewrite(build(architecture, **changes), torch.bfloat16, verify=True)[2]["fuse_rope_attention"]
+    assert rope.result == PassResult(matched=LAYERS)
+    assert rope.verification is not None
+    assert rope.verification.passed
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@
 The kernel that computes the rotated keys writes them to the cache, so that they do not pass through memory between two kernels. The piece
 before the split ends at its last linear. The pass matches head views and the rotation `x·cos + rotate_half(x)·sin` in any spelling, of
 halves or of neighbours, of a whole head or of its first dimensions, on [tokens, heads, E], or on [heads, tokens, E] between two
-transpositions. Other rotations than that of a whole head's halves are brought to it by `rewrite/rope_layout.py`, and so is a linear whose
-outputs are each head's query, key and value (GPT-NeoX). Queries, keys and values that do not come from one linear (OLMo 2 normalizes them
-before) are concatenated.
+transpositions, in the activations' dtype or in float32. Other rotations than that of a whole head's halves are brought to it by
+`rewrite/rope_layout.py`, and so is a linear whose outputs are each head's query, key and value (GPT-NeoX). Queries, keys and values that
+do not come from one linear (OLMo 2 normalizes them before) are concatenated.
 
 On two CPU cores the pass gains nothing (0.97 to 1.00 times the decode step's speed, `cpu-passes-smollm2-2026-11-20.jsonl`). It runs there
 to keep the graph the same as on CUDA.
@@ -213,12 +213,12 @@ def _parameters(weight: Node, ctx: PassContext) -> list[str]:
     return [parameter_of(leaf, ctx.quantized_weights) for leaf in leaves(ctx.weights[weight.meta["weight"]].expression)]
 
 
-def _rotated(node: object, ctx: PassContext) -> _Heads:
+def _rotated(node: Any, ctx: PassContext) -> _Heads:
     """Match x·cos + rotate_half(x)·sin, x a head view or its RMSNorm, or the first dimensions of one; the others follow."""
     heads_axis = 1
     if _is_transposition(node):
         node, heads_axis = node.args[0], 0
-    rest = None
+    dtype, node, rest = tensor_of(node).dtype, _before_cast(node), None
     if is_call(node, torch.cat) and len(arguments(node)[0]) == 2:
         node, rest = arguments(node)[0]
     if not is_call(node, torch.add):
@@ -228,12 +228,29 @@ def _rotated(node: object, ctx: PassContext) -> _Heads:
             continue
         for x, cos in _operands(direct):
             for half, sin in _operands(turned):
-                if (interleaved := _is_turned(half, x)) is not None:
+                interleaved = _is_turned(_before_cast(half), x)
+                if interleaved is None:
+                    interleaved = _is_turned(_before_cast(half), _before_cast(x))
+                if interleaved is not None:
                     size = tensor_of(x).shape[-1]
                     rotation = Rotation(size // 2, interleaved)
                     angles = (_angles(cos, heads_axis, interleaved), _angles(sin, heads_axis, interleaved))
-                    return _heads(_whole(x, rest), angles, rotation, heads_axis, ctx)
+                    heads = _heads(_before_cast(_whole(x, rest)), angles, rotation, heads_axis, ctx)
+                    if tensor_of(heads.part).dtype != dtype:
+                        raise _Mismatch(
+                            "an operand is rotated in another dtype than the projection's, and not cast back"
+                        )
+                    return heads
     raise _Mismatch("an operand is not rotated by x·cos + rotate_half(x)·sin")
+
+
+def _before_cast(node: Any) -> Any:
+    """The value before a cast from or to float32, in which some classes rotate, as the op does; or the value itself."""
+    if is_call(node, torch.Tensor.to):
+        source = node.args[0]
+        if torch.float32 in (tensor_of(source).dtype, tensor_of(node).dtype):
+            return source
+    return node
 
 
 def _heads(x: object, angles: tuple[Angles, Angles], rotation: Rotation, heads_axis: int, ctx: PassContext) -> _Heads:
