@@ -124,7 +124,7 @@ def compile_drafter(
         checkpoint = None if own is None else _joined(own, drafter, config)
         load_weights(
             model, spec, path, load_format=config.model.load_format, device=device, dtype=dtype, seed=config.model.seed,
-            rank=rank, checkpoint=checkpoint,
+            rank=rank, checkpoint=checkpoint, fold_cache_scales=config.cache.dtype == "fp8",
         )  # fmt: skip
         if own is None:
             for name, tensor in extras.items():

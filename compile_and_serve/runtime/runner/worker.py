@@ -46,7 +46,13 @@ from compile_and_serve.runtime.pooling_files import does_pool
 from compile_and_serve.runtime.runner import memory
 from compile_and_serve.runtime.runner.attention_backends import backends_of_model, load_modules_in_background
 from compile_and_serve.runtime.runner.cuda_graphs import make_graph_runners
-from compile_and_serve.runtime.runner.device import model_dtype, num_cores, resolve_kv_cache_dtype, use_threads
+from compile_and_serve.runtime.runner.device import (
+    model_dtype,
+    num_cores,
+    resolve_kv_cache_dtype,
+    use_threads,
+    with_cache_dtype,
+)
 from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter, sleeping_weights
 from compile_and_serve.runtime.runner.memory import MemoryPlan, memory_for
 from compile_and_serve.runtime.runner.model_facts import (
@@ -97,7 +103,6 @@ class Worker:
             # The longest wait of a bare machine's start: the compilers run while we import and read.
             load = quantized_cpu_kernel_library if config.compile.quantization else load_cpu_kernels
             threading.Thread(target=load, name="cpu-kernels", daemon=True).start()
-        self._cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
 
         if rank.size > 1:
             assert rank.rendezvous is not None
@@ -111,6 +116,8 @@ class Worker:
 
         start = time.perf_counter()
         model_config = read_config(config.model.path)
+        config = self._config = with_cache_dtype(config, model_config, device)
+        self._cache_dtype = resolve_kv_cache_dtype(config.cache.dtype, dtype)
         spec = (build_pooling_model if does_pool(config.model, model_config) else build_model)(
             model_config, dtype=dtype, model_impl=config.model.model_impl,
             requantize=config.compile.quantization is not None,
@@ -152,6 +159,7 @@ class Worker:
             load_all = partial(
                 load_weights, model, spec, config.model.path, load_format=config.model.load_format, device=device,
                 dtype=dtype, seed=config.model.seed, rank=tensor_rank,
+                fold_cache_scales=config.cache.dtype == "fp8" and not config.compile.max_loras,
             )  # fmt: skip
             self._loaded = load_all()
         self._stage("load", start, f"{self._loaded.num_tensors} tensors, {self._loaded.num_bytes / GIB:.2f} GiB")

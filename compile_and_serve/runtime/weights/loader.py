@@ -15,6 +15,7 @@ import torch
 from compile_and_serve.compiler.weights.transforms import Expression, TensorSpec, WeightTransform, select, source_of
 from compile_and_serve.custom_ops.quantization import LARGEST, GroupedWeight, Mxfp4Weight, QuantizedWeight
 from compile_and_serve.custom_ops.quantized.group_formats import QUANT_STATE, padded_state
+from compile_and_serve.models.cache_scales import CACHE_SCALES, UnfoldableScalesError, cache_scale_names, weight_factors
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from compile_and_serve.runtime.weights.dummy import dummy_tensors
@@ -23,7 +24,6 @@ from compile_and_serve.runtime.weights.errors import WeightError
 logger = logging.getLogger(__name__)
 
 _NAMES_IN_A_MESSAGE = 5
-_CACHE_SCALES = ("k_scale", "v_scale", "kv_scale")
 
 
 class WeightTarget(Protocol):
@@ -66,13 +66,14 @@ def load_weights(
     seed: int,
     rank: int = 0,
     checkpoint: Checkpoint | None = None,
+    fold_cache_scales: bool = False,
 ) -> LoadReport:
     """Load the folder or GGUF file at `path` into `compiled`; the load format "dummy" makes random values instead.
 
     Floating-point tensors are converted to `dtype` on `device` before they are transformed, except quantized values and
     their scales. A source is held only until its last transform has run. rank: of this process among those that share a
     sharded model. Only the rank's part of a sharded tensor is read, converted and held. checkpoint: what to read in place of the files
-    at `path`.
+    at `path`. fold_cache_scales: as `models/cache_scales.py` does, for a float8 KV cache without adapters.
 
     Raises `WeightError` before any data is read if a file is missing or truncated, or a tensor is missing or has a wrong
     shape.
@@ -86,7 +87,7 @@ def load_weights(
         std = float(spec.config.get("initializer_range", 0.02))
         tensors = dummy_tensors(sources, device=device, seed=seed, std=std, quantized=spec.quantized_weights)
     else:
-        tensors, unexpected = _checked_stream(sources, spec, path, checkpoint)
+        tensors, unexpected = _checked_stream(sources, spec, path, checkpoint, fold_cache_scales)
         tensors = _joined(tensors, sources, spec, device=device, dtype=dtype)
     num_tensors = 0
     with torch.no_grad():
@@ -122,7 +123,7 @@ def _quantized_names(spec: ModelSpec) -> set[str]:
 
 
 def _checked_stream(
-    specs: Mapping[str, TensorSpec], spec: ModelSpec, path: Path, checkpoint: Checkpoint | None
+    specs: Mapping[str, TensorSpec], spec: ModelSpec, path: Path, checkpoint: Checkpoint | None, fold_cache_scales: bool
 ) -> tuple[Iterator[tuple[str, torch.Tensor]], tuple[str, ...]]:
     """Check the checkpoint's names and shapes against the model's. Returns the stream under the model's names, and the names
     of unexpected tensors.
@@ -163,12 +164,8 @@ def _checked_stream(
         raise WeightError(
             f"{path} lacks {_abbreviate(missing)}, which the model's config requires: use complete weights of the same model."
         )
-    cache_scales = [name for name in unexpected if name.rpartition(".")[2] in _CACHE_SCALES]
-    if cache_scales:
-        logger.warning(
-            "%s has scales of an fp8 KV cache, which are ignored: an fp8 KV cache has no scales here (%s).",
-            path, _abbreviate(cache_scales),
-        )  # fmt: skip
+    cache_scales = [name for name in unexpected if name.rpartition(".")[2] in CACHE_SCALES]
+    factors = _cache_scale_factors(spec, checkpoint, cache_scales, fold_cache_scales) if cache_scales else {}
     if others := [name for name in unexpected if name not in cache_scales]:
         logger.warning("%s has tensors that the model does not use: %s.", path, _abbreviate(others))
 
@@ -200,9 +197,34 @@ def _checked_stream(
                 tensor = padded_state(bytes(tensor.tolist()))
             if wanted[name] in grouped:
                 _check_grouped(name, tensor, expected.dtype, path)
+            if (factor := factors.get(wanted[name])) is not None:
+                tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
             yield wanted[name], tensor.view(expected.shape)
 
     return stream(), tuple(unexpected)
+
+
+def _cache_scale_factors(
+    spec: ModelSpec, checkpoint: Checkpoint, names: Sequence[str], is_wanted: bool
+) -> dict[str, float]:
+    """Tensor → its factor, from the scales of a KV cache called `names` in the checkpoint; none, and the reason logged, without use."""
+    try:
+        if not is_wanted:
+            raise UnfoldableScalesError("they are for a float8 KV cache without LoRA adapters")
+        sites = cache_scale_names(spec, names)
+        if not sites:
+            raise UnfoldableScalesError("no attention module of ours has projections by these names")
+        stored = dict(checkpoint.stream({name for pair in sites.values() for name in pair if name is not None}))
+        if any(scale.numel() != 1 for scale in stored.values()):
+            raise UnfoldableScalesError("they are not one per tensor")
+        scales = {name: float(scale) for name, scale in stored.items()}
+        values = {module: (scales.get(k or "", 1.0), scales.get(v or "", 1.0)) for module, (k, v) in sites.items()}
+        factors = weight_factors(spec, values)
+    except UnfoldableScalesError as reason:
+        logger.warning("The checkpoint's scales of the KV cache are not used: %s (%s).", reason, _abbreviate(names))
+        return {}
+    logger.info("The KV cache of %d layers has the checkpoint's scales, rounded up to powers of two.", len(sites))
+    return factors
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], path: Path) -> None:

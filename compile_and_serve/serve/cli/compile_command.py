@@ -42,6 +42,7 @@ def compile_model_command(
         model_dtype,
         resolve_kv_cache_dtype,
         use_threads,
+        with_cache_dtype,
     )
     from compile_and_serve.runtime.runner.draft_model import build_drafter, compile_drafter
     from compile_and_serve.runtime.runner.model_facts import max_model_len
@@ -53,8 +54,10 @@ def compile_model_command(
         device = resolve_device(config.device)
         dtype = model_dtype(config, device)
         use_threads(config.num_threads, config.num_processes)
+        model_config = read_config(config.model.path)
+        config = with_cache_dtype(config, model_config, device)
         spec = build_model(
-            read_config(config.model.path), dtype=dtype, model_impl=config.model.model_impl,
+            model_config, dtype=dtype, model_impl=config.model.model_impl,
             requantize=config.compile.quantization is not None,
         )  # fmt: skip
         drafter = build_drafter(config, spec, dtype)

@@ -119,9 +119,9 @@ def engine_flags(
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling and of dummy weights.", rich_help_panel=MODEL_PANEL)] = 0,
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
+        Literal["auto", "model", "fp8"],
         typer.Option(
-            help="auto: the model's dtype. fp8: float8_e4m3 without scales, which doubles the tokens in the same memory.",
+            help="model: the model's dtype. fp8: float8_e4m3, which doubles the tokens in the same memory. auto: the checkpoint's choice.",
             rich_help_panel=CACHE_PANEL,
         ),
     ] = "auto",

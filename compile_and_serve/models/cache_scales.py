@@ -1,0 +1,115 @@
+"""Scales of a float8 KV cache that a checkpoint brings: folded into the weights around attention, so that no kernel knows them.
+
+The cache holds k / k_scale and v / v_scale. Attention over them is the same if queries are multiplied by k_scale and its output by v_scale:
+scores are q · k_scale · (k / k_scale). All four factors multiply weights while they are loaded. Scales are first rounded up to powers of
+two: then the products are exact, and float8, which has an exponent, represents the quotients as closely as before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_and_serve.custom_ops.quantization import GroupedWeight, QuantizedWeight
+from compile_and_serve.models.llama import LlamaAttention
+from compile_and_serve.models.spec import ModelSpec
+
+# Last parts of the names of a cache's scales. Those of queries and probabilities are for attention that multiplies float8.
+CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "output_scale", "q_scale", "prob_scale")
+_FORMS = (
+    "{x}_scale",
+    "attn.{x}_scale",
+    "{x}_proj.{x}_scale",
+    "{x}_proj.output_scale",
+    "qkv_proj.{x}_scale",
+    "kv_scale",
+)
+
+
+class UnfoldableScalesError(Exception):
+    """Why a checkpoint's cache scales are not used, as a clause."""
+
+
+def wants_float8_cache(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that the checkpoint was calibrated for a float8 KV cache with one scale per tensor."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return False
+    scheme = quantization.get("kv_cache_scheme")  # compressed-tensors, ModelOpt
+    if isinstance(scheme, dict):
+        is_float8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+        return is_float8 and not scheme.get("dynamic") and scheme.get("strategy") in (None, "tensor")
+    if quantization.get("kv_cache_quant_algo") is not None:  # ModelOpt's hf_quant_config.json
+        return quantization["kv_cache_quant_algo"] == "FP8"
+    return bool((quantization.get("export") or {}).get("kv_cache_group"))  # Quark
+
+
+def cache_scale_names(spec: ModelSpec, names: Collection[str]) -> dict[str, tuple[str | None, str | None]]:
+    """Attention module → names of the scales of its keys and of its values in a checkpoint of these `names`; None: it has none."""
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for module in _attention_modules(spec):
+        keys, values = (
+            next((name for form in _FORMS if (name := f"{module}.{form.format(x=x)}") in names), None) for x in "kv"
+        )
+        if keys is not None or values is not None:
+            found[module] = (keys, values)
+    return found
+
+
+def weight_factors(spec: ModelSpec, scales: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Checkpoint tensor → the power of two that multiplies it. scales: attention module → k_scale, v_scale.
+
+    Raises `UnfoldableScalesError` if an attention is not linear in its projections, or a weight's scale cannot take the factor.
+    """
+    factors: dict[str, float] = {}
+    modules = _attention_modules(spec)
+    for name, (k_scale, v_scale) in scales.items():
+        module, k_factor, v_factor = modules[name], _power_of_two(k_scale), _power_of_two(v_scale)
+        factors |= _of_output(spec, f"{name}.v_proj", 1 / v_factor)
+        factors |= _of_weight(spec, f"{name}.o_proj", v_factor)
+        stored = spec.quantized_weights.get(f"{name}.o_proj.weight")
+        if isinstance(stored, QuantizedWeight) and stored.input_scale is not None:
+            factors[stored.input_scale] = 1 / v_factor
+        norms = [getattr(module, norm, None) for norm in ("q_norm", "k_norm")]
+        if norms == [None, None]:
+            factors |= _of_output(spec, f"{name}.q_proj", k_factor) | _of_output(spec, f"{name}.k_proj", 1 / k_factor)
+        elif all(isinstance(norm, nn.RMSNorm) for norm in norms) and getattr(module, "clip_qkv", None) is None:
+            factors |= {f"{name}.q_norm.weight": k_factor, f"{name}.k_norm.weight": 1 / k_factor}
+        else:
+            raise UnfoldableScalesError(f"{type(module).__name__} is not linear in its projections or norms")
+    return {tensor: factor for tensor, factor in factors.items() if factor != 1.0}
+
+
+def _attention_modules(spec: ModelSpec) -> dict[str, nn.Module]:
+    return {name: module for name, module in spec.module.named_modules() if isinstance(module, LlamaAttention)}
+
+
+def _power_of_two(scale: float) -> float:
+    """The least power of two that is not below `scale`; 1 for a scale that was not calibrated (0 or less, as in vLLM)."""
+    return 2.0 ** math.ceil(math.log2(scale)) if scale > 0 else 1.0
+
+
+def _of_output(spec: ModelSpec, linear: str, factor: float) -> dict[str, float]:
+    has_bias = spec.module.get_submodule(linear).bias is not None
+    return _of_weight(spec, linear, factor) | ({f"{linear}.bias": factor} if has_bias else {})
+
+
+def _of_weight(spec: ModelSpec, linear: str, factor: float) -> dict[str, float]:
+    stored = spec.quantized_weights.get(f"{linear}.weight")
+    if stored is None:
+        return {f"{linear}.weight": factor}
+    if isinstance(stored, QuantizedWeight):
+        return {stored.scale: factor}
+    dtypes = {name.removeprefix(f"{linear}."): dtype for name, _, dtype in stored.tensors}
+    if isinstance(stored, GroupedWeight):
+        if "weight_global_scale" in dtypes:  # compressed-tensors divides by it
+            return {f"{linear}.weight_global_scale": 1 / factor}
+        if "weight_scale_2" in dtypes:
+            return {f"{linear}.weight_scale_2": factor}
+        if dtypes.get("weight_scale") in (torch.float32, torch.bfloat16):
+            return {f"{linear}.weight_scale": factor}
+    raise UnfoldableScalesError(f"the scales of {linear} have too few exponents to take a factor")

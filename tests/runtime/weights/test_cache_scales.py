@@ -1,0 +1,211 @@
+"""A checkpoint's scales of a float8 KV cache: folded into weights, they give what attention with the scales gives."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compile_and_serve.compiler import CompileConfig, compile_model
+from compile_and_serve.compiler.model import Model
+from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.models import llama, qwen3
+from compile_and_serve.models.cache_scales import wants_float8_cache
+from compile_and_serve.models.registry import build_model
+from compile_and_serve.runtime.engine.core import EngineCore
+from compile_and_serve.runtime.weights import load_weights, read_config
+from tests.runtime.weights.test_float4_checkpoints import MODELOPT, packed
+from tests.support.engines import prompt_of, request, run_requests, tiny_config
+from tests.support.float4_checkpoints import float4_linear
+from tests.support.group_checkpoints import write_grouped
+from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
+from tests.support.tiny_models import caches, step
+
+CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
+TOKENS = [5, 6, 7, 8, 200, 41]
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+K_SCALE, V_SCALE = 0.05, 0.003  # used as 2^-4 and 2^-8
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "static": compressed_tensors_config("float", "tensor", "static"),
+    "channel": compressed_tensors_config("int", "channel", None),
+    "blocks": BLOCKS,
+    "modelopt-nvfp4": MODELOPT,
+    "nvfp4": packed("nvfp4-pack-quantized", 16, num_bits=4, type="float"),
+}
+NAMES = [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            import transformers
+
+            torch.manual_seed(0)
+            sizes = {
+                "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.08,
+                "tie_word_embeddings": False, "attention_bias": True,
+            }  # fmt: skip
+            config = getattr(transformers, f"{family}Config")(**sizes)
+            model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(parameter, std=0.1)
+            made[family] = tmp_path_factory.mktemp(family)
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+def add_scales(folder: Path, names: tuple[str, str] = NAMES[0], values: tuple[Any, Any] = (K_SCALE, V_SCALE)) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        for name, value in zip(names, values, strict=True):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(value)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def load(
+    folder: Path, config: CompileConfig | None = None, dtype: torch.dtype = torch.float32, fold: bool = True
+) -> Model:
+    spec = build_model(read_config(folder), dtype=dtype)
+    kernels = frozenset({"rope_attention", "fused_linear"})
+    model = compile_model(spec, config or CompileConfig(mode="eager"), device=CPU, dtype=dtype, kernels=kernels)
+    load_weights(
+        model, spec, folder, load_format="auto", device=CPU, dtype=dtype, seed=0, fold_cache_scales=fold
+    )  # fmt: skip
+    return model
+
+
+def logits(model: Model) -> torch.Tensor:
+    return step(model, TOKENS, 0, caches(model.spec, FP8))  # type: ignore[attr-defined]
+
+
+def scaled_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
+    return attention(q * 2**-4, k * 2**4, v * 2**8, *args) * 2**-8
+
+
+def reference(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with monkeypatch.context() as patch:
+        for module in (llama, qwen3):
+            patch.setattr(module, "attention", scaled_attention)
+        return logits(load(folder, dtype=dtype, fold=False))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_equal_scales_in_attention(
+    family: str, dtype: torch.dtype, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = reference(plain(family), monkeypatch, dtype)
+    assert not torch.equal(expected, logits(load(plain(family), dtype=dtype)))
+    for names in NAMES if family == "Llama" and dtype == torch.float32 else NAMES[:1]:
+        folder = tmp_path / names[0]
+        shutil.copytree(plain(family), folder)
+        assert torch.equal(logits(load(add_scales(folder, names), dtype=dtype)), expected)
+
+
+def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
+    if "nvfp4" in name:
+        return write_grouped(plain, folder, QUANTIZED[name], pack=float4_linear)
+    return write_quantized(plain, folder, QUANTIZED[name])
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights(
+    name: str, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, dequantized = write(plain("Llama"), tmp_path, name)
+    expected = reference(quantized, monkeypatch)
+    assert torch.allclose(expected, reference(dequantized, monkeypatch), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits(load(add_scales(quantized))), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "limit"), [("static", 0.15), ("nvfp4", 0.02)])
+def test_merged_projections(
+    name: str, limit: float, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled, q, k and v are one linear. Static activations of o_proj are quantized by a scale that follows, too."""
+    quantized, _ = write(plain("Llama"), tmp_path, name)
+    expected = reference(quantized, monkeypatch)
+    compiled = logits(load(add_scales(quantized), CompileConfig(cache_dir=tmp_path / "cache")))
+    assert (compiled - expected).norm() / expected.norm() < limit
+
+
+def test_values_beyond_float8_need_them(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    shutil.copytree(plain("Llama"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        for part, factor in (("k_proj", 4096.0), ("q_proj", 1 / 4096), ("v_proj", 4096.0)):
+            if part in name:
+                tensors[name] = tensors[name] * factor
+        if "o_proj.weight" in name:
+            tensors[name] = tensors[name] / 4096
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    exact = load(plain("Llama"))
+    expected = step(exact, TOKENS, 0, caches(exact.spec, torch.float32))  # type: ignore[attr-defined]
+    add_scales(folder, values=(4000.0, 4000.0))
+    error, without = ((logits(load(folder, fold=fold)) - expected).norm() / expected.norm() for fold in (True, False))
+    assert error < 0.05 < 0.3 < without
+
+
+def test_what_is_not_used_is_said(
+    plain: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, (family, values, fold, reason) in enumerate((
+        ("Llama", (K_SCALE, V_SCALE), False, "they are for a float8 KV cache without LoRA adapters"),
+        ("Llama", ([K_SCALE] * 2, [V_SCALE] * 2), True, "they are not one per tensor"),
+        ("Olmoe", (K_SCALE, V_SCALE), True, "OlmoeAttention is not linear in its projections or norms"),
+        ("Gemma2", (K_SCALE, V_SCALE), True, "no attention module of ours has projections by these names"),
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        shutil.copytree(plain(family), folder)
+        if family == "Olmoe":
+            settings = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(settings | {"clip_qkv": 8.0}))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load(add_scales(folder, values=values), fold=fold)
+        assert f"The checkpoint's scales of the KV cache are not used: {reason} (model.layers.0." in caplog.text
+
+
+def test_configs() -> None:
+    for quantization, expected in (
+        ({"kv_cache_scheme": SCHEME}, True),
+        ({"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, False),
+        ({"kv_cache_scheme": SCHEME | {"type": "int"}}, False),
+        ({"kv_cache_scheme": SCHEME | {"dynamic": True}}, False),
+        ({"kv_cache_scheme": None}, False),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"kv_cache_quant_algo": "NVFP4"}, False),
+        ({"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, True),
+        (None, False),
+    ):
+        assert wants_float8_cache({"quantization_config": quantization}) is expected
+
+
+@pytest.mark.parametrize(("option", "expected"), [("auto", "float8_e4m3fn"), ("model", "float32")])
+def test_the_engine_takes_the_checkpoint_at_its_word(
+    option: str, expected: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = compressed_tensors_config("float", "channel", "token") | {"kv_cache_scheme": SCHEME}
+    folder = add_scales(write_quantized(plain("Llama"), tmp_path, config)[0])
+    core = EngineCore(tiny_config(folder, load_format="auto", kv_cache_dtype=option))
+    assert core.info.compile_report["kv_cache_dtype"] == expected
+    [steps] = run_requests(core, [request("a", prompt_of(1, 30))]).values()
+    assert len(steps) == 16
