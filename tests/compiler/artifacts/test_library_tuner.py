@@ -40,12 +40,17 @@ def test_the_library_takes_the_sizes_from_which_on_a_copy_pays(
     assert copies_sentence([SHAPE, SHAPE]) == "second copies of 2 weights take 1.0 MiB"
 
 
-def test_a_busy_machine_does_not_choose_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = [[1.0, 5.0, 5.0], [0.5, 1.0, 4.0]]
+@pytest.mark.parametrize(
+    ("rounds", "least", "min_tokens"),
+    [([[5.0, 1.0, 5.0], [4.0, 4.0, 0.9]], (1.0, 0.9), None), ([[3.0, 5.0, 5.0], [9.0, 1.0, 9.0]], (3.0, 1.0), 32)],
+)
+def test_other_work_on_the_machine_does_not_decide(
+    rounds: list[list[float]], least: tuple[float, float], min_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(library_tuner, "call_seconds", lambda *_arguments, **_options: rounds)
     choice = CpuLibraryTuner(CPU, []).choose(SHAPE)
     assert choice is not None
-    assert (choice.ours, choice.library, choice.min_tokens) == ((1.0,) * 3, (1.0,) * 3, None)
+    assert (choice.ours, choice.library, choice.min_tokens) == ((least[0],) * 3, (least[1],) * 3, min_tokens)
 
 
 def test_a_choice_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
