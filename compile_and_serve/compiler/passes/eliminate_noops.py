@@ -1,4 +1,4 @@
-"""Removes ops that return their input: casts to its dtype, views of its shape, dropout, double transpositions, products with 1."""
+"""Removes ops that return their input unchanged: casts to its dtype, views of its shape, dropout, double transpositions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ def _is_noop(node: Node) -> bool:
     if is_call(node, F.dropout):
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
         return training is False
-    if is_call(node, torch.mul) and isinstance(node.args[1], int | float):
-        return node.args[1] == 1 and tensor_of(node).dtype == tensor_of(node.args[0]).dtype
     if is_call(node, torch.Tensor.contiguous) or is_call(node, *SAME_IF_EQUAL):
         before, after = tensor_of(node.args[0]), tensor_of(node)
         same = before.dtype == after.dtype and before.dim() == after.dim()
