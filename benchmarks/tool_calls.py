@@ -1,6 +1,6 @@
 """Forced tool calls on the questions of BFCL: how many answers are calls whose arguments match their schema.
 
-    python -m benchmarks.tool_calls --url http://127.0.0.1:8000 --data FOLDER [--sample 40] [--max-tokens 512]
+    python -m benchmarks.tool_calls --url http://127.0.0.1:8000 --data FOLDER [--sets parallel …] [--sample 40] [--max-tokens 512]
 
 FOLDER has the files BFCL_v4_*.json: `bfcl_eval/data` of the package bfcl-eval (`pip download --no-deps bfcl-eval`, then unzip it).
 All its simple and parallel sets are sent, also the "live" ones, which users wrote.
@@ -15,7 +15,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,9 @@ def to_schema(value: Any) -> Any:
     return schema
 
 
-def read_questions(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every question of the sets, with messages and OpenAI's tools."""
-    for name in SETS:
+def read_questions(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every question of the named sets, with messages and OpenAI's tools."""
+    for name in names:
         for line in (folder / f"BFCL_v4_{name}.json").read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
             tools = [
@@ -97,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--sample", type=int, default=0, help="number of questions; 0: all")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--frequency-penalty", type=float, default=0.2)
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--tool-choice", default="required")
     parser.add_argument("--body", type=json.loads, default={}, help="more fields of each request, as a JSON object")
     options = parser.parse_args()
-    questions = list(read_questions(options.data))
+    questions = list(read_questions(options.data, options.sets))
     if options.sample:
         questions = random.Random(0).sample(questions, options.sample)
 
