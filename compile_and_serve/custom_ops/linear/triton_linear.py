@@ -71,67 +71,45 @@ def _adapter_tiles(h_ptr, b_ptr, slot, rows_O, ok_O, b_width, rank, end_0, end_1
 
 
 @triton.jit
-def _own_h(
-    h_ptr, index_T, num_tokens, num_h_rows, part, rank, dtype: tl.constexpr, H_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr
-):  # fmt: skip
-    """h of each token's LoRA adapter for one part of the outputs: [T, R], the partial sums added."""
-    tokens_T, ranks_R = tl.arange(0, index_T.shape[0]), tl.arange(0, BLOCK_R)
-    ok_TR = (index_T > 0)[:, None] & (ranks_R[None, :] < rank)
-    h_TR = tl.zeros((index_T.shape[0], BLOCK_R), dtype=tl.float32)
-    for split in tl.static_range(H_SPLITS):
-        at_TR = (split * num_tokens + tokens_T[:, None]) * num_h_rows + part * rank + ranks_R[None, :]
-        h_TR += tl.load(h_ptr + at_TR, mask=ok_TR, other=0.0)
-    return h_TR.to(dtype)
-
-
-@triton.jit
-def _spread(h_TR, is_own_TA):
-    """h of each token in the rows of its own adapter, zeros in the others: [A · R, T]"""
-    h_TAR = tl.where(is_own_TA[:, :, None], h_TR[:, None, :], tl.zeros_like(h_TR)[:, None, :])
-    return tl.trans(tl.reshape(h_TAR, (h_TR.shape[0], is_own_TA.shape[1] * h_TR.shape[1])))
-
-
-@triton.jit
 def _add_adapters(
     acc_OT, acc_up_OT, h_ptr, b_ptr, index_ptr, groups_ptr, num_tokens, num_rows, rows_O, tile_start, num_h_rows, rank,
-    end_0, end_1, end_2, split, SPLITS: tl.constexpr, SILU_MUL: tl.constexpr, H_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    end_0, end_1, end_2, split, SPLITS: tl.constexpr, SILU_MUL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """acc + B h of the tokens' LoRA adapters. Each product has the B of several adapters.
+    """acc + B h of the tokens' LoRA adapters. Each product has the B of several adapters, and zeros for h of other tokens.
 
     A tile has rows of one part only. With SiLU-mul, num_rows is a multiple of 16.
     """
     tokens_T, rows_K = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     per_block: tl.constexpr = BLOCK_K // BLOCK_R
-    dtype: tl.constexpr = b_ptr.dtype.element_ty
     index_T = tl.load(index_ptr + tokens_T, mask=tokens_T < num_tokens, other=0)
     used_T = tl.load(groups_ptr + tokens_T * 4 + 3, mask=tokens_T < num_tokens, other=0)
     num_used = tl.sum((used_T > 0).to(tl.int32))
-    part = part_of(tile_start, end_0, end_1, end_2)
-    h_TR = _own_h(h_ptr, index_T, num_tokens, num_h_rows, part, rank, dtype, H_SPLITS, BLOCK_R)
     ok_O = rows_O // 16 * 16 < num_rows  # whole blocks of B, which is padded, so that loads are wide
     rank_K = rows_K % BLOCK_R
     b_KO = b_offsets(rank_K[:, None], rows_O[None, :], rank)
+    h_TK = h_ptr + tokens_T[:, None] * num_h_rows + rank_K[None, :]
+    part = part_of(tile_start, end_0, end_1, end_2)
     if SILU_MUL:
-        up_part = part_of(num_rows + tile_start, end_0, end_1, end_2)
-        h_up_TR = _own_h(h_ptr, index_T, num_tokens, num_h_rows, up_part, rank, dtype, H_SPLITS, BLOCK_R)
         b_up_KO = b_offsets(rank_K[:, None], (num_rows + rows_O)[None, :], rank)
+        up_part = part_of(num_rows + tile_start, end_0, end_1, end_2)
         slot_size = tl.cdiv(2 * num_rows, 16) * 16 * rank
     else:
         slot_size = tl.cdiv(num_rows, 16) * 16 * rank
     for first in tl.range(split * per_block, num_used, SPLITS * per_block, num_stages=3):
         numbers_K = first + rows_K // BLOCK_R
-        slot_K = tl.load(groups_ptr + numbers_K * 4 + 3, mask=numbers_K < num_tokens, other=0).to(tl.int64) - 1
-        ok_KO = ((slot_K >= 0) & (rank_K < rank))[:, None] & ok_O[None, :]
-        b_ptrs = b_ptr + slot_K[:, None] * slot_size
-        b = tl.load(b_ptrs + b_KO, mask=ok_KO, other=0.0)
-        numbers_A = first + tl.arange(0, per_block)
-        used_A = tl.load(groups_ptr + numbers_A * 4 + 3, mask=numbers_A < num_tokens, other=0)
-        is_own_TA = index_T[:, None] == used_A[None, :]
-        acc_OT = tl.dot(tl.trans(b), _spread(h_TR, is_own_TA), acc_OT, input_precision="ieee")
+        index_K = tl.load(groups_ptr + numbers_K * 4 + 3, mask=numbers_K < num_tokens, other=0)
+        index_K = tl.max_constancy(index_K, [BLOCK_R])
+        ok_K = (index_K > 0) & (rank_K < rank)
+        is_own_TK = (index_T[:, None] == index_K[None, :]) & ok_K[None, :]
+        b_ptrs = b_ptr + (index_K.to(tl.int64) - 1)[:, None] * slot_size
+        b = tl.load(b_ptrs + b_KO, mask=ok_K[:, None] & ok_O[None, :], other=0.0)
+        h = tl.load(h_TK + part * rank, mask=is_own_TK, other=0.0)
+        acc_OT = tl.dot(tl.trans(b), tl.trans(h), acc_OT, input_precision="ieee")
         if SILU_MUL:
-            b_up = tl.load(b_ptrs + b_up_KO, mask=ok_KO, other=0.0)
-            acc_up_OT = tl.dot(tl.trans(b_up), _spread(h_up_TR, is_own_TA), acc_up_OT, input_precision="ieee")
+            b_up = tl.load(b_ptrs + b_up_KO, mask=ok_K[:, None] & ok_O[None, :], other=0.0)
+            h_up = tl.load(h_TK + up_part * rank, mask=is_own_TK, other=0.0)
+            acc_up_OT = tl.dot(tl.trans(b_up), tl.trans(h_up), acc_up_OT, input_precision="ieee")
     return acc_OT, acc_up_OT
 
 
@@ -236,7 +214,7 @@ def _small_batch_kernel(
     h_ptr, b_ptr, index_ptr, groups_ptr, num_h_rows, rank, end_0, end_1, end_2,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, HAS_ADAPTERS: tl.constexpr, H_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, HAS_ADAPTERS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     rows_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -274,7 +252,7 @@ def _small_batch_kernel(
     if HAS_ADAPTERS:
         acc_OT, acc_up_OT = _add_adapters(
             acc_OT, acc_up_OT, h_ptr, b_ptr, index_ptr, groups_ptr, num_tokens, num_rows, rows_O, tile * BLOCK_O, num_h_rows, rank,
-            end_0, end_1, end_2, split, SPLITS, SILU_MUL, H_SPLITS, BLOCK_T, BLOCK_R, BLOCK_K,
+            end_0, end_1, end_2, split, SPLITS, SILU_MUL, BLOCK_T, BLOCK_R, BLOCK_K,
         )  # fmt: skip
     square_T = tl.sum(square_TI, 1)
     last = True
@@ -453,13 +431,13 @@ def small_batch(
     config: tuple[int, int, int, int, int] | None = None,
     adapters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]] | None = None,
 ) -> torch.Tensor:
-    """`fused_linear` of 2 to MAX_SMALL_TOKENS tokens. adapters: h = A x as float32 partial sums [splits, T, Q], B [S, ceil(O / 16), R, 16],
+    """`fused_linear` of 2 to MAX_SMALL_TOKENS tokens. adapters: h = A x [T, Q], B [S, ceil(O / 16), R, 16],
     the tokens' indices, their `lora_groups`, and where the first three parts end, at multiples of SMALL_BLOCK_O; only without a norm.
     """
     assert adapters is None or norm_weight_I is None, "the norm scales the sums last, and h is not to be scaled"
     num_tokens, in_features = x_TI.shape
     h, b, index, groups, ends = adapters or (None, None, None, None, (0, 0, 0))
-    h_splits, num_h_rows, rank = (1, 1, 1) if h is None or b is None else (h.shape[0], h.shape[2], b.shape[2])
+    num_h_rows, rank = (1, 1) if h is None or b is None else (h.shape[1], b.shape[2])
     block_r = max(16, next_power_of_2(rank))
     num_rows = out_features // 2 if silu_mul else out_features
     block_o, block_i, splits, stages, warps = config or small_batch_config(
@@ -482,7 +460,7 @@ def small_batch(
         h, b, index, groups, num_h_rows, rank, *ends,
         HAS_NORM=norm_weight_I is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_TO is not None, SILU_MUL=silu_mul,
         GELU=gelu, BLOCK_T=block_t, BLOCK_O=block_o, BLOCK_I=block_i, SPLITS=splits, STAGES=stages, PDL=pdl,
-        HAS_ADAPTERS=adapters is not None, H_SPLITS=h_splits, BLOCK_R=block_r, BLOCK_K=max(128, block_r),
+        HAS_ADAPTERS=adapters is not None, BLOCK_R=block_r, BLOCK_K=max(128, block_r),
         num_warps=warps, **launch_options(pdl),
     )  # fmt: skip
     return out

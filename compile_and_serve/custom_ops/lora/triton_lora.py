@@ -7,8 +7,7 @@
 - More: each program takes a block of consecutive tokens, and multiplies it by each adapter that the block uses. Tokens of a prompt are
   consecutive, so a block mostly uses one or two adapters.
 
-The results of shrink are float32 partial sums over parts of the input features, which expand adds up in a fixed order: a few
-tokens alone would not fill the device, and atomics would not be deterministic.
+Shrink splits the input features of few tokens, which alone would not fill the device; the last program of a tile adds up the parts.
 
 Shape legend: T tokens, I and O input and output features, S adapter slots, R the largest rank, P merged linears, Q = P · R,
 C blocks of N = 16 outputs.
@@ -43,6 +42,7 @@ from compile_and_serve.custom_ops.triton_common import (
     launch_options,
     let_next_start,
     next_power_of_2,
+    split_counters,
     supports_pdl,
     wait_for_previous,
 )
@@ -125,37 +125,53 @@ def _tokens(index_ptr, groups_ptr, num_tokens, SORTED: tl.constexpr, BLOCK_T: tl
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
-    x_ptr, a_ptr, index_ptr, groups_ptr, h_ptr, num_tokens, num_features, num_rows, x_stride, split_size,
-    SORTED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, a_ptr, index_ptr, groups_ptr, h_ptr, partial_ptr, counter_ptr, num_tokens, num_features, num_rows, x_stride, split_size,
+    SORTED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)  # the step's inputs
     wait_for_previous(PDL)
-    split = tl.program_id(2)
-    rows_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    end = tl.minimum((split + 1) * split_size, num_features)
-    x_ptrs = x_ptr + tokens_T[:, None] * x_stride
-    sums_TR = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
     index = tl.min(tl.where(index_T > 0, index_T, 1 << 30))
-    last = tl.max(index_T)
-    while index <= last:
-        own_T = index_T == index
-        a_ptrs = a_ptr + ((index - 1).to(tl.int64) * num_rows + rows_R[:, None]) * num_features
-        for start in range(split * split_size, end, BLOCK_I):
-            cols_I = start + tl.arange(0, BLOCK_I)
-            ok_I = cols_I < end
-            x_TI = tl.load(x_ptrs + cols_I[None, :], mask=own_T[:, None] & ok_I[None, :], other=0.0)
-            a_RI = tl.load(a_ptrs + cols_I[None, :], mask=(rows_R[:, None] < num_rows) & ok_I[None, :], other=0.0)
-            sums_TR = tl.dot(x_TI, tl.trans(a_RI.to(x_TI.dtype)), sums_TR, input_precision="ieee")
-        index = tl.min(tl.where(index_T > index, index_T, 1 << 30))
-    at_TR = (split * num_tokens + tokens_T[:, None]) * num_rows + rows_R[None, :]
-    tl.store(h_ptr + at_TR, sums_TR, mask=(ok_T & (index_T > 0))[:, None] & (rows_R[None, :] < num_rows))
+    last_index = tl.max(index_T)
+    if last_index > 0:
+        split = tl.program_id(2)
+        rows_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        end = tl.minimum((split + 1) * split_size, num_features)
+        x_ptrs = x_ptr + tokens_T[:, None] * x_stride
+        sums_TR = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
+        while index <= last_index:
+            own_T = index_T == index
+            a_ptrs = a_ptr + ((index - 1).to(tl.int64) * num_rows + rows_R[:, None]) * num_features
+            for start in range(split * split_size, end, BLOCK_I):
+                cols_I = start + tl.arange(0, BLOCK_I)
+                ok_I = cols_I < end
+                x_TI = tl.load(x_ptrs + cols_I[None, :], mask=own_T[:, None] & ok_I[None, :], other=0.0)
+                a_RI = tl.load(a_ptrs + cols_I[None, :], mask=(rows_R[:, None] < num_rows) & ok_I[None, :], other=0.0)
+                sums_TR = tl.dot(x_TI, tl.trans(a_RI.to(x_TI.dtype)), sums_TR, input_precision="ieee")
+            index = tl.min(tl.where(index_T > index, index_T, 1 << 30))
+        at_TR = tokens_T[:, None] * num_rows + rows_R[None, :]
+        ok_TR = (ok_T & (index_T > 0))[:, None] & (rows_R[None, :] < num_rows)
+        is_last = True
+        if SPLITS > 1:
+            # Each split stores partial sums. The last program of the tile adds them in order, so that every run has the same bits.
+            size = num_tokens * num_rows
+            tl.store(partial_ptr + split * size + at_TR, sums_TR, mask=ok_TR)
+            tl.debug_barrier()
+            counter = counter_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+            is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+            if is_last:
+                sums_TR = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
+                for other in tl.static_range(SPLITS):
+                    sums_TR += tl.load(partial_ptr + other * size + at_TR, mask=ok_TR, other=0.0, cache_modifier=".cg")
+                tl.store(counter, 0)
+        if is_last:
+            tl.store(h_ptr + at_TR, sums_TR.to(h_ptr.dtype.element_ty), mask=ok_TR)
 
 
 @triton.jit
 def _add_expanded(
     sums_TO, h_ptr, b_ptr, tokens_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
-    SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """sums + B h, for all adapters of the tokens and all parts of the columns."""
     part_O = part_of(cols_O, end_0, end_1, end_2)
@@ -169,11 +185,11 @@ def _add_expanded(
             for start in range(0, rank, BLOCK_R):
                 rows_R = start + tl.arange(0, BLOCK_R)
                 ok_TR = own_T[:, None] & (rows_R[None, :] < rank)
-                h_TR = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
-                for split in tl.static_range(SPLITS):
-                    at_TR = (split * num_tokens + tokens_T[:, None]) * num_rows + part * rank + rows_R[None, :]
-                    h_TR += tl.load(h_ptr + at_TR, mask=ok_TR, other=0.0)
-                if tl.max(tl.abs(h_TR)) > 0:  # B of a linear that the adapter does not change is not read
+                at_TR = tokens_T[:, None] * num_rows + part * rank + rows_R[None, :]
+                h_TR = tl.load(h_ptr + at_TR, mask=ok_TR, other=0.0)
+                if (
+                    tl.max(tl.abs(h_TR.to(tl.float32))) > 0
+                ):  # B of a linear that the adapter does not change is not read
                     ok_RO = (rows_R[:, None] < rank) & ((part_O == part) & (cols_O < num_features))[None, :]
                     b_RO = tl.load(
                         b_slot_ptr + b_offsets(rows_R[:, None], cols_O[None, :], rank), mask=ok_RO, other=0.0
@@ -187,7 +203,7 @@ def _add_expanded(
 def _expand_kernel(
     y_ptr, h_ptr, b_ptr, index_ptr, groups_ptr, residual_ptr, out_ptr, num_tokens, num_features, num_rows, rank, y_stride,
     residual_stride, end_0, end_1, end_2,
-    SORTED: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
+    SORTED: tl.constexpr, SILU_MUL: tl.constexpr, GELU: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -203,13 +219,13 @@ def _expand_kernel(
     sums_TO = tl.load(y_ptrs, mask=ok_TO, other=0.0).to(tl.float32)
     sums_TO = _add_expanded(
         sums_TO, h_ptr, b_ptr, tokens_T, index_T, cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1, end_2,
-        SPLITS, BLOCK_T, BLOCK_R,
+        BLOCK_T, BLOCK_R,
     )  # fmt: skip
     if SILU_MUL:
         up_TO = tl.load(y_ptrs + num_out, mask=ok_TO, other=0.0).to(tl.float32)
         up_TO = _add_expanded(
             up_TO, h_ptr, b_ptr, tokens_T, index_T, num_out + cols_O, num_tokens, num_features, num_rows, rank, end_0, end_1,
-            end_2, SPLITS, BLOCK_T, BLOCK_R,
+            end_2, BLOCK_T, BLOCK_R,
         )  # fmt: skip
         sums_TO = gate(sums_TO, GELU) * up_TO
     if HAS_RESIDUAL:
@@ -295,7 +311,7 @@ def _shrink_one(
 def _shrink(
     x_TI: torch.Tensor, a_SQI: torch.Tensor, index_T: torch.Tensor, groups_T4: torch.Tensor | None
 ) -> torch.Tensor:
-    """h = A x of each token's adapter, as float32 partial sums [K, T, Q]. groups_T4: for at most MAX_SORTED tokens."""
+    """h = A x of each token's adapter: [T, Q], x's dtype, not filled for tokens without one. groups_T4: for at most MAX_SORTED tokens."""
     (num_tokens, num_in), num_rows, is_sorted = x_TI.shape, a_SQI.shape[1], groups_T4 is not None
     block_t = TILE if is_sorted else BLOCK_T
     block_i = min(256 if is_sorted else 128, max(16, next_power_of_2(num_in)))
@@ -303,14 +319,18 @@ def _shrink(
     splits = max(1, min(MAX_SPLITS if is_sorted else 1, num_in // (2 * block_i)))
     split_size = cdiv(cdiv(num_in, splits), block_i) * block_i
     splits = cdiv(num_in, split_size)
-    h_KTQ = torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=x_TI.device)
+    h_TQ = x_TI.new_empty(num_tokens, num_rows)
+    partial = counters = None
+    if splits > 1:
+        partial = torch.empty(splits * h_TQ.numel(), dtype=torch.float32, device=x_TI.device)
+        counters = split_counters(x_TI.device)
     pdl = supports_pdl(x_TI.device)
     launch(
         _shrink_kernel, (num_tokens if is_sorted else cdiv(num_tokens, block_t), cdiv(num_rows, block_r), splits),
-        x_TI, a_SQI, index_T, groups_T4, h_KTQ, num_tokens, num_in, num_rows, x_TI.stride(0), split_size,
-        SORTED=is_sorted, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_I=block_i, PDL=pdl, num_warps=4, **launch_options(pdl),
+        x_TI, a_SQI, index_T, groups_T4, h_TQ, partial, counters, num_tokens, num_in, num_rows, x_TI.stride(0), split_size,
+        SORTED=is_sorted, SPLITS=splits, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_I=block_i, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
-    return h_KTQ
+    return h_TQ
 
 
 def _add(
@@ -331,14 +351,14 @@ def _add(
         groups_T4 = None
     elif groups_T4 is None:
         groups_T4 = lora_groups(index_T)
-    h_KTQ = _shrink(x_TI, a_SQI, index_T, groups_T4)
+    h_TQ = _shrink(x_TI, a_SQI, index_T, groups_T4)
     block_t, block_o = TILE if is_sorted else BLOCK_T, min(128, max(16, next_power_of_2(num_out)))
     pdl = supports_pdl(y_TO.device)
     launch(
         _expand_kernel, (num_tokens if is_sorted else cdiv(num_tokens, block_t), cdiv(num_out, block_o)),
-        y_TO, h_KTQ, b_SCRN, index_T, groups_T4, residual_TO, out_TO, num_tokens, num_features, num_rows, rank,
+        y_TO, h_TQ, b_SCRN, index_T, groups_T4, residual_TO, out_TO, num_tokens, num_features, num_rows, rank,
         y_TO.stride(0), 0 if residual_TO is None else residual_TO.stride(0), *padded_ends(ends),
-        SORTED=is_sorted, SILU_MUL=silu_mul, GELU=gelu, HAS_RESIDUAL=residual_TO is not None, SPLITS=h_KTQ.shape[0],
+        SORTED=is_sorted, SILU_MUL=silu_mul, GELU=gelu, HAS_RESIDUAL=residual_TO is not None,
         BLOCK_T=block_t, BLOCK_R=min(32, max(16, next_power_of_2(rank))), BLOCK_O=block_o, PDL=pdl, num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip

@@ -202,34 +202,36 @@ import json
 from compile_and_serve.custom_ops.linear.triton_linear import _gemv_kernel, _small_batch_kernel
 from compile_and_serve.custom_ops.lora import triton_lora as kernels
 from tests.support.hopper import compiled
-types = {"h_ptr": "*fp32", "index_ptr": "*i32", "groups_ptr": "*i32", "eps": "fp32"}
+types = {"partial_ptr": "*fp32", "counter_ptr": "*i32", "index_ptr": "*i32", "groups_ptr": "*i32", "eps": "fp32"}
 def made(kernel, constants, warps=4):
     done = compiled(kernel, constants, lambda n: types.get(n, "*bf16" if n.endswith("_ptr") else "i32"), num_warps=warps)
     return done.metadata.shared
 shared = {"groups": made(kernels._groups_kernel, {"BLOCK": 64, "TILE": 16})}
+types["h_ptr"] = "*fp32"  # of kernels for one token
 for norm in (True, False):
     constants = {"HAS_NORM": norm, "BLOCK_I": 1 << 14, "PDL": True} | ({} if norm else {"norm_ptr": None})
     shared[f"shrink one {norm}"] = made(kernels._shrink_one_kernel, constants, 8)
-for is_sorted in (True, False):
-    block_t = 16 if is_sorted else 32
-    shared_constants = {"SORTED": is_sorted, "BLOCK_T": block_t, "PDL": True} | ({} if is_sorted else {"groups_ptr": None})
-    blocks = {"BLOCK_R": 64, "BLOCK_I": 256} if is_sorted else {"BLOCK_R": 64, "BLOCK_I": 128}
-    shared[f"shrink {is_sorted}"] = made(kernels._shrink_kernel, shared_constants | blocks)
-    for silu in (True, False):
-        shared[f"expand {is_sorted} {silu}"] = made(kernels._expand_kernel, shared_constants | {
-            "SILU_MUL": silu, "GELU": False, "HAS_RESIDUAL": not silu, "SPLITS": 8 if is_sorted else 1, "BLOCK_R": 32, "BLOCK_O": 128
-        } | ({"residual_ptr": None} if silu else {}))
 for silu, rows, warps in ((False, 8, 8), (True, 4, 4)):
     shared[f"gemv {silu}"] = made(_gemv_kernel, {
         "HAS_NORM": True, "HAS_BIAS": False, "HAS_RESIDUAL": False, "SILU_MUL": silu, "GELU": False, "BLOCK_O": rows,
         "BLOCK_I": 256 * warps, "LANES": 8, "THREADS": 32 * warps, "PDL": True, "HAS_ADAPTERS": True, "BLOCK_R": 16,
         "bias_ptr": None, "residual_ptr": None,
     }, warps)
-types["partial_ptr"], types["counter_ptr"] = "*fp32", "*i32"
+del types["h_ptr"]
+for is_sorted in (True, False):
+    block_t = 16 if is_sorted else 32
+    shared_constants = {"SORTED": is_sorted, "BLOCK_T": block_t, "PDL": True} | ({} if is_sorted else {"groups_ptr": None})
+    unsplit = {"SPLITS": 1, "partial_ptr": None, "counter_ptr": None}
+    blocks = {"BLOCK_R": 64, "BLOCK_I": 256} if is_sorted else {"BLOCK_R": 64, "BLOCK_I": 128}
+    shared[f"shrink {is_sorted}"] = made(kernels._shrink_kernel, shared_constants | blocks | ({"SPLITS": 8} if is_sorted else unsplit))
+    for silu in (True, False):
+        shared[f"expand {is_sorted} {silu}"] = made(kernels._expand_kernel, shared_constants | {
+            "SILU_MUL": silu, "GELU": False, "HAS_RESIDUAL": not silu, "BLOCK_R": 32, "BLOCK_O": 128
+        } | ({"residual_ptr": None} if silu else {}))
 for silu, rank in ((False, 16), (True, 16), (True, 256)):
     shared[f"small batch {silu} {rank}"] = made(_small_batch_kernel, {
         "HAS_NORM": False, "HAS_BIAS": False, "HAS_RESIDUAL": not silu, "SILU_MUL": silu, "GELU": False, "BLOCK_T": 64, "BLOCK_O": 64,
-        "BLOCK_I": 128, "SPLITS": 1 if silu else 4, "STAGES": 4, "PDL": True, "HAS_ADAPTERS": True, "H_SPLITS": 8, "BLOCK_R": rank,
+        "BLOCK_I": 128, "SPLITS": 1 if silu else 4, "STAGES": 4, "PDL": True, "HAS_ADAPTERS": True, "BLOCK_R": rank,
         "BLOCK_K": max(128, rank), "norm_ptr": None, "bias_ptr": None,
     } | ({"residual_ptr": None, "partial_ptr": None, "counter_ptr": None} if silu else {}))
 print(json.dumps(shared))
