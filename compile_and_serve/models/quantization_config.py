@@ -5,7 +5,8 @@ Supported are the formats that the kernels run without conversion:
   8 bits, per group or channel, symmetric or not; of experts: `models/expert_formats.py`;
 - Hugging Face's `fp8`: blocks of 128 × 128 with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` per tensor;
 - `awq`, `gptq` and `auto-round`: `models/grouped_config.py`;
-- NVFP4, MXFP4, bitsandbytes, ModelOpt and Quark: `models/float4_config.py`.
+- NVFP4, MXFP4, bitsandbytes, ModelOpt and Quark: `models/float4_config.py`;
+- torchao: `models/torchao_config.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from compile_and_serve.models.float4_config import (
 )
 from compile_and_serve.models.grouped_config import PACKED_FORMAT, gguf_weights, grouped_weights, pack_quantized
 from compile_and_serve.models.spec import ModelSpec, TensorPart
+from compile_and_serve.models.torchao_config import renamed_weights, torchao_weights
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _ALL_FORMATS = (*_FORMATS, PACKED_FORMAT, NVFP4_FORMAT, MXFP4_FORMAT)
@@ -44,12 +46,13 @@ class StoredWeights:
     """What a `quantization_config` says of a checkpoint.
 
     quantized: parameter name → how the checkpoint stores it, for the linears and experts that are quantized. parts: of stacked tensors of
-    quantized experts, as in `ModelSpec`. unused: names of tensors that the checkpoint may have besides.
+    quantized experts, as in `ModelSpec`. unused: names of tensors that the checkpoint may have besides. weight_map: as in `ModelSpec`.
     """
 
     quantized: Mapping[str, StoredWeight] = field(default_factory=dict)
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
     unused: Sequence[str] = ()
+    weight_map: Mapping[str, str] = field(default_factory=dict)
 
 
 def stored_weights(
@@ -79,13 +82,16 @@ def stored_weights(
         return StoredWeights(quantized=quark_weights(quantization, _linears(module)))
     if method == "bitsandbytes":
         return StoredWeights(quantized=bitsandbytes_weights(quantization, _linears(module)))
+    if method == "torchao":
+        weights = torchao_weights(quantization, _linears(module))
+        return StoredWeights(quantized=weights, weight_map=renamed_weights(weights))
     if method == "gguf":
         return StoredWeights(quantized=gguf_weights(quantization, module))
     if (grouped := grouped_weights(quantization, _linears(module))) is not None:
         return StoredWeights(quantized=grouped)
     raise ModelConfigError(
         f"quantization_config's quant_method {method!r} is not supported: use a checkpoint in the format compressed-tensors, fp8, awq, "
-        "gptq, auto-round, bitsandbytes, modelopt or quark, or an unquantized one with --quantization."
+        "gptq, auto-round, bitsandbytes, modelopt, quark or torchao, or an unquantized one with --quantization."
     )
 
 
@@ -94,7 +100,7 @@ def with_stored_weights(spec: ModelSpec) -> ModelSpec:
     stored = stored_weights(spec.config, spec.module, spec.parts)
     return replace(
         spec, quantized_weights=stored.quantized, parts={**spec.parts, **stored.parts},
-        weight_map={**spec.weight_map, **dict.fromkeys(stored.unused)},
+        weight_map={**spec.weight_map, **stored.weight_map, **dict.fromkeys(stored.unused)},
     )  # fmt: skip
 
 
