@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from compile_and_serve.compiler import CompileConfig, compile_model
 from compile_and_serve.compiler.model import Model
 from compile_and_serve.custom_ops.attention.attention import attention
+from compile_and_serve.custom_ops.attention.torch_backend import TorchAttention
 from compile_and_serve.models import llama, qwen3
 from compile_and_serve.models.cache_scales import wants_float8_cache
 from compile_and_serve.models.registry import build_model
@@ -26,6 +27,7 @@ from tests.support.engines import prompt_of, request, run_requests, tiny_config
 from tests.support.float4_checkpoints import float4_linear
 from tests.support.group_checkpoints import write_grouped
 from tests.support.quantized_checkpoints import compressed_tensors_config, write_quantized
+from tests.support.ranks import run_ranks
 from tests.support.tiny_models import caches, step
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
@@ -144,6 +146,28 @@ def test_merged_projections(
     expected = reference(quantized, monkeypatch)
     compiled = logits(load(add_scales(quantized), CompileConfig(cache_dir=tmp_path / "cache")))
     assert (compiled - expected).norm() / expected.norm() < limit
+
+
+def run_rank(rank: int, folder: str, cache: str) -> torch.Tensor:
+    config = CompileConfig(cache_dir=Path(cache), tensor_parallel_size=2)
+    spec = build_model(read_config(Path(folder)), dtype=torch.float32)
+    model = compile_model(
+        spec, config, device=CPU, dtype=torch.float32, kernels=frozenset({"rope_attention", "fused_linear"})
+    )
+    load_weights(
+        model, spec, Path(folder), load_format="auto", device=CPU, dtype=torch.float32, seed=0, rank=rank,
+        fold_cache_scales=True,
+    )  # fmt: skip
+    return step(model, TOKENS, 0, caches(spec, FP8, tensor_parallel_size=2), TorchAttention())
+
+
+@pytest.mark.slow
+def test_two_ranks(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized, _ = write(plain("Llama"), tmp_path, "channel")
+    expected = reference(quantized, monkeypatch)
+    add_scales(quantized)
+    for found in run_ranks(2, run_rank, str(quantized), str(tmp_path / "cache"), folder=tmp_path):
+        assert (found - expected).norm() / expected.norm() < 0.02
 
 
 def test_values_beyond_float8_need_them(plain: Callable[[str], Path], tmp_path: Path) -> None:
