@@ -165,8 +165,13 @@ def _checked_stream(
             f"{path} lacks {_abbreviate(missing)}, which the model's config requires: use complete weights of the same model."
         )
     cache_scales = [name for name in unexpected if name.rpartition(".")[2] in CACHE_SCALES]
+    others = [name for name in unexpected if name not in cache_scales]
     factors = _cache_scale_factors(spec, checkpoint, cache_scales, fold_cache_scales) if cache_scales else {}
-    if others := [name for name in unexpected if name not in cache_scales]:
+    if factors is None:
+        factors = {}
+    else:
+        unexpected = others
+    if others:
         logger.warning("%s has tensors that the model does not use: %s.", path, _abbreviate(others))
 
     grouped = {
@@ -206,8 +211,8 @@ def _checked_stream(
 
 def _cache_scale_factors(
     spec: ModelSpec, checkpoint: Checkpoint, names: Sequence[str], is_wanted: bool
-) -> dict[str, float]:
-    """Tensor → its factor, from the scales of a KV cache called `names` in the checkpoint; none, and the reason logged, without use."""
+) -> dict[str, float] | None:
+    """Tensor → its factor, from the scales of a KV cache called `names` in the checkpoint; None: they are not used, for a logged reason."""
     try:
         if not is_wanted:
             raise UnfoldableScalesError("they are for a float8 KV cache without LoRA adapters")
@@ -222,7 +227,7 @@ def _cache_scale_factors(
         factors = weight_factors(spec, values)
     except UnfoldableScalesError as reason:
         logger.warning("The checkpoint's scales of the KV cache are not used: %s (%s).", reason, _abbreviate(names))
-        return {}
+        return None
     logger.info("The KV cache of %d layers has the checkpoint's scales, rounded up to powers of two.", len(sites))
     return factors
 

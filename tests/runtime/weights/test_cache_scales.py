@@ -110,14 +110,16 @@ def reference(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_equal_scales_in_attention(
-    family: str, dtype: torch.dtype, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family: str, dtype: torch.dtype, plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     expected = reference(plain(family), monkeypatch, dtype)
     assert not torch.equal(expected, logits(load(plain(family), dtype=dtype)))
     for names in NAMES if family == "Llama" and dtype == torch.float32 else NAMES[:1]:
         folder = tmp_path / names[0]
         shutil.copytree(plain(family), folder)
         assert torch.equal(logits(load(add_scales(folder, names), dtype=dtype)), expected)
+        assert "not use" not in caplog.text
 
 
 def write(plain: Path, folder: Path, name: str) -> tuple[Path, Path]:
