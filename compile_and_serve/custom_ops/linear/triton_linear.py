@@ -96,7 +96,8 @@ def _add_adapters(
         slot_size = tl.cdiv(2 * num_rows, 16) * 16 * rank
     else:
         slot_size = tl.cdiv(num_rows, 16) * 16 * rank
-    for first in tl.range(split * per_block, num_used, SPLITS * per_block, num_stages=3):
+    stages: tl.constexpr = 3 if BLOCK_K <= 128 else 1  # shared memory does not hold more of wider tiles
+    for first in tl.range(split * per_block, num_used, SPLITS * per_block, num_stages=stages):
         numbers_K = first + rows_K // BLOCK_R
         index_K = tl.load(groups_ptr + numbers_K * 4 + 3, mask=numbers_K < num_tokens, other=0)
         index_K = tl.max_constancy(index_K, [BLOCK_R])
