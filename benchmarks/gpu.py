@@ -19,8 +19,8 @@ mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 
 long (not by default): 16 prompts of 24000 tokens at once, then 128 tokens of each; with `--max-model-len 32768`. `prompt_tok_s` is of
     all prompts with one token each; the rest is of the steps in which all 16 decode, as for decode.
 samples (not by default): 16 prompts of 2000 tokens, 8 sequences of 128 tokens each, three times.
-profile (not by default): time per kernel, in captured decode steps and in a prefill of 4 × 4096. Where two kernels overlap, the time
-    of the later one includes its wait for the earlier one, so the sum may exceed the step.
+profile (not by default): time per kernel, in captured decode steps and in a prefill of 4 × 4096. A kernel's time begins when the kernels
+    before it have ended.
 """
 
 from __future__ import annotations

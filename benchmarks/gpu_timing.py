@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -150,8 +151,21 @@ def event_ms(fn: Callable[[], Any], repeats: int = 10) -> float:
     return sorted(event_seconds(fn) * 1e3 for _ in range(repeats))[repeats // 2]
 
 
+def own_times(intervals: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
+    """Of intervals (name, start, end), by name: from when all that end earlier have ended, or from the start if that is later, to the end.
+
+    So the time in which a kernel that started early (PDL) waits for the ones before it does not count.
+    """
+    times: dict[str, list[float]] = {}
+    ended = -math.inf
+    for name, start, end in sorted(intervals, key=lambda interval: interval[2]):
+        times.setdefault(name, []).append(end - max(start, ended))
+        ended = end
+    return times
+
+
 def kernels_of(fn: Callable[[], Any], repeats: int = 1, top: int = 14) -> dict[str, Any]:
-    """The kernels of one fn() that take longest, with milliseconds and calls, and the sum over all kernels."""
+    """The kernels of one fn() that take longest, with their `own_times` in milliseconds and calls, and the sum over all kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -159,13 +173,14 @@ def kernels_of(fn: Callable[[], Any], repeats: int = 1, top: int = 14) -> dict[s
         for _ in range(repeats):
             fn()
         torch.cuda.synchronize()
-    events = [e for e in profiler.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda event: -event.self_device_time_total)
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    times = own_times((e.name, e.time_range.start, e.time_range.end) for e in events)
+    ms = {name: sum(of_name) / 1e3 / repeats for name, of_name in times.items()}
     return {
-        "kernels_ms": round(sum(e.self_device_time_total for e in events) / 1e3 / repeats, 3),
+        "kernels_ms": round(sum(ms.values()), 3),
         "kernels": [
-            {"name": e.key[:95], "ms": round(e.self_device_time_total / 1e3 / repeats, 3), "calls": e.count // repeats}
-            for e in events[:top]
+            {"name": name[:95], "ms": round(ms[name], 3), "calls": len(times[name]) // repeats}
+            for name in sorted(ms, key=lambda name: -ms[name])[:top]
         ],
     }
 
