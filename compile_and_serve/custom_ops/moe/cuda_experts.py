@@ -6,6 +6,7 @@ Shape legend: T tokens, K experts of a token, X experts, F intermediate size of 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,10 +31,14 @@ MIN_EXPANDED_PAIRS_EACH = 64  # of an expert; with fewer, writing and reading th
 
 
 @functools.lru_cache(maxsize=64)
-def _even_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """Ids that spread the pairs evenly, as the tuner assumes: int32 [T, K]. Synthetic steps route unlike real ones."""
-    pairs = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device)
-    return (pairs % num_experts).view(num_tokens, top_k)
+def _even_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Ids that spread the pairs evenly, as the tuner assumes, in as many ways as have no expert in common: int32 [T, K] each.
+
+    Synthetic steps route unlike real ones.
+    """
+    num_pairs = num_tokens * top_k
+    pairs = torch.arange(num_pairs, dtype=torch.int32, device=device).view(num_tokens, top_k)
+    return tuple((pairs + first) % num_experts for first in range(0, max(1, num_experts - num_pairs + 1), num_pairs))
 
 
 def methods(operands: Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -80,12 +85,16 @@ def experts(operands: Operands) -> torch.Tensor:
 def _with_even_ids(
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]], operands: Operands
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """`runs` over evenly spread pairs, for measurements. The ids are made at the first measurement."""
+    """`runs` over evenly spread pairs, for measurements. Calls take turns with the experts, so that few experts are not read from a cache.
+
+    The ids are made at the first measurement.
+    """
+    turns = itertools.count()
 
     def even(name: str, gate_up: torch.Tensor) -> torch.Tensor:
         num_tokens, top_k = operands.ids_TK.shape
-        ids_TK = _even_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
-        same = replace(operands, ids_TK=ids_TK)
+        ids = _even_ids(num_tokens, top_k, operands.gate_up.shape[0], operands.x_TD.device)
+        same = replace(operands, ids_TK=ids[next(turns) % len(ids)])
         return methods(same)[name](gate_up)
 
     return {name: functools.partial(even, name) for name in runs}

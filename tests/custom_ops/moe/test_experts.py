@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,6 +120,28 @@ def test_a_thousand_tokens(kind: str) -> None:
     reference = experts(*args)  # type: ignore[arg-type]
     out = cuda_experts.experts(triton_experts.Operands(*args))  # type: ignore[arg-type]
     assert relative_error(out, reference.double()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "turns"),
+    [(1, [[0, 1], [2, 3], [4, 5], [0, 1]]), (2, [[0, 1, 2, 3], [0, 1, 2, 3]]), (4, [[0, 1, 2, 3, 4, 5, 0, 1]] * 2)],
+)
+def test_measured_calls_take_turns_with_experts(
+    num_tokens: int, turns: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that read the same few experts again would read them from a cache, unlike a step."""
+    found: list[list[int]] = []
+
+    def methods(ours: triton_experts.Operands) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        found.append(ours.ids_TK.flatten().tolist())
+        return {"one": lambda gate_up: gate_up}
+
+    monkeypatch.setattr(cuda_experts, "methods", methods)
+    ours = triton_experts.Operands(*operands(num_tokens, "to_one", torch.float32, biased=False))  # type: ignore[arg-type]
+    run = cuda_experts._with_even_ids({"one": lambda gate_up: gate_up}, ours)["one"]
+    for _ in turns:
+        run(ours.gate_up)
+    assert found == turns
 
 
 @pytest.mark.parametrize(
