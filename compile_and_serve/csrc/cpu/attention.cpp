@@ -243,16 +243,19 @@ void change_scores(const CasAttention& a, Scratch<T>& s, int first_row, int rows
     }
 }
 
-// One step of the online softmax for `rows` rows: computes probabilities from scores, and updates maxima (of base-2 logarithms)
-// and denominators (one per lane). Row r attends to visible[r]. scale: of the scores. factors: rescale the rows' previous sums.
+// One step of the online softmax for `rows` rows, at most 16, from `first` of the product on: computes probabilities from scores, and
+// updates maxima (of base-2 logarithms) and denominators (one per lane). row: the first one's in the tile. Row r attends to visible[r].
+// scale: of the scores. factors: rescale the rows' previous sums.
 template <class T>
-void softmax_step(Scratch<T>& s, int row, int rows, int padded, const Visible* visible, float scale, float* factors) {
+void softmax_step(Scratch<T>& s, int first, int row, int rows, int padded, const Visible* visible, float scale, float* factors) {
+    const float* scores = s.scores + first * kKeys;
+    T* probabilities = s.probabilities + first * kKeys;
     f32x16 largest[kLanes];
     for (int r = 0; r < kLanes; ++r) {
         largest[r] = splat(kLowest);
         if (r >= rows) continue;
         for (int c = 0; c < padded; c += kLanes) {
-            const f32x16 v = load16(s.scores + r * kKeys + c);
+            const f32x16 v = load16(scores + r * kKeys + c);
             largest[r] = max_of(largest[r], visible[r].has_all(c) ? v : select(visible[r].lanes(c), v, splat(kLowest)));
         }
     }
@@ -264,9 +267,9 @@ void softmax_step(Scratch<T>& s, int row, int rows, int padded, const Visible* v
     for (int r = 0; r < rows; ++r) {
         f32x16 total = load16(s.denominators + (row + r) * kLanes) * factors[r];
         for (int c = 0; c < padded; c += kLanes) {
-            f32x16 p = exp2_nonpositive(load16(s.scores + r * kKeys + c) * scale - new_maxima[r]);
+            f32x16 p = exp2_nonpositive(load16(scores + r * kKeys + c) * scale - new_maxima[r]);
             if (!visible[r].has_all(c)) p = select(visible[r].lanes(c), p, f32x16{});
-            store16(s.probabilities + r * kKeys + c, p);
+            store16(probabilities + r * kKeys + c, p);
             total += p;
         }
         store16(s.denominators + (row + r) * kLanes, total);
@@ -274,12 +277,12 @@ void softmax_step(Scratch<T>& s, int row, int rows, int padded, const Visible* v
     }
 }
 
-// Attention of all rows of a tile over the keys in scratch. head: the tile's first query head; position: of the tile's first token;
+// Attention of all rows of a tile over the keys in scratch. unit: computes the products, or null. head: the tile's first query head; position: of the tile's first token;
 // key: position of the first of `count` keys.
 template <class T>
 void attend(
-    const CasAttention& a, Scratch<T>& s, int rows, int64_t E, int64_t G, int64_t head, int64_t position, int64_t key, int count,
-    int padded
+    const CasAttention& a, Scratch<T>& s, MatrixUnit* unit, int rows, int64_t E, int64_t G, int64_t head, int64_t position, int64_t key,
+    int count, int padded
 ) {
     const bool changes_scores = a.soft_cap > 0 || a.alibi_slopes;
     constexpr int kInputs = Dot<T>::kInputs;
@@ -287,8 +290,9 @@ void attend(
     for (int b = 0; b < padded / kLanes; ++b) key_blocks[b] = s.keys + b * kLanes * E;
     const T* value_blocks[kMaxHeadDim / kLanes];
     for (int b = 0; b < E / kLanes; ++b) value_blocks[b] = s.values + b * padded * kLanes;
-    for (int row = 0; row < rows; row += kSubtile) {
-        const int n = std::min(kSubtile, rows - row);
+    const int rows_at_once = unit ? kMaxUnitRows : kMaxRows;
+    for (int row = 0; row < rows; row += rows_at_once) {
+        const int n = std::min(rows_at_once, rows - row);
         Visible visible[kSubtile];
         for (int r = 0; r < n; ++r) {
             const int64_t at = position + (row + r) / G;
@@ -296,29 +300,47 @@ void attend(
             visible[r].end = int32_t(std::clamp<int64_t>(at + 1 - key, 0, count));
         }
         if (visible[0].begin >= visible[n - 1].end) continue;
-        multiply_tile<T, kPlain>(
-            s.queries + row * E, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
-        alignas(64) float factors[kLanes];
+        const T* queries = s.queries + row * E;
+        if (unit) unit->multiply<T>(queries, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
+        else multiply_tile<T, kPlain>(queries, E, n, key_blocks, padded / kLanes, E / kInputs, s.scores, kKeys);
+        alignas(64) float factors[kSubtile];
         if (changes_scores) change_scores(a, s, row, n, padded, head, G, key - position);
-        softmax_step(s, row, n, padded, visible, (changes_scores ? 1.0f : a.scale) * kLog2E, factors);
-        multiply_tile<T, kAccumulate>(
-            s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, s.sums + row * E, E, factors);
+        for (int r = 0; r < n; r += kLanes)
+            softmax_step(
+                s, r, row + r, std::min(kLanes, n - r), padded, visible + r, (changes_scores ? 1.0f : a.scale) * kLog2E, factors + r);
+        float* sums = s.sums + row * E;
+        if (!unit) {
+            multiply_tile<T, kAccumulate>(
+                s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, sums, E, factors);
+            continue;
+        }
+        for (int r = 0; r < n; ++r)
+            for (int64_t e = 0; e < E; e += kLanes) store16(sums + r * E + e, load16(sums + r * E + e) * factors[r]);
+        unit->multiply<T, true>(s.probabilities, kKeys, n, value_blocks, int(E / kLanes), padded / kInputs, sums, E);
     }
 }
 
+// What a step's keys are padded to a multiple of: the matrix unit adds up kUnitSize groups at a time.
+template <class T>
+int key_padding(const MatrixUnit* unit) {
+    return unit ? kUnitSize * Dot<T>::kInputs : kLanes;
+}
+
 template <class C>
-KeyRows<C> key_rows(const CasAttention& a, const Item& item, int64_t kv_head, int64_t key) {
+KeyRows<C> key_rows(const CasAttention& a, const Item& item, int64_t kv_head, int64_t key, int padding) {
     KeyRows<C> rows;
-    rows.locate(a, a.block_table + item.seq * a.block_table_stride, kv_head, key, item.key_end);
+    rows.locate(a, a.block_table + item.seq * a.block_table_stride, kv_head, key, item.key_end, padding);
     return rows;
 }
 
 // `after`: the first keys of the thread's probable next item, for prefetching.
 template <class T, class C>
 void run_item(
-    const CasAttention& a, const Item& item, int64_t kv_head, const KeyRows<C>& after, Scratch<T>& s, const Partials& partials
+    const CasAttention& a, const Item& item, int64_t kv_head, const KeyRows<C>& after, Scratch<T>& s, MatrixUnit* unit,
+    const Partials& partials
 ) {
     const int64_t E = a.head_dim, G = a.num_heads / a.num_kv_heads;
+    const int padding = key_padding<T>(unit);
     const int rows = int((item.token_end - item.token_begin) * G);
     const T* q = static_cast<const T*>(a.q);
     Rotation rotation;
@@ -342,14 +364,14 @@ void run_item(
 
     // Position of the tile's first token within its sequence.
     const int64_t first_position = a.seq_lens[item.seq] - (a.query_start_loc[item.seq + 1] - item.token_begin);
-    KeyRows<C> now, next = key_rows<C>(a, item, kv_head, item.key_begin);
+    KeyRows<C> now, next = key_rows<C>(a, item, kv_head, item.key_begin, padding);
     for (int64_t key = item.key_begin; key < item.key_end; key += kKeys) {
         now = next;
-        next = key + kKeys < item.key_end ? key_rows<C>(a, item, kv_head, key + kKeys) : after;
+        next = key + kKeys < item.key_end ? key_rows<C>(a, item, kv_head, key + kKeys, padding) : after;
         const int count = now.count, padded = now.padded;
         if constexpr (std::is_same_v<T, C>) pack_keys_values(a, now, next, s);
         else pack_keys_values(a, now.template widened<T>(E, s.widened), next, s);
-        attend(a, s, rows, E, G, kv_head * G, first_position, key, count, padded);
+        attend(a, s, unit, rows, E, G, kv_head * G, first_position, key, count, padded);
     }
 
     if (item.partial >= 0) {
@@ -404,6 +426,8 @@ void attention(const CasAttention& a) {
 #pragma omp parallel num_threads(a.num_threads)
     {
         Scratch<T> s(memory + thread_bytes * omp_get_thread_num(), a.head_dim);
+        MatrixUnit matrix_unit;
+        MatrixUnit* unit = uses_matrix_unit<T>(a.head_dim / Dot<T>::kInputs) ? &matrix_unit : nullptr;
         Rotation rotation;
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < a.num_tokens; ++token) {
@@ -415,13 +439,13 @@ void attention(const CasAttention& a) {
             write_cache<T, C>(a, token, rotation);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < units; ++unit) {
+        for (int64_t number = 0; number < units; ++number) {
             KeyRows<C> after;
-            if (const int64_t following = unit + a.num_threads; following < units) {
+            if (const int64_t following = number + a.num_threads; following < units) {
                 const Item& item = plan.items[following / a.num_kv_heads];
-                after = key_rows<C>(a, item, following % a.num_kv_heads, item.key_begin);
+                after = key_rows<C>(a, item, following % a.num_kv_heads, item.key_begin, key_padding<T>(unit));
             }
-            run_item<T, C>(a, plan.items[unit / a.num_kv_heads], unit % a.num_kv_heads, after, s, partials);
+            run_item<T, C>(a, plan.items[number / a.num_kv_heads], number % a.num_kv_heads, after, s, unit, partials);
         }
         if (plan.num_partials > 0) {
 #pragma omp for schedule(static)

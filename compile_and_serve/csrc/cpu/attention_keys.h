@@ -8,6 +8,7 @@
 
 #include "float8.h"
 #include "kernels.h"
+#include "matrix_unit.h"
 #include "multiply.h"
 #include "simd.h"
 
@@ -16,7 +17,7 @@ namespace {
 
 constexpr int kKeys = 64;          // keys per step of the online softmax
 constexpr int kTileRows = 96;      // rows that share one repacked block of keys
-constexpr int kSubtile = kMaxRows;
+constexpr int kSubtile = std::max(kMaxRows, kMaxUnitRows);  // rows of one product
 constexpr int kMaxHeadDim = 512;
 
 // to[lane][key] = rows[key][lane] for 16 keys, in units of 32 bits.
@@ -74,12 +75,13 @@ struct KeyRows {
     int64_t to_values = 0;
     int count = 0, padded = 0;
 
-    void locate(const CasAttention& a, const int32_t* blocks, int64_t head, int64_t begin, int64_t end) {
+    // padding: what the number of keys is rounded up to a multiple of
+    void locate(const CasAttention& a, const int32_t* blocks, int64_t head, int64_t begin, int64_t end, int padding) {
         const int64_t E = a.head_dim, P = a.block_size;
         const C* cache = static_cast<const C*>(a.kv_cache) + head * P * E;
         to_values = a.num_kv_heads * P * E;
         count = int(std::clamp<int64_t>(end - begin, 0, kKeys));
-        padded = (count + kLanes - 1) / kLanes * kLanes;
+        padded = (count + padding - 1) / padding * padding;
         const int32_t* block = blocks + begin / P;
         int64_t offset = begin % P;
         for (int c = 0; c < count; ++block, offset = 0) {

@@ -2,7 +2,7 @@
 // multiplied and finished. The weights are streamed from memory once per chunk of rows.
 //
 // T: type of the activations. A token has one or more rows. A group is the Dot<T>::kInputs inputs of one lane. A tile is at most
-// kMaxRows rows by kMaxTileBlocks blocks of 16 outputs.
+// kMaxRows rows (kMaxUnitRows with a matrix unit) by kMaxTileBlocks blocks of 16 outputs.
 #pragma once
 
 #include <omp.h>
@@ -11,6 +11,7 @@
 #include <atomic>
 
 #include "kernels.h"
+#include "matrix_unit.h"
 #include "multiply.h"
 #include "simd.h"
 
@@ -84,20 +85,21 @@ struct Panel {
     }
 };
 
-// Computes the sums of one tile and prefetches weights, unless the hardware prefetcher suffices. With one tile per panel, it
+// Computes the sums of one tile, with `unit` if it is not null, and prefetches weights, unless the hardware prefetcher suffices. With one tile per panel, it
 // prefetches a fixed distance ahead: first in the same blocks, then the start of the next panel. With several tiles, each of
 // the last kAheadTiles tiles prefetches its share of the next panel.
 template <class T>
 void compute_tile(
     const typename Dot<T>::X* x, int64_t x_stride, int rows, const Panel<T>& panel, const Panel<T>& next, int64_t tile_index,
-    int64_t tiles, int64_t groups, typename Dot<T>::Sum* tile
+    int64_t tiles, int64_t groups, MatrixUnit* unit, typename Dot<T>::Sum* tile
 ) {
     constexpr int kVector = Dot<T>::kInputs * kLanes;
     const int64_t shares = std::min<int64_t>(tiles, kAheadTiles), share = tile_index - (tiles - shares);
-    if (share < 0 || (tiles == 1 && rows <= kStreamRows))
+    const bool prefetches = share >= 0 && (tiles > 1 || rows > kStreamRows);
+    if (!prefetches && !unit)
         return multiply_tile<T, kPlain, false>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
     Ahead<T> ahead;
-    const int at_once = rows <= kMaxRowsTwo ? 2 : 1;
+    const int at_once = unit || rows <= kMaxRowsTwo ? 2 : 1;
     for (int b = 0; b < panel.blocks; b += at_once) {
         const int n = std::min(at_once, panel.blocks - b);
         for (int i = 0; i < n; ++i) {
@@ -108,6 +110,10 @@ void compute_tile(
         }
         ahead.turn = tiles == 1 ? std::max<int64_t>(0, groups - kPrefetchGroups) : groups;
         ahead.step = kVector / shares;
+        if (unit) {
+            unit->multiply<T>(x, x_stride, rows, panel.weights + b, n, groups, tile + b * kLanes, kTileWidth, prefetches ? &ahead : nullptr);
+            continue;
+        }
         const auto product = n == 2 ? pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRowsTwo>{})
                                     : pick<T, 1, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRows>{});
         product(x, x_stride, panel.weights + b, groups, tile + b * kLanes, kTileWidth, nullptr, &ahead);
@@ -157,7 +163,8 @@ void run_linear(const CasLinear& a, const Kernel& kernel) {
     using T = typename Kernel::Dots;
     const int64_t groups = (a.in_features + Dot<T>::kInputs - 1) / Dot<T>::kInputs;
     const int64_t panels = Panel<T>::count(a);
-    const int rows_per_token = kernel.rows_per_token(), tile_tokens = kMaxRows / rows_per_token;
+    const bool has_unit = uses_matrix_unit<T>(groups);
+    const int rows_per_token = kernel.rows_per_token(), tile_tokens = (has_unit ? kMaxUnitRows : kMaxRows) / rows_per_token;
     const size_t scratch_bytes = kernel.scratch_bytes();
     const bool prepares_together = scratch_bytes && a.num_tokens > kOwnTokens;
     void* shared_memory = prepares_together ? scratch(scratch_bytes) : nullptr;
@@ -184,7 +191,8 @@ void run_linear(const CasLinear& a, const Kernel& kernel) {
             for (int64_t t = 0; t < a.num_tokens; ++t) kernel.prepare(memory, t);
         }
         const Rows<T> x = kernel.rows(memory);
-        alignas(64) typename Dot<T>::Sum tile[kMaxRows * kTileWidth];
+        MatrixUnit unit;
+        alignas(64) typename Dot<T>::Sum tile[std::max(kMaxRows, kMaxUnitRows) * kTileWidth];
         int64_t grabbed = 0;
         const auto take = [&](int64_t item) {
             if (++item < grabbed) return item;
@@ -203,7 +211,7 @@ void run_linear(const CasLinear& a, const Kernel& kernel) {
                 const int64_t token = chunk_begin + chunk_tokens * t / tiles;
                 const int count = int(chunk_begin + chunk_tokens * (t + 1) / tiles - token);
                 const auto* first = x.data + token * rows_per_token * x.stride;
-                compute_tile<T>(first, x.stride, count * rows_per_token, panel, next, t, tiles, groups, tile);
+                compute_tile<T>(first, x.stride, count * rows_per_token, panel, next, t, tiles, groups, has_unit ? &unit : nullptr, tile);
                 kernel.finish(memory, tile, token, count, panel);
             }
         }
