@@ -19,11 +19,14 @@ namespace cas {
 
 constexpr int kMaxTileBlocks = 3;
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
+constexpr int kMaxSums = std::max(kMaxRows, kMaxUnitRows) * kTileWidth;
 constexpr int kStreamRows = 4;              // up to this many, memory bandwidth limits, and hardware prefetching alone is faster
 constexpr int kPrefetchGroups = 64;         // prefetch distance in weight vectors of 64 bytes
 constexpr int kAheadTiles = 2;              // how many of a panel's last tiles prefetch the next panel
 constexpr int64_t kGrabBytes = 128 << 10;   // weights that a thread takes at a time
 constexpr int64_t kChunkBytes = 512 << 10;  // activations per pass over the weights; they stay in the L2 cache
+constexpr int64_t kSliceGroups = 144;       // of a panel's weights, which the matrix unit multiplies by
+constexpr int64_t kSliceTiles = 8;          // this many tiles of rows while they are in the L1 cache
 constexpr int64_t kOwnTokens = 2;           // up to this many, each thread prepares all tokens: faster than a barrier
 
 inline f32x16 silu(f32x16 x) { return x / (1.0f + exp16(-x)); }
@@ -85,9 +88,9 @@ struct Panel {
     }
 };
 
-// Computes the sums of one tile, with `unit` if it is not null, and prefetches weights, unless the hardware prefetcher suffices. With one tile per panel, it
+// Computes the sums of one tile and prefetches weights, unless the hardware prefetcher suffices. With one tile per panel, it
 // prefetches a fixed distance ahead: first in the same blocks, then the start of the next panel. With several tiles, each of
-// the last kAheadTiles tiles prefetches its share of the next panel.
+// the last kAheadTiles tiles prefetches its share of the next panel; with a matrix unit, none does. unit: null without one.
 template <class T>
 void compute_tile(
     const typename Dot<T>::X* x, int64_t x_stride, int rows, const Panel<T>& panel, const Panel<T>& next, int64_t tile_index,
@@ -95,8 +98,7 @@ void compute_tile(
 ) {
     constexpr int kVector = Dot<T>::kInputs * kLanes;
     const int64_t shares = std::min<int64_t>(tiles, kAheadTiles), share = tile_index - (tiles - shares);
-    const bool prefetches = share >= 0 && (tiles > 1 || rows > kStreamRows);
-    if (!prefetches && !unit)
+    if (share < 0 || (tiles == 1 && rows <= kStreamRows && !unit))
         return multiply_tile<T, kPlain, false>(x, x_stride, rows, panel.weights, panel.blocks, groups, tile, kTileWidth);
     Ahead<T> ahead;
     const int at_once = unit || rows <= kMaxRowsTwo ? 2 : 1;
@@ -111,7 +113,7 @@ void compute_tile(
         ahead.turn = tiles == 1 ? std::max<int64_t>(0, groups - kPrefetchGroups) : groups;
         ahead.step = kVector / shares;
         if (unit) {
-            unit->multiply<T>(x, x_stride, rows, panel.weights + b, n, groups, tile + b * kLanes, kTileWidth, prefetches ? &ahead : nullptr);
+            unit->multiply<T>(x, x_stride, rows, panel.weights + b, n, groups, tile + b * kLanes, kTileWidth, &ahead);
             continue;
         }
         const auto product = n == 2 ? pick<T, 2, kPrefetch>(rows, std::make_integer_sequence<int, kMaxRowsTwo>{})
@@ -192,7 +194,7 @@ void run_linear(const CasLinear& a, const Kernel& kernel) {
         }
         const Rows<T> x = kernel.rows(memory);
         MatrixUnit unit;
-        alignas(64) typename Dot<T>::Sum tile[std::max(kMaxRows, kMaxUnitRows) * kTileWidth];
+        alignas(64) typename Dot<T>::Sum sums[CAS_MATRIX_UNIT ? kSliceTiles * kMaxSums : kMaxSums];
         int64_t grabbed = 0;
         const auto take = [&](int64_t item) {
             if (++item < grabbed) return item;
@@ -207,12 +209,24 @@ void run_linear(const CasLinear& a, const Kernel& kernel) {
             const int64_t chunk_begin = a.num_tokens * chunk / chunks, chunk_end = a.num_tokens * (chunk + 1) / chunks;
             const int64_t chunk_tokens = chunk_end - chunk_begin;
             const int64_t tiles = (chunk_tokens + tile_tokens - 1) / tile_tokens;
-            for (int64_t t = 0; t < tiles; ++t) {
-                const int64_t token = chunk_begin + chunk_tokens * t / tiles;
-                const int count = int(chunk_begin + chunk_tokens * (t + 1) / tiles - token);
-                const auto* first = x.data + token * rows_per_token * x.stride;
-                compute_tile<T>(first, x.stride, count * rows_per_token, panel, next, t, tiles, groups, has_unit ? &unit : nullptr, tile);
-                kernel.finish(memory, tile, token, count, panel);
+            const auto first_token = [&](int64_t t) { return chunk_begin + chunk_tokens * t / tiles; };
+            const auto rows_of = [&](int64_t t) { return x.data + first_token(t) * rows_per_token * x.stride; };
+            const auto count_of = [&](int64_t t) { return int(first_token(t + 1) - first_token(t)); };
+            const bool slices = has_unit && tiles > 1;
+            for (int64_t begin = 0; begin < tiles; begin += slices ? kSliceTiles : 1) {
+                const int64_t end = slices ? std::min(begin + kSliceTiles, tiles) : begin + 1;
+                const auto sums_of = [&](int64_t t) { return sums + (t - begin) * kMaxSums; };
+                if (!slices)
+                    compute_tile<T>(
+                        rows_of(begin), x.stride, count_of(begin) * rows_per_token, panel, next, begin, tiles, groups,
+                        has_unit ? &unit : nullptr, sums);
+                else
+                    for (int64_t g = 0; g < groups; g += kSliceGroups)
+                        for (int64_t t = begin; t < end; ++t)
+                            unit.add_slice<T>(
+                                rows_of(t), x.stride, count_of(t) * rows_per_token, panel.weights, panel.blocks, g,
+                                std::min(kSliceGroups, groups - g), sums_of(t), kTileWidth);
+                for (int64_t t = begin; t < end; ++t) kernel.finish(memory, sums_of(t), first_token(t), count_of(t), panel);
             }
         }
     }

@@ -66,6 +66,19 @@ public:
             (blocks > 1 ? pair : one)(x, x_stride, weights, groups, tile, tile_stride, ahead);
     }
 
+    // The part of a product over the `count` groups from `begin` on, both multiples of kUnitSize: tile += it, from 0 on the first.
+    template <class T>
+    void add_slice(
+        const typename Dot<T>::X* x, int64_t x_stride, int rows, const typename Dot<T>::W* const* weights, int blocks, int64_t begin,
+        int64_t count, typename Dot<T>::Sum* tile, int64_t tile_stride
+    ) {
+        const typename Dot<T>::W* parts[4];
+        for (int b = 0; b < blocks; ++b) parts[b] = weights[b] + begin * Dot<T>::kInputs * kLanes;
+        x += begin * Dot<T>::kInputs;
+        if (begin == 0) multiply<T>(x, x_stride, rows, parts, blocks, count, tile, tile_stride);
+        else multiply<T, true>(x, x_stride, rows, parts, blocks, count, tile, tile_stride);
+    }
+
 private:
     int rows_ = 0;
 
