@@ -22,7 +22,6 @@ from torch.fx import GraphModule
 
 from compile_and_serve.compiler.artifacts.autotune import Autotuner
 from compile_and_serve.compiler.artifacts.cache_key import op_versions, plan_fields, toolchain_fields
-from compile_and_serve.compiler.artifacts.library_tuner import CpuLibraryTuner
 from compile_and_serve.compiler.artifacts.model_artifacts import KERNELS, ModelArtifacts, OpVersions, StoredPlan
 from compile_and_serve.compiler.artifacts.store import Entry, key_of
 from compile_and_serve.compiler.artifacts.work_folder import WorkFolder
@@ -50,7 +49,6 @@ from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_pass
 from compile_and_serve.compiler.rewrite.user_passes import with_user_passes
 from compile_and_serve.compiler.rewrite.verify import PassVerifier, key_orders
 from compile_and_serve.custom_ops.attention.attention import AttentionBackend
-from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.quantization import is_quantized
 from compile_and_serve.custom_ops.step import StateGroup, StepInput, declarations_by_name
 
@@ -310,8 +308,7 @@ class _Compilation:
         shared = for_optional[0] if for_optional else len(self.passes)
         ctx = PassContext(
             device=self.device, dtype=self.dtype, weights=captured.weights, fake_mode=captured.fake_mode,
-            kernels=self.kernels, tuner=tuner, library_tuner=self._library_tuner(),
-            quantized_weights=self.spec.quantized_weights,
+            kernels=self.kernels, tuner=tuner, quantized_weights=self.spec.quantized_weights,
             tensor_parallel_size=self.config.tensor_parallel_size, tp_plan=self.spec.tp_plan,
             declared=declarations_by_name(
                 (*self.spec.inputs, *(one for one in self.added if isinstance(one, StepInput))),
@@ -342,12 +339,6 @@ class _Compilation:
             plan, graphs = with_weights_of(plan, plain_plan), plain_graphs | graphs
         self._stage("split", time.perf_counter() - start, f"{len(stages)} stages, {len(graphs)} distinct pieces")
         return plan, plain_plan, graphs, records
-
-    def _library_tuner(self) -> CpuLibraryTuner | None:
-        """None on a device whose linears choose their kernel while they run."""
-        if not platform_of(self.device).runs_cpp_kernels:
-            return None
-        return CpuLibraryTuner(self.device, self.artifacts.tuning_folders)
 
     def _compile_pieces(
         self, distinct: Sequence[str], graphs: Mapping[str, GraphModule], versions: OpVersions, work_dir: Path

@@ -17,9 +17,7 @@ from compile_and_serve.compiler import CompileConfig, compile_model, pipeline
 from compile_and_serve.compiler.artifacts.store import ArtifactStore
 from compile_and_serve.compiler.inductor import PendingPiece, PieceCompileError
 from compile_and_serve.compiler.model import Model, WeightMismatchError
-from compile_and_serve.compiler.rewrite import library_choice
 from compile_and_serve.compiler.rewrite.graph_pass import PassError
-from compile_and_serve.compiler.rewrite.library_choice import LibraryChoice, LinearShape
 from compile_and_serve.models.spec import ModelSpec
 from tests.support.tiny_models import caches, fill, step, tiny_spec
 
@@ -89,29 +87,6 @@ def test_equals_eager_at_every_length_without_recompiling(
             start += length
     for mine, other in zip(ours.values(), theirs.values(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_steps_of_many_tokens_over_plain_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's product, forced from 8 tokens on, in the compiled model, and in that from its artifact, which measures nothing."""
-
-    def choose(tuner: object, shape: LinearShape) -> LibraryChoice:
-        return LibraryChoice(shape=shape, ours=(2.0,) * 3, library=(1.0,) * 3)
-
-    monkeypatch.setattr(pipeline.CpuLibraryTuner, "choose", choose)
-    monkeypatch.setattr(library_choice, "SIZES", (8, 128, 512))
-    reference = eager("LlamaForCausalLM", torch.bfloat16)
-    for expected in ("made", "hit"):
-        spec, model = compiled(tmp_path, dtype=torch.bfloat16)
-        assert model.report["artifact"] == expected
-        measured = [sentence for row in model.report["passes"] for sentence in row.get("measured", ())]
-        assert sum("oneDNN's product from 8 tokens on" in sentence for sentence in measured) == 4
-        for length in (7, 8, 40):
-            ours, theirs = (
-                step(one, list(range(length)), 0, caches(spec, torch.bfloat16)).float() for one in (model, reference)
-            )
-            assert ((ours - theirs).norm() / theirs.norm()).item() < 2e-2
-        monkeypatch.setattr(pipeline.CpuLibraryTuner, "choose", None)  # a call would fail
 
 
 def test_row_wise_fusions_equal_eager(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@
     lora_add(F.linear(rms_norm(x, g), W), …) [the same]         →  lora_linear(x, pack(W), …)
 
 The normalized activations, the gate/up product and the sum are not written to memory, and a layer has four op calls instead of a dozen. The
-weight is packed once, while it is loaded, into the layout of the device's kernel. On a CPU where oneDNN's product of many tokens was
-measured to be much faster, a bfloat16 linear keeps the plain weight as well (`compiler/rewrite/library_choice.py`).
+weight is packed once, while it is loaded, into the layout of the device's kernel.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ from compile_and_serve.compiler.rewrite.graph_pass import (
     tensor_of,
     weight_of,
 )
-from compile_and_serve.compiler.rewrite.library_choice import LibraryChoice, LinearShape, copies_sentence
 from compile_and_serve.compiler.weights.transforms import weight_function
-from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight, packed_linear_unsupported_reason
-from compile_and_serve.custom_ops.step import TOKENS, StepInput
+from compile_and_serve.custom_ops.linear.fused_linear import pack_linear_weight
 
 weight_function("pack_linear_weight")(pack_linear_weight)
 LORA_ADD, LORA_LINEAR = torch.ops.cas.lora_add.default, torch.ops.cas.lora_linear.default
@@ -60,57 +57,6 @@ class _Site:
     out: Node | None = None  # the last node that it replaces
 
 
-class _LibraryChoices:
-    """From how many tokens on the graph's linears take the plain weight."""
-
-    def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
-        self._ctx = ctx
-        self._measured: dict[LinearShape, LibraryChoice] = {}
-        self._copied: dict[str, LinearShape] = {}  # weight → its shape
-        inputs = (node for node in gm.graph.find_nodes(op="placeholder") if "declaration" in node.meta)
-        self._tokens = {
-            str(tensor_of(node).shape[declared.symbolic_dim])
-            for node in inputs
-            if isinstance(declared := node.meta["declaration"], StepInput)
-            and declared.length == TOKENS
-            and declared.symbolic_dim is not None
-        }
-
-    def min_tokens(self, site: _Site, *, has_bias: bool) -> int | None:
-        """None: the linear has the packed weight alone."""
-        x, weight = tensor_of(site.x), arguments(site.linear)[1]
-        spec = self._ctx.weights[weight.meta["weight"]].spec
-        out_features, in_features = spec.shape
-        is_packed = packed_linear_unsupported_reason(device=self._ctx.device, dtype=spec.dtype) is None
-        if (
-            self._ctx.library_tuner is None
-            or spec.dtype != torch.bfloat16  # no matrix unit takes float32
-            or str(x.shape[0]) not in self._tokens  # the output head has a few rows
-            or site.adapters
-            or site.gelu
-            or not is_packed
-        ):
-            return None
-        shape = LinearShape(
-            out_features=out_features, in_features=in_features, dtype=spec.dtype, has_norm=site.norm_weight is not None,
-            has_bias=has_bias, silu_mul=site.silu_mul, has_residual=site.residual is not None,
-        )  # fmt: skip
-        choice = self._ctx.library_tuner.choose(shape)
-        if choice is None:
-            return None
-        self._measured[shape] = choice
-        if choice.min_tokens is not None:
-            self._copied[weight.meta["weight"]] = shape
-        return choice.min_tokens
-
-    def sentences(self) -> tuple[str, ...]:
-        """One for each shape, and one about the memory."""
-        sentences = sorted(choice.sentence() for choice in self._measured.values())
-        if self._copied:
-            sentences.append(copies_sentence(list(self._copied.values())))
-        return tuple(sentences)
-
-
 class FuseLinears(BasePass):
     name = "fuse_linears"
 
@@ -120,7 +66,7 @@ class FuseLinears(BasePass):
         return SkipReason(sentence=f"there is no fused linear kernel for {ctx.dtype} on {ctx.device.type}")
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        matched, near_misses, choices = 0, [], _LibraryChoices(gm, ctx)
+        matched, near_misses = 0, []
         for node in list(gm.graph.nodes):
             if not (is_call(node, F.linear) or _is_bare_quantized(node)):
                 continue
@@ -135,13 +81,13 @@ class FuseLinears(BasePass):
                 _take_silu_mul(site, ctx)
                 _take_residual(site)
                 if is_call(node, F.linear):
-                    _replace(gm, site, ctx, choices)
+                    _replace(gm, site, ctx)
                     matched += 1
                 elif site.norm_weight is not None or site.out is not node:
                     _extend(gm, site, ctx)
                     matched += 1
         gm.graph.eliminate_dead_code()
-        return PassResult(matched=matched, near_misses=tuple(near_misses), measured=choices.sentences())
+        return PassResult(matched=matched, near_misses=tuple(near_misses))
 
 
 def _is_bare_quantized(node: Node) -> bool:
@@ -213,18 +159,13 @@ def _take_residual(site: _Site) -> None:
         site.residual, site.out = other, add
 
 
-def _replace(gm: GraphModule, site: _Site, ctx: PassContext, choices: _LibraryChoices) -> None:
+def _replace(gm: GraphModule, site: _Site, ctx: PassContext) -> None:
     weight, out = arguments(site.linear)[1], site.out
     assert out is not None
     bias = site.linear.args[2] if len(site.linear.args) > 2 else site.linear.kwargs.get("bias")
     packed = ctx.derived_weight(gm, f"{weight_of(weight)}.packed", "pack_linear_weight", weight)
     out_features = tensor_of(weight).shape[0]
-    args: tuple[Any, ...] = (
-        site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual, site.gelu
-    )  # fmt: skip
-    min_plain_tokens = choices.min_tokens(site, has_bias=bias is not None)
-    if min_plain_tokens is not None:
-        args = (*args, weight, min_plain_tokens)
+    args = (site.x, packed, out_features, site.norm_weight, site.eps, bias, site.silu_mul, site.residual, site.gelu)
     with gm.graph.inserting_before(out):
         target = LORA_LINEAR if site.adapters else torch.ops.cas.fused_linear.default
         fused = ctx.call(gm, target, *args, *site.adapters, origin=site.linear)

@@ -37,7 +37,6 @@ CONTEXT, PAGE_TOKENS = 512, 16
 CACHE_BYTES = 1 << 30  # of all layers' caches together; beyond it layers share
 MAX_RANDOM = 1 << 28  # elements of a weight
 RUNS = 12  # steps that are measured
-PLAIN_WEIGHT = 9  # its place among the arguments of `cas::fused_linear`; then the least number of tokens for it
 BUDGET_SECONDS = 3.0  # after which no further step, nor another run of anything else that is measured, begins
 CPU_STREAM_BYTES, STREAM_BYTES = 1 << 28, 1 << 31  # of the array whose bandwidth is measured
 CPU_GEMM_SIZE, GEMM_SIZE = 1536, 8192
@@ -330,19 +329,9 @@ def _input_bytes(node: Node, tokens: int) -> int:
         num_experts, top_k = value.shape[1 if is_of_adapters else 0], ids.meta["example_value"].shape[1]
         if isinstance(num_experts, int):  # not the residual
             return int(_bytes(value, tokens) * (1 - (1 - top_k / num_experts) ** tokens))
-    if node.users and not any(_reads(user, node, tokens) for user in node.users):
-        return 0
     if uses[True] and not uses[False] and value.dim() == 2:
         return tokens * value.shape[1] * value.itemsize
     return _bytes(value, tokens)
-
-
-def _reads(user: Node, node: Node, tokens: int) -> bool:
-    """Whether a step of this length reads an input: of a linear with the packed and the plain weight, one of them."""
-    if str(user.target) != "cas.fused_linear.default" or len(user.args) <= PLAIN_WEIGHT:
-        return True
-    reads_plain = tokens >= int(user.args[PLAIN_WEIGHT + 1])  # type: ignore[arg-type]
-    return node is not user.args[1 if reads_plain else PLAIN_WEIGHT]
 
 
 def _flops(node: Node, tokens: int) -> int:

@@ -14,7 +14,6 @@ from torch.fx.node import map_arg
 from compile_and_serve.compiler.capture.capture import EXAMPLE_PAGE_TOKENS, EXAMPLE_PAGES
 from compile_and_serve.compiler.compat import FakeTensorMode, node_source_line
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice, FusionTuner
-from compile_and_serve.compiler.rewrite.library_choice import LibraryTuner
 from compile_and_serve.compiler.weights.transforms import (
     Expression,
     TensorSpec,
@@ -83,7 +82,6 @@ class PassContext:
     device, dtype: of the finished model (while passes run, the graph's tensors are fakes on the meta device).
     kernels: names of the `cas` ops with a kernel for this device and dtype, `FLOAT32_NORM_WEIGHT` and `GELU_LINEAR`.
     tuner: measures whether a fusion is faster; None: every fusion is made.
-    library_tuner: measures whether linears keep the plain weight for the library's product; None: none does.
     tensor_parallel_size: number of ranks. tp_plan: the model's plan, glob over module names → style.
     quantized_weights: the checkpoint's quantized parameters.
     declared: the declaration of each tensor of a step that `argument` can read: of the model, and what passes add.
@@ -95,7 +93,6 @@ class PassContext:
     fake_mode: FakeTensorMode
     kernels: frozenset[str] = frozenset()
     tuner: FusionTuner | None = None
-    library_tuner: LibraryTuner | None = None
     tensor_parallel_size: int = 1
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     quantized_weights: Mapping[str, StoredWeight] = field(default_factory=dict)

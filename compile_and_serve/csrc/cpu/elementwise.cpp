@@ -13,20 +13,16 @@ constexpr int64_t kParallelElements = 16 << 10;  // below this, waking threads t
 template <class T>
 void add_rms_norm_row(const CasAddRmsNorm& a, int64_t row) {
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
     const T* weight = static_cast<const T*>(a.norm_weight);
+    T* sum = static_cast<T*>(a.sum) + row * a.num_features;
     T* out = static_cast<T*>(a.out) + row * a.num_features;
-    if (a.residual) {
-        const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
-        T* sum = static_cast<T*>(a.sum) + row * a.num_features;
-        int64_t i = 0;
-        for (; i + kLanes <= a.num_features; i += kLanes) store16(sum + i, load16(x + i) + load16(residual + i));
-        for (; i < a.num_features; ++i) store_scalar(sum + i, to_float(x[i]) + to_float(residual[i]));
-        x = sum;  // rounded to T
-    }
-    const float scale = inverse_rms(x, a.num_features, a.eps);
     int64_t i = 0;
-    for (; i + kLanes <= a.num_features; i += kLanes) store16(out + i, load16(x + i) * scale * load16(weight + i));
-    for (; i < a.num_features; ++i) store_scalar(out + i, to_float(x[i]) * scale * to_float(weight[i]));
+    for (; i + kLanes <= a.num_features; i += kLanes) store16(sum + i, load16(x + i) + load16(residual + i));
+    for (; i < a.num_features; ++i) store_scalar(sum + i, to_float(x[i]) + to_float(residual[i]));
+    const float scale = inverse_rms(sum, a.num_features, a.eps);  // of the rounded sum
+    for (i = 0; i + kLanes <= a.num_features; i += kLanes) store16(out + i, load16(sum + i) * scale * load16(weight + i));
+    for (; i < a.num_features; ++i) store_scalar(out + i, to_float(sum[i]) * scale * to_float(weight[i]));
 }
 
 template <class T>

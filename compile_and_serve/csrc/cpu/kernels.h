@@ -100,8 +100,7 @@ typedef void (*CasGroupKernel)(const CasGroupLinear* args);
 void cas_use_quantized_linears(CasQuantizedKernel int8_linear, CasQuantizedKernel float8_linear, CasGroupKernel group_linear);
 
 // sum [T, I] = x + residual, rounded to the dtype; out [T, I] = sum / sqrt(mean(sum^2) + eps) * norm_weight. All tensors have
-// the given dtype. Rows of x and residual have strides; sum and out are contiguous. Without a residual, out is x's norm, and sum is
-// not written.
+// the given dtype. Rows of x and residual have strides; sum and out are contiguous.
 struct CasAddRmsNorm {
     int32_t dtype, num_threads;
     int64_t num_tokens, num_features;

@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "kernels.h"
-#include "library_linear.h"
 #include "torch_attention.h"
 #include "torch_tensors.h"
 
@@ -64,21 +63,15 @@ const void* packed_pointer(const at::Tensor& packed, const at::Tensor& x_TI, int
 
 at::Tensor fused_linear(
     const at::Tensor& x_TI, const at::Tensor& packed, int64_t out_features, const OptionalTensor& norm_weight_I, double eps,
-    const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, bool gelu, const OptionalTensor& plain_OI,
-    int64_t min_plain_tokens
+    const OptionalTensor& bias_O, bool silu_mul, const OptionalTensor& residual_TO, bool gelu
 ) {
     if (packed.dim() == 2 || gelu) {
         static const auto reference =
             c10::Dispatcher::singleton().findSchemaOrThrow("cas::fused_linear_reference", "").typed<decltype(fused_linear)>();
-        return reference.call(
-            x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, plain_OI, min_plain_tokens);
+        return reference.call(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu);
     }
     at::Tensor out;
     CasLinear args = linear_arguments(x_TI, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, out);
-    if (plain_OI.has_value() && args.num_tokens >= min_plain_tokens) {
-        cas::library_linear(args, x_TI, *plain_OI, bias_O, residual_TO, out);
-        return out;
-    }
     args.packed = packed_pointer(packed, x_TI, out_features);
     cas_linear(&args);
     return out;

@@ -6,9 +6,6 @@ There are two weight layouts, which differ in the number of dimensions:
 - blocked [ceil(O / B), ceil(I / 2), 2B] (bfloat16: 16 outputs × 2 inputs, pairs of inputs adjacent, what `vdpbf16ps` reads) or
   [ceil(O / B), I, B] (float32), zero-padded: the layout of the C++ kernels;
 - plain [O, I]: where there is no C++ kernel for the device and dtype, or no compiler.
-
-On the CPU the op can also take the plain weight beside the packed one, for steps of many tokens: oneDNN's product knows matrix units that
-the C++ kernels do not (AMX). Whether that is worth a copy of the weight is measured (`compiler/artifacts/library_tuner.py`).
 """
 
 from __future__ import annotations
@@ -100,8 +97,6 @@ def _fused_linear(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
     gelu: bool = False,
-    plain_OI: torch.Tensor | None = None,
-    min_plain_tokens: int = 0,
 ) -> torch.Tensor:
     if norm_weight_I is not None:
         x_TI = F.rms_norm(x_TI, (x_TI.shape[1],), norm_weight_I, eps)
@@ -119,15 +114,13 @@ def _fused_linear_fake(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
     gelu: bool = False,
-    plain_OI: torch.Tensor | None = None,
-    min_plain_tokens: int = 0,
 ) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], out_features // 2 if silu_mul else out_features)
 
 
 _ARGUMENTS = (
     "(Tensor x, Tensor packed, int out_features, Tensor? norm_weight=None, float eps=1e-6, Tensor? bias=None, "
-    "bool silu_mul=False, Tensor? residual=None, bool gelu=False, Tensor? plain=None, int min_plain_tokens=0) -> Tensor"
+    "bool silu_mul=False, Tensor? residual=None, bool gelu=False) -> Tensor"
 )
 
 
@@ -143,14 +136,14 @@ def _fused_linear_cuda(*args: Any, **kwargs: Any) -> torch.Tensor:
 define(
     f"fused_linear_reference{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=3,
+    version=4,
     fake=_fused_linear_fake,
     CompositeExplicitAutograd=_fused_linear,
 )
 _fused_linear_op = define(
     f"fused_linear{_ARGUMENTS}",
     kind=OpKind.CAPTURABLE,
-    version=3,
+    version=4,
     fake=_fused_linear_fake,
     CompositeExplicitAutograd=_fused_linear,
     CUDA=_fused_linear_cuda,
@@ -167,18 +160,12 @@ def fused_linear(
     silu_mul: bool = False,
     residual_TO: torch.Tensor | None = None,
     gelu: bool = False,
-    plain_OI: torch.Tensor | None = None,
-    min_plain_tokens: int = 0,
 ) -> torch.Tensor:
     """out = f(rms_norm(x) Wᵀ + bias) + residual, where f is silu(first half) · second half. All but the product is optional.
 
     x_TI: [T, I], rows may be strided; packed: `pack_linear_weight(W [O, I])`; out_features: O; norm_weight_I: [I];
     bias_O: [O]; residual_TO: [T, O] (with silu_mul: [T, O / 2]). → [T, O], or [T, O / 2] with silu_mul, contiguous, in x's dtype.
-    gelu: f has GELU's tanh form in place of SiLU. plain_OI: W itself; on the CPU, min_plain_tokens or more tokens are then multiplied
-    with it by torch's product (oneDNN).
-    Products are summed in float32. The normalized x and the output are each rounded once, to x's dtype; torch's product also rounds
-    before SiLU-mul, and before a residual behind a bias or SiLU-mul.
+    gelu: f has GELU's tanh form in place of SiLU.
+    Products are summed in float32. The normalized x and the output are each rounded once, to x's dtype.
     """
-    return _fused_linear_op(
-        x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu, plain_OI, min_plain_tokens
-    )
+    return _fused_linear_op(x_TI, packed, out_features, norm_weight_I, eps, bias_O, silu_mul, residual_TO, gelu)

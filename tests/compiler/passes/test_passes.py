@@ -15,10 +15,8 @@ from compile_and_serve.compiler.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from compile_and_serve.compiler.passes.fuse_linears import FuseLinears
 from compile_and_serve.compiler.passes.fuse_rope_attention import FuseRopeAttention
 from compile_and_serve.compiler.passes.fuse_silu_mul import FuseSiluMul
-from compile_and_serve.compiler.reports.profile import _input_bytes
 from compile_and_serve.compiler.rewrite.fusion_choice import FusionChoice
 from compile_and_serve.compiler.rewrite.graph_pass import PassContext, PassResult, SkipReason
-from compile_and_serve.compiler.rewrite.library_choice import LibraryChoice, LinearShape
 from compile_and_serve.compiler.rewrite.pass_manager import PassRecord, run_passes
 from tests.support.tiny_models import capture_spec, tiny_spec
 
@@ -167,33 +165,6 @@ def test_what_was_measured_slower_is_left_with_its_reason() -> None:
         assert "100% slower than Inductor's code" in result.left_to_inductor[0].reason
         assert "models/" in result.left_to_inductor[0].source
     assert str(captured.gm.graph) == before
-
-
-class LibraryFrom128:
-    """oneDNN wins from 128 tokens on, except without a norm."""
-
-    def choose(self, shape: LinearShape) -> LibraryChoice | None:
-        return LibraryChoice(shape=shape, ours=(1.0, 2.0, 3.0) if shape.has_norm else (1.0,) * 3, library=(1.0,) * 3)
-
-
-def test_a_linear_keeps_the_plain_weight_where_the_library_won() -> None:
-    captured, ctx, _ = run(disabled=WITHOUT_LINEARS | {"fuse_silu_mul", "fuse_add_rms_norm"})
-    ctx.library_tuner = LibraryFrom128()
-    result = FuseLinears().run(captured.gm, ctx)
-    linears = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.fused_linear.default)
-    assert result.matched == len(linears) == 4 * LAYERS + 1
-    with_plain = [node for node in linears if len(node.args) > 9]
-    # QKV and gate/up; of the last layer only QKV, because the rows of the logits are selected behind its attention
-    assert len(with_plain) == 2 * LAYERS - 1
-    for node in with_plain:
-        packed, plain, min_tokens = node.args[1], node.args[9], node.args[10]
-        assert min_tokens == 128
-        assert packed.meta["weight"] == f"{plain.meta['weight']}.packed"
-        assert _input_bytes(plain, 127) == _input_bytes(packed, 128) == 0  # a step reads one of them
-        assert _input_bytes(packed, 127) == plain.meta["example_value"].nbytes == _input_bytes(plain, 128)
-    assert len(result.measured) == 5  # QKV, gate/up, o and down projections, and the memory
-    assert result.measured[-1].startswith(f"second copies of {2 * LAYERS - 1} weights take ")
-    assert sum("from 128 tokens on" in sentence for sentence in result.measured) == 2
 
 
 def test_a_float32_norm_behind_an_add_is_left_alone() -> None:

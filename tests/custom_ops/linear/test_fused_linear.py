@@ -146,35 +146,6 @@ def test_empty_input() -> None:
     assert y.shape == (0, 32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("silu_mul", [False, True])
-@pytest.mark.parametrize("out_features, in_features", [(96, 80), (34, 7)])
-def test_many_tokens_over_the_plain_weight(
-    out_features: int, in_features: int, silu_mul: bool, dtype: torch.dtype
-) -> None:
-    """oneDNN's product from 8 tokens on; the packed weight holds other values, so that it is seen which one is read."""
-    weight = torch.randn(out_features, in_features, dtype=dtype) / in_features**0.5
-    packed = pack_linear_weight(-weight)
-    columns = out_features // 2 if silu_mul else out_features
-    norm_weight, bias = torch.randn(in_features, dtype=dtype), torch.randn(out_features, dtype=dtype)
-    for num_tokens, used in ((7, -weight), (8, weight), (33, weight)):
-        x = torch.randn(num_tokens, in_features + 3, dtype=dtype)[:, :in_features]
-        residual = torch.randn(num_tokens, columns + 5, dtype=dtype)[:, :columns]
-        for use in range(8):
-            options = {
-                "norm_weight": norm_weight if use & 1 else None,
-                "bias": bias if use & 2 else None,
-                "residual": residual if use & 4 else None,
-            }
-            y = fused_linear(
-                x, packed, out_features, options["norm_weight"], 1e-6, options["bias"], silu_mul, options["residual"], False,
-                weight, 8,
-            )  # fmt: skip
-            assert (y.shape, y.dtype, y.is_contiguous()) == ((num_tokens, columns), dtype, True)
-            expected = reference(x, used, silu_mul=silu_mul, **options)
-            assert relative_error(y, expected) < 2 * TOLERANCE[dtype]  # torch's product rounds before the epilogue, too
-
-
 def test_other_dtypes_keep_the_plain_layout() -> None:
     weight, x = (torch.randn(size, dtype=torch.float64) for size in [(6, 8), (3, 8)])
     assert "float64" in str(packed_linear_unsupported_reason(device=CPU, dtype=torch.float64))
@@ -191,7 +162,6 @@ def test_other_dtypes_keep_the_plain_layout() -> None:
         ({"norm_weight_I": torch.randn(64).bfloat16()}, "norm_weight must be"),
         ({"residual_TO": torch.randn(3, 31)}, "residual must be"),
         ({"x_TI": torch.randn(64, 3).T}, "contiguous rows"),
-        ({"plain_OI": torch.randn(31, 64)}, "plain must be the weight"),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(change: dict[str, torch.Tensor], message: str) -> None:
@@ -207,7 +177,4 @@ def test_wrong_arguments_say_what_was_expected(change: dict[str, torch.Tensor], 
 def test_schema_and_fake() -> None:
     x, packed = torch.randn(3, 64), pack_linear_weight(torch.randn(32, 64))
     arguments = (x, packed, 32, torch.randn(64), 1e-6, None, True, torch.randn(3, 16))
-    for more in ((), (False, torch.randn(32, 64), 1)):
-        torch.library.opcheck(
-            torch.ops.cas.fused_linear.default, (*arguments, *more), test_utils=("test_schema", "test_faketensor")
-        )
+    torch.library.opcheck(torch.ops.cas.fused_linear.default, arguments, test_utils=("test_schema", "test_faketensor"))
