@@ -216,7 +216,7 @@ struct Visible {
     bool has_all(int c) const { return begin <= c && c + kLanes <= end; }
     auto lanes(int c) const {
         const i32x16 keys = load_raw<i32x16>(kLaneNumbers) + c;
-        return (keys >= begin) & (keys < end);
+        return (keys > begin - 1) & (keys < end);
     }
 };
 

@@ -153,12 +153,11 @@ bool uses_matrix_unit(int64_t) {
     return false;
 }
 
-struct MatrixUnit {
-    template <class T, bool kAccumulate = false>
-    void multiply(
-        const typename Dot<T>::X*, int64_t, int, const typename Dot<T>::W* const*, int, int64_t, typename Dot<T>::Sum*, int64_t,
-        const Ahead<T>* = nullptr
-    ) {}
+struct MatrixUnit {  // never called
+    template <class T, bool kAccumulate = false, class... Arguments>
+    void multiply(const Arguments&...) {}
+    template <class T, class... Arguments>
+    void add_slice(const Arguments&...) {}
 };
 
 #endif
