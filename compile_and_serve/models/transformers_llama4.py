@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from compile_and_serve.custom_ops.moe.experts import experts
+from compile_and_serve.custom_ops.quantization import ArrangedWeight, StoredWeight
 from compile_and_serve.models.transformers_attention import attention_forward
 
 
@@ -31,7 +33,8 @@ def _angles(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[t
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate pairs of neighbours, in float32. [1, T, H, E] → the same in x's dtype"""
     in_float32 = x.float()
-    turned = torch.stack((-in_float32[..., 1::2], in_float32[..., ::2]), dim=-1).flatten(-2)
+    pairs = in_float32.unflatten(-1, (-1, 2))
+    turned = torch.cat((-pairs[..., 1:], pairs[..., :1]), dim=-1).flatten(-2)
     return (in_float32 * cos + turned * sin).to(x.dtype)
 
 
@@ -56,18 +59,33 @@ def _attention(
 
 
 def _experts(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """→ [T, D], router logits [T, X]. The parameters are [X, D, 2F] and [X, F, D]; our op takes their transpositions."""
+    """→ [T, D], router logits [T, X]. The experts' parameters are as in `arranged_experts`."""
     x_TD = hidden_states.reshape(-1, module.hidden_dim)
     logits = F.linear(x_TD, module.router.weight)
     values_TK, ids_TK = torch.topk(logits, module.top_k, dim=1)
     scores_TK = torch.sigmoid(values_TK.float()).to(x_TD.dtype)
-    gate_up, down = module.experts.gate_up_proj.transpose(1, 2), module.experts.down_proj.transpose(1, 2)
+    gate_up, down = module.experts.gate_up_proj, module.experts.down_proj
     out_TD = module.shared_expert(x_TD)
     for number in range(module.top_k):  # released models have 1
         one = slice(number, number + 1)
         scores_T1 = scores_TK[:, one]
         out_TD = out_TD + experts(x_TD * scores_T1, ids_TK[:, one], torch.ones_like(scores_T1), gate_up, down)
     return out_TD, logits
+
+
+def arranged_experts(model: nn.Module, dtype: torch.dtype) -> dict[str, StoredWeight]:
+    """Give experts parameters in our op's layout: [X, 2F, D] and [X, D, F]. → by name, the checkpoint's: [X, D, 2F] and [X, F, D]"""
+    stored: dict[str, StoredWeight] = {}
+    for path, module in model.named_modules():
+        if type(module).__name__ not in OUR_EXPERTS:
+            continue
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{path}.{leaf}"
+            stored[name] = ArrangedWeight(
+                value=("swap_inputs_and_outputs", name), tensors=((name, tuple(parameter.shape), dtype),)
+            )
+            setattr(module, leaf, nn.Parameter(parameter.transpose(1, 2).contiguous(), requires_grad=False))
+    return stored
 
 
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {  # as `transformers_older` has them

@@ -41,6 +41,7 @@ from compile_and_serve.models.transformers_experts import (
     unsupported_reason,
     use_our_experts,
 )
+from compile_and_serve.models.transformers_llama4 import arranged_experts
 from compile_and_serve.models.transformers_older import replace_attention
 from compile_and_serve.models.transformers_weights import weight_names
 
@@ -113,6 +114,7 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
         if (reason := unsupported_reason(model)) is not None:
             raise Unsupported(reason)
         in_float32 = biases_as_parameters(model)
+    arranged = arranged_experts(model, dtype)
     persistent = model.state_dict().keys()
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor_name in persistent and tensor.is_floating_point() and tensor_name not in in_float32:
@@ -153,6 +155,7 @@ def _spec(name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype) 
         max_model_len=_max_positions(model.config.get_text_config()) - offset,
         weight_map=names | dict.fromkeys(unused),
         parts=expert_parts(model),
+        quantized_weights=arranged,
         tp_plan=_tp_plan(model),
         buffers={name: value for name, value in buffers.items() if name not in persistent},
     )
@@ -368,8 +371,10 @@ def _tp_plan(model: PreTrainedModel) -> dict[str, ShardStyle]:
     if not plan or any(style not in ("colwise", "rowwise", "experts") for style in plan.values()):
         return {}
     vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+    # Llama 4's base_model_prefix is not the name of its base model.
+    base = next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), None)
     return {
-        **{f"{model.base_model_prefix}.{pattern}": style for pattern, style in plan.items()},
+        **{f"{base or model.base_model_prefix}.{pattern}": style for pattern, style in plan.items()},
         **{name: "vocab" for name, module in model.named_modules() if module in vocabulary},
     }
 

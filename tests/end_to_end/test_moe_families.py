@@ -38,3 +38,16 @@ def test_greedy_tokens_equal_generate(architecture: str, tmp_path: Path) -> None
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.slow
+def test_llama4_on_two_ranks(tmp_path: Path) -> None:
+    folder = write_moe(tmp_path / "model", "Llama4ForCausalLM")
+    expected = greedy_tokens(folder, PROMPTS, NUM_TOKENS)
+    with LLM(
+        str(folder), dtype="float32", max_num_seqs=4, num_kv_blocks=64, device="cpu", skip_tokenizer_init=True,
+        cache_dir=tmp_path / "cache", tensor_parallel_size=2,
+    ) as llm:  # fmt: skip
+        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected

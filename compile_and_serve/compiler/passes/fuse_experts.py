@@ -3,8 +3,7 @@
     experts(rms_norm(x, g), ids, weights, W…) + residual  →  experts(x, ids, weights, pack(W)…, residual, g)
 
 The kernel that adds the results of a token's experts adds the residual, too, and for few tokens the first kernel computes the norm.
-Weights are packed on the CPU only, one expert at a time. Weights that a checkpoint holds transposed (Llama 4) are transposed while they are
-loaded.
+Weights are packed on the CPU only, one expert at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +29,6 @@ from compile_and_serve.custom_ops.moe.experts import pack_expert_weights
 weight_function("pack_expert_weights")(pack_expert_weights)
 
 
-@weight_function("transpose_experts")
-def _transpose_experts(weight: torch.Tensor) -> torch.Tensor:
-    """[X, I, O] → [X, O, I]"""
-    return weight.transpose(1, 2).contiguous()
-
-
 EXPERTS = torch.ops.cas.experts.default
 GATE_UP, DOWN, RESIDUAL, NORM, EPS, GATE_UP_SCALE, DOWN_SCALE = 3, 4, 9, 10, 11, 12, 13  # arguments of `cas::experts`
 DEFAULTS = (None, None, "silu", 0.0, None, None, 1e-6, None, None)  # of its arguments from the biases to adapters
@@ -49,7 +42,7 @@ class FuseExperts(BasePass):
         packs = packed_linear_unsupported_reason(device=ctx.device, dtype=ctx.dtype) is None
         for node in gm.graph.find_nodes(op="call_function", target=EXPERTS):
             args = [*node.args, *DEFAULTS[len(node.args) - 5 :]]
-            changed = _transpose(gm, args, ctx)
+            changed = False
             if packs and args[GATE_UP_SCALE] is None and tensor_of(args[GATE_UP]).dim() == 3:
                 reason = _pack(gm, args, ctx)
                 if reason is None:
@@ -75,18 +68,6 @@ class FuseExperts(BasePass):
                 matched += 1
         gm.graph.eliminate_dead_code()
         return PassResult(matched=matched, near_misses=tuple(near_misses))
-
-
-def _transpose(gm: GraphModule, args: list[Node], ctx: PassContext) -> bool:
-    """Replace transpositions of weights by transposed weights. → whether there were any"""
-    found = False
-    for at in (GATE_UP, DOWN):
-        node = args[at]
-        weight = node.args[0] if is_call(node, torch.transpose) and set(node.args[1:]) == {1, 2} else None
-        if isinstance(weight, Node) and (name := weight_of(weight)) is not None:
-            args[at] = ctx.derived_weight(gm, f"{name}.transposed", "transpose_experts", weight)
-            found = True
-    return found
 
 
 def _pack(gm: GraphModule, args: list[Node], ctx: PassContext) -> str | None:

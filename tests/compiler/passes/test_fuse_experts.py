@@ -10,10 +10,11 @@ import torch
 from compile_and_serve.compiler import CompileConfig
 from compile_and_serve.compiler.passes.quantize_experts import KERNEL, PACKED_KERNEL
 from compile_and_serve.compiler.rewrite.graph_pass import PassError, PassResult, SkipReason, tensor_of
-from compile_and_serve.custom_ops.moe.packed_experts import is_packed
+from compile_and_serve.custom_ops.moe.packed_experts import is_packed, packed_inputs
 from compile_and_serve.models.registry import build_model
 from tests.compiler.passes.test_tensor_parallel import KERNELS, rewrite
 from tests.models.test_registry import EXPERTS
+from tests.support.moe_models import FAMILIES
 from tests.support.quantized_checkpoints import compressed_tensors_config
 from tests.support.tiny_models import tiny_spec
 from tests.support.transformers_models import config_of
@@ -201,3 +202,16 @@ def test_blocks_of_scales_stay_where_no_cpu_kernel_takes_them() -> None:
     assert isinstance(result, PassResult)
     assert {miss.reason for miss in result.near_misses} == {"the CPU kernels take a scale per output, not per block"}
     assert records["fuse_experts"].result == PassResult(matched=LAYERS)  # packed unquantized
+
+
+def test_experts_that_a_checkpoint_holds_transposed_are_sharded_and_quantized() -> None:
+    config = FAMILIES["Llama4ForCausalLM"]
+    spec = build_model(config_of("Llama4ForCausalLM", **config), dtype=torch.bfloat16)
+    options = CompileConfig(tensor_parallel_size=2, quantization="int8")
+    captured, _, records = rewrite(spec, options, kernels=KERNELS | {PACKED_KERNEL})
+    for record in records.values():
+        if record.verification is not None:
+            assert record.verification.passed, record.verification.reason
+    nodes = captured.gm.graph.find_nodes(op="call_function", target=torch.ops.cas.experts.default)
+    assert records["quantize_experts"].result == PassResult(matched=len(nodes))
+    assert {packed_inputs(tensor_of(node.args[4])) for node in nodes} == {config["intermediate_size"] // 2}
