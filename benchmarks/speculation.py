@@ -1,7 +1,7 @@
 """Speculative decoding on and off. Prints JSON lines.
 
     python -m benchmarks.speculation cpu [--model smollm2-135m] [--methods ngram suffix] [--tasks copy chat] [--repeats 5] [--threads 2]
-    python -m benchmarks.speculation gpu MODEL_DIR [--methods ngram eagle3] [--tokens 4] [--batches 1 4 16 64] [--rate 0.8]
+    python -m benchmarks.speculation gpu MODEL_DIR [--methods ngram eagle3] [--tokens 4] [--batches 1 4 16 64] [--rate 0.8] [--profile]
 
 cpu: greedy answers at batch 1, real weights. Tasks that copy (repeat a text, rename in a program, quote a text), and free chat. The same
     prompts run with and without speculation, one after another in turns, so that a change of the machine's load meets both. `ratio` is
@@ -155,6 +155,7 @@ def _measure(args: argparse.Namespace, drafts: dict[str, Any] | None) -> dict[in
 
 
 def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> dict[int, dict[str, float]]:
+    from benchmarks.gpu_timing import kernels_of
     from compile_and_serve.runtime.engine.client import SyncEngine
     from compile_and_serve.runtime.options import make_engine_config
     from compile_and_serve.serve.cli.bench.offline import run_requests
@@ -189,6 +190,11 @@ def _measure_here(args: argparse.Namespace, drafts: dict[str, Any] | None) -> di
                     "tokens_per_step": round(new / max(1, len(trace.times) - 1) / batch, 3),
                 }
         results[batch] = best
+        if args.profile:
+            work = {"benchmark": "speculation profile", "drafts": drafts, "batch": batch}
+            print(
+                json.dumps(work | kernels_of(lambda: run_requests(engine, prompts, [64] * batch), top=24)), flush=True
+            )
     stats = engine.core.stats()
     results[0] = {f"replays_{mode}": count for mode, count in stats.graph_replays.items()}
     print(json.dumps({"benchmark": "speculation gpu", "drafts": drafts, "replays": results[0]}), flush=True)
@@ -216,6 +222,9 @@ def main() -> None:
     gpu.add_argument("--max-tokens", type=int, default=512)
     gpu.add_argument("--dtype", default="bfloat16")
     gpu.add_argument("--device", default="cuda")
+    gpu.add_argument(
+        "--profile", action="store_true", help="also prints the kernels of a prefill and decodes of 64 tokens"
+    )
     args = parser.parse_args()
     (run_cpu if args.kind == "cpu" else run_gpu)(args)
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner
+from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
 from compile_and_serve.runtime.messages import EngineRequest
+from compile_and_serve.runtime.runner.decode_step import begin_step
 from compile_and_serve.runtime.speculation import speculator
 from compile_and_serve.runtime.speculation.payoff import Payoff
+from tests.support.fake_graphs import FakeDevice
 
 
 class OracleDrafter:
@@ -58,3 +65,32 @@ def use_oracle(
     drafter.prompt_lengths = {name: len(one.prompt_token_ids) for one in requests for name in one.request_ids}
     monkeypatch.setattr(speculator, "make_drafter", lambda config: drafter)
     return drafter
+
+
+def use_fake_graphs(monkeypatch: pytest.MonkeyPatch, num_drafts: int) -> list[GraphRunners]:
+    """Engines of up to 8 sequences that are made from now on have stand-ins for CUDA graphs, which are returned. `capture_all` them."""
+    made: list[GraphRunners] = []
+
+    def graph_runners(
+        config: Any, spec: Any, plans: list[Any], backends: Any, drafter_backends: Any, device: Any, *, logs: bool
+    ) -> GraphRunners:
+        stats, fake, sizes = GraphStats(), FakeDevice(), (1, 2, 4, 8)
+        given: dict[str, Any] = {
+            "mode": "full", "max_num_seqs": 8, "backends": [], "device": fake, "decode_head": begin_step, "stats": stats,
+        }  # fmt: skip
+        # Sampling stays outside: Triton's kernels would run in the interpreter.
+        runner = CudaGraphRunner(plans[0], sizes=(8,), **given)
+        drafted = CudaGraphRunner(plans[0], sizes=sizes, query_len=1 + num_drafts, **given)
+        drafter = None if drafter_backends is None else WorkGraphs(sizes, fake, stats, "draft")
+        made.append(GraphRunners([runner], drafted, drafter))
+        return made[-1]
+
+    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", graph_runners)
+    return made
+
+
+def capture_all(graphs: GraphRunners) -> None:
+    """Capture what steps with drafts replay."""
+    for one in (graphs.drafted, graphs.drafter):
+        while one is not None and one.capture_next():
+            pass

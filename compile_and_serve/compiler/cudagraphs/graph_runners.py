@@ -11,6 +11,7 @@ from typing import Any
 from compile_and_serve.compiler.cudagraphs.graph_capture import Graph
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepOf
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs, WorkOf
 
 DRAFTED_AT_START = 3  # full graphs of steps with drafts that are captured before serving
 
@@ -19,24 +20,37 @@ class GraphRunners:
     """The CUDA graphs of all of a model's plans.
 
     runners: one for each plan, with one stats object; the first runs the plan that any step may use. drafted: runs the plain plan's steps
-    in which all sequences have the same number of draft tokens; None if there are no such steps.
+    in which all sequences have the same number of draft tokens; None if there are no such steps. drafter: of the model that drafts; None
+    if there is none.
     """
 
-    def __init__(self, runners: Sequence[CudaGraphRunner], drafted: CudaGraphRunner | None = None) -> None:
+    def __init__(
+        self,
+        runners: Sequence[CudaGraphRunner],
+        drafted: CudaGraphRunner | None = None,
+        drafter: WorkGraphs | None = None,
+    ) -> None:
         self.runners = tuple(runners)
         self.drafted = drafted
-        self._all = self.runners if drafted is None else (*self.runners, drafted)
+        self.drafter = drafter
+        self._all = (*self.runners, *(one for one in (drafted, drafter) if one is not None))
         self.stats: GraphStats = self.runners[0].stats
         self.sizes = self.runners[0].sizes
 
     def bind(
-        self, decode_step: StepOf | None, prompt_step: StepOf | None = None, drafted_step: StepOf | None = None
+        self,
+        decode_step: StepOf | None,
+        prompt_step: StepOf | None = None,
+        drafted_step: StepOf | None = None,
+        drafter_work: WorkOf | None = None,
     ) -> None:
-        """`CudaGraphRunner.bind` of each. drafted_step: as `decode_step`, with draft tokens."""
+        """`CudaGraphRunner.bind` of each. drafted_step: as `decode_step`, with draft tokens. drafter_work: see `WorkGraphs.bind`."""
         for runner in self.runners:
             runner.bind(decode_step, prompt_step)
         if self.drafted is not None:
             self.drafted.bind(drafted_step)
+        if self.drafter is not None:
+            self.drafter.bind(drafter_work)
 
     def capture(self, count: int) -> None:
         """Capture up to `count` full graphs of each plan, the largest of all first, so that all fit into their memory."""
@@ -72,7 +86,8 @@ class GraphRunners:
     @property
     def num_to_capture(self) -> int:
         """Captures still to come: full graphs, and sizes of piecewise graphs."""
-        return sum(runner.num_waiting + runner.num_piecewise_waiting for runner in self._all)
+        piecewise = sum(runner.num_piecewise_waiting for runner in self.runners)
+        return piecewise + sum(runner.num_waiting for runner in self._all)
 
     def report(self) -> dict[str, Any]:
         """`CudaGraphRunner.report`, with the waiting graphs of all."""

@@ -86,12 +86,10 @@ class BlockTables:
             self._batch_table[:num_seqs, :width] = self._device_slot_table[slots_S, :width]
             self._batch_changed = False
 
-    def of_slots(self, slots_S: np.ndarray) -> torch.Tensor:
-        """A copy of the rows of batch slots (int64), with all blocks written so far: int32 [S, M] on the device, as `batch_table`."""
-        if self._shares_memory:
-            return torch.from_numpy(self.slot_table[slots_S])
-        self.commit()
-        return self._device_slot_table[self._platform.upload(slots_S)]
+    def of_slots(self, slots_S: torch.Tensor) -> torch.Tensor:
+        """The rows of batch slots, as they were at the last `commit`: int32 [S, M]. slots_S: int64, on the device, as the result."""
+        table = torch.from_numpy(self.slot_table) if self._shares_memory else self._device_slot_table
+        return table[slots_S]
 
     def batch_table(self, num_rows: int) -> torch.Tensor:
         """int32 [num_rows, M] on the device: always the same memory. Columns beyond a sequence's blocks hold old

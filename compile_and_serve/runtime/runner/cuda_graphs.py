@@ -13,6 +13,7 @@ from compile_and_serve.compiler.cudagraphs.graph_capture import CudaGraphs
 from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
 from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepModel
 from compile_and_serve.compiler.cudagraphs.stats import GraphStats
+from compile_and_serve.compiler.cudagraphs.work_graphs import WorkGraphs
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.models.spec import ModelSpec
 from compile_and_serve.runtime.config import EngineConfig
@@ -29,13 +30,15 @@ def make_graph_runners(
     spec: ModelSpec,
     plans: Sequence[StepModel],
     backends: Mapping[str, Any],
+    drafter_backends: Mapping[str, Any] | None,
     device: torch.device,
     *,
     logs: bool,
 ) -> GraphRunners | None:
     """The runners of a model's plans; None where CUDA graphs are off or the device has none.
 
-    plans: for any step first, for steps without optional inputs last. backends: by attention group. logs: whether to log why steps with
+    plans: for any step first, for steps without optional inputs last. backends: by attention group. drafter_backends: of the model that
+    drafts; None where there is none. logs: whether to log why steps with
     draft tokens have no full graphs.
     """
     options = config.compile
@@ -58,7 +61,17 @@ def make_graph_runners(
         )
         for model in plans
     ]
-    return GraphRunners(runners, _drafted_runner(config, plans[-1], backends, graphs, stats, logs=logs))
+    drafted = _drafted_runner(config, plans[-1], backends, graphs, stats, logs=logs)
+    drafter = None
+    if drafted is not None and drafter_backends is not None:
+        others = [name for name, one in drafter_backends.items() if not getattr(one, "drafts_capturable", False)]
+        if not others:
+            drafter = WorkGraphs(drafted.sizes, graphs, stats, "draft")
+        elif logs:
+            logger.info(
+                "The drafter runs without CUDA graphs: its attention of %s cannot be captured.", ", ".join(others)
+            )
+    return GraphRunners(runners, drafted, drafter)
 
 
 def _drafted_runner(

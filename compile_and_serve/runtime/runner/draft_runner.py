@@ -1,45 +1,60 @@
 """`DraftRunner`: runs the model that drafts, beside a `ModelRunner`.
 
-Shape legend: T tokens of the target's step, S sequences that get drafts, P passes of the drafter, M block-table columns.
+Shape legend: T tokens of the target's step, S sequences that get drafts, P passes of the drafter, K draft tokens at most, M block-table
+columns, R batch slots.
 
 The drafter's keys and values lie in tensors of their own, under the block ids of one of the target's state groups. So prefix hits,
 preemptions and rejected tokens need nothing here: whatever holds for the target's blocks holds for the drafter's.
 
 - `follow`, after each step of the target: the drafter computes the same tokens, so that its cache holds what the target's holds. A head
   reads the hidden state of each token and the token behind it; it keeps the first draft token, and the hidden state to go on from, of the
-  row that the device finds to be the last accepted one. `follow` never waits for the device.
-- `propose`, before a step with drafts: one pass of the drafter for each further draft token. The host waits for the tokens.
+  row that the device finds to be the last accepted one.
+- `propose`, before a step with drafts: one pass of the drafter for each further draft token. The drafts stay on the device, by batch slot.
+  `put_drafts` copies them into the step's inputs; `known_drafts` brings them to the host.
+
+Only `known_drafts` waits for the device. After steps of decodes alone `follow` is one CUDA graph, and so is `propose`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from compile_and_serve.compiler.cudagraphs.work_graphs import Work, WorkGraphs
 from compile_and_serve.custom_ops.attention.attention import AttentionMetadata
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import HIDDEN_STATES, LOGITS, Step
 from compile_and_serve.models.drafters import DRAFT_TOKENS
+from compile_and_serve.runtime.runner.decode_step import DecodeStep
 from compile_and_serve.runtime.runner.draft_model import CompiledDrafter
 from compile_and_serve.runtime.runner.input_batch import BatchLayout, InputBatch
+from compile_and_serve.runtime.runner.staged_arrays import StagedArrays
 from compile_and_serve.runtime.runner.state_memory import PageLayout, allocate_state
+from compile_and_serve.runtime.sampling.ops import argmax_rows
+
+_PROPOSE = "propose"
 
 
 class DraftRunner:
     """Call `follow` after each step of the target, and `propose` before steps with drafts."""
 
     def __init__(
-        self, compiled: CompiledDrafter, batch: InputBatch, num_pages: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """num_pages: of the target. dtype: of hidden states."""
+        self, compiled: CompiledDrafter, batch: InputBatch, num_pages: int, device: torch.device, dtype: torch.dtype, num_drafts: int,
+        graphs: WorkGraphs | None,
+    ) -> None:  # fmt: skip
+        """num_pages: of the target. dtype: of hidden states. num_drafts: of a sequence, at most. graphs: None: nothing is captured."""
         self._compiled = compiled
         self._model = compiled.model
         self._groups = {group.name: group for group in compiled.drafter.spec.state}
         self._batch = batch
+        self._num_drafts = num_drafts
+        self._graphs = graphs
         self._platform = platform_of(device)
         self._state: dict[str, torch.Tensor] = {}
         for group in self._groups.values():
@@ -47,11 +62,29 @@ class DraftRunner:
             layout = PageLayout.of([group], size, compiled.cache_dtype)
             self._state |= allocate_state([group], layout, num_pages, 0, dtype=compiled.cache_dtype, device=device)
         self._kind, self._extras = compiled.drafter.kind, compiled.extras
-        # Of heads: for each batch slot, the first draft token and the hidden state to go on from.
-        size = compiled.drafter.hidden_size
-        self._tokens = torch.zeros(batch.num_slots, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(batch.num_slots, size, dtype=dtype, device=device)
+        # By batch slot, then a row for padding sequences. Of heads: the first draft token and the hidden state to go on from.
+        num_slots, size = batch.num_slots, compiled.drafter.hidden_size
+        self._tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(num_slots + 1, size, dtype=dtype, device=device)
+        self._drafts = torch.full((num_slots + 1, num_drafts), -1, dtype=torch.int64, device=device)
+        # What `propose` is asked for, of each sequence: batch slot, position of the last token, number of drafts, last token.
+        fields = ("slots", "positions", "counts", "last_tokens")
+        self._asked = StagedArrays({name: (np.int64, _aligned(num_slots)) for name in fields}, device)
+        # What a captured `follow` reads of the step.
+        num_rows = 0 if graphs is None or not graphs.sizes else graphs.sizes[-1] * (1 + num_drafts)
+        self._sampled_rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        given = next((one for one in compiled.drafter.target.outputs if one.name == HIDDEN_STATES), None)
+        features = 0 if given is None else int(given.dims[1])
+        self._hidden_rows = torch.zeros(num_rows, features, dtype=dtype, device=device)
         self._one_row = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def work(self, size: int, steps: Iterable[DecodeStep]) -> Iterator[Work]:
+        """What to capture for so many sequences. steps: of decodes, which `follow` follows; each lies in memory until the next is made."""
+        self._ask([], [], size)
+        yield Work(name=_PROPOSE, run=lambda: self._draft(size, self._num_drafts, None))
+        for step in steps:
+            run = partial(self._follow_decodes, step, self._metadata_of(step, keeps_rows=True))
+            yield Work(name=_follow_name(step), run=run, addresses=step.addresses)
 
     def follow(
         self, step: Step, layout: BatchLayout | None, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor | None
@@ -60,41 +93,99 @@ class DraftRunner:
 
         layout: of the step; None: it is made up. outputs: of the step. sampled: int64, the token of each sampled row; None: no row is.
         """
-        if self._kind == "tokens":
-            inputs = {name: step.inputs[name] for name in ("input_ids", "positions")}
-            self._run(step, inputs | {"logits_indices": self._one_row}, self._metadata_of(step, layout), num_rows=1)
+        if layout is not None and sampled is not None and self._replay_follow(step, layout, outputs, sampled):
             return
-        hidden_TD = outputs[HIDDEN_STATES]
-        rows, slots = self._one_row, None
-        if layout is not None and sampled is not None:
-            rows, slots = self._accepted_rows(step, layout, sampled), self._upload(layout.sampled_slots)
+        metadata = self._metadata_of(step, layout)
+        self._plan(metadata)
+        if self._kind == "tokens":
+            self._run_tokens(step, metadata)
+            return
+        rows, slots = step.inputs["logits_indices"][: step.num_seqs], None
+        if layout is not None:
+            rows = self._one_row
+            if sampled is not None:
+                rows, slots = self._accepted_rows(step, layout, sampled), self._upload(layout.sampled_slots)
+        tokens_T = self._one_row if self._kind == "heads" else self._next_tokens(step, layout, sampled)
+        self._run_head(step, metadata, outputs[HIDDEN_STATES], tokens_T, rows, slots)
+
+    def _replay_follow(
+        self, step: Step, layout: BatchLayout, outputs: Mapping[str, torch.Tensor], sampled: torch.Tensor
+    ) -> bool:
+        """Replay the graph of a step of decodes, all of whose tokens are sampled; False where there is none."""
+        if (
+            self._graphs is None
+            or not layout.is_decode_only
+            or not len(sampled) == layout.num_logits == layout.num_tokens
+        ):
+            return False
+        if self._kind != "tokens":
+            # The next replay of any graph may overwrite what the step's graph left.
+            num_rows = step.padded_tokens
+            if num_rows > len(self._sampled_rows):
+                return False
+            self._sampled_rows[: len(sampled)].copy_(sampled)
+            self._hidden_rows[:num_rows].copy_(outputs[HIDDEN_STATES])
+        return self._graphs.replay(_follow_name(step), step.padded_seqs, step.addresses)
+
+    def _follow_decodes(self, step: DecodeStep, metadata: Mapping[str, AttentionMetadata]) -> None:
+        """`follow` of decodes with as many tokens each, in persistent memory."""
+        size, q = step.padded_seqs, step.max_query_len
+        for one in metadata.values():
+            if one.row_seq_lens is not None:
+                one.fill_rows(q)
+        if self._kind == "tokens":
+            self._run_tokens(step, metadata)
+            return
+        sampled = self._sampled_rows[: size * q]
+        rows = torch.arange(size, device=sampled.device) * q
+        if q > 1:
+            is_right = sampled.view(size, q)[:, :-1] == self._drafts[step.slots]
+            rows += is_right.long().cumprod(dim=1).sum(dim=1)
+        self._run_head(step, metadata, self._hidden_rows[: size * q], sampled, rows, step.slots)
+
+    def _run_tokens(self, step: Step, metadata: Mapping[str, AttentionMetadata]) -> None:
+        inputs = {name: step.inputs[name] for name in ("input_ids", "positions")}
+        self._run(step, inputs | {"logits_indices": self._one_row}, metadata, num_rows=1)
+
+    def _run_head(
+        self, step: Step, metadata: Mapping[str, AttentionMetadata], hidden_TD: torch.Tensor, next_T: torch.Tensor, rows: torch.Tensor,
+        slots: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """The head's pass over a step. next_T: int64, the token behind each of the step's. rows, slots: int64 [S], where each sequence
+        goes on; slots is None where none does.
+        """
         if self._kind == "heads":
             if slots is not None:
                 self._hidden.index_copy_(0, slots, hidden_TD[rows])
-            elif layout is None:  # a warm-up
-                self._heads(hidden_TD[: self._batch.num_slots])
+            else:
+                self._heads(hidden_TD[rows])  # as a warm-up
             return
         if "fc.weight" in self._extras:
             hidden_TD = F.linear(hidden_TD, self._extras["fc.weight"], self._extras.get("fc.bias"))
         inputs = {
-            "input_ids": self._next_tokens(step, layout, sampled), "positions": step.inputs["positions"],
-            "hidden_states": hidden_TD, "logits_indices": rows,
+            "input_ids": next_T, "positions": step.inputs["positions"], "hidden_states": hidden_TD, "logits_indices": rows,
         }  # fmt: skip
-        given = self._run(step, inputs, self._metadata_of(step, layout), num_rows=rows.shape[0])
+        given = self._run(step, inputs, metadata, num_rows=rows.shape[0])
         if slots is not None:
             self._hidden.index_copy_(0, slots, given[HIDDEN_STATES])
             self._tokens.index_copy_(0, slots, self._likeliest(given[LOGITS]))
 
-    def _metadata_of(self, step: Step, layout: BatchLayout | None) -> dict[str, AttentionMetadata]:
-        """The target's, with the drafter's own backends. It says the lengths where only the host's batch knows them."""
+    def _metadata_of(
+        self, step: Step, layout: BatchLayout | None = None, *, keeps_rows: bool = False
+    ) -> dict[str, AttentionMetadata]:
+        """The target's, with the drafter's own backends. It says the lengths where only the host's batch knows them.
+        keeps_rows: as the target's, attention treats each token as a decode of its own.
+        """
         lens_cpu = None if layout is None else self._batch.lengths(layout.slots_S).astype(np.int32)
         metadata = {}
         for name, group in self._groups.items():
             given: AttentionMetadata = step.metadata[self._compiled.borrowed[name]]
+            rows: dict[str, Any] = (
+                {} if keeps_rows else dict.fromkeys(("row_starts", "row_seq_lens", "row_block_table"))
+            )
             metadata[name] = replace(
                 given, backend=self._compiled.backends[name], window=group.window, chunked=group.chunked,
-                seq_lens_cpu=given.seq_lens_cpu if lens_cpu is None else lens_cpu,
-                row_starts=None, row_seq_lens=None, row_block_table=None,
+                seq_lens_cpu=given.seq_lens_cpu if lens_cpu is None else lens_cpu, **rows,
             )  # fmt: skip
         return metadata
 
@@ -122,40 +213,87 @@ class DraftRunner:
         if not layout.sampled_counts:
             return indices
         counts = np.array(layout.sampled_counts)
-        drafts_SD = np.full((len(counts), int(counts.max()) - 1), -1, dtype=np.int64)
-        for row, draft in zip(drafts_SD, layout.sampled_drafts, strict=True):
-            row[: len(draft)] = draft
+        is_draft_SK = np.zeros((len(counts), self._num_drafts), dtype=np.bool_)
+        for row, draft in zip(is_draft_SK, layout.sampled_drafts, strict=True):
+            row[: len(draft)] = draft >= 0
         firsts_S = np.cumsum(counts) - counts
-        places_SD = np.minimum(firsts_S[:, None] + np.arange(drafts_SD.shape[1]), len(sampled) - 1)
-        is_right = sampled[self._upload(places_SD)] == self._upload(drafts_SD)
+        places_SK = np.minimum(firsts_S[:, None] + np.arange(self._num_drafts), len(sampled) - 1)
+        drafts_SK = self._drafts[self._upload(layout.sampled_slots)]
+        is_right = (sampled[self._upload(places_SK)] == drafts_SK) & self._upload(is_draft_SK)
         return indices[self._upload(firsts_S) + is_right.long().cumprod(dim=1).sum(dim=1)]
 
-    def propose(
-        self, last_tokens: Mapping[str, tuple[int, int]], wanted: Mapping[str, Sequence[int]]
-    ) -> dict[str, list[int]]:
-        """Draft tokens of each sequence. last_tokens: of `SchedulerOutput`. wanted: sequence → as many entries as tokens are wanted.
-
-        Behind a token where a draft has to end there are only -1.
+    def propose(self, last_tokens: Mapping[str, tuple[int, int]], wanted: Mapping[str, Sequence[int]]) -> None:
+        """Draft tokens of sequences, from their last tokens on. last_tokens: of `SchedulerOutput`; those that are not wanted get no drafts.
+        wanted: sequence → as many entries as tokens are wanted.
         """
-        batch = self._batch
-        slots_S = np.array([batch.slot_of(name) for name in wanted], dtype=np.int64)
-        known_S = np.array([last_tokens[name][0] for name in wanted], dtype=np.int64)
-        counts_S = np.array([len(draft) for draft in wanted.values()], dtype=np.int64)
+        names = [*wanted, *(name for name in last_tokens if name not in wanted)]
+        slots = [self._batch.slot_of(name) for name in names]
+        size = None if self._graphs is None else self._graphs.padded_size(len(wanted))
+        counts = [len(draft) for draft in wanted.values()]
+        self._ask(slots, [(*last_tokens[name], count) for name, count in zip(names, counts, strict=False)], size or 0)
+        for source in self._compiled.borrowed.values():
+            self._batch.tables[source].commit()
+        if size is None or self._graphs is None or not self._graphs.replay(_PROPOSE, size):
+            self._draft(len(wanted), max(counts), self._asked.host)
+        if len(names) > len(wanted):
+            self._drafts.index_fill_(0, self._asked.device["slots"][len(wanted) : len(names)], -1)
+
+    def _ask(self, slots: Sequence[int], asked: Sequence[tuple[int, int, int]], size: int) -> None:
+        """Fill and upload `_asked`, with padding up to `size` sequences. asked: known tokens, the last of them, number of drafts."""
+        host, num_seqs = self._asked.rotate(), len(asked)
+        end = _aligned(max(len(slots), size))
+        host["slots"][: len(slots)] = slots
+        host["slots"][len(slots) : end] = self._batch.num_slots
+        for index, (known, token, count) in enumerate(asked):
+            host["positions"][index], host["last_tokens"][index], host["counts"][index] = known - 1, token, count
+        for name in ("positions", "last_tokens", "counts"):
+            host[name][num_seqs:end] = 0
+        self._asked.upload()
+
+    def _draft(self, num_seqs: int, num_drafts: int, host: Mapping[str, np.ndarray] | None) -> None:
+        """Write `_drafts` of the first `num_seqs` sequences that were asked for, up to `num_drafts` each, and -1 behind as many as were.
+        host: `_asked` on the host, for attention that plans there; None: it reads all lengths from the device.
+        """
+        asked = self._asked.device
+        slots_S, counts_S = asked["slots"][:num_seqs], asked["counts"][:num_seqs]
         if self._kind == "tokens":
-            last_S = self._upload(np.array([last_tokens[name][1] for name in wanted], dtype=np.int64))
-            drafts_SD = self._chain(slots_S, known_S - 1, counts_S, last_S, None)
+            drafts_SK = self._chain(num_seqs, num_drafts, 0, host, asked["last_tokens"][:num_seqs], None)
         elif self._kind == "heads":
-            drafts_SD = self._heads(self._hidden[self._upload(slots_S)])
+            drafts_SK = self._heads(self._hidden[slots_S])[:, :num_drafts]
         else:
-            slots = self._upload(slots_S)
-            first_S = self._tokens[slots]
-            more_SD = self._chain(slots_S, known_S - 1, counts_S - 1, first_S, self._hidden[slots])
-            drafts_SD = torch.cat((first_S[:, None], more_SD), dim=1)
-        drafts = {}
-        for name, draft, count in zip(wanted, drafts_SD.cpu().tolist(), counts_S.tolist(), strict=True):
-            ends = batch.draft_ends(name)
-            end = next((i for i in range(count) if draft[i] in ends), count)
-            drafts[name] = draft[:end] + [-1] * (count - end)
+            first_S = self._tokens[slots_S]
+            more_SK = self._chain(num_seqs, num_drafts - 1, 1, host, first_S, self._hidden[slots_S])
+            drafts_SK = torch.cat((first_S[:, None], more_SK), dim=1)
+        is_wanted = torch.arange(num_drafts, device=slots_S.device) < counts_S[:, None]
+        drafts_SK = drafts_SK.masked_fill(~is_wanted, -1)
+        self._drafts.index_copy_(0, slots_S, F.pad(drafts_SK, (0, self._num_drafts - num_drafts), value=-1))
+
+    def put_drafts(self, step: Step, layout: BatchLayout) -> None:
+        """Copy the drafts into a step's inputs. In `layout.sampled_drafts` they are 0; -1 stands for padding."""
+        starts = next(iter(step.metadata.values())).query_start_loc_cpu
+        places = [np.flatnonzero(draft >= 0) for draft in layout.sampled_drafts[: layout.num_decodes]]
+        rows = [starts[row] + 1 + place for row, place in enumerate(places)]
+        sources = [slot * self._num_drafts + place for slot, place in zip(layout.slots_S, places, strict=False)]
+        packed = self._upload(np.stack((np.concatenate(rows), np.concatenate(sources))), through_pinned=True)
+        step.inputs["input_ids"].index_copy_(0, packed[0], self._drafts.view(-1)[packed[1]])
+
+    def download(self) -> torch.Tensor:
+        """int64 [R + 1, K]: the drafts by batch slot, on the host: see `Platform.download`. -1 where there is none."""
+        return self._platform.download(self._drafts)
+
+    def known_drafts(self, wanted: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+        """The drafts of the last `propose`, once the device has made them. Behind a token where a draft has to end there are only -1."""
+        slots = [self._batch.slot_of(name) for name in wanted]
+        given, drafts, are_changed = self._drafts.cpu().numpy(), {}, False
+        for (name, asked), slot in zip(wanted.items(), slots, strict=True):
+            draft, ends = given[slot, : len(asked)].tolist(), self._batch.draft_ends(name)
+            end = next((i for i, token in enumerate(draft) if token in ends), len(draft))
+            drafts[name] = draft[:end] + [-1] * (len(draft) - end)
+            if end < len(draft):
+                given[slot, end:] = -1
+                are_changed = True
+        if are_changed and not self._platform.shares_host_memory:
+            self._drafts.copy_(self._upload(given))
         return drafts
 
     def _heads(self, hidden_SD: torch.Tensor) -> torch.Tensor:
@@ -163,42 +301,54 @@ class DraftRunner:
         return self._model(_step_of(len(hidden_SD), {HIDDEN_STATES: hidden_SD}, {}, {}))[DRAFT_TOKENS]
 
     def _chain(
-        self, slots_S: np.ndarray, first_S: np.ndarray, counts_S: np.ndarray, tokens_S: torch.Tensor, hidden_SD: torch.Tensor | None
+        self, num_seqs: int, passes: int, num_known: int, host: Mapping[str, np.ndarray] | None, tokens_S: torch.Tensor,
+        hidden_SD: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """int64 [S, D]: each pass computes one token of each sequence and drafts the next. first_S: position of the first pass.
-        counts_S: passes that each sequence needs. Later ones of a sequence compute its last token again, and write nothing.
-        hidden_SD: what the first pass of a head reads.
+        """int64 [S, P]: each pass computes one token of each sequence and drafts the next, from the positions of `_asked` on.
+
+        A sequence needs as many passes as it was asked drafts for, less `num_known`. Later ones compute its last token again, and write
+        nothing. host: see `_draft`. hidden_SD: what the first pass of a head reads.
         """
-        num_seqs, passes = len(slots_S), int(counts_S.max())
-        if passes == 0:
+        if passes <= 0:
             return tokens_S.new_empty(num_seqs, 0)
-        place_P1 = np.arange(passes)[:, None]
-        positions_PS = first_S + np.minimum(place_P1, counts_S - 1)
-        positions = self._upload_rows(positions_PS)
-        lens_PS = (positions_PS + 1).astype(np.int32)
-        lens, starts_cpu = self._upload_rows(lens_PS), np.arange(num_seqs + 1, dtype=np.int32)
-        starts, rows = self._upload(starts_cpu), self._upload(np.arange(num_seqs, dtype=np.int64))
-        tables, mappings = {}, {}
+        asked = {name: values[: _aligned(num_seqs)] for name, values in self._asked.device.items()}
+        place_P1 = torch.arange(passes, device=tokens_S.device)[:, None]
+        needed = asked["counts"] - num_known
+        # Each row begins at a multiple of 16 bytes: compiled kernels take that for granted.
+        positions = (asked["positions"] + torch.minimum(place_P1, needed - 1)).clamp_(min=0)
+        lens = (positions + 1).masked_fill(asked["counts"] == 0, 0).to(torch.int32)
+        lens_cpu = starts_cpu = None
+        if host is not None:
+            place_cpu = np.minimum(np.arange(passes)[:, None], host["counts"][:num_seqs] - num_known - 1)
+            lens_cpu = (host["positions"][:num_seqs] + place_cpu + 1).astype(np.int32)
+            starts_cpu = np.arange(num_seqs + 1, dtype=np.int32)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=tokens_S.device)
+        rows = torch.arange(num_seqs, device=tokens_S.device)
+        slots = asked["slots"].clamp(max=self._batch.num_slots - 1)
+        tables, mappings, most_tokens = {}, {}, 0
         for name, source in self._compiled.borrowed.items():
             table, size = self._batch.tables[source], self._batch.tokens_per_page[source]
-            mapped_PS = table.slot_table[slots_S, positions_PS // size].astype(np.int64) * size + positions_PS % size
-            mappings[name] = self._upload_rows(np.where(place_P1 < counts_S, mapped_PS, -1))
-            tables[name] = table.of_slots(slots_S)
+            tables[name] = table.of_slots(slots)
+            blocks = tables[name].gather(1, (positions // size).T).T
+            mapped = blocks * size + positions % size
+            mappings[name] = mapped.masked_fill(place_P1 >= needed, -1).contiguous()
+            most_tokens = max(most_tokens, table.num_columns * size)
         drafts = []
         for i in range(passes):
             metadata = {
                 name: AttentionMetadata(
-                    backend=self._compiled.backends[name], query_start_loc=starts, seq_lens=lens[i], block_table=tables[name],
-                    slot_mapping=mappings[name][i], num_seqs=num_seqs, num_tokens=num_seqs, max_query_len=1,
-                    max_seq_len=int(lens_PS[i].max()), window=group.window, chunked=group.chunked,
-                    query_start_loc_cpu=starts_cpu, seq_lens_cpu=lens_PS[i],
+                    backend=self._compiled.backends[name], query_start_loc=starts, seq_lens=lens[i, :num_seqs],
+                    block_table=tables[name][:num_seqs], slot_mapping=mappings[name][i, :num_seqs], num_seqs=num_seqs, num_tokens=num_seqs,
+                    max_query_len=1, max_seq_len=most_tokens if lens_cpu is None else int(lens_cpu[i].max()), window=group.window,
+                    chunked=group.chunked, query_start_loc_cpu=starts_cpu, seq_lens_cpu=None if lens_cpu is None else lens_cpu[i],
                 )
                 for name, group in self._groups.items()
             }  # fmt: skip
-            inputs = {"input_ids": tokens_S, "positions": positions[i], "logits_indices": rows}
+            inputs = {"input_ids": tokens_S, "positions": positions[i, :num_seqs], "logits_indices": rows}
             if hidden_SD is not None:
                 inputs[HIDDEN_STATES] = hidden_SD
-            self._plan(metadata)
+            if host is not None:
+                self._plan(metadata)
             given = self._model(_step_of(num_seqs, inputs, self._state, metadata))
             tokens_S, hidden_SD = self._likeliest(given[LOGITS]), given.get(HIDDEN_STATES)
             drafts.append(tokens_S)
@@ -206,7 +356,7 @@ class DraftRunner:
 
     def _likeliest(self, logits_SV: torch.Tensor) -> torch.Tensor:
         """int64 [S]: the target's ids of the likeliest tokens."""
-        tokens_S = logits_SV.argmax(dim=-1)
+        tokens_S, _ = argmax_rows(logits_SV)
         return tokens_S + self._extras["d2t"][tokens_S] if "d2t" in self._extras else tokens_S
 
     def _plan(self, metadata: Mapping[str, AttentionMetadata]) -> None:
@@ -216,7 +366,6 @@ class DraftRunner:
     def _run(
         self, like: Step, inputs: dict[str, torch.Tensor], metadata: Mapping[str, AttentionMetadata], *, num_rows: int
     ) -> dict[str, torch.Tensor]:
-        self._plan(metadata)
         return self._model(
             Step(
                 inputs=inputs, state=self._state, metadata=metadata, num_tokens=like.num_tokens, num_seqs=like.num_seqs,
@@ -228,12 +377,13 @@ class DraftRunner:
     def _upload(self, array: np.ndarray, *, through_pinned: bool = False) -> torch.Tensor:
         return self._platform.upload(np.ascontiguousarray(array), through_pinned=through_pinned)
 
-    def _upload_rows(self, array_PS: np.ndarray) -> torch.Tensor:
-        """The array on the device, where each row begins at a multiple of 16 bytes: compiled kernels take that for granted."""
-        num_rows, length = array_PS.shape
-        padded = np.zeros((num_rows, -(-length // 4) * 4), dtype=array_PS.dtype)
-        padded[:, :length] = array_PS
-        return self._upload(padded)[:, :length]
+
+def _aligned(count: int) -> int:
+    return -(-count // 4) * 4
+
+
+def _follow_name(step: Step) -> str:
+    return f"follow {step.max_query_len}"
 
 
 def _step_of(

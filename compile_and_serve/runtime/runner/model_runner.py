@@ -10,7 +10,7 @@ CPU `launch` computes at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from compile_and_serve.compiler.cudagraphs.runner import StepResult
+from compile_and_serve.compiler.cudagraphs.work_graphs import Work, WorkGraphs
 from compile_and_serve.custom_ops.platform import platform_of
 from compile_and_serve.custom_ops.step import LOGITS, Step, TokenBatch
 from compile_and_serve.models.spec import ModelSpec
@@ -76,10 +77,12 @@ class ModelRunner:
         plain_steps: StepRunner | None = None,
         drafted_steps: StepRunner | None = None,
         drafter: CompiledDrafter | None = None,
+        drafter_graphs: WorkGraphs | None = None,
     ) -> None:
         """spec: the rank's part. steps: runs any step. backends: by attention group. dtype: of the KV cache. max_model_len: None is the
         config's, or the model's. plain_steps: runs the steps that use no optional input; None: `steps` does. drafted_steps: runs those
         whose sequences all have the same number of drafts, of the scheduler's; None: they are not padded to it. drafter: makes these.
+        drafter_graphs: where it is captured.
         """
         scheduler = config.scheduler
         self.spec = spec
@@ -109,11 +112,13 @@ class ModelRunner:
             max_drafted_rows=0 if config.speculative is None else config.max_drafted_rows,
             max_padded_drafts=0 if drafted_steps is None else drafted_steps.max_padded_size // self._drafted_len,
         )  # fmt: skip
-        self.drafter = (
-            None
-            if drafter is None
-            else DraftRunner(drafter, self.batch, num_pages, device, model_dtype(config, device))
-        )
+        self.drafter = None
+        if drafter is not None:
+            hidden_dtype = model_dtype(config, device)
+            self.drafter = DraftRunner(
+                drafter, self.batch, num_pages, device, hidden_dtype, self._drafted_len - 1, drafter_graphs
+            )
+        self._drafts_on_device = False  # the step's drafts are not known to the host yet
         self._acceptance_rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
 
         self.sampler = Sampler(
@@ -124,7 +129,7 @@ class ModelRunner:
         )
         self.grammars = GrammarCompiler(lambda: load_model_tokenizer(config.model), spec.vocab_size)
         self._sequences: dict[int, GrammarSequence] = {}  # of structured output, by slot
-        self._drafted: dict[int, list[int]] = {}  # slot → its last drafts, while it is not known which were accepted
+        self._drafted: dict[int, np.ndarray] = {}  # slot → its last drafts, while it is not known which were accepted
         self._masks: TokenMasks | None = None
         self._structured_step: PendingStep | None = None  # the last one with structured output
         self._plan: SamplingPlan | None = None
@@ -243,6 +248,11 @@ class ModelRunner:
             scratch_positions=device["positions"][:size], block_sizes=batch.tokens_per_page,
         )  # fmt: skip
 
+    def drafter_work(self, size: int) -> Iterator[Work]:
+        """What the drafter does for `size` decodes, without and with drafts: what graphs are captured of."""
+        assert self.drafter is not None
+        return self.drafter.work(size, (make(size) for make in (self.decode_step, self.drafted_step)))
+
     def _take_in(self, scheduled: SchedulerOutput) -> None:
         batch, sampler = self.batch, self.sampler
         for request_id in scheduled.finished_request_ids:
@@ -278,16 +288,22 @@ class ModelRunner:
 
     def _correct(self, last_tokens: Mapping[str, tuple[int, int]], new_drafts: Mapping[str, list[int]]) -> None:
         """Go on from the tokens that were accepted. last_tokens, new_drafts: of `SchedulerOutput`."""
-        if self.drafter is not None and new_drafts:
-            new_drafts = self.drafter.propose(last_tokens, new_drafts)
         slots = [self.batch.slot_of(request_id) for request_id in last_tokens]
+        self._drafts_on_device = False
+        if self.drafter is not None and new_drafts:
+            self.drafter.propose(last_tokens, new_drafts)
+            if any(slot in self._sequences or self.sampler.needs_history(slot) for slot in slots):
+                new_drafts = self.drafter.known_drafts(new_drafts)
+            else:
+                self._drafts_on_device = True
+                new_drafts = {name: [0] * len(draft) for name, draft in new_drafts.items()}
         gained: dict[int, list[int]] = {}
         for (request_id, (num_tokens, token)), slot in zip(last_tokens.items(), slots, strict=True):
             self.batch.correct(slot, num_tokens, token, new_drafts.get(request_id, ()))
             drafts = self._drafted.pop(slot, None)
             if drafts is not None:
                 num_gained = num_tokens - self.batch.num_prompt_tokens(request_id) - int(self.sampler.num_outputs[slot])
-                gained[slot] = [*drafts[: num_gained - 1], token]
+                gained[slot] = [*drafts[: num_gained - 1].tolist(), token]
         if gained:
             self.sampler.take(gained)
         tokens = np.array([token for _, token in last_tokens.values()], dtype=np.int64)
@@ -381,6 +397,9 @@ class ModelRunner:
             slots = device["slots"][: layout.num_decodes]
             for name in self._sampled_inputs:
                 torch.index_select(batch.last_tokens, 0, slots, out=step.inputs[name][: layout.num_decodes])
+        if self._drafts_on_device and layout.has_drafts:
+            assert self.drafter is not None
+            self.drafter.put_drafts(step, layout)
         for name, backend in self.backends.items():
             backend.plan(step.metadata[name])
         return steps.run(step, with_sampling=with_sampling)
@@ -420,7 +439,7 @@ class ModelRunner:
         before = None
         if self.batch.query_len == 1:
             drafts = layout.sampled_drafts
-            self._drafted |= {slot: draft.tolist() for slot, draft in zip(slots, drafts, strict=True)}
+            self._drafted |= dict(zip(slots, drafts, strict=True))
             before = np.full((len(rows), max(map(len, drafts))), -1, dtype=np.int64)
             first = 0
             for draft, count in zip(drafts, counts, strict=True):
@@ -482,8 +501,12 @@ class ModelRunner:
             tokens, best = pinned_tokens.numpy()[: len(tokens_S)], pinned_best.numpy()[: len(tokens_S)]
         if not self._shares_memory:
             self._num_launched += 1
+        drafts = None
+        if self._drafts_on_device and layout.has_drafts:
+            assert self.drafter is not None
+            drafts = self.drafter.download().numpy()
         event = self.platform.record_event()
         errors, self._errors = self._errors, {}
         return PendingStep(
-            step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, on_accepted, self._acceptance_rate
-        )
+            step, layout, tokens, best, self._plan, logprobs, prompts, event, errors, on_accepted, self._acceptance_rate, drafts
+        )  # fmt: skip

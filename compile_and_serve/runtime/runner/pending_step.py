@@ -49,9 +49,11 @@ class PendingStep:
         errors: dict[str, str],
         on_accepted: OnAccepted | None = None,
         acceptance_rate: float | None = None,
+        drafts: np.ndarray | None = None,
     ) -> None:
         """tokens: int64, best: float32, one element a sampled row. acceptance_rate: accept guesses by chance
-        (`SpeculativeConfig.synthetic_acceptance_rate`).
+        (`SpeculativeConfig.synthetic_acceptance_rate`). drafts: int64 [R, K] by batch slot, complete once the step is over; None: the
+        layout has them already.
         """
         self.step = step
         self._layout = layout
@@ -64,6 +66,7 @@ class PendingStep:
         self._event = event
         self._on_accepted = on_accepted
         self._acceptance_rate = acceptance_rate
+        self._drafts = drafts
         self._grammars: list[tuple[int, GrammarSequence]] = []
         self._lock = threading.Lock()  # of _grammars: a thread may take the result while the next step is launched
 
@@ -126,6 +129,9 @@ class PendingStep:
         counts = self._layout.sampled_counts
         if not counts:
             return self._tokens[:, None].tolist(), range(len(self._tokens))
+        if self._drafts is not None:
+            for slot, draft in zip(self._layout.sampled_slots, self._layout.sampled_drafts, strict=True):
+                np.copyto(draft, self._drafts[slot, : len(draft)], where=draft >= 0)
         chances = None
         if self._acceptance_rate is not None:  # the same on all ranks
             chances = np.random.default_rng(self.step).random(len(self._tokens))

@@ -391,9 +391,10 @@ class Worker:
         return [self.model] if plain is None else [self.model, plain]
 
     def _graph_runners(self) -> GraphRunners | None:
+        drafter_backends = None if self._drafter is None else self._drafter.backends
         return make_graph_runners(
-            self._config, self._spec, self._plans(), self._backends, self.device, logs=self.rank.index == 0
-        )
+            self._config, self._spec, self._plans(), self._backends, drafter_backends, self.device, logs=self.rank.index == 0
+        )  # fmt: skip
 
     def _choose_allreduce(self, spec: ModelSpec) -> str:
         """How all-reduces before a norm go on the ranks' GPUs, as a sentence."""
@@ -432,9 +433,12 @@ class Worker:
             plain_steps=runners[-1],
             drafted_steps=None if graphs is None else graphs.drafted,
             drafter=self._drafter,
+            drafter_graphs=None if graphs is None else graphs.drafter,
         )
         if graphs is not None:
-            graphs.bind(runner.decode_step, lambda size: made_up_step(runner, size, 1), runner.drafted_step)
+            graphs.bind(
+                runner.decode_step, lambda size: made_up_step(runner, size, 1), runner.drafted_step, runner.drafter_work
+            )
         return runner
 
     def _num_blocks(self) -> int:

@@ -6,7 +6,7 @@ Shape legend: T tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from compile_and_serve.runtime.messages import EngineRequest
 from compile_and_serve.runtime.runner.draft_runner import DraftRunner
 from compile_and_serve.runtime.speculation.payoff import Payoff
 from tests.runtime.speculation.test_lossless import hard_requests
-from tests.support.drafters import check_every_draft
+from tests.support.drafters import capture_all, check_every_draft, use_fake_graphs
 from tests.support.engines import prompt_of, request, run_requests, tiny_config, tokens_of
 from tests.support.platforms import OwnMemory
 
@@ -245,10 +245,10 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[
     """Drafts made from now on: the request, its tokens so far, the draft."""
     proposed: list[tuple[str, int, list[int]]] = []
 
-    def recorded(self: DraftRunner, last_tokens: Any, wanted: Any) -> dict[str, list[int]]:
-        drafts = _propose(self, last_tokens, wanted)
+    def recorded(self: DraftRunner, last_tokens: Any, wanted: Any) -> None:
+        _propose(self, last_tokens, wanted)
+        drafts = self.known_drafts(wanted)
         proposed.extend((name, last_tokens[name][0], draft) for name, draft in drafts.items())
-        return drafts
 
     monkeypatch.setattr(DraftRunner, "propose", recorded)
     return proposed
@@ -314,6 +314,37 @@ def test_a_device_with_memory_of_its_own_drafts_the_same(
             register_platform("cpu", CpuPlatform)
     assert found[0] == found[1]
     assert len(found[0][1]) > 10
+
+
+@pytest.fixture(params=[CpuPlatform, pytest.param(OwnMemory, marks=pytest.mark.slow)])
+def memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines run on a device that shares the host's memory, or has its own."""
+    register_platform("cpu", request.param)
+    yield
+    register_platform("cpu", CpuPlatform)
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_passes_draft_the_same(method: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after steps without drafts, whose passes are captured too, and for sequences that get none."""
+    pytest.importorskip("triton")
+    check_every_draft(monkeypatch)
+    found = []
+    for is_captured in (False, True):
+        steps = iter(range(10_000))
+        monkeypatch.setattr(Payoff, "is_on", lambda self, num_seqs, steps=steps: next(steps) % 9 < 6)
+        made = use_fake_graphs(monkeypatch, 3) if is_captured else []
+        proposed = record_drafts(monkeypatch)
+        core = engine(folders, method, max_num_seqs=8)
+        for graphs in made:
+            capture_all(graphs)
+        given = [*requests(), request("none", prompt_of(9, 8), max_tokens=40, speculate=False)]
+        found.append((tokens_of(run_requests(core, given)), proposed))
+        core.shutdown()
+    assert found[0] == found[1]
+    assert len(proposed) > 30
+    assert made[0].stats.replays["draft"] > 30
 
 
 @pytest.mark.slow
