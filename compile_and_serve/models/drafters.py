@@ -137,6 +137,11 @@ def eagle3(
     decoder, num_layers = DecoderConfig.from_dict(config), num_layers_of(target)
     _check_vocabulary(decoder.vocab_size, target)
     draft_vocab_size = positive_int(config, "draft_vocab_size", decoder.vocab_size)
+    norm_before_residual = config.get("norm_before_residual", False)
+    if not isinstance(norm_before_residual, bool):
+        raise ModelConfigError(
+            f"norm_before_residual in the EAGLE head's config must be true or false, got {norm_before_residual!r:.200}."
+        )
     given = positive_int(config, "target_hidden_size", _hidden_size(target))
     if given != _hidden_size(target):
         raise ModelConfigError(
@@ -145,7 +150,7 @@ def eagle3(
         )
     plan = {name.replace("model.layers.*", "model.midlayer"): style for name, style in DECODER_TP_PLAN.items()}
     spec = decoder_spec(
-        on_meta(lambda: Eagle3ForCausalLM(decoder, draft_vocab_size), dtype),
+        on_meta(lambda: Eagle3ForCausalLM(decoder, draft_vocab_size, norm_before_residual), dtype),
         decoder, config, [full_attention([kv_cache_of(decoder)])], plan,
     )  # fmt: skip
     return DrafterSpec(

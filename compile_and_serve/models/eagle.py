@@ -60,10 +60,14 @@ class EagleForCausalLM(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """Attention reads the embedding and the hidden state side by side, each with a norm of its own."""
+    """Attention reads the embedding and the hidden state side by side, each with a norm of its own.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    norm_before_residual: the hidden state's norm is added to the attention's output, not the hidden state.
+    """
+
+    def __init__(self, config: DecoderConfig, norm_before_residual: bool) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = LlamaAttention(config, input_size=2 * config.hidden_size)
@@ -73,17 +77,19 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, embeddings_TD: torch.Tensor, hidden_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor, kv_cache: torch.Tensor
     ) -> torch.Tensor:  # fmt: skip
-        x = torch.cat((self.input_layernorm(embeddings_TD), self.hidden_norm(hidden_TD)), dim=-1)
-        x_TD = hidden_TD + self.self_attn(x, cos_TE, sin_TE, kv_cache)
+        normed_TD = self.hidden_norm(hidden_TD)
+        x = torch.cat((self.input_layernorm(embeddings_TD), normed_TD), dim=-1)
+        residual_TD = normed_TD if self.norm_before_residual else hidden_TD
+        x_TD = residual_TD + self.self_attn(x, cos_TE, sin_TE, kv_cache)
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
 
 
 class Eagle3Model(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, norm_before_residual: bool) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config)
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = Eagle3Layer(config, norm_before_residual)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
@@ -94,11 +100,13 @@ class Eagle3Model(nn.Module):
 
 
 class Eagle3ForCausalLM(nn.Module):
-    """As `EagleForCausalLM`. The hidden states have the drafter's size. V: the drafter's own vocabulary."""
+    """As `EagleForCausalLM`. The hidden states have the drafter's size. V: the drafter's own vocabulary.
+    norm_before_residual: of `Eagle3Layer`.
+    """
 
-    def __init__(self, config: DecoderConfig, draft_vocab_size: int) -> None:
+    def __init__(self, config: DecoderConfig, draft_vocab_size: int, norm_before_residual: bool) -> None:
         super().__init__()
-        self.model = Eagle3Model(config)
+        self.model = Eagle3Model(config, norm_before_residual)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
 
     def forward(

@@ -272,7 +272,7 @@ class ModelRunner:
                         params = msgspec.structs.replace(params, min_tokens=0)  # which the masks see to
                 sampler.add(request.slot, params, data.stop_token_ids, tokens[:num_prompt], tokens[num_prompt:])
                 request.needs_history = batch.query_len > 1 and (
-                    sampler.needs_history(request.slot) or bool(structured and structured.begins_after)
+                    sampler.needs_history([request.slot]) or bool(structured and structured.begins_after)
                 )
             except Exception:
                 if not self._is_alone:  # the other ranks may have taken it in, and would go on with other tokens
@@ -292,7 +292,7 @@ class ModelRunner:
         self._drafts_on_device = False
         if self.drafter is not None and new_drafts:
             self.drafter.propose(last_tokens, new_drafts)
-            if any(slot in self._sequences or self.sampler.needs_history(slot) for slot in slots):
+            if not self._sequences.keys().isdisjoint(slots) or self.sampler.needs_history(slots):
                 new_drafts = self.drafter.known_drafts(new_drafts)
             else:
                 self._drafts_on_device = True

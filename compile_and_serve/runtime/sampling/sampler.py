@@ -126,9 +126,11 @@ class Sampler:
         self._params[slot] = None
         self._processors.remove(slot)
 
-    def needs_history(self, slot: int) -> bool:
-        """Whether the slot's logits depend on the tokens before, so that rows behind a guessed token cannot be sampled yet."""
-        return self._processors.plan([slot], self.num_outputs[[slot]]) is not None
+    def needs_history(self, slots: list[int]) -> bool:
+        """Whether one of the slots has logits that depend on the tokens before, so that rows behind a guessed token cannot be sampled
+        before the guess is known.
+        """
+        return self._processors.plan(slots, self.num_outputs[slots]) is not None
 
     def take(self, tokens_of: dict[int, list[int]]) -> None:
         """Tokens that requests, by slot, have gained in a step with drafts."""

@@ -44,6 +44,6 @@ def test_drafted_steps_replay_their_graphs(method: str, tmp_path: Path, monkeypa
     stats = core.stats()
     assert stats.spec_decode_num_accepted_tokens > 40
     assert made[0].stats.replays["full"] > 10
-    assert (made[0].stats.replays["draft"] > 20) == (method == "draft_model")
+    assert (made[0].stats.replays.get("draft", 0) > 20) == (method == "draft_model")
     assert stats.num_free_blocks == stats.num_total_blocks
     core.shutdown()

@@ -113,7 +113,7 @@ def target_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         }
         more = random_tensors({
             f"{layer}.enorm.weight": (D,), f"{layer}.hnorm.weight": (D,), f"{layer}.eh_proj.weight": (D, 2 * D),
-            f"{layer}.shared_head.norm.weight": (D,), f"{layer}.shared_head.head.weight": (V, D),
+            f"{layer}.shared_head.norm.weight": (D,), f"{layer}.shared_head.head.weight": (config["vocab_size"], D),
         }, seed=7)  # fmt: skip
         tensors |= {name: tensor.flip(0).contiguous() for name, tensor in given.items()} | more
     return tensors
@@ -208,8 +208,17 @@ def layer_of_one_token(
     return y + F.linear(gated, t["mlp.down_proj.weight"])
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
-def test_a_head_computes_the_papers_formula(method: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("eagle", {}), ("eagle3", {}), ("eagle3", {"norm_before_residual": True}), ("medusa", {})],
+    ids=["eagle", "eagle3", "eagle3 with norm_before_residual", "medusa"],
+)
+def test_a_head_computes_the_papers_formula(
+    method: str, changes: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    if changes:
+        changed = write_model(tmp_path / method, HEAD_CONFIGS[method] | changes, head_tensors(method))
+        folders = folders | {method: changed}
     token, hidden = 7, torch.randn(D, generator=torch.Generator().manual_seed(1))
     core = engine(folders, method)
     reference = Reference(core)
@@ -228,11 +237,9 @@ def test_a_head_computes_the_papers_formula(method: str, folders: dict[str, Path
         logits = F.linear(expected, of_target["lm_head.weight"])
     else:
         embedding = of_target["model.embed_tokens.weight"][token]
-        x = torch.cat((
-            F.rms_norm(embedding, (D,), t["midlayer.input_layernorm.weight"], 1e-5),
-            F.rms_norm(hidden, (D,), t["midlayer.hidden_norm.weight"], 1e-5),
-        ))  # fmt: skip
-        expected = layer_of_one_token(t, "midlayer", x, hidden)
+        normed = F.rms_norm(hidden, (D,), t["midlayer.hidden_norm.weight"], 1e-5)
+        x = torch.cat((F.rms_norm(embedding, (D,), t["midlayer.input_layernorm.weight"], 1e-5), normed))
+        expected = layer_of_one_token(t, "midlayer", x, normed if changes else hidden)
         logits = F.linear(F.rms_norm(expected, (D,), t["norm.weight"], 1e-5), t["lm_head.weight"])
     torch.testing.assert_close(given["hidden_states"][0], expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(given["logits"][0], logits, rtol=1e-4, atol=1e-4)
@@ -363,19 +370,21 @@ def test_a_compiled_head_drafts_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", METHODS)
 def test_drawn_tokens_follow_the_target(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square of 20 000 tokens, in pairs, of a vocabulary of 8. Their drafts are often right."""
     small, count = 8, 1_250
-    sizes = LLAMA | {"vocab_size": small}
+    family, config = ("deepseek", DEEPSEEK) if method == "mtp" else ("llama", LLAMA)
+    sizes = config | {"vocab_size": small}
     given_tensors = target_tensors(sizes)
     given_tensors["lm_head.weight"] *= 0.2  # so that every token is likely
-    target = write_model(tmp_path / "target", sizes, given_tensors)
-    tensors = {n: t[:small] if t.shape[:1] in ((V,), (DRAFT_V,)) else t for n, t in head_tensors(method).items()}
-    if method == "eagle3":
-        tensors |= {"d2t": torch.zeros(small, dtype=torch.int64), "t2d": torch.ones(small, dtype=torch.bool)}
-    config = HEAD_CONFIGS[method] | {"vocab_size": small, "draft_vocab_size": small}
-    folders = {"llama": target, method: write_model(tmp_path / method, config, tensors)}
+    folders = {family: write_model(tmp_path / "target", sizes, given_tensors)}
+    if method != "mtp":
+        tensors = {n: t[:small] if t.shape[:1] in ((V,), (DRAFT_V,)) else t for n, t in head_tensors(method).items()}
+        if method == "eagle3":
+            tensors |= {"d2t": torch.zeros(small, dtype=torch.int64), "t2d": torch.ones(small, dtype=torch.bool)}
+        own = HEAD_CONFIGS[method] | {"vocab_size": small, "draft_vocab_size": small}
+        folders[method] = write_model(tmp_path / method, own, tensors)
     check_every_draft(monkeypatch)
     core = engine(folders, method, max_num_seqs=32, max_num_batched_tokens=256)
     prompt = [1, 2, 3]
