@@ -231,9 +231,7 @@ class Worker:
             self._stage("warm up", start, self._warm_up.run())
             if self._config.compile.capture == "all":
                 start = time.perf_counter()
-                while self.idle():
-                    pass
-                self._stage("capture all", start, "" if self._graphs is None else graph_memory(self._graphs))
+                self._stage("capture all", start, self._finish_warm_up())
         if self._expert_load is not None and not self._expert_load.num_layers:
             logger.warning("The model has no mixture of experts: --expert-metrics counts nothing.")
         # After the warm-up, which it would slow down.
@@ -346,9 +344,17 @@ class Worker:
             with memory_for("capturing CUDA graphs", self.device, memory.WARMING_UP), self._counting():
                 self._warm_up = self._new_warm_up()
                 detail = self._warm_up.run()
-            self._is_asleep = False
+                self._is_asleep = False
+                if self._config.compile.capture == "all":
+                    detail = self._finish_warm_up()
             if self.rank.index == 0:
                 logger.info("Awake after %.2f s. %s", time.perf_counter() - start, detail)
+
+    def _finish_warm_up(self) -> str:
+        """Do now what `idle` would do later. Returns what the CUDA graphs take, for the log."""
+        while self.idle():
+            pass
+        return "" if self._graphs is None else graph_memory(self._graphs)
 
     def _counting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._expert_load is None else self._expert_load.counting()

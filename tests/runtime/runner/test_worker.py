@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile_and_serve.compiler.cudagraphs.graph_runners import GraphRunners
+from compile_and_serve.compiler.cudagraphs.runner import CudaGraphRunner, StepModel
+from compile_and_serve.runtime.config import EngineConfig
 from compile_and_serve.runtime.distributed.in_process_executor import InProcessExecutor
 from compile_and_serve.runtime.runner import warm_up
+from compile_and_serve.runtime.runner.decode_step import begin_step, end_step
 from compile_and_serve.runtime.runner.model_runner import ModelRunner
 from tests.support.engines import tiny_config, write_tiny_model
+from tests.support.fake_graphs import FakeDevice
 
 
 def test_ranges_of_token_counts_without_a_choice_of_kernels_are_run_before_serving_or_when_idle(
@@ -56,6 +61,33 @@ def test_nothing_is_left_for_idle_moments_where_all_is_to_be_captured_first(
     executor = InProcessExecutor(config, lambda stage, *_: stages.append(stage))
     assert stages[-1] == "capture all"
     assert not executor.idle()
+
+
+@pytest.mark.slow
+def test_all_graphs_are_captured_before_the_first_step_and_again_when_the_worker_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[CudaGraphRunner] = []
+
+    def fake_graphs(
+        config: EngineConfig, _: object, plans: list[StepModel], *__: object, **___: object
+    ) -> GraphRunners:
+        runner = CudaGraphRunner(
+            plans[0], mode="full", max_num_seqs=config.scheduler.max_num_seqs, backends=[], device=FakeDevice(),
+            decode_head=begin_step, decode_tail=end_step,
+        )  # fmt: skip
+        made.append(runner)
+        return GraphRunners([runner])
+
+    monkeypatch.setattr("compile_and_serve.runtime.runner.worker.make_graph_runners", fake_graphs)
+    config = tiny_config(write_tiny_model(tmp_path), max_num_seqs=33)  # 1, 2, 4, 8, 16, 24, 32 and 33
+    assert warm_up.CAPTURED_AT_START < 8
+    executor = InProcessExecutor(replace(config, compile=replace(config.compile, capture="all")), lambda *_: None)
+    assert made[-1].report()["full_graphs"] == 8
+    executor.sleep(1)
+    executor.wake_up(weights=True, kv_cache=True)
+    assert len(made) == 2
+    assert made[-1].report()["full_graphs"] == 8
 
 
 def test_the_kernels_are_asked_for_before_the_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
