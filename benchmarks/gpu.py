@@ -1,7 +1,7 @@
 """Start-up, decode, prefill and mixed load on one GPU or several, with random weights. Prints one JSON line per workload.
 
     python -m benchmarks.gpu MODEL_DIR [--quantization fp8] [--kv-cache-dtype fp8] [--tp N] [--quick] [--out FILE]
-                             [--work startup,load,decode,prefill,mixed,long,samples,profile] [--force-pass NAME]
+                             [--work startup,load,decode,prefill,mixed,long,contexts,samples,profile] [--force-pass NAME]
 
 MODEL_DIR needs only a config.json. Prompts are random token ids; every request is greedy and runs to its full length.
 
@@ -18,6 +18,10 @@ mixed: 512 requests at once with prompts of 64 to 1024 and outputs of 32 to 320 
     (`peer-*.jsonl`). `with_prompts`: the steps that contained prompt tokens.
 long (not by default): 16 prompts of 24000 tokens at once, then 128 tokens of each; with `--max-model-len 32768`. `prompt_tok_s` is of
     all prompts with one token each; the rest is of the steps in which all 16 decode, as for decode.
+contexts (not by default): decode steps over prompts of `--contexts` tokens, for each of `--batches` up to 32 that fits into the KV cache
+    and `--max-model-len` (take 131072, and `--kv-cache-dtype fp8` for larger batches). `step_ms`: the median from the end of a step to
+    the end of the next. `read_gb`: weights, keys and values; of the embedding only what the head shares. `bandwidth`: read_gb by step_ms,
+    as a share of the device's bandwidth, which is measured first. The rows follow once more as a table. For dense models on one rank.
 samples (not by default): 16 prompts of 2000 tokens, 8 sequences of 128 tokens each, three times.
 profile (not by default): time per kernel, in captured decode steps and in a prefill of 4 × 4096. A kernel's time begins when the kernels
     before it have ended.
@@ -37,7 +41,7 @@ from typing import Any
 from compile_and_serve.runtime.distributed.bytecode import keep_bytecode
 
 PREFILLS = ((1, 1024), (1, 4096), (16, 4096))  # (number of prompts, tokens per prompt)
-WORKS = ("startup", "load", "decode", "prefill", "mixed", "long", "samples", "profile")
+WORKS = ("startup", "load", "decode", "prefill", "mixed", "long", "contexts", "samples", "profile")
 DEFAULT_WORKS = ("startup", "decode", "prefill", "mixed")
 
 
@@ -253,6 +257,50 @@ class Bench:
             total_tok_s=round(count * (context + new + 1) / many, 1), **times.of_decodes(count),
         )  # fmt: skip
 
+    def contexts(self) -> None:
+        from benchmarks.gpu_timing import StepTimes
+        from compile_and_serve.compiler.reports.profile import measure_bandwidth
+
+        if self.worker is None:
+            raise ValueError("contexts looks at the ranks' memory: it runs with --tp 1.")
+        info, device = self.llm.info, measure_bandwidth(self.worker.device)
+        rows = []
+        for context in self.args.contexts:
+            for batch in self.args.batches:
+                # The first prompt's sequence still decodes in the 32 steps after the last prompt.
+                new = 32 + -(-batch * context // self.args.max_num_batched_tokens)
+                fits_cache = batch * -(-(context + new) // info.block_size) <= info.num_kv_blocks
+                if batch > 32 or context + new > info.max_model_len or not fits_cache:
+                    continue
+                with StepTimes(self.executor) as times:
+                    self.generate(self.prompts(batch, context), [new] * batch)
+                seconds, num_bytes = times.decode_seconds(batch), self.decode_bytes(batch, context)
+                row = {
+                    "context": context, "batch": batch, "step_ms": round(seconds * 1e3, 3),
+                    "read_gb": round(num_bytes / 1e9, 6), "bandwidth": round(num_bytes / seconds / device, 3),
+                }  # fmt: skip
+                rows.append(row)
+                self.emit(work="contexts", **row, device_gb_s=round(device / 1e9, 1), **times.of_decodes(batch))
+        print("| context | batch | step, ms | read, GB | share of bandwidth |\n|---:|---:|---:|---:|---:|")
+        for row in rows:
+            print("| {context} | {batch} | {step_ms} | {read_gb:.2f} | {bandwidth:.0%} |".format(**row))
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """The bytes that a decode step of a dense model must read: weights, and the keys and values of `context` tokens per sequence."""
+        worker, spec = self.worker, self.worker._spec
+        storages = {
+            storage.data_ptr(): storage for storage in (t.untyped_storage() for t in worker.model.weight_memory())
+        }
+        weights = sum(storage.nbytes() for storage in storages.values())
+        text = spec.config.get("text_config") or spec.config
+        if not text.get("tie_word_embeddings"):
+            weights -= spec.vocab_size * text["hidden_size"] * worker._dtype.itemsize
+        return weights + batch * sum(
+            group.bytes_per_token(worker._cache_dtype) * min(context, group.window or context)
+            for group in spec.state
+            if group.paged
+        )
+
     def samples(self) -> None:
         prompts = self.prompts(16, 2000)
         params = self.make_params(temperature=1.0, ignore_eos=True, n=8, max_tokens=128, detokenize=False)
@@ -296,6 +344,9 @@ def main() -> None:
     parser.add_argument("--disable-custom-all-reduce", action="store_true", help="use only NCCL (also give a --label)")
     parser.add_argument(
         "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 128, 256]
+    )
+    parser.add_argument(
+        "--contexts", type=lambda text: [int(part) for part in text.split(",")], default=[4096, 16384, 65536, 130000]
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--eager", action="store_true")

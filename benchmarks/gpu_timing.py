@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import commit
-from compile_and_serve.custom_ops.platform import CapturedGraph, platform_of
+from compile_and_serve.custom_ops.platform import CapturedGraph, TimedEvent, platform_of
 
 
 @functools.cache
@@ -80,15 +81,15 @@ class StepTimes:
     def __init__(self, executor: Any) -> None:
         self._executor = executor
         self._launch = executor.launch
-        self._steps: list[tuple[int, int, torch.cuda.Event, torch.cuda.Event, float]] = []
+        self._platform = executor.worker.platform
+        self._steps: list[tuple[int, int, TimedEvent, TimedEvent, float]] = []
 
     def __enter__(self) -> StepTimes:
         def launch(scheduled: Any) -> Any:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started = time.perf_counter()
-            begin.record()
+            begin = self._platform.record_timed_event()
             handle = self._launch(scheduled)
-            end.record()
+            end = self._platform.record_timed_event()
             host_ms = (time.perf_counter() - started) * 1e3
             tokens, requests = scheduled.total_num_scheduled_tokens, len(scheduled.num_scheduled_tokens)
             self._steps.append((tokens, requests, begin, end, host_ms))
@@ -99,7 +100,13 @@ class StepTimes:
 
     def __exit__(self, *error: object) -> None:
         del self._executor.launch  # uncovers the class's method
-        torch.cuda.synchronize()
+        self._platform.synchronize()
+
+    def decode_seconds(self, batch: int) -> float:
+        """Median seconds between the ends of two steps in a row of `batch` decodes each, host gaps included; nan if there are none."""
+        ends = [(tokens == requests == batch, end) for tokens, requests, _, end, _ in self._steps]
+        steps = [end.seconds_since(before) for (first, before), (second, end) in pairwise(ends) if first and second]
+        return statistics.median(steps) if steps else math.nan
 
     def of_decodes(self, batch: int) -> dict[str, float]:
         """Figures over the steps that consist of `batch` decodes and follow another step; empty if there are none.
@@ -113,7 +120,7 @@ class StepTimes:
         in_time: list[float] = []
         for (_, _, _, before, _), (tokens, requests, begin, end, host_ms) in pairwise(self._steps):
             if tokens == requests == batch:
-                gap, ms = before.elapsed_time(begin), begin.elapsed_time(end)
+                gap, ms = begin.seconds_since(before) * 1e3, end.seconds_since(begin) * 1e3
                 count += 1
                 if gap > self.LATE_MS:
                     idle += gap + min(host_ms, ms)
@@ -133,7 +140,9 @@ class StepTimes:
         If launching a step takes the host longer than the device needs, the host's time is included.
         """
         steps = [
-            (tokens, begin.elapsed_time(end)) for tokens, requests, begin, end, _ in self._steps if tokens > requests
+            (tokens, end.seconds_since(begin) * 1e3)
+            for tokens, requests, begin, end, _ in self._steps
+            if tokens > requests
         ]
         return {
             "steps": len(steps), "tokens": sum(tokens for tokens, _ in steps), "ms": round(sum(ms for _, ms in steps), 1),

@@ -1,0 +1,64 @@
+"""`benchmarks.gpu` on the CPU: which rows it prints and what it counts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.gpu import main
+from benchmarks.gpu_timing import StepTimes
+from tests.support.engines import write_tiny_model
+
+
+@pytest.mark.slow
+def test_contexts_prints_a_table_of_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    config = json.loads((model / "config.json").read_text()) | {"vocab_size": 2048}
+    (model / "config.json").write_text(json.dumps(config))
+    arguments = "--work contexts --device cpu --eager --contexts 32,100,4000 --batches 1,4,64 --max-model-len 160 --num-kv-blocks 24"
+    monkeypatch.setattr(sys, "argv", ["gpu", str(model), *arguments.split()])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    # 24 blocks of 16: 4 sequences of 32 + 33 tokens need 20, of 100 + 33 tokens 36.
+    assert [(row["context"], row["batch"]) for row in rows] == [(32, 1), (32, 4), (100, 1)]
+    assert all(row["step_ms"] > 0 and 0 <= row["bandwidth"] < 1 for row in rows)
+    # 2 layers, keys and values, 2 heads of 16, bfloat16.
+    per_token = 2 * 2 * 2 * 16 * 2
+    assert rows[2]["read_gb"] - rows[0]["read_gb"] == pytest.approx(68 * per_token / 1e9, abs=1e-6)
+    assert lines[-3].startswith("| 32 | 1 |")
+    assert lines[-1].startswith("| 100 | 1 |")
+
+
+def test_decode_seconds_leaves_out_steps_with_prompts_and_other_batches() -> None:
+    clock = iter([0.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.5, 5.5, 6.0, 8.5, 9.0, 10.0])
+
+    class Event:
+        def __init__(self) -> None:
+            self.at = next(clock)
+
+        def seconds_since(self, earlier: Event) -> float:
+            return self.at - earlier.at
+
+    platform = SimpleNamespace(record_timed_event=Event, synchronize=lambda: None)
+
+    class Executor:
+        worker = SimpleNamespace(platform=platform)
+
+        def launch(self, scheduled: object) -> None:
+            pass
+
+    executor = Executor()
+    with StepTimes(executor) as times:
+        # Steps end at 1 (with a prompt), 3, 4, 5.5, 8.5 and 10 (a batch of one).
+        for tokens in ([7, 1], [1, 1], [1, 1], [1, 1], [1, 1], [1]):
+            requests = {str(index): count for index, count in enumerate(tokens)}
+            executor.launch(SimpleNamespace(num_scheduled_tokens=requests, total_num_scheduled_tokens=sum(tokens)))
+    assert times.decode_seconds(2) == 1.5  # median of 1, 1.5 and 3
+    assert str(times.decode_seconds(3)) == "nan"
