@@ -2,7 +2,9 @@
 
 The cache holds k / k_scale and v / v_scale. Attention over them is the same if queries are multiplied by k_scale and its output by v_scale:
 scores are q · k_scale · (k / k_scale). All four factors multiply weights while they are loaded. Scales are first rounded up to powers of
-two: then the products are exact, and float8, which has an exponent, represents the quotients as closely as before.
+two: then the products are exact, and float8, which has an exponent, represents the quotients as closely as before. For
+the same reason, the largest of a layer's scales per head is used for all heads. Norms and quantized weights can take one factor, not one
+per head.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ class UnfoldableScalesError(Exception):
 
 
 def wants_float8_cache(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the checkpoint was calibrated for a float8 KV cache with one scale per tensor."""
+    """Whether a config.json says that the checkpoint was calibrated for a float8 KV cache with scales per tensor or head."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return False
     scheme = quantization.get("kv_cache_scheme")  # compressed-tensors, ModelOpt
     if isinstance(scheme, dict):
         is_float8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-        return is_float8 and not scheme.get("dynamic") and scheme.get("strategy") in (None, "tensor")
+        return is_float8 and not scheme.get("dynamic") and scheme.get("strategy") in (None, "tensor", "attn_head")
     if quantization.get("kv_cache_quant_algo") is not None:  # ModelOpt's hf_quant_config.json
         return quantization["kv_cache_quant_algo"] == "FP8"
     return bool((quantization.get("export") or {}).get("kv_cache_group"))  # Quark

@@ -120,6 +120,10 @@ def _compressed_tensors(
     found: dict[str, StoredWeight] = {}
     ignored = config.get("ignore") or []
     for group in (config.get("config_groups") or {}).values():
+        targets = group.get("targets") or []
+        chosen = {name: one for name, one in linears.items() if _is_covered(targets, ignored, name)}
+        if group.get("weights") is None and not chosen:  # attention: `cache_scales.py` reads its `kv_cache_scheme`
+            continue
         file_format = group.get("format") or config.get("format")
         if file_format not in _ALL_FORMATS:
             raise ModelConfigError(
@@ -127,9 +131,7 @@ def _compressed_tensors(
                 f"{', '.join(_ALL_FORMATS)}."
             )
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        targets = group.get("targets") or []
         experts.add_group(group, file_format, model_dtype, _scheme, partial(_is_covered, targets, ignored))
-        chosen = {name: one for name, one in linears.items() if _is_covered(targets, ignored, name)}
         if file_format in (NVFP4_FORMAT, MXFP4_FORMAT):
             for name, linear in chosen.items():
                 found[f"{name}.weight"] = packed_float4(name, linear, file_format, weights, inputs)

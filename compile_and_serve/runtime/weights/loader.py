@@ -220,15 +220,16 @@ def _cache_scale_factors(
         if not sites:
             raise UnfoldableScalesError("no attention module of ours has projections by these names")
         stored = dict(checkpoint.stream({name for pair in sites.values() for name in pair if name is not None}))
-        if any(scale.numel() != 1 for scale in stored.values()):
-            raise UnfoldableScalesError("they are not one per tensor")
-        scales = {name: float(scale) for name, scale in stored.items()}
+        scales = {name: float(scale.max()) for name, scale in stored.items()}  # one, or one per head
         values = {module: (scales.get(k or "", 1.0), scales.get(v or "", 1.0)) for module, (k, v) in sites.items()}
         factors = weight_factors(spec, values)
     except UnfoldableScalesError as reason:
         logger.warning("The checkpoint's scales of the KV cache are not used: %s (%s).", reason, _abbreviate(names))
         return None
-    logger.info("The KV cache of %d layers has the checkpoint's scales, rounded up to powers of two.", len(sites))
+    logger.info(
+        "The KV cache of %d layers has the checkpoint's scales, rounded up to powers of two (of heads: the largest).",
+        len(sites),
+    )
     return factors
 
 

@@ -172,20 +172,29 @@ def test_two_ranks(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: py
         assert (found - expected).norm() / expected.norm() < 0.02
 
 
-def test_values_beyond_float8_need_them(plain: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("factors", "scale"),
+    [((4096.0, 4096.0), 4000.0), ((4096.0, 64.0), [[[32.0]], [[0.5]]])],
+    ids=["per tensor", "per head"],
+)
+def test_values_beyond_float8_need_them(
+    factors: tuple[float, float], scale: Any, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "large"
     shutil.copytree(plain("Llama"), folder)
     tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
-        for part, factor in (("k_proj", 4096.0), ("q_proj", 1 / 4096), ("v_proj", 4096.0)):
-            if part in name:
-                tensors[name] = tensors[name] * factor
-        if "o_proj.weight" in name:
-            tensors[name] = tensors[name] / 4096
+    of_head = torch.tensor(factors)[:, None]  # two heads of 32 features, each for two heads of queries
+    for name, tensor in tensors.items():
+        if "k_proj" in name or "v_proj" in name:
+            tensors[name] = (tensor.view(2, -1) * of_head).view_as(tensor)
+        elif "q_proj" in name:
+            tensors[name] = (tensor.view(2, -1) / of_head).view_as(tensor)
+        elif "o_proj.weight" in name:
+            tensors[name] = (tensor.view(128, 2, 64) / of_head).view_as(tensor)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     exact = load(plain("Llama"))
     expected = step(exact, TOKENS, 0, caches(exact.spec, torch.float32))  # type: ignore[attr-defined]
-    add_scales(folder, values=(4000.0, 4000.0))
+    add_scales(folder, values=(scale, scale))
     error, without = ((logits(load(folder, fold=fold)) - expected).norm() / expected.norm() for fold in (True, False))
     assert error < 0.05 < 0.3 < without
 
@@ -195,7 +204,6 @@ def test_what_is_not_used_is_said(
 ) -> None:
     for number, (family, values, fold, reason) in enumerate((
         ("Llama", (K_SCALE, V_SCALE), False, "they are for a float8 KV cache without LoRA adapters"),
-        ("Llama", ([K_SCALE] * 2, [V_SCALE] * 2), True, "they are not one per tensor"),
         ("Olmoe", (K_SCALE, V_SCALE), True, "OlmoeAttention is not linear in its projections or norms"),
         ("Gemma2", (K_SCALE, V_SCALE), True, "no attention module of ours has projections by these names"),
     )):  # fmt: skip
@@ -213,7 +221,8 @@ def test_what_is_not_used_is_said(
 def test_configs() -> None:
     for quantization, expected in (
         ({"kv_cache_scheme": SCHEME}, True),
-        ({"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, False),
+        ({"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, True),
+        ({"kv_cache_scheme": SCHEME | {"strategy": "token"}}, False),
         ({"kv_cache_scheme": SCHEME | {"type": "int"}}, False),
         ({"kv_cache_scheme": SCHEME | {"dynamic": True}}, False),
         ({"kv_cache_scheme": None}, False),
@@ -229,8 +238,11 @@ def test_configs() -> None:
 def test_the_engine_takes_the_checkpoint_at_its_word(
     option: str, expected: str, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    config = compressed_tensors_config("float", "channel", "token") | {"kv_cache_scheme": SCHEME}
-    folder = add_scales(write_quantized(plain("Llama"), tmp_path, config)[0])
+    scheme = SCHEME | {"strategy": "attn_head"}
+    config = compressed_tensors_config("float", "channel", "token") | {"kv_cache_scheme": scheme}
+    config["config_groups"]["attention"] = {"targets": ["LlamaAttention"], "weights": None, "input_activations": scheme}
+    heads = [[[K_SCALE]], [[V_SCALE]]]
+    folder = add_scales(write_quantized(plain("Llama"), tmp_path, config)[0], values=(heads, heads))
     core = EngineCore(tiny_config(folder, load_format="auto", kv_cache_dtype=option))
     assert core.info.compile_report["kv_cache_dtype"] == expected
     [steps] = run_requests(core, [request("a", prompt_of(1, 30))]).values()
