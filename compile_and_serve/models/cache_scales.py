@@ -20,8 +20,12 @@ from compile_and_serve.custom_ops.quantization import GroupedWeight, QuantizedWe
 from compile_and_serve.models.llama import LlamaAttention
 from compile_and_serve.models.spec import ModelSpec
 
-# Last parts of the names of a cache's scales. Those of queries and probabilities are for attention that multiplies float8.
-CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "output_scale", "q_scale", "prob_scale")
+# Last parts of the names of a cache's scales and of their zero points, which are 0. Those of queries and probabilities are for attention
+# that multiplies float8.
+CACHE_SCALES = (
+    *("k_scale", "v_scale", "kv_scale", "output_scale", "q_scale", "prob_scale"),
+    *("k_zero_point", "v_zero_point", "q_zero_point"),
+)
 _FORMS = (
     "{x}_scale",
     "attn.{x}_scale",

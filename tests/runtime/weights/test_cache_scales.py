@@ -76,6 +76,7 @@ def add_scales(folder: Path, names: tuple[str, str] = NAMES[0], values: tuple[An
     for layer in range(2):
         for name, value in zip(names, values, strict=True):
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(value)
+            tensors[f"model.layers.{layer}.self_attn.{name[0]}_zero_point"] = torch.zeros(2, 1, 1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
