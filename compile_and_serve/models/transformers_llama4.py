@@ -33,8 +33,7 @@ def _angles(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[t
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate pairs of neighbours, in float32. [1, T, H, E] → the same in x's dtype"""
     in_float32 = x.float()
-    pairs = in_float32.unflatten(-1, (-1, 2))
-    turned = torch.cat((-pairs[..., 1:], pairs[..., :1]), dim=-1).flatten(-2)
+    turned = torch.stack((-in_float32[..., 1::2], in_float32[..., ::2]), dim=-1).flatten(-2)
     return (in_float32 * cos + turned * sin).to(x.dtype)
 
 

@@ -15,7 +15,9 @@ from compile_and_serve.compiler.cudagraphs.stats import GraphStats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """run: reads and writes only tensors that keep their addresses. addresses: of those that a caller may have elsewhere."""
+    """What one graph captures. run: reads and writes only tensors that keep their addresses. addresses: of those of its tensors that a
+    caller may pass from elsewhere.
+    """
 
     name: str
     run: Callable[[], None]
@@ -26,7 +28,7 @@ WorkOf = Callable[[int], Iterable[Work]]
 
 
 class WorkGraphs:
-    """Replays work of so many sequences where it was captured, at the addresses where it was captured.
+    """Replays work on a number of sequences, if it was captured for that number and with the same addresses.
 
     sizes: ascending numbers of sequences. All work of one size is captured at once. kind: under which `stats` counts.
     """

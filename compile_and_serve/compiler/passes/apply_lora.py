@@ -153,13 +153,19 @@ class ApplyLora(BasePass):
             if name is None or not isinstance(weight, Node):
                 raise _NoAdapters("its weights are computed, not parameters")
             expression, shape = ctx.weights[name].expression, tensor_of(weight).shape
-            if "swap_inputs_and_outputs" in str(expression):
+            if _calls(expression, "swap_inputs_and_outputs"):
                 raise _NoAdapters("the checkpoint holds them transposed: adapters of such experts are not supported")
             slots = expert_slots(name, self.num_slots, self.rank, shape, parts, expression, ctx.dtype)
             args += [ctx.defined_weight(gm, *one, near=weight) for one in slots]
         node.args = (*args, index)
         set_example_value(node, ctx.fake_mode)
         return 2
+
+
+def _calls(expression: Expression, function: str) -> bool:
+    return isinstance(expression, tuple) and (
+        expression[0] == function or any(_calls(e, function) for e in expression[1:])
+    )
 
 
 def _has_adapters(node: Node) -> bool:

@@ -218,7 +218,8 @@ def _rotated(node: Any, ctx: PassContext) -> _Heads:
     heads_axis = 1
     if _is_transposition(node):
         node, heads_axis = node.args[0], 0
-    dtype, node, rest = tensor_of(node).dtype, _before_cast(node), None
+    dtype, rest = tensor_of(node).dtype, None
+    node = _before_cast(node)
     if is_call(node, torch.cat) and len(arguments(node)[0]) == 2:
         node, rest = arguments(node)[0]
     if not is_call(node, torch.add):

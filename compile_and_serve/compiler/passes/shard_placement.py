@@ -59,6 +59,8 @@ def sharded_dimension(node: Node, dimensions: Mapping[Node, int]) -> int | None:
         return dimension
     if is_call(node, *_ALONG_ONE) and _along(node, cut[0]) != dimension and len(set(map(dimensions.get, cut))) == 1:
         return dimension
+    if is_call(node, torch.stack) and all(dimensions.get(value) == dimension for value in node.all_input_nodes):
+        return dimension + (_along(node, cut[0]) <= dimension)
     if is_call(node, operator.getitem) and _leaves_whole(node, cut[0], dimension):
         return dimension
     raise PassError(
@@ -105,13 +107,13 @@ def _order(node: Node, source: Node) -> list[int]:
 
 
 def _along(node: Node, source: Node) -> int:
-    """The dimension argument of an op."""
+    """The dimension argument of an op; of `torch.stack`, the new dimension."""
     positional = arguments(node)
     if is_call(node, torch.chunk, torch.split):
         dim: Any = positional[2] if len(positional) > 2 else 0
     else:
         dim = positional[1] if len(positional) > 1 else 0
-    return dim % _dims(source)
+    return dim % (_dims(source) + is_call(node, torch.stack))
 
 
 def _leaves_whole(node: Node, source: Node, dimension: int) -> bool:

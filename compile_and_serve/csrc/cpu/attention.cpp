@@ -64,10 +64,10 @@ Plan make_plan(const CasAttention& a) {
             all_keys += keys - first;
         }
     }
-    const int64_t target_units = 4 * a.num_threads;
-    const int64_t units = int64_t(plan.items.size()) * a.num_kv_heads;
-    if (a.num_threads > 1 && units < target_units) {
-        const int64_t target_keys = std::max<int64_t>(kMinSplitKeys, all_keys * a.num_kv_heads / target_units);
+    const int64_t target_pairs = 4 * a.num_threads;
+    const int64_t pairs = int64_t(plan.items.size()) * a.num_kv_heads;
+    if (a.num_threads > 1 && pairs < target_pairs) {
+        const int64_t target_keys = std::max<int64_t>(kMinSplitKeys, all_keys * a.num_kv_heads / target_pairs);
         std::vector<Item> split_items;
         for (const Item& item : plan.items) {
             const int64_t keys = item.key_end - item.key_begin;
@@ -277,8 +277,8 @@ void softmax_step(Scratch<T>& s, int first, int row, int rows, int padded, const
     }
 }
 
-// Attention of all rows of a tile over the keys in scratch. unit: computes the products, or null. head: the tile's first query head; position: of the tile's first token;
-// key: position of the first of `count` keys.
+// Attention of all rows of a tile over the keys in scratch. unit: computes the products; null without one. head: the tile's first query
+// head. position: of the tile's first token. key: position of the first of `count` keys.
 template <class T>
 void attend(
     const CasAttention& a, Scratch<T>& s, MatrixUnit* unit, int rows, int64_t E, int64_t G, int64_t head, int64_t position, int64_t key,
@@ -412,7 +412,7 @@ void merge_splits(const CasAttention& a, const Item& item, int64_t kv_head, cons
 template <class T, class C>
 void attention(const CasAttention& a) {
     const Plan plan = make_plan(a);
-    const int64_t units = int64_t(plan.items.size()) * a.num_kv_heads;
+    const int64_t pairs = int64_t(plan.items.size()) * a.num_kv_heads;  // of items and heads
     const int64_t slots = plan.num_partials * a.num_kv_heads * kTileRows;
     const size_t thread_bytes = Scratch<T>::bytes(a.head_dim);
     char* memory = static_cast<char*>(
@@ -439,19 +439,19 @@ void attention(const CasAttention& a) {
             write_cache<T, C>(a, token, rotation);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t number = 0; number < units; ++number) {
+        for (int64_t pair = 0; pair < pairs; ++pair) {
             KeyRows<C> after;
-            if (const int64_t following = number + a.num_threads; following < units) {
+            if (const int64_t following = pair + a.num_threads; following < pairs) {
                 const Item& item = plan.items[following / a.num_kv_heads];
                 after = key_rows<C>(a, item, following % a.num_kv_heads, item.key_begin, key_padding<T>(unit));
             }
-            run_item<T, C>(a, plan.items[number / a.num_kv_heads], number % a.num_kv_heads, after, s, unit, partials);
+            run_item<T, C>(a, plan.items[pair / a.num_kv_heads], pair % a.num_kv_heads, after, s, unit, partials);
         }
         if (plan.num_partials > 0) {
 #pragma omp for schedule(static)
-            for (int64_t unit = 0; unit < units; ++unit) {
-                const Item& item = plan.items[unit / a.num_kv_heads];
-                if (item.num_splits > 1 && item.split == 0) merge_splits<T>(a, item, unit % a.num_kv_heads, partials);
+            for (int64_t pair = 0; pair < pairs; ++pair) {
+                const Item& item = plan.items[pair / a.num_kv_heads];
+                if (item.num_splits > 1 && item.split == 0) merge_splits<T>(a, item, pair % a.num_kv_heads, partials);
             }
         }
     }

@@ -68,7 +68,7 @@ struct Scratch {
     }
 };
 
-// Addresses of the keys of one step. Values lie `to_values` elements after their keys. The last key pads to whole vectors.
+// Addresses of the keys of one step. Values lie `to_values` elements after their keys. The last key fills the padding.
 template <class C>
 struct KeyRows {
     const C* rows[kKeys];

@@ -18,6 +18,7 @@
 namespace cas {
 
 constexpr int kMaxTileBlocks = 3;
+static_assert(kMaxTileBlocks <= kMaxSliceBlocks);
 constexpr int kTileWidth = kMaxTileBlocks * kLanes;
 constexpr int kMaxSums = std::max(kMaxRows, kMaxUnitRows) * kTileWidth;
 constexpr int kStreamRows = 4;              // up to this many, memory bandwidth limits, and hardware prefetching alone is faster

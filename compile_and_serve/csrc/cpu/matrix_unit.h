@@ -18,8 +18,9 @@
 
 namespace cas {
 
-constexpr int kUnitSize = 16;                  // rows, groups and outputs of the unit's tiles
+constexpr int kUnitSize = 16;  // rows, groups and outputs of the unit's tiles
 constexpr int kMaxUnitRows = 2 * kUnitSize;
+constexpr int kMaxSliceBlocks = 4;
 
 #if CAS_MATRIX_UNIT
 
@@ -66,13 +67,13 @@ public:
             (blocks > 1 ? pair : one)(x, x_stride, weights, groups, tile, tile_stride, ahead);
     }
 
-    // The part of a product over the `count` groups from `begin` on, both multiples of kUnitSize: tile += it, from 0 on the first.
+    // The part of a product over `count` groups from `begin` on: tile = it at begin 0, else tile += it. blocks: at most kMaxSliceBlocks.
     template <class T>
     void add_slice(
         const typename Dot<T>::X* x, int64_t x_stride, int rows, const typename Dot<T>::W* const* weights, int blocks, int64_t begin,
         int64_t count, typename Dot<T>::Sum* tile, int64_t tile_stride
     ) {
-        const typename Dot<T>::W* parts[4];
+        const typename Dot<T>::W* parts[kMaxSliceBlocks];
         for (int b = 0; b < blocks; ++b) parts[b] = weights[b] + begin * Dot<T>::kInputs * kLanes;
         x += begin * Dot<T>::kInputs;
         if (begin == 0) multiply<T>(x, x_stride, rows, parts, blocks, count, tile, tile_stride);
@@ -135,7 +136,8 @@ private:
             }
             if (!ahead) continue;
             for (int b = 0; b < kBlocks; ++b) {
-                const auto* address = g < ahead->turn ? ahead->first[b] + g * ahead->step : ahead->second[b] + (g - ahead->turn) * ahead->step;
+                const int64_t behind = g - ahead->turn;
+                const auto* address = behind < 0 ? ahead->first[b] + g * ahead->step : ahead->second[b] + behind * ahead->step;
                 for (int i = 0; i < kUnitSize; ++i) __builtin_prefetch(address + i * ahead->step, 0, kToL2);
             }
         }

@@ -87,8 +87,8 @@ CasLora lora_arguments(
     TORCH_CHECK_VALUE(parts > 0 && parts <= kCasLoraParts && ends.back() == out_features, "ends must be 1 to 4 that end in ", out_features);
     TORCH_CHECK_VALUE(
         a_SQI.dim() == 3 && b_SCRN.dim() == 4 && a_SQI.size(0) == b_SCRN.size(0) && a_SQI.size(1) == parts * b_SCRN.size(2) &&
-            a_SQI.size(2) == x_TI.size(1) && b_SCRN.size(1) == (out_features + 15) / 16 && b_SCRN.size(3) == 16 && a_SQI.is_contiguous() && b_SCRN.is_contiguous() &&
-            a_SQI.scalar_type() == x_TI.scalar_type() && b_SCRN.scalar_type() == x_TI.scalar_type(),
+            a_SQI.size(2) == x_TI.size(1) && b_SCRN.size(1) == (out_features + 15) / 16 && b_SCRN.size(3) == 16 &&
+            a_SQI.is_contiguous() && b_SCRN.is_contiguous() && a_SQI.scalar_type() == x_TI.scalar_type() && b_SCRN.scalar_type() == x_TI.scalar_type(),
         "adapters ", a_SQI.sizes(), " and ", b_SCRN.sizes(), " of ", parts, " parts do not fit ", x_TI.sizes(), " and ", out_features,
         " outputs in ", x_TI.scalar_type());
     TORCH_CHECK_VALUE(

@@ -15,8 +15,9 @@ MAX_ABSORBED = 16  # query tokens of a sequence that is absorbed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """The sequences of a step whose numbers of query tokens differ, in order: `num_single` with one query token, `num_few` that are
-    absorbed too, and the materialized ones, which are all from the first with more than MAX_ABSORBED query tokens.
+    """The three parts of a step whose sequences have different numbers of query tokens. First come `num_single` sequences with one query
+    token. Then come `num_few`, which are absorbed too. The first sequence with more than MAX_ABSORBED query tokens and all behind it are
+    materialized.
 
     max_few: the most query tokens of one of the few. first_token: the first query token of the materialized ones. num_keys, max_seq_len:
     the sum of their lengths, and the largest. key_starts: int32 [their number + 1] on the device, sums of their lengths.
@@ -51,7 +52,7 @@ class StepParts:
 
 
 def triton_mla(operands: LatentOperands, metadata: AttentionMetadata, parts: StepParts | None) -> torch.Tensor:
-    """As `LatentAttention.mla_forward`. parts: the step's; None: all sequences have as many query tokens, which are absorbed."""
+    """As `LatentAttention.mla_forward`. parts: the step's; None: all sequences have equally many query tokens, which are absorbed."""
     from compile_and_serve.custom_ops.attention.triton_mla_decode import (
         absorbed_attention,
         multiply_heads,

@@ -125,7 +125,8 @@ class TritonAttention:
 
     def mla_forward(self, operands: LatentOperands, metadata: AttentionMetadata) -> torch.Tensor:
         """As `LatentAttention.mla_forward`."""
-        parts, longest = None, metadata.max_query_len
+        parts = None
+        longest = metadata.max_query_len
         if longest > MAX_ABSORBED or (longest > 1 and metadata.num_tokens < metadata.num_seqs * longest):
             if self._parts is None or self._parts.metadata is not metadata:
                 self._parts = StepParts.of_step(metadata)

@@ -6,7 +6,7 @@ A linear that was merged from P linears has the P matrices A one after another, 
 of N = 16 outputs: kernels read it from one end to the other.
 
 Shape legend: T tokens, I and O input and output features, S adapter slots, R the largest rank, P merged linears, Q = P · R,
-C = O / N blocks.
+C = ceil(O / N) blocks.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ def _shrink_kernel(
     SORTED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)  # the step's inputs
+    # No kernel that lets the next one start early writes these.
+    tokens_T, ok_T, index_T = _tokens(index_ptr, groups_ptr, num_tokens, SORTED, BLOCK_T)
     wait_for_previous(PDL)
     index = tl.min(tl.where(index_T > 0, index_T, 1 << 30))
     last_index = tl.max(index_T)
@@ -187,9 +188,8 @@ def _add_expanded(
                 ok_TR = own_T[:, None] & (rows_R[None, :] < rank)
                 at_TR = tokens_T[:, None] * num_rows + part * rank + rows_R[None, :]
                 h_TR = tl.load(h_ptr + at_TR, mask=ok_TR, other=0.0)
-                if (
-                    tl.max(tl.abs(h_TR.to(tl.float32))) > 0
-                ):  # B of a linear that the adapter does not change is not read
+                # B of a linear that the adapter does not change is not read.
+                if tl.max(tl.abs(h_TR.to(tl.float32))) > 0:
                     ok_RO = (rows_R[:, None] < rank) & ((part_O == part) & (cols_O < num_features))[None, :]
                     b_RO = tl.load(
                         b_slot_ptr + b_offsets(rows_R[:, None], cols_O[None, :], rank), mask=ok_RO, other=0.0

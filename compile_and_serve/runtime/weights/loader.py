@@ -129,10 +129,8 @@ def _checked_stream(
     of unexpected tensors.
     """
     packed = frozenset(name for name, expected in specs.items() if expected.dtype == torch.uint8)
-    checkpoint, known_scales = (
-        checkpoint or open_checkpoint(path, packed),
-        _quantized_names(spec) - spec.quantized_weights.keys(),
-    )
+    checkpoint = checkpoint or open_checkpoint(path, packed)
+    known_scales = _quantized_names(spec) - spec.quantized_weights.keys()
     wanted: dict[str, str] = {}  # checkpoint name → parameter name; of a part, its own name
     part_names: dict[str, set[str]] = {}  # parameter → names of its parts in the checkpoint
     unexpected: list[str] = []
