@@ -119,7 +119,11 @@ def test_32_streams_over_two_ranks_and_their_end(
             assert code == 0
         else:
             reason = "Rank 1 of 2 was ended by signal 9."
-            assert [(stream_end["message"], stream_end["code"]) for stream_end in streams.ends] == [(reason, 503)] * 32
+            cut_off = [
+                stream_end for stream_end in streams.ends if stream_end != "[DONE]"
+            ]  # some may have ended before
+            assert cut_off
+            assert {(stream_end["message"], stream_end["code"]) for stream_end in cut_off} == {(reason, 503)}
             assert code == 1
             assert f"The engine is dead: {reason}" in server.output
         wait_until(lambda: not any(map(is_running, processes)), 10)
