@@ -174,6 +174,20 @@ def test_serve_uses_the_servers_token_counts(endpoint: str) -> None:
         assert body["stream_options"] == {"include_usage": True}
 
 
+def test_serve_draws_lengths_around_their_means() -> None:
+    lengths = []
+    for seed in ("3", "3", "4"):
+        with server() as (url, handler):
+            sizes = ["--num-prompts", "12", "--input-len", "20", "--output-len", "10", "--random-range-ratio", "0.5"]
+            code, _, err = run("bench", "serve", "--base-url", url, *sizes, "--seed", seed)
+        assert code == 0, err
+        lengths.append(sorted((len(body["prompt"].split()), body["max_tokens"]) for body in handler.bodies))
+    assert lengths[0] == lengths[1] != lengths[2]
+    words, tokens = zip(*lengths[0], strict=True)
+    assert 10 <= min(words) < max(words) <= 30
+    assert 5 <= min(tokens) < max(tokens) <= 15
+
+
 def test_serve_without_usage_counts_chunks_and_can_omit_ignore_eos() -> None:
     with server(with_usage=False) as (url, handler):
         code, out, err = run(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -21,6 +22,15 @@ from compile_and_serve import __version__
 from compile_and_serve.serve.cli.output import error_console
 
 PERCENTILES = (50, 90, 99)
+RandomRangeRatio = Annotated[float, typer.Option(help="Lengths are uniform in [len · (1 − ratio), len · (1 + ratio)].")]
+
+
+def random_lengths(generator: random.Random, count: int, mean: int, ratio: float) -> list[int]:
+    """`count` lengths, uniform in mean · (1 ± ratio). Raises ValueError for a ratio outside [0, 1)."""
+    if not 0.0 <= ratio < 1.0:
+        raise ValueError(f"--random-range-ratio must be in [0, 1), got {ratio}.")
+    low, high = round(mean * (1 - ratio)), round(mean * (1 + ratio))
+    return [max(1, generator.randint(low, high)) for _ in range(count)]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compile_and_serve.serve.cli.bench.metrics import RequestTrace, report, summarize
+from compile_and_serve.serve.cli.bench.metrics import RandomRangeRatio, RequestTrace, random_lengths, report, summarize
 from compile_and_serve.serve.cli.flags import ModelArgument
 from compile_and_serve.serve.cli.output import StageDisplay, error_console
 
@@ -59,23 +59,17 @@ def throughput_command(
     input_len: Annotated[int, typer.Option(help="Prompt tokens per request.")] = 128,
     output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
     n: Annotated[int, typer.Option(help="Sequences per prompt. Several are sampled at temperature 1.")] = 1,
-    random_range_ratio: Annotated[
-        float, typer.Option(help="Lengths are uniform in [len · (1 − ratio), len · (1 + ratio)].")
-    ] = 0.0,
+    random_range_ratio: RandomRangeRatio = 0.0,
     output_json: OutputJson = None,
     *,
     engine_options: dict[str, Any],
 ) -> None:
     """Measure the throughput of requests that are all sent at once."""
     _at_least_one(input_len=input_len, output_len=output_len, num_prompts=num_prompts, n=n)
-    if not 0.0 <= random_range_ratio < 1.0:
-        raise ValueError(f"--random-range-ratio must be in [0, 1), got {random_range_ratio}.")
-    engine = _start(model, engine_options)
     generator = random.Random(engine_options["seed"])
+    lengths = [random_lengths(generator, num_prompts, mean, random_range_ratio) for mean in (input_len, output_len)]
+    engine = _start(model, engine_options)
     run_requests(engine, _random_prompts(generator, engine.info.vocab_size, [input_len]), [2])
-    lengths = [
-        [_around(generator, mean, random_range_ratio) for _ in range(num_prompts)] for mean in (input_len, output_len)
-    ]
     prompts = _random_prompts(generator, engine.info.vocab_size, lengths[0])
     started = time.perf_counter()
     traces = run_requests(engine, prompts, lengths[1], n=n)
@@ -146,10 +140,6 @@ def _workload(model: str, engine: SyncEngine) -> dict[str, Any]:
 
 def _random_prompts(generator: random.Random, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
     return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
-
-
-def _around(generator: random.Random, mean: int, ratio: float) -> int:
-    return max(1, generator.randint(round(mean * (1 - ratio)), round(mean * (1 + ratio))))
 
 
 def _at_least_one(**values: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, hide_arguments
-from compile_and_serve.serve.cli.bench.metrics import RequestTrace, report, summarize
+from compile_and_serve.serve.cli.bench.metrics import RandomRangeRatio, RequestTrace, random_lengths, report, summarize
 
 if TYPE_CHECKING:
     import httpx
@@ -51,6 +51,7 @@ def serve_bench_command(
     max_concurrency: Annotated[int | None, typer.Option(help="Maximum number of concurrent requests.")] = None,
     input_len: Annotated[int, typer.Option(help="Words per prompt; a word is about one token.")] = 128,
     output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
+    random_range_ratio: RandomRangeRatio = 0.0,
     ignore_eos: Annotated[
         bool, typer.Option(help="Send ignore_eos to get the full length. Some servers reject the field.")
     ] = True,
@@ -80,13 +81,16 @@ def serve_bench_command(
         model=model or _first_model(base_url.rstrip("/").removesuffix("/v1"), headers),
         headers=headers,
         chat=endpoint == "chat",
-        extra={"max_tokens": output_len, "temperature": 0.0} | ({"ignore_eos": True} if ignore_eos else {}),
+        extra={"temperature": 0.0} | ({"ignore_eos": True} if ignore_eos else {}),
     )
     generator = random.Random(seed)
-    prompts = [" ".join(generator.choices(_WORDS, k=input_len)) for _ in range(num_prompts)]
+    input_lens = random_lengths(generator, num_prompts, input_len, random_range_ratio)
+    output_lens = random_lengths(generator, num_prompts, output_len, random_range_ratio)
+    prompts = [" ".join(generator.choices(_WORDS, k=length)) for length in input_lens]
+    requests = list(zip(prompts, output_lens, strict=True))
     delays = arrival_delays(random.Random(seed), num_prompts, request_rate)
     started = time.perf_counter()
-    traces = asyncio.run(send_all(target, prompts, delays, max_concurrency=max_concurrency, timeout=timeout))
+    traces = asyncio.run(send_all(target, requests, delays, max_concurrency=max_concurrency, timeout=timeout))
     seconds = time.perf_counter() - started
     failed = [trace.error for trace in traces if trace.error is not None]
     if len(failed) == len(traces):
@@ -100,6 +104,7 @@ def serve_bench_command(
         "max_concurrency": max_concurrency,
         "input_len": input_len,
         "output_len": output_len,
+        "random_range_ratio": random_range_ratio,
         "first_error": failed[0] if failed else None,
     }
     report("serve", workload, summarize(traces, seconds), output_json)
@@ -112,42 +117,45 @@ def arrival_delays(generator: random.Random, count: int, rate: float) -> list[fl
 
 async def send_all(
     target: Target,
-    prompts: Sequence[str],
+    requests: Sequence[tuple[str, int]],
     delays: Sequence[float],
     *,
     max_concurrency: int | None,
     timeout: float,
 ) -> list[RequestTrace]:
-    """Send prompt i delays[i] seconds after prompt i - 1, at most `max_concurrency` at a time. Returns traces in order."""
+    """Send request i, its prompt and max_tokens, delays[i] seconds after request i - 1, at most `max_concurrency` at a time.
+    Returns traces in order.
+    """
     import httpx
 
-    slots = asyncio.Semaphore(max_concurrency or len(prompts))
+    slots = asyncio.Semaphore(max_concurrency or len(requests))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
         base_url=target.base_url, headers=target.headers, timeout=timeout, limits=limits
     ) as client:
 
-        async def one(prompt: str) -> RequestTrace:
+        async def one(prompt: str, max_tokens: int) -> RequestTrace:
             async with slots:
-                return await _send(client, target, prompt)
+                return await _send(client, target, prompt, max_tokens)
 
         tasks: list[asyncio.Task[RequestTrace]] = []
         due = time.perf_counter()  # absolute times, so that delays of sleeps do not accumulate
-        for prompt, delay in zip(prompts, delays, strict=True):
+        for request, delay in zip(requests, delays, strict=True):
             due += delay
             if (left := due - time.perf_counter()) > 0:
                 await asyncio.sleep(left)
-            tasks.append(asyncio.create_task(one(prompt)))
+            tasks.append(asyncio.create_task(one(*request)))
         return list(await asyncio.gather(*tasks))
 
 
-async def _send(client: httpx.AsyncClient, target: Target, prompt: str) -> RequestTrace:
+async def _send(client: httpx.AsyncClient, target: Target, prompt: str, max_tokens: int) -> RequestTrace:
     import httpx
 
     content = {"messages": [{"role": "user", "content": prompt}]} if target.chat else {"prompt": prompt}
     body = {
         "model": target.model,
         **content,
+        "max_tokens": max_tokens,
         **target.extra,
         "stream": True,
         "stream_options": {"include_usage": True},
