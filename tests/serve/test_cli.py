@@ -80,7 +80,7 @@ FLAGS = {
     "cache prune": {"--older-than", "--all", "--cache-dir"},
     "bench serve": {
         "--base-url", "--model", "--endpoint", "--num-prompts", "--request-rate", "--max-concurrency", "--input-len",
-        "--output-len", "--random-range-ratio", "--ignore-eos", "--no-ignore-eos", "--api-key", "--seed", "--timeout",
+        "--output-len", "--random-range-ratio", "--num-clients", "--ignore-eos", "--no-ignore-eos", "--api-key", "--seed", "--timeout",
         "--output-json", "--verbose", "-v",
     },
 }  # fmt: skip

@@ -188,6 +188,19 @@ def test_serve_draws_lengths_around_their_means() -> None:
     assert 5 <= min(tokens) < max(tokens) <= 15
 
 
+def test_serve_from_several_processes() -> None:
+    with server() as (url, handler):
+        sizes = ["--num-prompts", "7", "--input-len", "5", "--output-len", "8", "--random-range-ratio", "0.5"]
+        clients = ["--num-clients", "2", "--max-concurrency", "3"]
+        code, out, err = run("bench", "serve", "--base-url", url, *sizes, *clients)
+    assert code == 0, err
+    row = json.loads(out)
+    assert (row["completed"], row["failed"], row["num_clients"]) == (7, 0, 2)
+    assert handler.most_under_way == 3
+    assert len({body["prompt"] for body in handler.bodies}) == 7
+    assert row["e2e_ms"]["p99"] <= row["seconds"] * 1e3
+
+
 def test_serve_without_usage_counts_chunks_and_can_omit_ignore_eos() -> None:
     with server(with_usage=False) as (url, handler):
         code, out, err = run(

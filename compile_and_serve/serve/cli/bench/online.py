@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +20,12 @@ import typer
 
 from compile_and_serve.serve.cli.api_keys import API_KEY_VARIABLE, hide_arguments
 from compile_and_serve.serve.cli.bench.metrics import RandomRangeRatio, RequestTrace, random_lengths, report, summarize
+from compile_and_serve.serve.cli.output import error_console
 
 if TYPE_CHECKING:
     import httpx
 
+MOSTLY_BUSY = 0.8
 _WORDS = (
     "time way year work government day man world life part house course case system place end group company party "
     "information school fact money point example state business night area water thing family head hand order side "
@@ -52,6 +57,9 @@ def serve_bench_command(
     input_len: Annotated[int, typer.Option(help="Words per prompt; a word is about one token.")] = 128,
     output_len: Annotated[int, typer.Option(help="Generated tokens per request.")] = 128,
     random_range_ratio: RandomRangeRatio = 0.0,
+    num_clients: Annotated[
+        int | None, typer.Option(help="Processes that send the requests. By default one, and 4 with 16 CPU cores.")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option(help="Send ignore_eos to get the full length. Some servers reject the field.")
     ] = True,
@@ -72,6 +80,11 @@ def serve_bench_command(
             raise ValueError(f"--{name} must be at least 1, got {value}.")
     if max_concurrency is not None and max_concurrency < 1:
         raise ValueError(f"--max-concurrency must be at least 1, got {max_concurrency}.")
+    if num_clients is None:
+        num_clients = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+    if num_clients < 1:
+        raise ValueError(f"--num-clients must be at least 1, got {num_clients}.")
+    num_clients = min(num_clients, num_prompts, max_concurrency or num_prompts)
     hide_arguments([api_key] if api_key else [])
     api_key = api_key or os.environ.get(API_KEY_VARIABLE)
     headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
@@ -89,9 +102,11 @@ def serve_bench_command(
     prompts = [" ".join(generator.choices(_WORDS, k=length)) for length in input_lens]
     requests = list(zip(prompts, output_lens, strict=True))
     delays = arrival_delays(random.Random(seed), num_prompts, request_rate)
-    started = time.perf_counter()
-    traces = asyncio.run(send_all(target, requests, delays, max_concurrency=max_concurrency, timeout=timeout))
-    seconds = time.perf_counter() - started
+    traces, seconds, busy = send_from_processes(target, requests, delays, num_clients, max_concurrency, timeout)
+    if busy > MOSTLY_BUSY:
+        error_console().print(
+            f"The clients were busy {busy:.0%} of the time, so that the server may be faster than the figures: use more --num-clients."
+        )
     failed = [trace.error for trace in traces if trace.error is not None]
     if len(failed) == len(traces):
         raise RuntimeError(f"every request failed, the first with: {failed[0]}")
@@ -105,6 +120,8 @@ def serve_bench_command(
         "input_len": input_len,
         "output_len": output_len,
         "random_range_ratio": random_range_ratio,
+        "num_clients": num_clients,
+        "clients_busy": round(busy, 3),
         "first_error": failed[0] if failed else None,
     }
     report("serve", workload, summarize(traces, seconds), output_json)
@@ -115,15 +132,67 @@ def arrival_delays(generator: random.Random, count: int, rate: float) -> list[fl
     return [0.0 if math.isinf(rate) else generator.expovariate(rate) for _ in range(count)]
 
 
-async def send_all(
+def send_from_processes(
     target: Target,
     requests: Sequence[tuple[str, int]],
     delays: Sequence[float],
+    num_clients: int,
+    max_concurrency: int | None,
+    timeout: float,
+) -> tuple[list[RequestTrace], float, float]:
+    """Send all requests, every num_clients-th from the same process.
+
+    Returns the traces, the seconds from the first request to the last token, and the share of them in which the busiest process computed.
+    """
+    due = list(itertools.accumulate(delays))
+    shares = []
+    for client in range(num_clients):
+        concurrency = None if max_concurrency is None else len(range(client, max_concurrency, num_clients))
+        shares.append((target, requests[client::num_clients], due[client::num_clients], concurrency, timeout))
+    if num_clients == 1:
+        begin = time.perf_counter()
+        results = [_send_share(begin, *shares[0])]
+    else:
+        with ProcessPoolExecutor(num_clients, mp_context=get_context("spawn"), initializer=_import_httpx) as pool:
+            list(pool.map(time.sleep, [0.2] * num_clients))  # all processes are up
+            begin = time.perf_counter()
+            results = list(pool.map(_send_share, itertools.repeat(begin), *zip(*shares, strict=True)))
+    seconds = time.perf_counter() - begin
+    traces = [RequestTrace(sent=0.0, prompt_tokens=0)] * len(requests)
+    for client, (own, _) in enumerate(results):
+        traces[client::num_clients] = own
+    return traces, seconds, max(busy for _, busy in results) / seconds
+
+
+def _import_httpx() -> None:
+    import httpx  # noqa: F401
+
+
+def _send_share(
+    begin: float,
+    target: Target,
+    requests: Sequence[tuple[str, int]],
+    due: Sequence[float],
+    max_concurrency: int | None,
+    timeout: float,
+) -> tuple[list[RequestTrace], float]:
+    """A process's share: its traces and CPU seconds. due: seconds after `begin` (time.perf_counter, the same clock in all processes)."""
+    before = time.process_time()
+    traces = asyncio.run(
+        send_all(target, requests, [begin + at for at in due], max_concurrency=max_concurrency, timeout=timeout)
+    )
+    return traces, time.process_time() - before
+
+
+async def send_all(
+    target: Target,
+    requests: Sequence[tuple[str, int]],
+    due: Sequence[float],
     *,
     max_concurrency: int | None,
     timeout: float,
 ) -> list[RequestTrace]:
-    """Send request i, its prompt and max_tokens, delays[i] seconds after request i - 1, at most `max_concurrency` at a time.
+    """Send request i, its prompt and max_tokens, at due[i] (time.perf_counter), at most `max_concurrency` at a time.
     Returns traces in order.
     """
     import httpx
@@ -139,10 +208,8 @@ async def send_all(
                 return await _send(client, target, prompt, max_tokens)
 
         tasks: list[asyncio.Task[RequestTrace]] = []
-        due = time.perf_counter()  # absolute times, so that delays of sleeps do not accumulate
-        for request, delay in zip(requests, delays, strict=True):
-            due += delay
-            if (left := due - time.perf_counter()) > 0:
+        for request, at in zip(requests, due, strict=True):
+            if (left := at - time.perf_counter()) > 0:
                 await asyncio.sleep(left)
             tasks.append(asyncio.create_task(one(*request)))
         return list(await asyncio.gather(*tasks))
