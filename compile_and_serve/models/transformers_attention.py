@@ -235,7 +235,7 @@ def _allows_nothing(mask_function: Callable[..., Any], no_blocks: Sequence[torch
     if mask_function.__qualname__ != _BLOCKS:
         return False
     blocks = inspect.getclosurevars(mask_function).nonlocals["block_sequence_ids"]
-    return any(blocks is one for one in no_blocks)
+    return any(blocks is one for one in no_blocks) and not blocks._version  # nothing was written to it since
 
 
 class _FindsNoBlocks(TorchFunctionMode):

@@ -342,6 +342,9 @@ def test_blocks_of_images_are_refused_unless_there_are_none() -> None:
     assert recognize(mask, [torch.zeros(4), blocks]) == Mask()
     with pytest.raises(Unsupported, match="or_masks"):
         recognize(mask)
+    blocks[0] = 3
+    with pytest.raises(Unsupported, match="or_masks"):
+        recognize(mask, [blocks])
 
 
 def test_rope_types_that_change_with_the_length_stop_where_they_would_change() -> None:
