@@ -292,8 +292,10 @@ class Bench:
             storage.data_ptr(): storage for storage in (t.untyped_storage() for t in worker.model.weight_memory())
         }
         weights = sum(storage.nbytes() for storage in storages.values())
-        text = spec.config.get("text_config") or spec.config
-        if not text.get("tie_word_embeddings"):
+        if "lm_head.weight" in dict(
+            spec.module.named_parameters()
+        ):  # a head that shares the embedding is not named twice
+            text = spec.config.get("text_config") or spec.config
             weights -= spec.vocab_size * text["hidden_size"] * worker._dtype.itemsize
         return weights + batch * sum(
             group.bytes_per_token(worker._cache_dtype) * min(context, group.window or context)

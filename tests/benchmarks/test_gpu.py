@@ -8,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks.gpu import main
+from benchmarks.gpu import Bench, main
 from benchmarks.gpu_timing import StepTimes
+from compile_and_serve.models.registry import build_model
 from tests.support.engines import write_tiny_model
+from tests.support.transformers_models import config_of
 
 
 @pytest.mark.slow
@@ -34,6 +37,17 @@ def test_contexts_prints_a_table_of_what_fits(
     assert rows[2]["read_gb"] - rows[0]["read_gb"] == pytest.approx(68 * per_token / 1e9, abs=1e-6)
     assert lines[-3].startswith("| 32 | 1 |")
     assert lines[-1].startswith("| 100 | 1 |")
+
+
+@pytest.mark.parametrize("architecture", ["GemmaForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM"])
+def test_an_embedding_is_read_only_by_a_head_that_shares_it(architecture: str) -> None:
+    config = config_of(architecture)
+    config.pop("tie_word_embeddings", None)  # Gemma's default is to share it
+    spec = build_model(config, dtype=torch.bfloat16)
+    model = SimpleNamespace(weight_memory=lambda: [torch.empty(1 << 20, dtype=torch.bfloat16)])
+    worker = SimpleNamespace(_spec=spec, model=model, _dtype=torch.bfloat16, _cache_dtype=torch.bfloat16)
+    not_read = 0 if architecture.startswith("Gemma") else 2 * config["vocab_size"] * config["hidden_size"]
+    assert Bench.decode_bytes(SimpleNamespace(worker=worker), 0, 0) == (2 << 20) - not_read  # type: ignore[arg-type]
 
 
 def test_decode_seconds_leaves_out_steps_with_prompts_and_other_batches() -> None:
