@@ -1,7 +1,8 @@
-"""Which processes run."""
+"""Which processes run, and for how long they have computed."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,12 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, its ended threads included."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> list[int]:

@@ -30,7 +30,7 @@ from compile_and_serve.runtime.engine.client import (
 from compile_and_serve.runtime.engine.process import BOOT_CODE, RECEIVED_TOKENS, arrived_messages
 from compile_and_serve.runtime.messages import AddRequest, RequestOutput, Sibling
 from tests.support.engines import request, run_requests, tiny_config, tokens_of, write_tiny_model
-from tests.support.processes import is_running, wait_until
+from tests.support.processes import cpu_seconds, is_running, wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -194,7 +194,9 @@ async def test_a_client_that_lags_behind_yields_to_other_tasks(engine: tuple[Asy
     for number, name in enumerate(names):
         await client.add_request(request(name, [1 + number], max_tokens=200, ignore_eos=True))
     await reader.until(lambda got: all(name in got for name in names))
-    time.sleep(1.0)  # for two of the 200 steps at least
+    assert client.pid is not None
+    before = cpu_seconds(client.pid)
+    wait_until(lambda: cpu_seconds(client.pid) - before > 0.2, PATIENCE)  # for two of the 200 steps at least
     counts: list[int] = []
 
     async def others() -> None:
