@@ -72,7 +72,6 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "window_size"), 16),
 }  # fmt: skip
 ALWAYS = ("is_decoder", "head_dim", "num_key_value_heads", "pad_token_id")  # set where the default is False or None
-DTYPE_FIELDS = ("dtype", "torch_dtype")
 # What a rule by name does not get right, by model type.
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": ["full_attention"] * 4},

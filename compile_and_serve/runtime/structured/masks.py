@@ -132,11 +132,6 @@ class GrammarSequence:
         self._is_free = is_free
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the preamble is over."""
-        return self.preamble is None
-
-    @property
     def is_free(self) -> bool:
         """Whether nothing but the budget restricts the output."""
         return self._is_free

@@ -328,7 +328,7 @@ class TestMasks:
             assert sequence.forced_token == forced
             assert sequence.is_masked == (forced is not None)
         sequence.advance([9])
-        assert sequence.has_begun
+        assert sequence.preamble is None
         assert not sequence.is_masked
         never = self.sequence(compiler, StructuredOutputsParams(regex="a"), **options)
         never.advance([1] * 50)
